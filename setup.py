@@ -1,0 +1,36 @@
+"""Packaging of unitrain: `pip install .` for users, `pip install -e ".[dev]"` for its developers."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'__version__ = "(.+)"', (here / "unitrain" / "__init__.py").read_text())
+assert version, "unitrain/__init__.py states the version"
+
+examples = ["scikit-learn>=1.3", "torchvision>=0.21"]
+# Horovod itself is not named: no release of it builds against a current torch, `unitrain horovod build` makes one.
+horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
+dev = ["mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.6"]
+
+setup(
+    name="unitrain",
+    version=version.group(1),
+    description="One PyTorch training script on DDP or Horovod, under any launcher, with the same numbers",
+    long_description=(here / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    packages=find_packages(include=["unitrain", "unitrain.*", "launchers", "launchers.*"]),
+    package_data={"unitrain": ["py.typed"], "launchers": ["py.typed"]},
+    install_requires=["click>=8.1", "numpy>=1.26", "rich>=13.0", "safetensors>=0.4", "torch>=2.6"],
+    extras_require={
+        "horovod": horovod,
+        "examples": examples,
+        "dev": [*dev, *horovod, *examples],
+    },
+    entry_points={
+        "console_scripts": ["unitrain = unitrain.cli:unitrain"],
+        "pytest11": ["unitrain = unitrain.pytest_plugin"],
+    },
+)

@@ -1,0 +1,58 @@
+"""One training script, any backend, any launcher, the same numbers.
+
+    import unitrain
+
+    with unitrain.init() as backend:
+        model = backend.distributed_model(model)
+        optimizer = backend.distributed_optimizer(optimizer, model)
+        ...
+
+`import unitrain` is cheap: torch is imported with the first name that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Each public name and the module it lives in, imported when the name is first used.
+_EXPORTS = {
+    "Backend": "unitrain.backends.base",
+    "CheckpointError": "unitrain.errors",
+    "Communicator": "unitrain.backends.base",
+    "Placement": "unitrain.environment",
+    "TrainConfig": "unitrain.config",
+    "Trainer": "unitrain.trainer",
+    "UnitrainError": "unitrain.errors",
+    "available_backends": "unitrain.backends.registry",
+    "init": "unitrain.initialise",
+    "register_process_group": "unitrain.backends.horovod_process_group",
+    "require": "unitrain.backends.base",
+}
+_RENAMED = {"available_backends": "available"}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from unitrain.backends.base import Backend, Communicator, require
+    from unitrain.backends.horovod_process_group import register_process_group
+    from unitrain.backends.registry import available as available_backends
+    from unitrain.config import TrainConfig
+    from unitrain.environment import Placement
+    from unitrain.errors import CheckpointError, UnitrainError
+    from unitrain.initialise import init
+    from unitrain.trainer import Trainer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'unitrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), _RENAMED.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

@@ -1,0 +1,175 @@
+"""The interface every backend implements, and all that the training loop knows about distribution.
+
+The rules below hold on every backend alike; `unitrain.testing` turns each of them into a test.
+
+1. Collectives return new tensors and leave their input untouched, for float64/32/16, bfloat16, int64/32, uint8 and bool.
+   The mean of integers or booleans is an error, and so is the sum of booleans.
+2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks: clipping, loss scaling, logging and
+   `optimizer.step()` are then plain torch code.
+3. `distributed_model` makes parameters and buffers equal to rank 0's; nothing else ever changes them, steps the optimizer
+   or touches the learning rate.
+4. The optimizer stays the user's own object, and its `state_dict` loads on any other backend.
+5. A mistake in a collective's arguments raises the same error on every rank, before any data moves.
+6. The same run gives the same parameters on every backend.
+
+Every method of `Communicator`, and those of `Backend` that say so, must be called by all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.environment import Placement
+from unitrain.errors import UnitrainError, UnsupportedError
+
+ReduceOp = Literal["mean", "sum", "min", "max", "product"]
+Compression = Literal["fp16", "bf16"]
+CapabilityT = TypeVar("CapabilityT")
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """What a backend is started with: where the launcher put this process, and what the user asked for (None: choose)."""
+
+    placement: Placement
+    device: str | torch.device | None = None
+    transport: str | None = None
+    timeout: timedelta = timedelta(minutes=5)
+
+
+class Communicator(ABC):
+    """A fixed set of ranks that talk; `rank` runs from 0 to `size` - 1 and `device` is where this rank computes."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @abstractmethod
+    def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        """Combine `tensor` over ranks element by element; every rank gets the result, in the dtype of its input.
+
+        Booleans take "min" and "product" (all) and "max" (any). Raises TensorError for the mean of integers and
+        CollectiveMismatchError when shapes, dtypes or operations differ between ranks.
+        """
+
+    @abstractmethod
+    def allgather(self, tensor: Tensor) -> Tensor:
+        """Concatenate every rank's `tensor` along dim 0, in rank order; dim 0 may differ per rank, even be 0.
+
+        A zero-dimensional tensor counts as one element, so the result has shape [size].
+        """
+
+    @abstractmethod
+    def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        """Combine `tensor` over ranks and return this rank's equal slice of dim 0, of length `tensor.shape[0] / size`.
+
+        Raises TensorError when dim 0 does not divide by `size`.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Return a copy of the root's `tensor`; the other ranks pass one of the same shape and dtype."""
+
+    @abstractmethod
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Return the root's picklable `obj` on every rank; what other ranks pass is ignored."""
+
+    @abstractmethod
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """Return every rank's picklable `obj`, in rank order."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+
+class Backend(Communicator):
+    """A communicator that also knows how gradients become global, and where its ranks run.
+
+    `transport` is what moves the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` counts within a host, `node_rank`
+    numbers the hosts. Use it as a context manager: it shuts down on a clean exit only, because shutting down while an
+    exception leaves makes the launcher blame whichever rank notices first.
+    """
+
+    name: str
+    transport: str
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+
+    @classmethod
+    @abstractmethod
+    def start(cls, options: StartOptions) -> Self:
+        """Join the other ranks and return the backend; every wait ends within `options.timeout`. All ranks call it."""
+
+    @abstractmethod
+    def distributed_model(
+        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression | None = None
+    ) -> nn.Module:
+        """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
+
+        Parameters and buffers become rank 0's. With `unused_parameters`, one that a rank did not use counts as zero there,
+        and one that no rank used keeps `grad` None; without it that is a ModelError. `compression` is the format gradients
+        travel in. Raises ModelError for a model without trainable parameters, on every rank.
+        """
+
+    @abstractmethod
+    def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+        """Check that `optimizer` holds parameters of `model`, make its state rank 0's, and return that same object.
+
+        All ranks call it. Raises ModelError when the optimizer holds parameters that are not the model's.
+        """
+
+    @abstractmethod
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside it, `backward` adds to the local gradients only; the first one outside reduces all that was added."""
+
+    @abstractmethod
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to `distributed_model`, whose `state_dict` keys carry no prefix."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Leave the group; the backend cannot be used afterwards. Called by all ranks, a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.shutdown()
+
+
+def raise_together(communicator: Communicator, error: UnitrainError | None) -> None:
+    """Raise on every rank when any rank passes an error: the lowest such rank's, so that all ranks say the same.
+
+    All ranks call it, with None where nothing is wrong. It is for what only some ranks can see, such as a folder.
+    """
+    for found in communicator.allgather_object(error):
+        if found is not None:
+            raise found
+
+
+def require(backend: Communicator, capability: type[CapabilityT], feature: str) -> CapabilityT:
+    """Return `backend` as a `capability`, or raise UnsupportedError naming the feature. Ask before anything communicates.
+
+    Capabilities that only some backends have are small ABCs called `Supports...`; a backend has one by subclassing it.
+    """
+    if not isinstance(backend, capability):
+        name = getattr(backend, "name", type(backend).__name__)
+        raise UnsupportedError(
+            f"{feature} needs {capability.__name__}, which backend {name!r} does not provide. "
+            f"Choose another backend with --backend, or leave {feature} out."
+        )
+    return backend

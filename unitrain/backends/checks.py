@@ -1,0 +1,101 @@
+"""What every backend checks before it communicates, so that a mistake is the same error everywhere."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.base import Compression, ReduceOp
+from unitrain.errors import ConfigError, ModelError, TensorError, did_you_mean
+
+REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """Raise TensorError unless `tensor` is a dense tensor of a supported dtype."""
+    if not isinstance(tensor, Tensor):
+        raise TensorError(
+            f"A collective takes a tensor, got {type(tensor).__name__}. "
+            "Use torch.tensor(...) for numbers, or allgather_object and broadcast_object for Python objects."
+        )
+    if tensor.layout != torch.strided:
+        raise TensorError(
+            f"A collective takes a dense tensor, got layout {tensor.layout}. Call .to_dense() first, "
+            "and use nn.Embedding(..., sparse=False) for gradients."
+        )
+    if tensor.dtype not in DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
+        raise TensorError(
+            f"A collective cannot carry dtype {dtype_name(tensor.dtype)}. Convert to one of: {names}."
+        )
+
+
+def check_reduce(tensor: Tensor, op: str) -> None:
+    """Raise ConfigError for an unknown `op`, TensorError where `op` has no exact meaning for the tensor's dtype."""
+    check_tensor(tensor)
+    if op not in REDUCE_OPS:
+        raise ConfigError(f"Unknown op {op!r}. {did_you_mean(str(op), REDUCE_OPS)}Available: {', '.join(REDUCE_OPS)}.")
+    if op == "mean" and not tensor.dtype.is_floating_point:
+        # Horovod would round down, Gloo refuse, and both would be right somewhere: nobody gets a wrong average here.
+        raise TensorError(
+            f"The mean of {dtype_name(tensor.dtype)} values is not an integer. "
+            'Convert first, tensor.double(), or use op="sum" and divide.'
+        )
+    if op == "sum" and tensor.dtype == torch.bool:
+        raise TensorError('The sum of booleans does not fit a boolean. Convert first, tensor.long(), or use op="max".')
+
+
+def check_root(root: int, size: int) -> None:
+    """Raise ConfigError unless `root` is one of the ranks."""
+    if not 0 <= root < size:
+        raise ConfigError(f"Root {root} is not one of the {size} ranks. Use a root from 0 to {size - 1}.")
+
+
+def check_divides(tensor: Tensor, size: int) -> None:
+    """Raise TensorError unless dim 0 can be cut into `size` equal slices."""
+    if tensor.dim() == 0 or tensor.shape[0] % size:
+        raise TensorError(
+            f"reducescatter cuts dim 0 into {size} equal slices, got shape {list(tensor.shape)}. "
+            f"Pad dim 0 to a multiple of {size}."
+        )
+
+
+def check_model(model: nn.Module, compression: Compression | None) -> None:
+    """Raise ModelError unless `model` can be trained, ConfigError for an unknown compression."""
+    if compression is not None and compression not in get_args(Compression):
+        choices = ", ".join(get_args(Compression))
+        raise ConfigError(f"Unknown compression {compression!r}. Use None, or one of: {choices}.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "
+            "Unfreeze some with parameter.requires_grad_(True), or use backend.broadcast to share its weights."
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ModelError(
+                f"Module {name or type(model).__name__!r} produces sparse gradients, which are not reduced. "
+                f"Build it with sparse=False: nn.{type(module).__name__}(..., sparse=False)."
+            )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ModelError unless every parameter that `optimizer` holds is one of `model`'s."""
+    known = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = sum(id(parameter) not in known for parameter in held)
+    if strangers:
+        raise ModelError(
+            f"The optimizer holds {strangers} of {len(held)} parameters that are not {type(model).__name__}'s, "
+            "so their gradients would never be shared. Build it from this model's own parameters: "
+            f"{type(optimizer).__name__}(model.parameters(), ...), after moving the model to its device."
+        )

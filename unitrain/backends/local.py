@@ -1,0 +1,88 @@
+"""One process, no communication: the reference the other backends are compared with."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends import checks
+from unitrain.backends.base import Backend, Compression, ReduceOp, StartOptions
+from unitrain.backends.devices import choose_device
+from unitrain.backends.unused_parameters import watch_first_backward
+from unitrain.errors import LauncherMismatchError
+
+
+class LocalBackend(Backend):
+    """A group of one."""
+
+    name = "local"
+    transport = "none"
+    rank, size = 0, 1
+    local_rank, local_size = 0, 1
+    node_rank, num_nodes = 0, 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @classmethod
+    def start(cls, options: StartOptions) -> Self:
+        """Raise LauncherMismatchError when a launcher started more than this one process."""
+        placement = options.placement
+        if placement.size > 1:
+            raise LauncherMismatchError(
+                f"Backend 'local' is one process, but {placement.launcher} started {placement.size}. "
+                "Use --backend ddp or --backend horovod, or start it with: python script.py"
+            )
+        return cls(choose_device(options.device, local_rank=0))
+
+    def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        checks.check_reduce(tensor, op)
+        return tensor.detach().clone()
+
+    def allgather(self, tensor: Tensor) -> Tensor:
+        checks.check_tensor(tensor)
+        return torch.atleast_1d(tensor.detach()).clone()
+
+    def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        checks.check_reduce(tensor, op)
+        checks.check_divides(tensor, self.size)
+        return tensor.detach().clone()
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        checks.check_tensor(tensor)
+        checks.check_root(root, self.size)
+        return tensor.detach().clone()
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        checks.check_root(root, self.size)
+        return obj
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    def barrier(self) -> None:
+        pass
+
+    def distributed_model(
+        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression | None = None
+    ) -> nn.Module:
+        checks.check_model(model, compression)
+        if not unused_parameters:
+            watch_first_backward(model, model, self.allgather_object)
+        return model
+
+    def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+        checks.check_optimizer(optimizer, model)
+        return optimizer
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return getattr(model, "_orig_mod", model)  # the name torch.compile gives to what it wraps
+
+    def shutdown(self) -> None:
+        pass

@@ -1,0 +1,50 @@
+"""Choosing a backend and starting it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from unitrain import environment
+from unitrain.backends import registry
+from unitrain.errors import ConfigError, LauncherMismatchError
+
+if TYPE_CHECKING:
+    import torch
+
+    from unitrain.backends.base import Backend
+
+# What a launcher's users expect when nothing else is said: the backend that the launcher came with.
+_IMPLIED = {"none": "local", "torchrun": "ddp", "srun": "ddp", "env": "ddp", "horovodrun": "horovod", "mpirun": "horovod"}
+
+
+def init(
+    backend: str | None = None,
+    *,
+    device: str | torch.device | None = None,
+    transport: str | None = None,
+    timeout_seconds: float = 300.0,
+) -> Backend:
+    """Join the other ranks that the launcher started and return the backend; use it as a context manager.
+
+    The backend is the argument, else UNITRAIN_BACKEND, else what the launcher implies (torchrun: ddp, horovodrun: horovod),
+    else `local`. `device` and `transport` are chosen from what the machine has unless given. No wait, here or in any later
+    collective, is longer than `timeout_seconds`. All ranks call it, once. Raises UnknownBackendError,
+    BackendUnavailableError, LauncherMismatchError, or CollectiveTimeoutError naming the ranks that did not come.
+    """
+    if timeout_seconds <= 0:
+        raise ConfigError(f"timeout_seconds must be above 0, got {timeout_seconds}. Use 300 for five minutes.")
+    placement = environment.detect()
+    name = backend or environment.setting("UNITRAIN_BACKEND") or _IMPLIED[placement.launcher]
+    backend_class = registry.load(name)
+
+    from unitrain.backends.base import StartOptions
+
+    started = backend_class.start(StartOptions(placement, device, transport, timedelta(seconds=timeout_seconds)))
+    if (started.rank, started.size) != (placement.rank, placement.size):
+        # Otherwise N processes would each train alone and overwrite each other's results, all with exit code 0.
+        raise LauncherMismatchError(
+            f"{placement.launcher} says rank {placement.rank} of {placement.size}, but backend {name!r} came up as rank "
+            f"{started.rank} of {started.size}. Start it with: unitrain launch --backend {name} -np {placement.size} ..."
+        )
+    return started
