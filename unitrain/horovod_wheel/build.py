@@ -13,6 +13,7 @@ import signal
 import subprocess
 import tarfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -197,6 +198,11 @@ def _store(plan: BuildPlan) -> None:
             f"The build made {built.name} where {plan.wheel.name} was planned. "
             f"Install it by hand: pip install --no-deps --force-reinstall {built}"
         )
+    with zipfile.ZipFile(built) as archive:
+        if not any(name.startswith("horovod/torch/mpi_lib_v2") for name in archive.namelist()):
+            raise HorovodBuildError(
+                f"The wheel {built} has no horovod/torch/mpi_lib_v2 library. See what was compiled where: {plan.log}"
+            )
     built.replace(plan.wheel)
     (plan.folder / "build.json").write_text(
         json.dumps(

@@ -84,6 +84,18 @@ CHANGES: tuple[Change, ...] = (
         ),
     ),
     Change(
+        name="any-path",
+        kind="build",
+        reason="The build folder's path is read as a regular expression: a '+' in it, and the wheel lacks its library.",
+        edits=(
+            Edit(
+                file="cmake/Utilities.cmake",
+                before='string(REGEX REPLACE "${PROJECT_SOURCE_DIR}(/)?" "" SUB_FOLDER "${CMAKE_CURRENT_SOURCE_DIR}")',
+                after='file(RELATIVE_PATH SUB_FOLDER "${PROJECT_SOURCE_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}")',
+            ),
+        ),
+    ),
+    Change(
         name="build-record",
         kind="build",
         reason="The wheel carries what it was built from, so that `unitrain horovod check` can tell later.",
