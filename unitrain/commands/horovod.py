@@ -60,6 +60,9 @@ def build(
         if dry_run:
             _show(decided, inherited, hit)
             return
+        if hit and not no_install and builder.installed(decided):
+            click.echo("It is installed already. To build it again: unitrain horovod build --force")
+            return
         started = time.monotonic()
         with _Progress(decided) as progress:
             wheel = builder.run(decided, inherited, progress, force=force)

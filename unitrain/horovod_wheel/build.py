@@ -59,6 +59,12 @@ def cached(plan: BuildPlan) -> Path | None:
     return plan.wheel if plan.wheel.is_file() else None
 
 
+def installed(plan: BuildPlan) -> bool:
+    """Whether this very build is installed and works; putting it in again would pull it from under running jobs."""
+    report = check.inspect()
+    return report.usable and report.key == plan.key
+
+
 def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, force: bool = False) -> Path:
     """Build what the cache lacks (everything with `force`), run the install steps, and return the wheel's path.
 

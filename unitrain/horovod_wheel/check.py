@@ -155,11 +155,11 @@ def _problems(
     if torch is not None and built_for != torch:
         what = f"Horovod was built for torch {built_for}, and torch {torch} is installed."
         yield Problem(what=what, fix=f"Build it again for this torch with: {BUILD}", fatal=True)
-    if found.get("dying"):
+    elif found.get("dying"):
         what = f"`import horovod.torch` ended its process with status {status}."
         yield Problem(what=what, fix=f"Build it again for this torch with: {BUILD} --force", fatal=True)
     elif not built:
-        what = f"`import horovod.torch` fails: {found.get('built_error', 'its library is missing')}."
+        what = f"`import horovod.torch` fails: {' '.join(found['built_error'].split())}."
         yield Problem(what=what, fix=f"Build it again for this torch with: {BUILD} --force", fatal=True)
     else:
         yield from _shortcomings(found, record, built)

@@ -1,0 +1,43 @@
+"""Machines that a build can be planned for, for the tests of `unitrain.horovod_wheel`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from unitrain.horovod_wheel import machine, plan
+from unitrain.horovod_wheel.machine import Machine, Tool, Torch
+
+CUDA_TORCH = Torch(version="2.14.1+cu130", cuda="13.0", cxx11_abi=True, architectures=("8.0", "9.0"))
+CPU_TORCH = Torch(version="2.14.1+cpu", cuda=None, cxx11_abi=True)
+TOOLKIT = Tool(path="/opt/cuda-13.0", version="13.0")
+PLAIN = Machine(
+    torch=CUDA_TORCH,
+    python="/venv/bin/python",
+    python_tag="cp311-cp311",
+    platform="linux_x86_64",
+    libc="glibc 2.36",
+    jobs=4,
+    modules=frozenset(machine.BUILD_MODULES),
+    python_headers=True,
+    make="/usr/bin/make",
+    compiler=Tool(path="/usr/bin/c++", version="c++ (Debian 12.2.0-14) 12.2.0"),
+    cmake=Tool(path="/usr/bin/cmake", version="3.25.1"),
+    mpi=Tool(path="/usr/bin/mpicxx", version="Open MPI 4.1.4"),
+    nccl=Tool(path="/venv/nvidia/nccl", version="2.30.7"),
+    package_manager="apt-get",
+)
+GPU_TORCH = dataclasses.replace(CUDA_TORCH, visible_gpus=8)
+
+
+def planned(found: Machine = PLAIN, cache: Path = Path("/cache"), **asked: Any) -> plan.BuildPlan:
+    return plan.make(found, plan.Request(cache=cache, **asked))
+
+
+def changed(found: Machine = PLAIN, **fields: Any) -> Machine:
+    return dataclasses.replace(found, **fields)
+
+
+def step_names(decided: plan.BuildPlan) -> list[str]:
+    return [step.name for step in (*decided.build_steps, *decided.install_steps)]

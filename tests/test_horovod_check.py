@@ -1,0 +1,111 @@
+"""`unitrain horovod check` tells what is installed, also where importing it fails or crashes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from unitrain.commands.horovod import horovod
+from unitrain.horovod_wheel import check, plan
+
+
+@pytest.fixture(scope="module")
+def other_horovod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for PYTHONPATH with a copy of the installed Horovod; its library is up to the test."""
+    folder = check.inspect().folder
+    assert folder is not None, "Build Horovod first: unitrain horovod build"
+    copy = tmp_path_factory.mktemp("other")
+    shutil.copytree(folder, copy / "horovod", ignore=shutil.ignore_patterns("*.so", "__pycache__", check.RECORD))
+    yield copy
+    shutil.rmtree(copy)
+
+
+UNDEFINED = "extern void torch_gone(void); void PyInit_mpi_lib_v2(void) { torch_gone(); }"
+CRASHING = "#include <stdlib.h>\nvoid PyInit_mpi_lib_v2(void) { abort(); }"
+
+
+def put_library(other: Path, code: str, *, built_for: str) -> None:
+    (other / "horovod/metadata.json").write_text(json.dumps({"pytorch": built_for}))
+    library = other / "horovod/torch" / f"mpi_lib_v2{sysconfig.get_config_var('EXT_SUFFIX')}"
+    (other / "library.c").write_text(code)
+    command = ["cc", "-shared", "-fPIC", "-Wl,-z,now", "-o", str(library), str(other / "library.c")]
+    subprocess.run(command, check=True, timeout=60)
+
+
+def report_of(other: Path) -> check.Report:
+    return check.inspect(environment={"PYTHONPATH": str(other), "PATH": "/usr/bin:/bin"})
+
+
+def test_check_tells_that_horovod_is_missing(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=60)
+    report = check.inspect(str(tmp_path / "bare/bin/python"), environment={"PATH": "/usr/bin:/bin"})
+    assert not report.usable
+    assert report.problems[0].what.startswith("Horovod is not installed in ")
+    assert report.problems[0].fix == "Build it for this torch with: unitrain horovod build"
+
+
+def test_check_tells_a_horovod_that_was_built_for_another_torch(other_horovod: Path) -> None:
+    import torch
+
+    put_library(other_horovod, UNDEFINED, built_for="1.13.1+cu117")
+    report = report_of(other_horovod)
+    assert not report.usable
+    [problem] = report.problems
+    assert problem.what == f"Horovod was built for torch 1.13.1+cu117, and torch {torch.__version__} is installed."
+    assert problem.fix == "Build it again for this torch with: unitrain horovod build"
+    assert report.mended is None
+
+
+def test_check_tells_a_library_that_does_not_load(other_horovod: Path) -> None:
+    import torch
+
+    put_library(other_horovod, UNDEFINED, built_for=torch.__version__)
+    report = report_of(other_horovod)
+    assert not report.usable
+    assert "undefined symbol: torch_gone" in report.problems[0].what
+
+
+def test_check_survives_a_horovod_that_crashes(other_horovod: Path) -> None:
+    import torch
+
+    put_library(other_horovod, CRASHING, built_for=torch.__version__)
+    report = report_of(other_horovod)
+    assert not report.usable
+    assert any("ended its process with status -6" in problem.what for problem in report.problems)
+
+
+def test_check_tells_what_the_installed_horovod_can_do() -> None:
+    result = CliRunner().invoke(horovod, ["check", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert report["usable"]
+    assert report["version"] == plan.HOROVOD
+    assert "gloo" in report["controllers"]
+    assert report["torch"] == report["built_for_torch"]
+    assert report["mended"] == ["gloo-interface", "gloo-stall"], "Build it again: unitrain horovod build --force"
+
+
+def test_check_tells_what_a_working_horovod_cannot_do() -> None:
+    found = {
+        "python": "python",
+        "folder": "/h",
+        "torch": "2.14.1",
+        "metadata": {"pytorch": "2.14.1"},
+        "gpus": 2,
+        "built": {"gloo": 0, "mpi": 1, "nccl": 0},
+        "mpirun": None,
+        "launcher_error": "No module named 'distutils'",
+    }
+    report = check.judge(found)
+    told = " ".join(f"{problem.what} {problem.fix}" for problem in report.problems)
+    assert report.usable
+    for part in ("gloo-stall", "no Gloo controller", "mpirun is not on PATH", "2 GPUs are visible", "distutils"):
+        assert part in told

@@ -1,0 +1,153 @@
+"""What `unitrain horovod build` decides on one machine and another, and the sentences where it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from horovod_machines import CPU_TORCH, CUDA_TORCH, GPU_TORCH, PLAIN, TOOLKIT, changed, planned, step_names
+
+from unitrain.errors import HorovodBuildError
+from unitrain.horovod_wheel import machine, needs, patches, plan
+from unitrain.horovod_wheel.machine import Machine, Tool
+
+
+def test_without_a_gpu_a_cuda_torch_gets_cpu_operations_and_needs_no_toolkit() -> None:
+    decided = planned()
+    assert decided.facts["controllers"] == ["gloo", "mpi"]
+    assert decided.facts["cuda"] is None
+    assert not {name for name in decided.settings if "CUDA" in name or "NCCL" in name}
+    assert any("--with-cuda" in note for note in decided.notes)
+    assert step_names(decided) == [
+        *("download", "unpack", "patch", "wheel", "store"),
+        *("install", "dependencies", "check"),
+    ]
+
+
+def test_a_visible_gpu_and_a_fitting_toolkit_give_nccl() -> None:
+    other = Tool(path="/opt/cuda-12.4", version="12.4")
+    decided = planned(changed(torch=GPU_TORCH, toolkits=(other, TOOLKIT)))
+    assert decided.facts["nccl"] == "2.30.7"
+    assert decided.settings["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert decided.settings["HOROVOD_CUDA_HOME"] == TOOLKIT.path
+    assert decided.settings["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
+    assert decided.environment({"PATH": "/usr/bin"})["PATH"] == "/opt/cuda-13.0/bin:/usr/bin"
+    assert "link" in step_names(decided)
+
+
+def test_without_a_toolkit_cuda_13_comes_from_pip() -> None:
+    decided = planned(cuda=True)
+    toolkit = next(step for step in decided.build_steps if step.name == "toolkit")
+    assert toolkit.argv[-1] == "cuda-toolkit[nvcc,cccl]==13.0.*"
+    assert decided.settings["CUDA_HOME"] == "/cache/cuda-13.0/nvidia/cu13"
+    assert step_names(decided).index("toolkit") < step_names(decided).index("wheel")
+
+
+def test_without_a_toolkit_cuda_12_says_what_is_missing() -> None:
+    old = changed(torch=dataclasses.replace(GPU_TORCH, version="2.7.0+cu128", cuda="12.8"), toolkits=(TOOLKIT,))
+    by_itself = planned(old)
+    assert by_itself.facts["cuda"] is None
+    assert any("CUDA 12.8 toolkit" in note for note in by_itself.notes)
+    with pytest.raises(HorovodBuildError, match=r"13\.0 in /opt/cuda-13\.0.*cuda-toolkit-12-8.*--without-cuda"):
+        planned(old, cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "told"),
+    [
+        (changed(compiler=None), {}, r"No C\+\+ compiler.*sudo apt-get install -y g\+\+"),
+        (
+            changed(compiler=Tool(path="/usr/bin/g++", version="g++ (GCC) 8.5.0 20210514 (Red Hat 8.5.0-10)")),
+            {},
+            "C.*CXX=",
+        ),
+        (changed(make=None, package_manager="dnf"), {}, "No make was found.*sudo dnf install -y make"),
+        (changed(mpi=None), {"mpi": True}, "--with-mpi .*libopenmpi-dev.*drop --with-mpi"),
+        (changed(torch=CPU_TORCH), {"cuda": True}, r"2\.14\.1\+cpu was built without CUDA.*drop --with-cuda"),
+        (changed(nccl=None), {"cuda": True}, "pip install nvidia-nccl-cu13"),
+        (changed(modules=frozenset()), {}, "/venv/bin/python has no pip.*ensurepip"),
+        (
+            changed(python_headers=False, package_manager="conda"),
+            {},
+            "Python.h.*conda install -y -c conda-forge python",
+        ),
+    ],
+    ids=["compiler", "old compiler", "make", "mpi", "cuda", "nccl", "pip", "headers"],
+)
+def test_a_missing_part_is_one_sentence_and_a_line_to_paste(found: Machine, asked: dict[str, bool], told: str) -> None:
+    with pytest.raises(HorovodBuildError, match=told):
+        planned(found, **asked)
+
+
+def test_everything_that_is_missing_is_told_at_once() -> None:
+    assert len(list(needs.missing(changed(compiler=None, make=None, mpi=None), mpi=True, cuda=False))) == 3
+
+
+def test_no_mpi_by_itself_is_a_note() -> None:
+    decided = planned(changed(mpi=None))
+    assert decided.settings["HOROVOD_WITHOUT_MPI"] == "1"
+    assert any("libopenmpi-dev" in note for note in decided.notes)
+
+
+@pytest.mark.parametrize("cmake", [None, Tool(path="/usr/bin/cmake", version="3.13.4")], ids=["none", "old"])
+def test_a_missing_cmake_or_setuptools_goes_into_the_builds_own_folder(cmake: Tool | None) -> None:
+    decided = planned(changed(cmake=cmake, modules=frozenset({"pip", "wheel", "packaging"})))
+    tools = decided.build_steps[0]
+    assert tools.name == "tools"
+    assert tools.argv[-3:] == (str(decided.work / "tools"), plan.TOOLS["setuptools"], plan.CMAKE)
+    assert decided.settings["HOROVOD_CMAKE"] == str(decided.work / "tools/cmake/data/bin/cmake")
+    assert decided.environment({"PYTHONPATH": "/mine"})["PYTHONPATH"] == f"{decided.work}/tools:/mine"
+
+
+@pytest.mark.parametrize(
+    ("found", "asked"),
+    [
+        (changed(torch=dataclasses.replace(CUDA_TORCH, version="2.13.0+cu130")), {}),
+        (changed(torch=CPU_TORCH), {}),
+        (changed(torch=dataclasses.replace(CUDA_TORCH, cxx11_abi=False)), {}),
+        (changed(python_tag="cp312-cp312"), {}),
+        (changed(libc="glibc 2.28"), {}),
+        (changed(compiler=Tool(path="/usr/bin/c++", version="c++ (Debian 13.1.0) 13.1.0")), {}),
+        (changed(mpi=Tool(path="/usr/bin/mpicxx", version="MPICH 4.0")), {}),
+        (PLAIN, {"mpi": False}),
+        (PLAIN, {"cuda": True}),
+        (changed(toolkits=(TOOLKIT,)), {"cuda": True}),
+    ],
+)
+def test_another_torch_python_compiler_or_flag_is_another_wheel(found: Machine, asked: dict[str, bool]) -> None:
+    assert planned(found, **asked).key != planned().key
+
+
+def test_the_key_forgets_what_does_not_change_the_wheel_and_knows_the_patches() -> None:
+    assert planned(changed(jobs=64), cache=Path("/elsewhere"), install=False).key == planned().key
+    assert planned().facts["patches"] == patches.digest()
+    assert patches.digest(patches.CHANGES[:-1]) != patches.digest()
+
+
+def test_variables_of_the_user_do_not_steer_the_build_past_the_plan() -> None:
+    seen = planned().environment(
+        {"HOROVOD_GPU_OPERATIONS": "NCCL", "CCL_ROOT": "/ccl", "MAKEFLAGS": "-j64", "HOME": "/h"}
+    )
+    assert "HOROVOD_GPU_OPERATIONS" not in seen
+    assert "CCL_ROOT" not in seen
+    assert (seen["MAKEFLAGS"], seen["HOME"]) == ("-j4", "/h")
+
+
+def test_the_cache_folder_follows_the_variables() -> None:
+    assert plan.cache_folder({"UNITRAIN_CACHE": "/u", "XDG_CACHE_HOME": "/x"}) == Path("/u/horovod")
+    assert plan.cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/unitrain/horovod")
+    assert plan.cache_folder({}) == Path("~/.cache/unitrain/horovod").expanduser()
+
+
+def test_an_nvcc_far_from_its_toolkit_does_not_count(tmp_path: Path) -> None:
+    wrapper, real = tmp_path / "wrapper", tmp_path / "real"
+    for root in (wrapper, real):
+        (root / "bin").mkdir(parents=True)
+        (root / "bin/nvcc").write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+        (root / "bin/nvcc").chmod(0o755)
+    (real / "include").mkdir()
+    (real / "include/cuda_runtime.h").touch()
+    found = machine.detect({"PATH": f"{wrapper}/bin:/usr/bin:/bin", "CUDA_HOME": str(real)})
+    assert found.toolkits[0] == Tool(path=str(real), version="13.0")
+    assert str(wrapper) not in {tool.path for tool in found.toolkits}

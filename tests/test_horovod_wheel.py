@@ -1,0 +1,157 @@
+"""`unitrain horovod build` changes the real sources, caches, fails and dry-runs as it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from horovod_machines import changed, planned
+
+from unitrain.commands.horovod import horovod
+from unitrain.errors import HorovodBuildError
+from unitrain.horovod_wheel import build, patches, plan
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real sources, through the plan's own download step."""
+    cache = tmp_path_factory.mktemp("cache")
+    decided = planned(changed(python=sys.executable), cache=cache)
+    download = next(step for step in decided.build_steps if step.name == "download")
+    done = subprocess.run(download.argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(decided.sdist) as archive:
+        archive.extractall(cache, filter="data")
+    return cache / f"horovod-{plan.HOROVOD}"
+
+
+@pytest.fixture
+def sources(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of the files that the changes touch."""
+    for file in {edit.file for change in patches.CHANGES for edit in change.edits}:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(pristine / file, tmp_path / file)
+    return tmp_path
+
+
+# --- the changes
+
+
+@pytest.mark.parametrize("change", patches.CHANGES, ids=lambda change: change.name)
+def test_each_change_fits_the_real_sources_and_is_shown(sources: Path, change: patches.Change) -> None:
+    assert patches.apply(sources, (change,)) == (change.name,)
+    for edit in change.edits:
+        text = (sources / edit.file).read_text()
+        assert edit.after in text
+        assert edit.before not in text.replace(edit.after, "")
+        assert edit.file in patches.shown(change)
+
+
+def test_all_changes_apply_together_and_a_second_time_change_nothing(sources: Path) -> None:
+    assert patches.apply(sources) == tuple(change.name for change in patches.CHANGES)
+    before = {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
+    assert patches.apply(sources) == ()
+    assert before == {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_other_sources_are_refused_untouched_and_the_change_is_named(sources: Path, count: int) -> None:
+    controller = sources / "horovod/common/gloo/gloo_controller.cc"
+    line = "global_ranks_.reserve(size_);"
+    controller.write_text(controller.read_text().replace(line, line * count))
+    before = {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
+    with pytest.raises(
+        HorovodBuildError, match=f"'gloo-stall' expects .* once in .*gloo_controller.cc.*found it {count}"
+    ):
+        patches.apply(sources)
+    assert before == {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
+
+
+def test_a_folder_without_the_sources_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HorovodBuildError, match=r"'cxx20' is for CMakeLists.txt, which the sources in .* do not have"):
+        patches.apply(tmp_path)
+
+
+# --- the build
+
+
+class Recorded:
+    """A reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.percents: list[int] = []
+
+    def step(self, step: plan.Step, *, skipped: bool) -> None:
+        self.steps.append(step.name)
+
+    def percent(self, done: int) -> None:
+        self.percents.append(done)
+
+
+def with_steps(decided: plan.BuildPlan, *steps: plan.Step) -> plan.BuildPlan:
+    return dataclasses.replace(decided, build_steps=steps, install_steps=())
+
+
+def test_a_wheel_in_the_cache_is_not_built_again_unless_forced(tmp_path: Path) -> None:
+    decided = with_steps(planned(cache=tmp_path), plan.Step(name="wheel", says="", argv=("true",)))
+    decided.folder.mkdir()
+    decided.wheel.touch()
+    assert build.run(decided, {"PATH": "/usr/bin:/bin"}, hit := Recorded()) == decided.wheel
+    assert hit.steps == []
+    build.run(decided, {"PATH": "/usr/bin:/bin"}, forced := Recorded(), force=True)
+    assert forced.steps == ["wheel"]
+
+
+def test_a_failing_step_tells_the_line_that_says_why_what_to_do_and_keeps_the_log(tmp_path: Path) -> None:
+    script = (
+        "echo '[ 40%] Building'; echo 'x.cc:1: fatal error: No space left on device'; echo 'make: *** Error'; exit 3"
+    )
+    decided = with_steps(planned(cache=tmp_path), plan.Step(name="wheel", says="", argv=("sh", "-c", script)))
+    with pytest.raises(HorovodBuildError) as caught:
+        build.run(decided, {"PATH": "/usr/bin:/bin"}, seen := Recorded())
+    told = str(caught.value)
+    assert "Step 'wheel'" in told
+    assert "exit status 3: x.cc:1: fatal error: No space left on device. The disk" in told
+    assert "--cache-dir" in told
+    assert str(decided.log) in told
+    assert "[ 40%] Building" in decided.log.read_text()
+    assert seen.percents == [40]
+
+
+def test_another_archive_under_the_name_of_the_sdist_is_refused(tmp_path: Path) -> None:
+    decided = with_steps(planned(cache=tmp_path), plan.Step(name="unpack", says=""))
+    decided.sdist.parent.mkdir()
+    decided.sdist.write_bytes(b"something else")
+    with pytest.raises(HorovodBuildError, match=r"is not the sdist of Horovod 0\.28\.1: its sha256 is .*rm "):
+        build.run(decided, {"PATH": "/usr/bin:/bin"}, Recorded())
+
+
+def test_a_dry_run_shows_every_step_and_builds_nothing(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    result = CliRunner().invoke(horovod, ["build", "--dry-run", "--cache-dir", str(cache), "--without-mpi"])
+    assert result.exit_code == 0, result.output
+    for number, name in enumerate(
+        ("download", "unpack", "patch", "wheel", "store", "install", "dependencies", "check"), 1
+    ):
+        assert f"\n{number}. {name}: " in result.output
+    for change in patches.CHANGES:
+        assert f"{change.name} ({change.kind}): {change.reason}" in result.output
+    assert "+ global_ranks_.resize(size_);" in result.output
+    assert "export HOROVOD_WITHOUT_MPI=1" in result.output
+    assert "Usually takes about" in result.output
+    assert not cache.exists()
+
+
+def test_a_part_that_cannot_be_had_ends_the_command_with_its_sentence(tmp_path: Path) -> None:
+    result = CliRunner(env={"CXX": "no-such-compiler"}).invoke(
+        horovod, ["build", "--cache-dir", str(tmp_path / "cache")]
+    )
+    assert result.exit_code == 1
+    assert "No C++ compiler was found" in result.output
