@@ -1,0 +1,209 @@
+"""This rank's exact share of a dataset: every sample once, in an order that depends on nothing but seed and epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unitrain.backends.base import Communicator
+from unitrain.errors import DataError
+from unitrain.loading import Data, Source
+from unitrain.randomness import Stream, derive_seed
+
+
+@dataclass
+class Cursor:
+    """How far a run has come: whole epochs, optimizer steps, and samples (of all ranks) of the epoch it is in."""
+
+    epoch: int = 0
+    step: int = 0
+    sample: int = 0
+
+
+class Slice(NamedTuple):
+    """What one rank takes in one micro-step: the `samples` positions of the epoch's order from `first` on.
+
+    `step_samples` counts those of all ranks and micro-steps of the same optimizer step, which ends before `step_end`.
+    """
+
+    first: int
+    samples: int
+    step_samples: int
+    step_end: int
+    closes_step: bool
+
+
+class MicroBatch(NamedTuple):
+    """One micro-step's data with its place in the run; when `samples` is 0, `batch` holds a stand-in of weight 0."""
+
+    batch: Any
+    samples: int
+    step_samples: int
+    step_end: int
+    closes_step: bool
+
+
+def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
+    """Return the indices of one epoch over all ranks, int64 [length]: a pure function of its arguments."""
+    if not shuffle:
+        return torch.arange(length)
+    return torch.randperm(length, generator=torch.Generator().manual_seed(derive_seed(seed, Stream.ORDER, epoch)))
+
+
+def training_slices(start: int, end: int, *, batch_size: int, accumulate: int, rank: int, size: int) -> Iterator[Slice]:
+    """Yield this rank's micro-steps over the positions from `start` to `end` of an epoch's order.
+
+    Each step takes the next size * batch_size * accumulate positions, so the samples of a step depend on this product
+    and not on the number of ranks. The last step takes what is left, in as few micro-steps as hold it, shared so that
+    no rank has more than one sample more than another; a rank gets none in a micro-step only when there are too few for
+    every rank to have one. All ranks have the same number of micro-steps.
+    """
+    per_micro_step = size * batch_size
+    for block in range(start, end, per_micro_step * accumulate):
+        samples = min(per_micro_step * accumulate, end - block)
+        micro_steps = -(-samples // per_micro_step)
+        base, extra = divmod(samples, micro_steps * size)
+        for micro_step in range(micro_steps):
+            share = micro_step * size + rank
+            first = block + share * base + min(share, extra)
+            closes_step = micro_step == micro_steps - 1
+            yield Slice(first, base + (share < extra), samples, block + samples, closes_step)
+
+
+class TrainingShare:
+    """This rank's part of the training data, epoch after epoch. All ranks make it together.
+
+    Raises DataError, on all ranks, for data that is empty, too small to give every rank a sample, not the same size
+    everywhere, or without indices to share out; ConfigError for a missing or contradicting batch size.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        communicator: Communicator,
+        *,
+        batch_size: int | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+    ) -> None:
+        self._rank, self._size = communicator.rank, communicator.size
+        self._seed, self._accumulate = seed, accumulate
+        self._source = _open("The training data", data, communicator, batch_size, shuffle, num_workers)
+        self.global_batch_size = self._size * self._source.batch_size * accumulate
+        length = self._source.length
+        if length < self._size:
+            raise DataError(
+                f"The training data has {length} samples, fewer than the {self._size} ranks that share them. "
+                f"Start at most {length} ranks, or give more data."
+            )
+        # drop_last is the user's wish to train on whole batches only, which are the global ones here.
+        self.samples_per_epoch = length - length % self.global_batch_size if self._source.drop_last else length
+        if self.samples_per_epoch == 0:
+            raise DataError(
+                f"The training data has {length} samples, fewer than one global batch of {self.global_batch_size} "
+                f"({self._size} ranks x batch_size {self._source.batch_size} x accumulate {accumulate}), and the "
+                "DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
+            )
+
+    def steps_in_epoch(self, start: int = 0) -> int:
+        """Return the number of optimizer steps from position `start` to the end of an epoch."""
+        return -(-(self.samples_per_epoch - start) // self.global_batch_size)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of one epoch, from position `start` of its order on."""
+        order = epoch_order(self._source.length, seed=self._seed, epoch=epoch, shuffle=self._source.shuffle)
+        worker_seed = derive_seed(self._seed, Stream.WORKERS, epoch, self._rank)
+        # A rank without samples must still run forward and backward, or the others would wait for its gradients. It
+        # borrows the first sample of the step, which some rank trains on anyway, so it brings in no nan of its own.
+        bounds = (
+            (part.first, part.first + part.samples)
+            if part.samples
+            else (part.step_end - part.step_samples, part.step_end - part.step_samples + 1)
+            for part in self._slices(start)
+        )
+        for part, batch in zip(self._slices(start), self._source.batches(order, bounds, worker_seed), strict=True):
+            yield MicroBatch(batch, *part[1:])
+
+    def _slices(self, start: int) -> Iterator[Slice]:
+        return training_slices(
+            start,
+            self.samples_per_epoch,
+            batch_size=self._source.batch_size,
+            accumulate=self._accumulate,
+            rank=self._rank,
+            size=self._size,
+        )
+
+
+class EvaluationShare:
+    """This rank's part of data that is evaluated, in its own order; empty on some ranks when there are few samples.
+
+    All ranks make it together; iterating communicates nothing. `drop_last` of a DataLoader is not applied: every sample
+    counts. Raises DataError, on all ranks, for data that is empty, not the same size everywhere, or without indices.
+    """
+
+    def __init__(
+        self, data: Data, communicator: Communicator, *, batch_size: int | None = None, num_workers: int = 0
+    ) -> None:
+        self._source = _open("The evaluation data", data, communicator, batch_size, False, num_workers)
+        length, rank, size = self._source.length, communicator.rank, communicator.size
+        self._first, self._last = rank * length // size, (rank + 1) * length // size
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        """Yield (batch, number of samples in it)."""
+        step = self._source.batch_size
+        bounds = [(first, min(first + step, self._last)) for first in range(self._first, self._last, step)]
+        batches = self._source.batches(torch.arange(self._source.length), bounds, worker_seed=0)
+        for (first, last), batch in zip(bounds, batches, strict=True):
+            yield batch, last - first
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor on `device`, through nested lists, tuples, named tuples and dictionaries."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(part, device) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)([to_device(part, device) for part in batch])
+    if isinstance(batch, dict):
+        return {key: to_device(part, device) for key, part in batch.items()}
+    return batch
+
+
+def input_and_target(batch: Any) -> tuple[Any, Any]:
+    """Take a batch apart. Raises DataError unless it is a pair."""
+    if isinstance(batch, (list, tuple)) and len(batch) == 2:
+        return batch[0], batch[1]
+    size = f" of {len(batch)}" if isinstance(batch, (list, tuple, dict)) else ""
+    raise DataError(
+        f"A batch must be a pair (inputs, targets), got a {type(batch).__name__}{size}. "
+        "Let the dataset's __getitem__ return (inputs, target); inputs may be a dictionary."
+    )
+
+
+def _open(
+    what: str, data: Data, communicator: Communicator, batch_size: int | None, shuffle: bool, num_workers: int
+) -> Source:
+    source = Source(
+        data,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        num_workers=num_workers,
+        pin_memory=communicator.device.type == "cuda",
+    )
+    lengths = communicator.allgather_object(source.length)
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"{what} has not the same number of samples on every rank: {lengths}. "
+            "Give every rank the whole dataset; it is shared out here."
+        )
+    if source.length == 0:
+        raise DataError(f"{what} is empty. Give a dataset with at least one sample.")
+    return source

@@ -1,0 +1,170 @@
+"""Fetching batches by index from what the user hands over: a Dataset, or a DataLoader whose settings are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from unitrain.errors import ConfigError, DataError
+
+Data = Dataset[Any] | DataLoader[Any]
+
+
+class Source:
+    """A dataset that can be asked for any batch by its indices.
+
+    `batch_size` is per rank, `shuffle` and `drop_last` are what the user asked of the training order. Raises DataError
+    for data that has no indices to share out, ConfigError for a batch size that is missing or not the DataLoader's.
+    """
+
+    def __init__(
+        self, data: Data, *, batch_size: int | None, shuffle: bool, num_workers: int, pin_memory: bool
+    ) -> None:
+        if isinstance(data, DataLoader):
+            _check_loader(data, batch_size)
+            batch_size, shuffle = data.batch_size, isinstance(data.sampler, RandomSampler)
+        if batch_size is None:
+            raise ConfigError(
+                f"A {type(data).__name__} was given without a batch size. Use TrainConfig(batch_size=32), "
+                "or give a DataLoader."
+            )
+        dataset: Any = data.dataset if isinstance(data, DataLoader) else data
+        self.batch_size: int = batch_size
+        self.shuffle = shuffle
+        self.drop_last: bool = isinstance(data, DataLoader) and data.drop_last
+        self.length = _length(dataset)
+        # Seeds the workers anew in every epoch, so that their augmentations repeat, and spares the global generator.
+        self._generator = torch.Generator()
+        self._indices = _Indices()
+        self._loader = _loader(data, self._indices, num_workers, pin_memory, self._generator)
+        self._tensors = _tensors(dataset) if self._is_plain() else None
+
+    def batches(self, order: Tensor, slices: Iterable[tuple[int, int]], worker_seed: int) -> Iterator[Any]:
+        """Yield the batch of samples order[first:last] for each (first, last) of `slices`, none of which is empty."""
+        if self._tensors is not None:
+            return self._gather(*self._tensors, order, slices)
+        self._generator.manual_seed(worker_seed)
+        self._indices.batches = (order[first:last].tolist() for first, last in slices)
+        return iter(self._loader)
+
+    def _is_plain(self) -> bool:
+        """Whether nothing of the user's runs between the dataset and the batch."""
+        return self._loader.num_workers == 0 and self._loader.collate_fn is default_collate
+
+    def _gather(
+        self, tensors: tuple[Tensor, ...], subset: Tensor | None, order: Tensor, slices: Iterable[tuple[int, int]]
+    ) -> Iterator[Any]:
+        """Index whole batches at once: stacking them sample by sample would cost more than a small model's step."""
+        order = (order if subset is None else subset[order]).to(tensors[0].device)
+        pin = self._loader.pin_memory and order.device.type == "cpu"
+        for first, last in slices:
+            chosen = order[first:last]
+            batch = [tensor.index_select(0, chosen) for tensor in tensors]
+            yield [tensor.pin_memory() for tensor in batch] if pin else batch
+
+
+class _Indices(Sampler[list[int]]):
+    """A batch sampler that passes on what it is given for the next epoch."""
+
+    batches: Iterator[list[int]] = iter(())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.batches
+
+
+def _loader(
+    data: Data, indices: _Indices, num_workers: int, pin_memory: bool, generator: torch.Generator
+) -> DataLoader[Any]:
+    if not isinstance(data, DataLoader):
+        return DataLoader(
+            data, batch_sampler=indices, num_workers=num_workers, pin_memory=pin_memory, generator=generator
+        )
+    # in_order is left at its default: the batches must come in the order in which they were planned.
+    return DataLoader(
+        data.dataset,
+        batch_sampler=indices,
+        num_workers=data.num_workers,
+        collate_fn=data.collate_fn,
+        pin_memory=data.pin_memory,
+        timeout=data.timeout,
+        worker_init_fn=data.worker_init_fn,
+        multiprocessing_context=data.multiprocessing_context,
+        generator=generator if data.generator is None else data.generator,
+        prefetch_factor=data.prefetch_factor,
+        persistent_workers=data.persistent_workers,
+    )
+
+
+def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """Return the tensors behind a TensorDataset, or a Subset of one with its indices; None for anything else."""
+    if type(dataset) is Subset:
+        inner = _tensors(dataset.dataset)
+        if inner is None:
+            return None
+        tensors, subset = inner
+        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        return tensors, indices if subset is None else subset[indices]
+    if type(dataset) is TensorDataset and len({tensor.device for tensor in dataset.tensors}) == 1:
+        return dataset.tensors, None
+    return None
+
+
+def _check_loader(loader: DataLoader[Any], batch_size: int | None) -> None:
+    if isinstance(loader.dataset, IterableDataset):
+        _refuse_iterable(loader.dataset)
+    if loader.batch_size is None:
+        batch_sampler = loader.batch_sampler
+        found = "batch_size=None" if batch_sampler is None else f"batch_sampler={type(batch_sampler).__name__}"
+        _refuse_loader(found)
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        _refuse_loader(f"an iteration of its own, in {type(loader).__name__}.__iter__")
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        if sampler.replacement or sampler.num_samples != _length(loader.dataset):
+            _refuse_loader(f"RandomSampler(replacement={sampler.replacement}, num_samples={sampler.num_samples})")
+    elif type(sampler) is not SequentialSampler:
+        _refuse_loader(f"sampler={type(sampler).__name__}")
+    if batch_size is not None and batch_size != loader.batch_size:
+        raise ConfigError(
+            f"A batch size of {batch_size} was asked for, but the DataLoader was built with batch_size="
+            f"{loader.batch_size}. Leave one of them out: a DataLoader needs no TrainConfig.batch_size."
+        )
+
+
+def _refuse_loader(found: str) -> NoReturn:
+    raise DataError(
+        f"A DataLoader with {found} cannot be shared out exactly, because its order is its own. "
+        "Use DataLoader(dataset, batch_size=32, shuffle=True): every rank then gets its own part of one seeded order."
+    )
+
+
+def _refuse_iterable(dataset: Any) -> NoReturn:
+    raise DataError(
+        f"{type(dataset).__name__} is an IterableDataset, which has no indices to share out over ranks. "
+        "Give a Dataset with __len__ and __getitem__."
+    )
+
+
+def _length(dataset: Any) -> int:
+    if isinstance(dataset, IterableDataset):
+        _refuse_iterable(dataset)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"Got data of type {type(dataset).__name__}, which has no __len__ and __getitem__ to share out. "
+            "Give a Dataset, such as TensorDataset(inputs, targets), or a DataLoader."
+        )
+    return len(dataset)
