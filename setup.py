@@ -29,8 +29,5 @@ setup(
         "examples": examples,
         "dev": [*dev, *horovod, *examples],
     },
-    entry_points={
-        "console_scripts": ["unitrain = unitrain.cli:unitrain"],
-        "pytest11": ["unitrain = unitrain.pytest_plugin"],
-    },
+    entry_points={"console_scripts": ["unitrain = unitrain.cli:unitrain"]},
 )

@@ -1,0 +1,46 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# They need Python 3.11 or later with venv, a C++ compiler and make; Open MPI is used where its mpicc is found.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+HOROVOD := $(VENV)/.horovod
+
+.PHONY: demo test check bench gpu-check setup horovod clean
+
+demo: $(INSTALLED)
+	$(BIN)/unitrain launch -np 2 examples/digits.py
+
+test: $(INSTALLED) $(HOROVOD)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED) $(HOROVOD)
+	$(BIN)/python benchmarks/step_overhead.py
+
+# On a machine with a GPU; everything else runs without one.
+gpu-check: $(INSTALLED) $(HOROVOD)
+	$(BIN)/python benchmarks/gpu_check.py
+
+setup: $(INSTALLED)
+
+horovod: $(HOROVOD)
+
+$(INSTALLED): setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# The wheel is built once for this torch and compiler and kept outside the checkout: minutes the first time, seconds later.
+$(HOROVOD): $(INSTALLED)
+	$(BIN)/unitrain horovod build
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,57 @@
+"""Native torch.distributed: NCCL between GPUs, Gloo between CPUs."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from unitrain import environment
+from unitrain.backends.base import StartOptions
+from unitrain.backends.devices import choose_device
+from unitrain.backends.network import interface_towards
+from unitrain.backends.process_group import ProcessGroupBackend
+from unitrain.backends.rendezvous import meet
+from unitrain.errors import ConfigError, did_you_mean
+
+_TRANSPORTS = ("gloo", "nccl", "mpi")
+
+
+class DDPBackend(ProcessGroupBackend):
+    """torch's own collectives and DistributedDataParallel."""
+
+    name = "ddp"
+
+    @classmethod
+    def start(cls, options: StartOptions) -> Self:
+        """Raise ConfigError for a transport that is unknown, that torch was built without, or that the device rules out."""
+        placement = options.placement
+        device = choose_device(options.device, placement.local_rank)
+        transport = options.transport or ("nccl" if device.type == "cuda" else "gloo")
+        _check_transport(transport, device)
+        meeting = meet(placement, options.timeout)
+        if interface := interface_towards(meeting.host):
+            environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
+        dist.init_process_group(
+            # CPU tensors, which the agreement before each collective is made of, always travel over Gloo.
+            f"cpu:gloo,cuda:{transport}" if device.type == "cuda" else transport,
+            store=dist.PrefixStore("ddp", meeting.store),
+            rank=placement.rank,
+            world_size=placement.size,
+            timeout=options.timeout,
+        )
+        return cls(meeting, device, transport)
+
+
+def _check_transport(transport: str, device: torch.device) -> None:
+    if transport not in _TRANSPORTS:
+        raise ConfigError(
+            f"Unknown transport {transport!r}. {did_you_mean(transport, _TRANSPORTS)}Available: {', '.join(_TRANSPORTS)}."
+        )
+    built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    if not built[transport]:
+        have = ", ".join(name for name, there in built.items() if there)
+        raise ConfigError(f"Transport {transport!r} is not built into this torch. Use one of: {have}.")
+    if transport == "nccl" and device.type != "cuda":
+        raise ConfigError("Transport 'nccl' moves data between GPUs, but this rank computes on the CPU. Use 'gloo'.")

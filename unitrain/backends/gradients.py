@@ -1,0 +1,99 @@
+"""Gradients that are global when `backward` returns: torch's DistributedDataParallel, with its gaps against the contract closed.
+
+DDP brings bucketing and overlap of communication with backward on any process group. Added here: models that differ between
+ranks and unused parameters are told by name, on all ranks alike; a second backward through a retained graph is reduced too
+(DDP leaves those gradients local, and the replicas drift apart).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from unitrain.backends.base import Communicator, Compression
+from unitrain.backends.outputs import gradient_tensors
+from unitrain.backends.rendezvous import Meeting
+from unitrain.backends.unused_parameters import watch_first_backward
+from unitrain.errors import ModelError
+
+_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+_wrapped_models = 0
+
+
+class GlobalGradients(DistributedDataParallel):
+    """DDP that keeps unitrain's contract; `module` is the user's model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        meeting: Meeting,
+        *,
+        unused_parameters: bool,
+        compression: Compression | None,
+    ) -> None:
+        super().__init__(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            find_unused_parameters=unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+        # Shared above, as the contract says. From here on rank 0's are what counts and do not depend on the others': sharing
+        # them again before an evaluation or a checkpoint gives what sharing them in every forward would.
+        self.broadcast_buffers = False
+        if compression is not None:
+            self.register_comm_hook(None, _HOOKS[compression])
+        self._backwards = 0
+        if not unused_parameters:
+            # Over the store, because ranks that wait for a missing gradient have collectives of this backward in flight.
+            global _wrapped_models
+            _wrapped_models += 1
+            key = f"unused_parameters/{_wrapped_models}"
+            watch_first_backward(
+                self, model, lambda names: meeting.exchange(key, names), lambda: self.require_backward_grad_sync
+            )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        output = super().forward(*inputs, **kwargs)
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._backwards = 0
+            for tensor in gradient_tensors(output)[:1]:
+                tensor.register_hook(self._prepare_again)
+        return output
+
+    def _prepare_again(self, gradient: Tensor) -> None:
+        # DDP arms its reducer in forward, once; a retained graph runs backward again without one.
+        self._backwards += 1
+        if self._backwards > 1:
+            self.reducer._rebuild_buckets()  # as forward would, after the first backward
+            self.reducer.prepare_for_backward([])
+
+
+def check_same_model(communicator: Communicator, model: nn.Module) -> None:
+    """Raise ModelError on every rank when parameters or buffers differ in name, shape or dtype between ranks. All call it."""
+    own = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in _tensors(model)}
+    tables: list[dict[str, tuple[str, list[int]]]] = communicator.allgather_object(own)
+    for rank, table in enumerate(tables):
+        for name in dict.fromkeys([*tables[0], *table]):
+            expected, found = tables[0].get(name), table.get(name)
+            if expected != found:
+                raise ModelError(
+                    f"The model differs between ranks: {name!r} is {_show(expected)} on rank 0 and {_show(found)} on rank "
+                    f"{rank}. Build it from the same arguments on every rank."
+                )
+    if any(list(table) != list(tables[0]) for table in tables):
+        raise ModelError(
+            "The model's parameters are in a different order on some ranks. Build it by the same steps on every rank."
+        )
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _show(entry: tuple[str, list[int]] | None) -> str:
+    return "missing" if entry is None else f"{entry[0]} {entry[1]}"

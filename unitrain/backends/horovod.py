@@ -1,0 +1,54 @@
+"""Horovod, through its process group: everything above the collectives is the ddp backend's own code."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import horovod.torch as hvd
+import torch
+import torch.distributed as dist
+
+from unitrain.backends.base import StartOptions
+from unitrain.backends.devices import choose_device
+from unitrain.backends.horovod_process_group import NAME, register_backend
+from unitrain.backends.horovod_runtime import meet_with_horovod
+from unitrain.backends.process_group import ProcessGroupBackend
+from unitrain.errors import ConfigError
+
+
+class HorovodBackend(ProcessGroupBackend):
+    """Horovod's collectives, moved by Gloo, MPI or NCCL as it was built and started."""
+
+    name = "horovod"
+
+    @classmethod
+    def start(cls, options: StartOptions) -> Self:
+        """Raise ConfigError for a transport that this Horovod does not use here."""
+        placement = options.placement
+        device = choose_device(options.device, placement.local_rank)
+        meeting = meet_with_horovod(placement, options.timeout)
+        transport = _transport(device)
+        if options.transport not in (None, transport):
+            raise ConfigError(
+                f"Transport {options.transport!r} was asked for, but Horovod moves data by {transport!r} here. "
+                "See what it can do with: unitrain horovod check"
+            )
+        register_backend()
+        dist.init_process_group(
+            NAME,
+            store=dist.PrefixStore("horovod", meeting.store),
+            rank=placement.rank,
+            world_size=placement.size,
+            timeout=options.timeout,
+        )
+        return cls(meeting, device, transport)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        hvd.shutdown()
+
+
+def _transport(device: torch.device) -> str:
+    if device.type == "cuda" and hvd.nccl_built():
+        return "nccl"
+    return "gloo" if hvd.gloo_enabled() else "mpi"

@@ -1,0 +1,147 @@
+"""Starting Horovod under any launcher, also under those that know nothing of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch.distributed as dist
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.http.http_server import RendezvousServer
+
+from unitrain import environment
+from unitrain.backends.network import address_towards, free_port, interface_of
+from unitrain.backends.rendezvous import Meeting, Seat, meet
+from unitrain.environment import Placement
+from unitrain.errors import BackendUnavailableError, LauncherMismatchError
+
+_servers: list[Any] = []  # rank 0's rendezvous server, kept alive as long as the process
+
+
+def start_horovod(placement: Placement, meeting: Meeting) -> None:
+    """Initialise Horovod with the launcher's ranks, unless it is. All ranks call it.
+
+    Raises BackendUnavailableError when this Horovod cannot do that, and LauncherMismatchError when it comes up with other
+    ranks than the launcher's: under torchrun, say, a plain `hvd.init()` makes every rank the only one.
+    """
+    if not hvd.is_initialized():
+        # Horovod's own limit is 30 s, and passing it aborts the process without an exception.
+        environment.export_defaults({"HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(meeting.timeout.total_seconds()))})
+        if placement.launcher not in ("none", "horovodrun", "mpirun"):
+            _lead_to_each_other(placement, meeting)
+        hvd.init()
+    if (hvd.rank(), hvd.size()) != (placement.rank, placement.size):
+        raise LauncherMismatchError(
+            f"{placement.launcher} says rank {placement.rank} of {placement.size}, but Horovod came up as rank {hvd.rank()} "
+            f"of {hvd.size()}. Do not call hvd.init() yourself; start with: unitrain launch --backend horovod "
+            f"-np {placement.size} ..."
+        )
+
+
+def meet_with_horovod(placement: Placement, options_timeout: Any) -> Meeting:
+    """Bring the ranks together with Horovod running; under mpirun it is Horovod that brings them together."""
+    if placement.launcher != "mpirun" or environment.setting("MASTER_ADDR"):
+        meeting = meet(placement, options_timeout)
+        meeting.exchange("horovod", "")  # Horovod aborts the process, uncatchably, when it waits for ranks in vain
+        start_horovod(placement, meeting)
+        return meeting
+    nowhere = Meeting(placement, dist.HashStore(), "127.0.0.1", options_timeout)
+    start_horovod(placement, nowhere)
+    store, host = _store_through_horovod(placement, nowhere)
+    return Meeting(placement, dist.PrefixStore("unitrain", store), host, options_timeout)
+
+
+def tell_torch_where(placement: Placement) -> None:
+    """Set the variables that torch's own rendezvous reads, where the launcher has not. All ranks call it.
+
+    They are agreed over Horovod itself, which horovodrun and mpirun always let start.
+    """
+    if placement.launcher not in ("horovodrun", "mpirun", "none") or environment.setting("MASTER_ADDR"):
+        return
+    from datetime import timedelta
+
+    start_horovod(placement, Meeting(placement, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
+    own = (_own_address(), free_port()) if placement.rank == 0 else None
+    host, port = hvd.broadcast_object(own, 0, name="unitrain.master")
+    environment.export_defaults(
+        {
+            "RANK": str(placement.rank),
+            "WORLD_SIZE": str(placement.size),
+            "LOCAL_RANK": str(placement.local_rank),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+    )
+
+
+def _lead_to_each_other(placement: Placement, meeting: Meeting) -> None:
+    """Do what horovodrun does for its workers: rank 0 serves the addresses, and every rank is told its place."""
+    if not hvd.gloo_built():
+        raise BackendUnavailableError(
+            f"This Horovod was built without Gloo, which it needs under {placement.launcher}. "
+            "Build it with both controllers: unitrain horovod build --force"
+        )
+    seats = meeting.seats
+    address = address_towards(meeting.host)
+    own = ""
+    if placement.rank == 0:
+        server = RendezvousServer()
+        port = server.start()
+        server.init([_slot(seats, rank) for rank in range(placement.size)])
+        _servers.append(server)
+        own = f"{address}:{port}"
+    host, _, port_text = meeting.exchange("horovod_server", own)[0].rpartition(":")
+    slot = _slot(seats, placement.rank)
+    environment.export(
+        {
+            "HOROVOD_HOSTNAME": slot.hostname,
+            "HOROVOD_RANK": str(slot.rank),
+            "HOROVOD_SIZE": str(slot.size),
+            "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+            "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+            "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": port_text,
+            # Both: a Horovod with MPI built in otherwise asks MPI, which nobody started.
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
+    )
+    if interface := interface_of(address):
+        environment.export_defaults({"HOROVOD_GLOO_IFACE": interface})
+
+
+def _slot(seats: list[Seat], rank: int) -> SlotInfo:
+    """Return a rank's place in Horovod's terms: "cross" counts the ranks with the same local_rank on other hosts."""
+    own = seats[rank]
+    peers = [seat for seat in seats if seat.local_rank == own.local_rank]
+    return SlotInfo(
+        hostname=f"node{own.node_rank}",
+        rank=rank,
+        local_rank=own.local_rank,
+        cross_rank=peers.index(own),
+        size=len(seats),
+        local_size=own.local_size,
+        cross_size=len(peers),
+    )
+
+
+def _store_through_horovod(placement: Placement, meeting: Meeting) -> tuple[dist.Store, str]:
+    store = None
+    if placement.rank == 0:
+        host = _own_address()
+        store = dist.TCPStore(host, 0, placement.size, is_master=True, timeout=meeting.timeout, wait_for_workers=False)
+    own = None if store is None else (store.host, store.port)
+    host, port = hvd.broadcast_object(own, 0, name="unitrain.store")  # without a name it would hang: type(own) differs
+    if store is None:
+        store = dist.TCPStore(host, port, placement.size, is_master=False, timeout=meeting.timeout, wait_for_workers=False)
+    return store, host
+
+
+def _own_address() -> str:
+    """Return an address of this host that the other ranks reach: on the way out, or loopback where there is no way out."""
+    try:
+        return address_towards("10.255.255.255")
+    except OSError:
+        return "127.0.0.1"

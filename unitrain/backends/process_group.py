@@ -1,0 +1,258 @@
+"""Collectives over torch.distributed's default process group, whatever moves the bytes below it; read with `base.py`.
+
+The ddp and the horovod backend share all of this, so that they are equal by construction.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unitrain.backends import checks
+from unitrain.backends.base import Backend, Compression, ReduceOp, raise_together
+from unitrain.backends.call import ROW_LENGTH, Call, describe_disagreement
+from unitrain.backends.gradients import GlobalGradients, check_same_model
+from unitrain.backends.rendezvous import Meeting
+from unitrain.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, ModelError, TensorError, UnitrainError
+
+_TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # Gloo has no average: all transports sum, then divide, so that they round alike
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+# Renamed in torch 2.14.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_STRAGGLER_PATIENCE = timedelta(seconds=3)
+
+
+class ProcessGroupBackend(Backend):
+    """A backend over torch.distributed's default group, which its subclass has initialised."""
+
+    def __init__(self, meeting: Meeting, device: torch.device, transport: str) -> None:
+        self.device = device
+        self.transport = transport
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._meeting = meeting
+        self._calls = 0
+        own = meeting.seats[self.rank]
+        self.local_rank, self.local_size = own.local_rank, own.local_size
+        self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
+
+    def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        self._agree("allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op))
+        result = _widened(tensor)
+        self._wait(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
+        return self._finish(result, tensor.dtype, op)
+
+    def allgather(self, tensor: Tensor) -> Tensor:
+        calls = self._agree("allgather", tensor, check=lambda: checks.check_tensor(tensor))
+        rows = [call.shape[0] if call.shape else 1 for call in calls]
+        own = torch.atleast_1d(tensor.detach())
+        # All transports carry equal pieces only, so shorter ones travel padded.
+        piece = own.new_zeros((max(rows), *own.shape[1:]), dtype=_wide_dtype(tensor.dtype))
+        piece[: own.shape[0]] = own
+        gathered = piece.new_empty((self.size, *piece.shape))
+        if piece.numel():
+            self._wait(_all_gather(gathered.view(-1), piece.view(-1), async_op=True))
+        return torch.cat([gathered[rank, :count] for rank, count in enumerate(rows)]).to(tensor.dtype)
+
+    def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        def check() -> None:
+            checks.check_reduce(tensor, op)
+            checks.check_divides(tensor, self.size)
+
+        self._agree("reducescatter", tensor, op=op, check=check)
+        whole = _widened(tensor)
+        result = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
+        if result.numel():
+            self._wait(_reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
+        return self._finish(result, tensor.dtype, op)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        def check() -> None:
+            checks.check_tensor(tensor)
+            checks.check_root(root, self.size)
+
+        self._agree("broadcast", tensor, root=root, check=check)
+        result = _widened(tensor)
+        if result.numel():
+            self._wait(dist.broadcast(result, root, async_op=True))
+        return result.to(tensor.dtype)
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        payload = _pickled(obj) if root == self.rank else torch.empty(0, dtype=torch.uint8)
+        calls = self._agree(
+            "broadcast_object", payload, root=root, check=lambda: checks.check_root(root, self.size)
+        )
+        if root != self.rank:
+            payload = torch.empty(calls[root].shape[0], dtype=torch.uint8)
+        self._wait(dist.broadcast(payload, root, async_op=True))
+        return obj if root == self.rank else _unpickled(payload)
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        payload = _pickled(obj)
+        sizes = [call.shape[0] for call in self._agree("allgather_object", payload)]
+        return [_unpickled(part) for part in self._gather_bytes(payload, sizes)]
+
+    def barrier(self) -> None:
+        self._agree("barrier")
+
+    def distributed_model(
+        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression | None = None
+    ) -> nn.Module:
+        self._raise_together(lambda: checks.check_model(model, compression))
+        check_same_model(self, model)
+        return GlobalGradients(
+            model, self.device, self._meeting, unused_parameters=unused_parameters, compression=compression
+        )
+
+    def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+        self._raise_together(lambda: checks.check_optimizer(optimizer, model))
+        state = self.broadcast_object(optimizer.state_dict())
+        if self.rank != 0:
+            optimizer.load_state_dict(state)
+        return optimizer
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._synchronised(model).no_sync()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        model = getattr(model, "_orig_mod", model)  # the name torch.compile gives to what it wraps
+        inner = model.module if isinstance(model, GlobalGradients) else model
+        return getattr(inner, "_orig_mod", inner)
+
+    def shutdown(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _synchronised(self, model: nn.Module) -> GlobalGradients:
+        found = getattr(model, "_orig_mod", model)
+        if not isinstance(found, GlobalGradients):
+            raise ModelError(
+                f"no_sync takes the model that distributed_model returned, got {type(model).__name__}. "
+                "Use: model = backend.distributed_model(model)"
+            )
+        return found
+
+    def _agree(
+        self,
+        operation: str,
+        tensor: Tensor | None = None,
+        *,
+        op: str = "",
+        root: int = -1,
+        check: Callable[[], None] | None = None,
+    ) -> list[Call]:
+        """Tell every rank what this one is about to do, and return what each does; raise on all where that differs."""
+        problem: UnitrainError | None = None
+        call = Call(self._calls, operation, refused=True)
+        try:
+            if check is not None:
+                check()
+            call = Call(
+                self._calls,
+                operation,
+                op,
+                root,
+                tensor.dtype if tensor is not None else None,
+                tuple(tensor.shape) if tensor is not None else (),
+            )
+        except (TensorError, ConfigError) as error:
+            problem = error
+        self._calls += 1
+        rows = torch.empty(self.size, ROW_LENGTH, dtype=torch.int64)
+        self._wait(_all_gather(rows.view(-1), call.row(), async_op=True), str(call))
+        calls = [Call.from_row(row) for row in rows.tolist()]
+        if any(other.refused for other in calls):
+            self._raise_problem(problem)
+        if not all(call.agrees_with(other) for other in calls):
+            raise CollectiveMismatchError(
+                f"{describe_disagreement(calls)} Call the same collectives in the same order on every rank, "
+                "with the same shape and dtype, and none of them inside `if rank == 0`."
+            )
+        return calls
+
+    def _raise_problem(self, problem: UnitrainError | None) -> None:
+        """Raise the lowest refused rank's error on every rank, outside the numbered calls."""
+        payload = _pickled(problem)
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self._wait(_all_gather(sizes, torch.tensor([payload.numel()]), async_op=True))
+        for part in self._gather_bytes(payload, sizes.tolist()):
+            if (found := _unpickled(part)) is not None:
+                raise found
+
+    def _raise_together(self, check: Callable[[], None]) -> None:
+        problem = None
+        try:
+            check()
+        except UnitrainError as error:
+            problem = error
+        raise_together(self, problem)
+
+    def _gather_bytes(self, payload: Tensor, sizes: list[int]) -> list[Tensor]:
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        gathered = torch.empty(self.size * max(sizes), dtype=torch.uint8)
+        self._wait(_all_gather(gathered, padded, async_op=True))
+        return [part[:size] for part, size in zip(gathered.view(self.size, -1), sizes, strict=True)]
+
+    def _wait(self, work: dist.Work | None, what: str = "") -> None:
+        """Wait for `work`, at most as long as the group's timeout; a timeout names the ranks that have not come."""
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if "imed out" not in str(error) and "imeout" not in str(error):
+                raise
+            raise CollectiveTimeoutError(self._who_is_missing(what)) from error
+
+    def _who_is_missing(self, what: str) -> str:
+        """Ask over the store, which works while the group is stuck, who waits in the same collective."""
+        key = f"stuck/{self._calls}"
+        seconds = self._meeting.timeout.total_seconds()
+        told = f"Rank {self.rank} {what or f'waits in collective #{self._calls - 1}'} and waited {seconds:g} s in vain"
+        try:
+            self._meeting.store.set(f"{key}/{self.rank}", "1")
+            missing = self._meeting.wait_for(key, _STRAGGLER_PATIENCE)
+        except RuntimeError:  # the store went with rank 0's process
+            return f"{told}: rank 0 is gone. Look at the first error that rank 0 logged."
+        names = ", ".join(map(str, missing)) or "none, all came but too late"
+        return (
+            f"{told}; ranks that have not come: {names}. "
+            "Look at what those ranks do, or allow more time: unitrain.init(timeout_seconds=...)."
+        )
+
+    def _finish(self, result: Tensor, dtype: torch.dtype, op: str) -> Tensor:
+        if op == "mean":
+            result /= self.size
+        return result.to(dtype)
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if dtype == torch.bool else dtype  # no transport reduces booleans; 0 and 1 behave alike
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy to communicate in place."""
+    return tensor.detach().to(_wide_dtype(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
+
+
+def _pickled(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _unpickled(payload: Tensor) -> Any:
+    return pickle.load(io.BytesIO(payload.numpy()))

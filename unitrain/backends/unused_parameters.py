@@ -1,0 +1,77 @@
+"""Telling, on every rank alike, that a model has parameters which its loss does not reach.
+
+Left alone, such a parameter makes ranks wait for a gradient that never comes, or silently keeps it local. The first backward
+is watched, because that is where a model shows it; afterwards nothing is left in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from unitrain.backends.outputs import gradient_tensors
+from unitrain.errors import ModelError
+
+
+def watch_first_backward(
+    wrapped: nn.Module,
+    model: nn.Module,
+    exchange: Callable[[list[str]], list[list[str]]],
+    applies: Callable[[], bool] = lambda: True,
+) -> None:
+    """Raise ModelError on every rank from the first `backward` that leaves a parameter of `model` unused on any rank.
+
+    `wrapped` is the module that is called; `exchange` gives every rank's names of unused parameters, and runs while no other
+    collective of that backward has been waited for; `applies` tells, at each forward, whether its backward counts.
+    """
+    unused = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    handles: list[RemovableHandle] = []
+
+    def used(parameter: Tensor) -> None:
+        unused.pop(parameter, None)
+
+    def finished() -> None:
+        for handle in handles:
+            handle.remove()
+        told = exchange(list(unused.values()))
+        if unused:
+            # Give the others the gradients they wait for, so that they, and the group, come out of this backward.
+            with torch.enable_grad():
+                torch.stack([parameter.sum() * 0 for parameter in unused]).sum().backward()
+        _raise_if_any(told)
+
+    def on_backward(gradient: Tensor) -> None:
+        if handles:
+            _queue_callback(finished)
+
+    def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if applies():
+            tensors = gradient_tensors(output)
+            for tensor in tensors[:1]:
+                tensor.register_hook(on_backward)
+
+    handles.append(wrapped.register_forward_hook(on_forward))
+    handles.extend(parameter.register_post_accumulate_grad_hook(used) for parameter in list(unused))
+
+
+def _queue_callback(callback: Callable[[], None]) -> None:
+    """Run `callback` at the end of the backward that is running, before what is queued later."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def _raise_if_any(told: list[list[str]]) -> None:
+    ranks = [str(rank) for rank, names in enumerate(told) if names]
+    if not ranks:
+        return
+    names = list(dict.fromkeys(name for part in told for name in part))
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    where = "every rank" if len(ranks) == len(told) else f"rank {', '.join(ranks)}"
+    raise ModelError(
+        f"{len(names)} parameters got no gradient on {where}: {shown}. Use them in the loss, freeze them with "
+        "requires_grad_(False), or allow it: backend.distributed_model(model, unused_parameters=True)."
+    )

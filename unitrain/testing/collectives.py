@@ -1,0 +1,248 @@
+"""The contract of the collectives. Every rank can compute every rank's input, and so the answer, by itself."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from unitrain.backends.base import Backend
+from unitrain.backends.checks import DTYPES, REDUCE_OPS
+from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError
+from unitrain.testing.cases import contract, raises, same_on_every_rank
+
+_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (5,), (3, 4), (2, 3, 2), (0,), (0, 3), (2, 0))
+
+
+def _input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a small rank's own tensor; products over 3 ranks stay exact in every dtype."""
+    generator = torch.Generator().manual_seed(17 * rank + len(shape))
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    values = torch.randint(1, 5, shape, generator=generator)
+    if dtype.is_floating_point:
+        return (values * torch.where(torch.rand(shape, generator=generator) < 0.5, -0.5, 0.5)).to(dtype)
+    return values.to(dtype)
+
+
+def _combined(inputs: list[Tensor], op: str) -> Tensor:
+    dtype = inputs[0].dtype
+    stack = torch.stack(inputs)
+    wide = stack.double() if dtype.is_floating_point else stack.long()
+    result = {
+        "sum": lambda: wide.sum(0),
+        "mean": lambda: wide.mean(0),
+        "min": lambda: wide.amin(0),
+        "max": lambda: wide.amax(0),
+        "product": lambda: wide.prod(0),
+    }[op]()
+    return result.to(dtype)
+
+
+def _defined(dtype: torch.dtype, op: str) -> bool:
+    return not (op == "mean" and not dtype.is_floating_point) and not (op == "sum" and dtype == torch.bool)
+
+
+@contract
+def allreduce_combines_every_dtype_op_and_shape(backend: Backend) -> None:
+    for dtype, op, shape in itertools.product(DTYPES, REDUCE_OPS, _SHAPES):
+        if not _defined(dtype, op):
+            continue
+        own = _input(backend.rank, shape, dtype)
+        kept = own.clone()
+        result = backend.allreduce(own, op)  # type: ignore[arg-type]
+        expected = _combined([_input(rank, shape, dtype) for rank in range(backend.size)], op)
+        assert_close(result, expected, msg=lambda text, case=(dtype, op, shape): f"{case}: {text}")
+        assert torch.equal(own, kept), (dtype, op, shape)
+        assert result.data_ptr() != own.data_ptr() or not own.numel()
+
+
+@contract
+def allreduce_takes_the_mean_by_default(backend: Backend) -> None:
+    result = backend.allreduce(torch.tensor([float(backend.rank)]))
+    assert_close(result, torch.tensor([(backend.size - 1) / 2]))
+
+
+@contract
+def integer_mean_is_refused_on_every_rank(backend: Backend) -> None:
+    for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
+        text = raises(TensorError, "mean", lambda dtype=dtype: backend.allreduce(torch.ones(2).to(dtype)))
+        same_on_every_rank(backend, text)
+    raises(TensorError, "sum of booleans", lambda: backend.allreduce(torch.ones(2).bool(), "sum"))
+    raises(TensorError, "mean", lambda: backend.reducescatter(torch.ones(backend.size).long()))
+
+
+@contract
+def a_mistake_on_one_rank_raises_on_all(backend: Backend) -> None:
+    if backend.size == 1:
+        return
+    tensor = torch.ones(2, dtype=torch.int64 if backend.rank == backend.size - 1 else torch.float32)
+    text = raises(TensorError, "The mean of int64", lambda: backend.allreduce(tensor))
+    same_on_every_rank(backend, text)
+
+
+@contract
+def unknown_ops_and_roots_are_refused(backend: Backend) -> None:
+    tensor = torch.ones(2)
+    raises(ConfigError, "Did you mean 'mean'?", lambda: backend.allreduce(tensor, "maen"))  # type: ignore[arg-type]
+    for root in (-1, backend.size):
+        raises(ConfigError, f"Root {root}", lambda root=root: backend.broadcast(tensor, root))
+        raises(ConfigError, f"Root {root}", lambda root=root: backend.broadcast_object(1, root))
+    raises(TensorError, "complex64", lambda: backend.allreduce(torch.ones(2, dtype=torch.complex64)))
+    raises(TensorError, "takes a tensor, got int", lambda: backend.allreduce(3))  # type: ignore[arg-type]
+    raises(TensorError, "to_dense", lambda: backend.allgather(torch.eye(2).to_sparse()))
+
+
+@contract
+def different_shapes_dtypes_ops_and_calls_raise_on_every_rank(backend: Backend) -> None:
+    if backend.size == 1:
+        return
+    last = backend.rank == backend.size - 1
+    disagreements: list[Any] = [
+        lambda: backend.allreduce(torch.ones(3 if last else 2)),
+        lambda: backend.allreduce(torch.ones(2, 1) if last else torch.ones(2)),
+        lambda: backend.allreduce(torch.ones(2).double() if last else torch.ones(2)),
+        lambda: backend.allreduce(torch.ones(2), "max" if last else "min"),
+        lambda: backend.broadcast(torch.ones(2), root=1 if last else 0),
+        lambda: backend.allgather(torch.ones(2, 3) if last else torch.ones(2, 4)),
+        lambda: backend.barrier() if last else backend.allreduce(torch.ones(2)),
+        lambda: backend.allgather_object(1) if last else backend.broadcast_object(1),
+    ]
+    for disagreement in disagreements:
+        text = raises(CollectiveMismatchError, "do not agree", disagreement)
+        assert f"rank {backend.size - 1} called" in text, text
+        same_on_every_rank(backend, text)
+    backend.barrier()  # and the group still works
+
+
+@contract
+def allgather_concatenates_in_rank_order(backend: Backend) -> None:
+    for dtype, shape in itertools.product(DTYPES, _SHAPES):
+        own = _input(backend.rank, shape, dtype)
+        kept = own.clone()
+        parts = [torch.atleast_1d(_input(rank, shape, dtype)) for rank in range(backend.size)]
+        assert torch.equal(backend.allgather(own), torch.cat(parts)), (dtype, shape)
+        assert torch.equal(own, kept)
+
+
+@contract
+def allgather_takes_another_dim_0_on_every_rank(backend: Backend) -> None:
+    for counts in ([0, 3, 1], [2, 0, 0], [1, 2, 3], [0, 0, 0]):
+        for dtype in DTYPES:
+            parts = [_input(rank, (counts[rank], 2), dtype) for rank in range(backend.size)]
+            gathered = backend.allgather(parts[backend.rank])
+            assert torch.equal(gathered, torch.cat(parts)), (counts, dtype)
+
+
+@contract
+def reducescatter_returns_the_own_slice(backend: Backend) -> None:
+    for dtype, op, rest in itertools.product(DTYPES, REDUCE_OPS, ((), (3,), (2, 2), (0,))):
+        if not _defined(dtype, op):
+            continue
+        shape = (2 * backend.size, *rest)
+        own = _input(backend.rank, shape, dtype)
+        kept = own.clone()
+        whole = _combined([_input(rank, shape, dtype) for rank in range(backend.size)], op)
+        result = backend.reducescatter(own, op)  # type: ignore[arg-type]
+        assert_close(result, whole[2 * backend.rank : 2 * backend.rank + 2])
+        assert torch.equal(own, kept)
+    raises(TensorError, "equal slices", lambda: backend.reducescatter(torch.ones(())))
+    if backend.size > 1:
+        raises(TensorError, "equal slices", lambda: backend.reducescatter(torch.ones(backend.size + 1)))
+
+
+@contract
+def broadcast_copies_from_every_root(backend: Backend) -> None:
+    for dtype, shape, root in itertools.product(DTYPES, _SHAPES, range(backend.size)):
+        own = _input(backend.rank, shape, dtype)
+        kept = own.clone()
+        result = backend.broadcast(own, root)
+        assert torch.equal(result, _input(root, shape, dtype)), (dtype, shape, root)
+        assert torch.equal(own, kept), "the input was changed"
+        assert result.data_ptr() != own.data_ptr() or not own.numel()
+
+
+@contract
+def collectives_take_tensors_that_are_not_contiguous(backend: Backend) -> None:
+    def view(rank: int) -> Tensor:
+        return _input(rank, (6, 4 * backend.size), torch.float32).t()[::2]
+
+    inputs = [view(rank) for rank in range(backend.size)]
+    own = inputs[backend.rank]
+    assert not own.is_contiguous()
+    assert_close(backend.allreduce(own), _combined(inputs, "mean"))
+    assert torch.equal(backend.allgather(own), torch.cat(inputs))
+    assert torch.equal(backend.broadcast(own, backend.size - 1), inputs[-1])
+    rows = own.shape[0] // backend.size
+    assert_close(
+        backend.reducescatter(own, "sum"), _combined(inputs, "sum")[rows * backend.rank : rows * (backend.rank + 1)]
+    )
+
+
+@contract
+def results_carry_no_gradient_history(backend: Backend) -> None:
+    own = torch.ones(backend.size, requires_grad=True)
+    for result in (backend.allreduce(own), backend.allgather(own), backend.broadcast(own), backend.reducescatter(own)):
+        assert not result.requires_grad
+
+
+@contract
+def special_values_survive(backend: Backend) -> None:
+    own = torch.tensor([float("inf"), float("nan"), -0.0, 1e-40])
+    assert_close(backend.broadcast(own), own, equal_nan=True, rtol=0, atol=0)
+    result = backend.allreduce(own, "sum")
+    assert torch.isinf(result[0])
+    assert torch.isnan(result[1])
+
+
+@contract
+def objects_travel(backend: Backend) -> None:
+    for root in range(backend.size):
+        sent = {"rank": backend.rank, "nested": [1, (2.5, None), {"x"}], "tensor": torch.arange(3)}
+        received = backend.broadcast_object(sent if backend.rank == root else None, root)
+        assert received["rank"] == root
+        assert received["nested"] == [1, (2.5, None), {"x"}]
+        assert torch.equal(received["tensor"], torch.arange(3))
+    gathered = backend.allgather_object("x" * backend.rank)
+    assert gathered == ["x" * rank for rank in range(backend.size)]
+    assert backend.allgather_object(None) == [None] * backend.size
+
+
+@contract
+def big_tensors_and_objects_travel(backend: Backend) -> None:
+    big = torch.full((4_000_000,), float(backend.rank + 1))
+    assert_close(backend.allreduce(big, "sum"), torch.full_like(big, backend.size * (backend.size + 1) / 2))
+    text = bytes(range(256)) * 80_000
+    assert backend.broadcast_object(text if backend.rank == 0 else None) == text
+    assert all(part == text for part in backend.allgather_object(text))
+
+
+@contract
+def many_collectives_in_a_row_keep_their_order(backend: Backend) -> None:
+    for number in range(100):
+        result = backend.allreduce(torch.tensor([float(number * (backend.rank + 1))]), "sum")
+        assert result.item() == number * backend.size * (backend.size + 1) / 2
+
+
+@contract
+def barrier_returns_on_all(backend: Backend) -> None:
+    for _ in range(3):
+        backend.barrier()
+
+
+@contract
+def ranks_and_seats_are_numbered_without_gaps(backend: Backend) -> None:
+    seats = backend.allgather_object(
+        (backend.rank, backend.size, backend.node_rank, backend.local_rank, backend.local_size, backend.num_nodes)
+    )
+    assert [seat[0] for seat in seats] == list(range(backend.size))
+    assert {seat[1] for seat in seats} == {backend.size}
+    places = [(seat[2], seat[3]) for seat in seats]
+    assert len(set(places)) == backend.size, f"two ranks share a place: {places}"
+    for node in range(backend.num_nodes):
+        local = sorted(place[1] for place in places if place[0] == node)
+        assert local == list(range(len(local)))
+        assert all(seat[4] == len(local) for seat in seats if seat[2] == node)

@@ -1,0 +1,177 @@
+"""The contract of `distributed_optimizer`: it stays the user's own, and its state goes wherever the user takes it."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import torch
+from torch import nn
+
+from unitrain.backends.base import Backend
+from unitrain.errors import ModelError
+from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.models import batch, build, loss_of, mean_gradients
+
+
+def _train(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model(batch(backend.rank, step))).backward()
+        optimizer.step()
+
+
+def _train_alone(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Do what `_train` should do, in this process and without the backend."""
+    for step in steps:
+        expected = mean_gradients(backend, model, lambda m, rank, step=step: loss_of(m(batch(rank, step))).backward())
+        for name, parameter in model.named_parameters():
+            parameter.grad = expected[name]
+        optimizer.step()
+
+
+def _assert_same_parameters(model: nn.Module, twin: nn.Module) -> None:
+    for (name, value), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@contract
+def the_optimizer_stays_the_users_object(backend: Backend) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wrapped = backend.distributed_model(model)
+    assert backend.distributed_optimizer(optimizer, wrapped) is optimizer
+    assert type(optimizer) is torch.optim.AdamW
+
+
+@contract
+def training_equals_plain_torch(backend: Backend) -> None:
+    for make in (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+    ):
+        model, twin = build(), build()
+        wrapped = backend.distributed_model(model)
+        optimizer = backend.distributed_optimizer(make(model.parameters()), wrapped)
+        _train(backend, wrapped, optimizer, range(5))
+        _train_alone(backend, twin, make(twin.parameters()), range(5))
+        _assert_same_parameters(model, twin)
+        same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+
+
+@contract
+def loaded_state_is_kept_and_saved_state_is_portable(backend: Backend) -> None:
+    """Train alone, go on with the backend, take the file out again, and go on alone: as if nothing had happened."""
+    twin = build()
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    _train_alone(backend, twin, twin_optimizer, range(3))
+    saved_model, saved = copy.deepcopy(twin.state_dict()), copy.deepcopy(twin_optimizer.state_dict())
+
+    model = build(seed=9)
+    model.load_state_dict(saved_model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    optimizer.load_state_dict(saved)
+    wrapped = backend.distributed_model(model)
+    backend.distributed_optimizer(optimizer, wrapped)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    _train(backend, wrapped, optimizer, range(3, 6))
+    _train_alone(backend, twin, twin_optimizer, range(3, 6))
+    _assert_same_parameters(model, twin)
+
+    file = io.BytesIO()
+    torch.save({"model": backend.unwrap(wrapped).state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    alone = build(seed=9)
+    alone.load_state_dict(loaded["model"])
+    alone_optimizer = torch.optim.AdamW(alone.parameters(), lr=0.5)
+    alone_optimizer.load_state_dict(loaded["optimizer"])
+    _train_alone(backend, alone, alone_optimizer, range(6, 8))
+    _train_alone(backend, twin, twin_optimizer, range(6, 8))
+    _assert_same_parameters(alone, twin)
+
+
+@contract
+def state_becomes_that_of_rank_0(backend: Backend) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if backend.rank == 0:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    wrapped = backend.distributed_model(model)
+    backend.distributed_optimizer(optimizer, wrapped)
+    buffers = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+    assert all(torch.equal(buffer, torch.ones_like(buffer)) for buffer in buffers)
+
+
+@contract
+def schedulers_work_as_without_a_backend(backend: Backend) -> None:
+    model, twin = build(), build()
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+    twin_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(twin_optimizer, T_max=5)
+    for step in range(5):
+        _train(backend, wrapped, optimizer, range(step, step + 1))
+        _train_alone(backend, twin, twin_optimizer, range(step, step + 1))
+        scheduler.step()
+        twin_scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == twin_optimizer.param_groups[0]["lr"]
+    _assert_same_parameters(model, twin)
+
+
+@contract
+def one_model_may_have_two_optimizers(backend: Backend) -> None:
+    model, twin = build(), build()
+    wrapped = backend.distributed_model(model)
+
+    def pair(m: nn.Module) -> list[torch.optim.Optimizer]:
+        layers = list(m.children())
+        first = torch.optim.SGD(layers[0].parameters(), lr=0.1, momentum=0.9)
+        return [first, torch.optim.AdamW([*layers[1].parameters(), *layers[3].parameters()], lr=0.01)]
+
+    optimizers = [backend.distributed_optimizer(optimizer, wrapped) for optimizer in pair(model)]
+    twins = pair(twin)
+    for step in range(3):
+        model.zero_grad()
+        loss_of(wrapped(batch(backend.rank, step))).backward()
+        expected = mean_gradients(backend, twin, lambda m, rank, step=step: loss_of(m(batch(rank, step))).backward())
+        for name, parameter in twin.named_parameters():
+            parameter.grad = expected[name]
+        for optimizer in (*optimizers, *twins):
+            optimizer.step()
+    _assert_same_parameters(model, twin)
+
+
+@contract
+def optimizers_of_other_parameters_are_refused(backend: Backend) -> None:
+    wrapped = backend.distributed_model(build())
+    stranger = torch.optim.SGD(build().parameters(), lr=0.1)
+    text = raises(
+        ModelError, "6 of 6 parameters that are not", lambda: backend.distributed_optimizer(stranger, wrapped)
+    )
+    same_on_every_rank(backend, text)
+    if backend.size > 1:
+        own = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        mixed = stranger if backend.rank == backend.size - 1 else own
+        raises(ModelError, "parameters that are not", lambda: backend.distributed_optimizer(mixed, wrapped))
+
+
+@contract
+def a_closure_sees_global_gradients(backend: Backend) -> None:
+    """LBFGS calls its closure several times a step; the ranks must take the same number of calls."""
+    model = build()
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), wrapped)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(wrapped(batch(backend.rank)))
+        loss.backward()
+        return backend.allreduce(loss.detach())
+
+    for _ in range(3):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    same_on_every_rank(backend, [value.tolist() for value in model.parameters()])

@@ -1,0 +1,34 @@
+"""The contract suite: every case on every backend and size, each case on ranks that stay alive between cases.
+
+    pytest --pyargs unitrain.testing.test_contract
+    UNITRAIN_CONTRACT_BACKENDS=mine UNITRAIN_CONTRACT_SIZES=1,2 pytest --pyargs unitrain.testing.test_contract
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from unitrain import environment
+from unitrain.testing import RankGroup, collectives, gradients, optimizers
+from unitrain.testing.cases import CASES
+
+__all__ = ["collectives", "gradients", "optimizers"]  # importing them fills CASES
+
+BACKENDS = (environment.setting("UNITRAIN_CONTRACT_BACKENDS") or "local,ddp,horovod").split(",")
+SIZES = [int(size) for size in (environment.setting("UNITRAIN_CONTRACT_SIZES") or "1,2,3").split(",")]
+GROUPS = [(backend, size) for backend in BACKENDS for size in SIZES if size == 1 or backend != "local"]
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    backend, size = request.param
+    with RankGroup(backend, size) as group:
+        yield group
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_contract(ranks: RankGroup, case: object) -> None:
+    ranks.run(case, timeout_seconds=120)  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""One rank of a `RankGroup`: starts its backend, then runs what it is sent until it is told to stop.
+
+    python -m unitrain.testing.worker HOST PORT BACKEND TIMEOUT_SECONDS
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import closing
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+from unitrain import environment
+
+
+def main() -> None:
+    host, port, backend_name, timeout_seconds = sys.argv[1:]
+    placement = environment.detect()
+    with (
+        tempfile.NamedTemporaryFile("w+", prefix="unitrain-stacks-") as stacks,
+        closing(Client((host, int(port)), authkey=bytes.fromhex(environment.inherited()["UNITRAIN_TEST_KEY"]))) as parent,
+    ):
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        parent.send((placement.rank, os.getpid(), stacks.name))
+        sys.path[:0] = parent.recv()
+        _serve(parent, backend_name, float(timeout_seconds))
+
+
+def _serve(parent: Connection, backend_name: str, timeout_seconds: float) -> None:
+    import torch
+
+    import unitrain
+
+    torch.set_num_threads(1)  # the ranks of a test share the cores of one host
+    backend = None
+    while True:
+        message: bytes | None = parent.recv()
+        if message is None:
+            break
+        try:
+            if backend is None:
+                backend = unitrain.init(backend_name, device="cpu", timeout_seconds=timeout_seconds)
+            function, args = pickle.loads(message)
+            answer: tuple[Any, ...] = (True, function(backend, *args))
+        except BaseException as error:
+            # The time tells which rank failed first: the first to report is often one that lost its peer.
+            answer = (False, type(error).__name__, str(error), traceback.format_exc(), time.time())
+        parent.send(answer)
+        if not answer[0]:
+            # A failed rank is of no more use, and shutting down could wait for ranks that are stuck.
+            parent.close()
+            os._exit(1)
+    if backend is not None:
+        backend.shutdown()
+
+
+if __name__ == "__main__":
+    main()
