@@ -80,6 +80,10 @@ def test_a_missing_part_is_one_sentence_and_a_line_to_paste(found: Machine, aske
         planned(found, **asked)
 
 
+def test_root_is_not_told_to_use_sudo() -> None:
+    assert needs.install_line(changed(root=True), "make") == "apt-get install -y make"
+
+
 def test_everything_that_is_missing_is_told_at_once() -> None:
     assert len(list(needs.missing(changed(compiler=None, make=None, mpi=None), mpi=True, cuda=False))) == 3
 

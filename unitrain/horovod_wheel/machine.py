@@ -60,6 +60,7 @@ class Machine:
     toolkits: tuple[Tool, ...] = ()
     nccl: Tool | None = None
     package_manager: str | None = None
+    root: bool = False
 
 
 def detect(environment: Mapping[str, str]) -> Machine:
@@ -81,6 +82,7 @@ def detect(environment: Mapping[str, str]) -> Machine:
         toolkits=tuple(_toolkits(environment, searched)),
         nccl=_nccl(environment.get("HOROVOD_NCCL_HOME")),
         package_manager=next((name for name in PACKAGE_MANAGERS if shutil.which(name, path=searched)), None),
+        root=os.geteuid() == 0,
     )
 
 

@@ -20,10 +20,14 @@ _PACKAGES = {
 
 
 def install_line(machine: Machine, part: str) -> str:
-    """The command that installs `part` with this machine's package manager (Debian's where there is none)."""
+    """The command that installs `part` with this machine's package manager (Debian's where there is none).
+
+    Without sudo for root: containers rarely have it.
+    """
     manager = machine.package_manager or "apt-get"
     channel = "-y -c conda-forge " if manager == "conda" else "-y "
-    return f"{'' if manager == 'conda' else 'sudo '}{manager} install {channel}{_PACKAGES[manager][part]}"
+    sudo = "" if machine.root or manager == "conda" else "sudo "
+    return f"{sudo}{manager} install {channel}{_PACKAGES[manager][part]}"
 
 
 def fitting_toolkit(machine: Machine) -> Tool | None:
