@@ -146,7 +146,7 @@ class RankGroup:
             for ready in wait(list(waiting), timeout=left):
                 number = waiting.pop(ready)  # type: ignore[call-overload]
                 try:
-                    answers[number] = ready.recv()  # type: ignore[union-attr]
+                    answers[number] = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     answers[number] = (False, "ProcessDied", "the process died", "", time.time())
             if any(not answer[0] for answer in answers.values()):

@@ -52,7 +52,8 @@ def _serve(parent: Connection, backend_name: str, timeout_seconds: float) -> Non
         except BaseException as error:
             # The time tells which rank failed first: the first to report is often one that lost its peer.
             answer = (False, type(error).__name__, str(error), traceback.format_exc(), time.time())
-        parent.send(answer)
+        # Not parent.send: its pickler would pass tensors on as shared memory, which ends with this process.
+        parent.send_bytes(pickle.dumps(answer))
         if not answer[0]:
             # A failed rank is of no more use, and shutting down could wait for ranks that are stuck.
             parent.close()

@@ -1,0 +1,135 @@
+"""Which launcher started this process and where it put it; the only reader, and writer, of the process environment.
+
+When one launcher runs inside another, as in `srun torchrun`, the innermost wins: it is the one that started this process. The
+table below is in that order. An Open MPI or Slurm variable that an outer launcher left behind is never mixed in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unitrain.errors import EnvironmentVariableError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a launcher put this process, in the words of DESIGN; what the launcher does not tell is None.
+
+    `launcher` is "torchrun", "horovodrun", "mpirun", "srun", "env" (somebody set RANK and WORLD_SIZE) or "none".
+    `evidence` names the variables that were believed, as "RANK=0".
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int | None = None
+    node_rank: int | None = None
+    num_nodes: int | None = None
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """What a launcher sets: `marker` tells that it was there, the others name the variable that holds each number."""
+
+    launcher: str
+    marker: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str | None = None
+    node_rank: str | None = None
+    num_nodes: str | None = None
+
+
+_LAUNCHERS = (
+    _Variables(
+        "torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+    ),
+    # Horovod's cross_rank is not the number of the node when hosts are uneven, so node_rank is left to be agreed.
+    _Variables("horovodrun", "HOROVOD_RANK", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    _Variables(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # A process in an allocation is a task of a step only when srun started it.
+    _Variables("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID"),
+    _Variables("env", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+)  # fmt: skip
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Placement:
+    """Return where this process was put, by its environment or by `environ`.
+
+    Raises EnvironmentVariableError for a variable that is missing, not a number, or contradicts another.
+    """
+    environ = os.environ if environ is None else environ
+    for variables in _LAUNCHERS:
+        if variables.marker in environ:
+            return _placement(variables, environ)
+    return Placement("none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1)
+
+
+def setting(name: str) -> str | None:
+    """Return an environment variable, or None when it is unset or empty."""
+    return os.environ.get(name) or None
+
+
+def inherited() -> dict[str, str]:
+    """Return a copy of the whole environment, for a process to be started."""
+    return dict(os.environ)
+
+
+def export(values: Mapping[str, str]) -> None:
+    """Set variables for libraries that read them."""
+    os.environ.update(values)
+
+
+def export_defaults(values: Mapping[str, str]) -> None:
+    """Set those of the variables that the user has not."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:
+    evidence: list[str] = []
+
+    def number(name: str | None, default: int | None = None) -> int | None:
+        if name is None or (name not in environ and default is not None):
+            return default
+        value = environ.get(name)
+        if value is None:
+            raise EnvironmentVariableError(
+                f"{variables.launcher} set {variables.marker}, but {name} is missing. "
+                f"Set it, or clear the others with: unset {variables.marker}"
+            )
+        if not value.isdigit():
+            raise EnvironmentVariableError(
+                f"{name} must be a whole number, got {value!r}. Start the script with {variables.launcher}, "
+                f"or clear it with: unset {name}"
+            )
+        evidence.append(f"{name}={value}")
+        return int(value)
+
+    rank, size = number(variables.rank) or 0, number(variables.size) or 0
+    # Without a local_rank all processes are taken to be on one host, as torch's own env:// does.
+    local_rank = number(variables.local_rank, default=rank if variables.launcher == "env" else None) or 0
+    if rank >= size:
+        raise EnvironmentVariableError(
+            f"{variables.rank}={rank} does not fit {variables.size}={size}: ranks go from 0 to {size - 1}. "
+            f"Start the script with {variables.launcher}, or set both."
+        )
+    optional = {
+        name: number(variable)
+        for name, variable in (
+            ("local_size", variables.local_size),
+            ("node_rank", variables.node_rank),
+            ("num_nodes", variables.num_nodes),
+        )
+        if variable is not None and variable in environ
+    }
+    return Placement(variables.launcher, rank, size, local_rank, **optional, evidence=tuple(evidence))
