@@ -271,8 +271,8 @@ class Trainer:
             return
         if training["seed"] != config.seed:
             raise CheckpointError(
-                f"The run in '{where}' was trained with seed {training['seed']}, but TrainConfig.seed is {config.seed}; "
-                f"the data would come in another order. Use TrainConfig(seed={training['seed']})."
+                f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data would "
+                f"come in another order. Use TrainConfig(seed={training['seed']})."
             )
         self.cursor = Cursor(**training["cursor"])
         states = training["generators"]

@@ -1,0 +1,24 @@
+"""One rank of many, seen alone: for what a rank decides from its place and from what the others tell it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from unitrain.backends.local import LocalBackend
+
+
+class OneRank(LocalBackend):
+    """A rank whose peers say what it says itself, or what the test lays down."""
+
+    def __init__(self, rank: int, size: int, gathered: list[Any] | None) -> None:
+        super().__init__(torch.device("cpu"))
+        self.rank, self.size, self._gathered = rank, size, gathered  # type: ignore[misc]
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        return [obj] * self.size if self._gathered is None else self._gathered
+
+
+def rank_of(rank: int, size: int, gathered: list[Any] | None = None) -> OneRank:
+    return OneRank(rank, size, gathered)

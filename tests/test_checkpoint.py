@@ -1,0 +1,323 @@
+"""Checkpoints: whole or not at all, the same after loading, and never silently wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain import checkpoint
+from unitrain.backends.local import LocalBackend
+from unitrain.config import TrainConfig
+from unitrain.errors import CheckpointError
+from unitrain.trainer import Trainer
+
+LOCAL = LocalBackend(torch.device("cpu"))
+
+
+def network() -> nn.Module:
+    """Dropout, running statistics and, through them, every kind of state that a run has."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+def samples(length: int = 22) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(length, 6, generator=generator), torch.randint(3, (length,), generator=generator))
+
+
+def trainer(output: Path | None, optimizer: str = "AdamW", **settings: Any) -> Trainer:
+    model = network()
+    made = getattr(torch.optim, optimizer)(
+        model.parameters(), lr=0.05, **({"momentum": 0.9} if optimizer == "SGD" else {})
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(made, T_max=30)
+    config = TrainConfig(batch_size=4, output_dir=output, progress="off", **settings)
+    return Trainer(model, made, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler)
+
+
+def state(one: Trainer) -> dict[str, Tensor]:
+    moments = {
+        f"optimizer.{index}.{name}": torch.as_tensor(value)
+        for index, values in one.optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
+    rate = torch.tensor(one.optimizer.param_groups[0]["lr"], dtype=torch.float64)
+    return {**{name: value.clone() for name, value in one.model.state_dict().items()}, **moments, "rate": rate}
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
+    whole = trainer(None, optimizer, epochs=4)
+    results = whole.fit(samples(), samples(9))
+    trainer(tmp_path, optimizer, epochs=2).fit(samples(), samples(9))
+    torch.manual_seed(12345)  # nothing may depend on what the process drew before
+    resumed = trainer(tmp_path, optimizer, epochs=4, resume=True)
+    assert resumed.cursor.epoch == 2
+    assert resumed.fit(samples(), samples(9)) == results
+    assert_same(state(whole), state(resumed))
+    assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_run_of_steps_that_stops_within_an_epoch_resumes_there(tmp_path: Path) -> None:
+    whole = trainer(None, steps=16)
+    whole.fit(samples())
+    trainer(tmp_path, steps=8).fit(samples())  # an epoch has 6 steps
+    resumed = trainer(tmp_path, steps=16, resume=True)
+    assert (resumed.cursor.epoch, resumed.cursor.step, resumed.cursor.sample) == (1, 8, 8)
+    resumed.fit(samples())
+    assert_same(state(whole), state(resumed))
+
+
+def test_resume_starts_from_the_beginning_where_there_is_nothing(tmp_path: Path) -> None:
+    fresh, first = trainer(None, epochs=1), trainer(tmp_path / "new", epochs=1, resume=True)
+    fresh.fit(samples())
+    first.fit(samples())
+    assert_same(state(fresh), state(first))
+
+
+def test_a_finished_run_resumed_has_nothing_to_do_but_evaluate(tmp_path: Path) -> None:
+    done = trainer(tmp_path, epochs=1)
+    results = done.fit(samples(), samples(9))
+    again = trainer(tmp_path, epochs=1, resume=True)
+    assert again.fit(samples(), samples(9)) == {"val_loss": results["val_loss"]}
+    assert_same(state(done), state(again))
+
+
+def test_a_checkpoint_can_be_named_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    trainer(tmp_path / "a", epochs=2).fit(samples())
+    whole = trainer(tmp_path / "b", epochs=3)
+    whole.fit(samples())
+    resumed = trainer(tmp_path / "c", epochs=3, resume=tmp_path / "a" / "step-000000012")
+    resumed.fit(samples())
+    assert_same(state(whole), state(resumed))
+    assert [path.name for path in sorted((tmp_path / "c").glob("step-*"))] == ["step-000000018"]
+    with pytest.raises(
+        CheckpointError, match=r"^There is no checkpoint in '.*nowhere'\. Give the output_dir of an earl"
+    ):
+        trainer(None, epochs=1, resume=tmp_path / "nowhere")
+
+
+def test_it_is_read_without_unitrain(tmp_path: Path) -> None:
+    done = trainer(tmp_path, epochs=1)
+    done.fit(samples())
+    (folder,) = tmp_path.glob("step-*")
+    model = network()
+    model.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
+    assert_same(dict(done.model.state_dict()), dict(model.state_dict()))
+    training = torch.load(folder / "training.pt", weights_only=True)
+    torch.optim.AdamW(model.parameters()).load_state_dict(training["optimizer"])
+    assert training["cursor"] == {"epoch": 1, "step": 6, "sample": 0}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["files"]["training.pt"]["bytes"] == (folder / "training.pt").stat().st_size
+
+
+def test_tied_and_strided_parameters_survive(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4)
+            self.head = nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embedding.weight
+            self.convolution = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+
+    saved, loaded, plain = Tied(), Tied(), Tied()
+    training = {"scheduler": None, "optimizer": torch.optim.SGD(saved.parameters(), lr=0.1).state_dict()}
+    checkpoint.save(tmp_path, 1, saved, training, LOCAL)
+    optimizer = torch.optim.SGD(loaded.parameters(), lr=0.5)
+    checkpoint.restore(tmp_path, loaded, optimizer, None, LOCAL, required=True)
+    load_model(plain, str(tmp_path / "step-000000001" / "model.safetensors"))
+    for model in (loaded, plain):
+        assert_same(dict(saved.state_dict()), dict(model.state_dict()))
+        assert model.head.weight is model.embedding.weight
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def damage_bit(folder: Path) -> None:
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def damage_length(folder: Path) -> None:
+    content = (folder / "training.pt").read_bytes()
+    (folder / "training.pt").write_bytes(content[:-10])
+
+
+def damage_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+def damage_missing(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+DAMAGES = [
+    (damage_bit, "the content of model.safetensors has changed"),
+    (damage_length, r"training.pt has \d+ bytes instead of \d+"),
+    (damage_manifest, "JSONDecodeError"),
+    (damage_missing, "FileNotFoundError"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_a_damaged_newest_falls_back_and_is_replaced(
+    tmp_path: Path, damage: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = trainer(tmp_path, epochs=2)
+    whole.fit(samples())
+    newest = tmp_path / "step-000000012"
+    damage(newest)
+    with caplog.at_level(logging.WARNING):
+        resumed = trainer(tmp_path, epochs=2, resume=True)
+    assert resumed.cursor.epoch == 1
+    assert caplog.messages[0].startswith(f"Checkpoint '{newest}' is skipped: ")
+    resumed.fit(samples())
+    assert_same(state(whole), state(resumed))
+    assert checkpoint.damage(newest) is None
+    assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_a_run_does_not_start_over_when_all_are_damaged(tmp_path: Path, damage: Any, message: str) -> None:
+    trainer(tmp_path, epochs=1).fit(samples())
+    damage(tmp_path / "step-000000006")
+    with pytest.raises(CheckpointError, match=rf"^None of the 1 checkpoints in .* is sound; in the newest, {message}"):
+        trainer(tmp_path, epochs=1, resume=True)
+
+
+def test_another_model_optimizer_scheduler_or_seed_does_not_fit(tmp_path: Path) -> None:
+    trainer(tmp_path, epochs=1).fit(samples())
+    config = TrainConfig(epochs=2, batch_size=4, resume=tmp_path, progress="off")
+
+    def resume(model: nn.Module, scheduled: bool = True, groups: int = 1) -> None:
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}][:groups])
+        if groups == 1:
+            optimizer = torch.optim.AdamW(parameters)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30) if scheduled else None
+        Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler)
+
+    with pytest.raises(CheckpointError, match=r"does not fit Sequential with AdamW: .*Missing key.*\"5\.weight\""):
+        resume(nn.Sequential(*network(), nn.Linear(3, 3)))
+    with pytest.raises(CheckpointError, match=r"size mismatch for 4\.weight"):
+        resume(nn.Sequential(*list(network())[:-1], nn.Linear(16, 4)))
+    with pytest.raises(
+        CheckpointError, match=r"with AdamW: loaded state dict has a different number of parameter groups"
+    ):
+        resume(network(), groups=2)
+    with pytest.raises(
+        CheckpointError, match=r"has a scheduler and this run has none\. Build the run that wrote it\.$"
+    ):
+        resume(network(), scheduled=False)
+    with pytest.raises(
+        CheckpointError, match=r"has seed 0, but TrainConfig\.seed is 7: .*Use TrainConfig\(seed=0\)\.$"
+    ):
+        trainer(None, epochs=2, resume=tmp_path, seed=7)
+
+
+def test_another_runs_folder_is_not_written_to(tmp_path: Path) -> None:
+    trainer(tmp_path, epochs=1).fit(samples())
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        CheckpointError, match=r"already holds a run, up to step-000000006\. Use TrainConfig\(resume=True\)"
+    ):
+        trainer(tmp_path, epochs=1)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"^Cannot write to output folder '.*/file/run': .*Not a directory"):
+        trainer(tmp_path / "file" / "run", epochs=1)
+
+
+def test_a_failed_write_is_an_error_and_leaves_the_older_one(tmp_path: Path) -> None:
+    model = nn.Linear(200, 200)
+    checkpoint.save(tmp_path, 1, model, {"step": 1}, LOCAL)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # no file may be longer, as on a disk that is full
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"^Cannot write checkpoint '.*step-000000002': .*File too large.*room"
+        ):
+            checkpoint.save(tmp_path, 2, model, {"step": 2}, LOCAL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000001"]
+    assert checkpoint.damage(tmp_path / "step-000000001") is None
+    checkpoint.save(tmp_path, 2, model, {"step": 2}, LOCAL)
+    assert checkpoint.damage(tmp_path / "step-000000002") is None
+
+
+KILLED_WHILE_WRITING = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from unitrain import checkpoint
+from unitrain.backends.local import LocalBackend
+
+torch.set_num_threads(1)
+folder, local = Path(sys.argv[1]), LocalBackend(torch.device("cpu"))
+model, random = torch.nn.Linear(300, 300), random.Random(0)
+unfinished = 0
+for attempt in range(20):
+    child = os.fork()
+    if child == 0:
+        step = attempt * 1000
+        while True:
+            step += 1
+            with torch.no_grad():
+                model.weight.fill_(step)
+            checkpoint.save(folder, step, model, {"step": step}, local)
+    time.sleep(random.uniform(0.01, 0.2))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    unfinished += len(list(folder.glob(".*.unfinished")))
+    written = sorted(folder.glob("step-*"))
+    for path in written:
+        assert checkpoint.damage(path) is None, (path, checkpoint.damage(path))
+    if written:
+        other = torch.nn.Linear(300, 300)
+        checkpoint.load_model(other, str(written[-1] / "model.safetensors"))
+        assert (other.weight == torch.load(written[-1] / "training.pt", weights_only=True)["step"]).all()
+    checkpoint.prepare_folder(folder, local, resume=True)
+    assert not list(folder.glob(".*"))
+print(len(written) >= 5, unfinished >= 3)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", KILLED_WHILE_WRITING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
+def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(tmp_path: Path) -> None:
+    trainer(tmp_path, epochs=5, checkpoint_every=2).fit(samples())
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{step:09d}" for step in (12, 24, 30)]
+    shutil.rmtree(tmp_path / "step-000000030")
+    resumed = trainer(tmp_path, epochs=5, resume=True)
+    assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4]
+    resumed.fit(samples())
+    assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4, 5]

@@ -1,0 +1,324 @@
+"""Sharing data out: exactly, and in an order of seed and epoch alone."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from one_rank import rank_of
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from unitrain.data import EvaluationShare, TrainingShare, epoch_order, input_and_target, to_device, training_slices
+from unitrain.errors import ConfigError, DataError
+
+CASES = [(size, batch, accumulate) for size in (1, 2, 3, 4) for batch in (1, 2, 3) for accumulate in (1, 2, 3)]
+
+
+class Numbers(Dataset[tuple[Tensor, int]]):
+    """Samples that are their own index, of a class that nobody can look into."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return torch.tensor([float(index)]), index
+
+
+class Noisy(Numbers):
+    """Samples with a random augmentation."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(1), index
+
+
+def tensors(length: int) -> TensorDataset:
+    return TensorDataset(torch.arange(length).float().unsqueeze(1), torch.arange(length))
+
+
+def lengths(size: int, batch: int, accumulate: int) -> range:
+    """Every dataset size from nothing to past three global batches, at least 3 * size + 1."""
+    return range(3 * max(size, size * batch * accumulate) + 2)
+
+
+def indices_of(share: TrainingShare, epoch: int = 0, start: int = 0) -> list[int]:
+    return [int(i) for part in share.epoch(epoch, start) if part.samples for i in part.batch[1]]
+
+
+@pytest.mark.parametrize(("size", "batch", "accumulate"), CASES)
+def test_every_position_goes_to_one_rank_in_the_step_of_its_block(size: int, batch: int, accumulate: int) -> None:
+    block = size * batch * accumulate
+    for length in lengths(size, batch, accumulate):
+        parts = [
+            list(training_slices(0, length, batch_size=batch, accumulate=accumulate, rank=rank, size=size))
+            for rank in range(size)
+        ]
+        assert len({len(mine) for mine in parts}) == 1, "ranks take different numbers of micro-steps"
+        steps: dict[int, list[int]] = {}
+        for micro_step in zip(*parts, strict=True):
+            assert len({(part.step_samples, part.step_end, part.closes_step) for part in micro_step}) == 1
+            assert max(part.samples for part in micro_step) - min(part.samples for part in micro_step) <= 1
+            assert max(part.samples for part in micro_step) <= batch
+            for part in micro_step:
+                steps.setdefault(part.step_end, []).extend(range(part.first, part.first + part.samples))
+        taken = [sorted(positions) for positions in steps.values()]
+        assert taken == [list(range(first, min(first + block, length))) for first in range(0, length, block)]
+        assert sum(part.closes_step for part in parts[0]) == len(taken)
+        for end, positions in steps.items():
+            assert {part.step_samples for part in parts[0] if part.step_end == end} == {len(positions)}
+
+
+@pytest.mark.parametrize(("size", "batch", "accumulate"), CASES)
+def test_a_share_is_empty_only_where_it_cannot_be_helped_and_never_on_rank_0(
+    size: int, batch: int, accumulate: int
+) -> None:
+    for length in lengths(size, batch, accumulate):
+        for rank in range(size):
+            totals: dict[int, int] = {}
+            for part in training_slices(0, length, batch_size=batch, accumulate=accumulate, rank=rank, size=size):
+                totals[part.step_end] = totals.get(part.step_end, 0) + part.samples
+                if part.samples == 0:
+                    assert rank > 0
+                    # Too few for all ranks are left, or too few beside full micro-steps of one sample per rank.
+                    assert part.step_samples < size or (batch == 1 and part.step_samples % size)
+                if part.step_samples >= size:
+                    assert totals[part.step_end] or not part.closes_step
+
+
+def test_the_samples_of_a_step_do_not_depend_on_how_the_global_batch_is_made_up() -> None:
+    def steps(size: int, batch: int, accumulate: int) -> list[set[int]]:
+        taken: dict[int, set[int]] = {}
+        for rank in range(size):
+            for part in training_slices(0, 50, batch_size=batch, accumulate=accumulate, rank=rank, size=size):
+                taken.setdefault(part.step_end, set()).update(range(part.first, part.first + part.samples))
+        return list(taken.values())
+
+    assert steps(1, 12, 1) == steps(2, 6, 1) == steps(2, 2, 3) == steps(4, 3, 1) == steps(3, 2, 2)
+
+
+def test_an_epoch_can_go_on_in_the_middle_with_another_number_of_ranks() -> None:
+    first = [
+        index
+        for rank in range(2)
+        for part in TrainingShare(tensors(23), rank_of(rank, 2), batch_size=3).epoch(1)
+        if part.step_end <= 12
+        for index in part.batch[1].tolist()
+    ]
+    rest = [i for r in range(3) for i in indices_of(TrainingShare(tensors(23), rank_of(r, 3), batch_size=2), 1, 12)]
+    assert len(first) == 12
+    assert sorted(first + rest) == list(range(23))
+
+
+def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
+    one = epoch_order(100, seed=1, epoch=2, shuffle=True)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    assert torch.equal(one, epoch_order(100, seed=1, epoch=2, shuffle=True))
+    assert torch.equal(before, torch.get_rng_state())
+    assert sorted(one.tolist()) == list(range(100))
+    others = [
+        epoch_order(100, seed=seed, epoch=epoch, shuffle=True) for seed, epoch in ((1, 3), (2, 2), (2, 1), (0, 2))
+    ]
+    assert not any(torch.equal(one, other) for other in others)
+    assert epoch_order(4, seed=1, epoch=2, shuffle=False).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["tensors", "dataset", "loader"])
+def test_every_sample_is_trained_on_once_per_epoch(size: int, kind: str) -> None:
+    for length in range(size, 3 * size + 2):
+        data: Any = {
+            "tensors": tensors(length),
+            "dataset": Numbers(length),
+            "loader": DataLoader(Numbers(length), batch_size=2, shuffle=True),
+        }[kind]
+        batch_size = None if kind == "loader" else 2
+        shares = [TrainingShare(data, rank_of(rank, size), batch_size=batch_size, seed=3) for rank in range(size)]
+        epochs = [[index for share in shares for index in indices_of(share, epoch)] for epoch in (0, 1)]
+        assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(length))
+        steps = [sum(part.closes_step for part in share.epoch(0)) for share in shares]
+        assert steps == [share.steps_in_epoch() for share in shares]
+        assert len(set(steps)) == 1
+
+
+def test_an_empty_share_stands_in_with_the_first_sample_of_the_step() -> None:
+    share = TrainingShare(tensors(5), rank_of(2, 4), batch_size=1, seed=0)
+    *_, last = share.epoch(0)
+    assert (last.samples, last.step_samples) == (0, 1)
+    assert last.batch[1].tolist() == [epoch_order(5, seed=0, epoch=0, shuffle=True)[4].item()]
+
+
+def test_tensors_are_batched_as_a_loader_would() -> None:
+    dataset = tensors(40)
+    for data in (dataset, Subset(dataset, range(3, 30, 2)), Subset(Subset(dataset, range(30)), [5, 1, 7, 8, 9])):
+        fast = list(TrainingShare(data, rank_of(1, 2), batch_size=3, seed=4).epoch(2))
+        opaque = DataLoader(
+            data, batch_size=3, shuffle=True, collate_fn=lambda items: torch.stack([i[1] for i in items])
+        )
+        slow = list(TrainingShare(opaque, rank_of(1, 2), seed=4).epoch(2))
+        assert [part.batch[1].tolist() for part in fast] == [part.batch.tolist() for part in slow]
+        assert isinstance(fast[0].batch, list)
+        assert fast[0].batch[0].shape == (len(fast[0].batch[1]), 1)
+
+
+def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
+    def collate(items: list[tuple[Tensor, int]]) -> tuple[list[int], int]:
+        info = get_worker_info()
+        assert info is not None
+        return [index for _, index in items], int(info.dataset.length)  # type: ignore[attr-defined]
+
+    def shrink(worker: int) -> None:
+        get_worker_info().dataset.length = 1000 + worker  # type: ignore[union-attr]
+
+    loader = DataLoader(
+        Numbers(11), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate, worker_init_fn=shrink,
+        generator=torch.Generator().manual_seed(77),
+    )  # fmt: skip
+    batches = [part.batch for part in TrainingShare(loader, rank_of(0, 1), seed=5).epoch(1)]
+    order = epoch_order(11, seed=5, epoch=1, shuffle=True).tolist()
+    assert [indices for indices, _ in batches] == [order[:4], order[4:8], order[8:]]
+    assert [length for _, length in batches] == [1000, 1001, 1000]
+    plain = TrainingShare(DataLoader(Numbers(5), batch_size=4), rank_of(0, 1))
+    assert indices_of(plain) == [0, 1, 2, 3, 4]
+
+
+def test_workers_augment_alike_in_a_rerun_and_differently_in_the_next_epoch() -> None:
+    def noise(epoch: int, rank: int) -> list[float]:
+        share = TrainingShare(Noisy(8), rank_of(rank, 2), batch_size=2, num_workers=1, seed=1)
+        return [float(value) for part in share.epoch(epoch) for value in part.batch[0]]
+
+    before = torch.get_rng_state()
+    first = noise(0, 0)
+    assert first == noise(0, 0)
+    assert set(first).isdisjoint(noise(1, 0))
+    assert set(first).isdisjoint(noise(0, 1))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_dropping_the_last_batch_means_the_global_one_and_only_in_training() -> None:
+    loader = DataLoader(Numbers(11), batch_size=2, drop_last=True)
+    taken = [i for rank in range(2) for i in indices_of(TrainingShare(loader, rank_of(rank, 2)))]
+    assert sorted(taken) == list(range(8))
+    evaluated = [
+        int(i) for rank in range(2) for batch, _ in EvaluationShare(loader, rank_of(rank, 2)) for i in batch[1]
+    ]
+    assert evaluated == list(range(11))
+    with pytest.raises(
+        DataError, match=r"3 samples, fewer than one global batch of 4 \(2 ranks x batch_size 2 x accum"
+    ):
+        TrainingShare(DataLoader(Numbers(3), batch_size=2, drop_last=True), rank_of(0, 2))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [tensors, Numbers])
+def test_every_sample_is_evaluated_once(size: int, make: Callable[[int], Dataset[Any]]) -> None:
+    for length in range(1, 3 * size + 2):
+        shares = [list(EvaluationShare(make(length), rank_of(rank, size), batch_size=2)) for rank in range(size)]
+        assert [int(i) for share in shares for batch, _ in share for i in batch[1]] == list(range(length))
+        counts = [sum(samples for _, samples in share) for share in shares]
+        assert max(counts) - min(counts) <= 1
+        assert all(len(batch[1]) == samples for share in shares for batch, samples in share)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (Stream(), r"^Stream is an IterableDataset, which has no indices to share out over ranks\."),
+        (DataLoader(Stream(), batch_size=2), r"^Stream is an IterableDataset"),
+        (iter([1]), r"^Got data of type list_iterator, which has no __len__ and __getitem__ to share out\."),
+        (DataLoader(Numbers(5), batch_size=None), r"^A DataLoader with batch_size=None cannot be shared out exactly"),
+        (
+            DataLoader(Numbers(5), batch_sampler=BatchSampler(SequentialSampler(Numbers(5)), 2, False)),
+            r"^A DataLoader with batch_sampler=BatchSampler cannot",
+        ),
+        (
+            DataLoader(Numbers(5), batch_size=2, sampler=WeightedRandomSampler([1.0] * 5, 5)),
+            r"^A DataLoader with sampler=WeightedRandomSampler cannot .* Use DataLoader\(dataset, batch_size=32, ",
+        ),
+        (
+            DataLoader(Numbers(5), batch_size=2, sampler=RandomSampler(Numbers(5), replacement=True)),
+            r"^A DataLoader with RandomSampler\(replacement=True, num_samples=5\) cannot",
+        ),
+        (OwnIteration(Numbers(5), batch_size=2), r"^A DataLoader with an iteration of its own, in OwnIteration"),
+        (Numbers(0), r"^The training data is empty\. Give a dataset with at least one sample\.$"),
+        (
+            Numbers(3),
+            r"^The training data has 3 samples, fewer than the 4 ranks that share them\. Start at most 3 ranks",
+        ),
+    ],
+)
+def test_data_that_cannot_be_shared_out_is_refused(data: Any, message: str) -> None:
+    batch_size = None if isinstance(data, DataLoader) else 2
+    for rank in range(4):
+        with pytest.raises(DataError, match=message):
+            TrainingShare(data, rank_of(rank, 4), batch_size=batch_size)
+
+
+def test_a_batch_size_is_demanded_and_must_not_contradict() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(batch_size="
+    ):
+        TrainingShare(tensors(4), rank_of(0, 1))
+    loader = DataLoader(tensors(4), batch_size=2)
+    with pytest.raises(
+        ConfigError, match=r"^A batch size of 3 was asked for, but the DataLoader was built with batch_size=2"
+    ):
+        TrainingShare(loader, rank_of(0, 1), batch_size=3)
+    assert TrainingShare(loader, rank_of(0, 1), batch_size=2).global_batch_size == 2
+
+
+def test_ranks_with_different_data_are_told_so() -> None:
+    with pytest.raises(DataError, match=r"has not the same number of samples on every rank: \[10, 12\]\."):
+        TrainingShare(tensors(10), rank_of(0, 2, gathered=[10, 12]), batch_size=2)
+    with pytest.raises(DataError, match=r"^The evaluation data has not the same number"):
+        EvaluationShare(tensors(10), rank_of(0, 2, gathered=[10, 12]), batch_size=2)
+
+
+def test_a_batch_moves_whatever_it_is_made_of() -> None:
+    pair = namedtuple("pair", "left right")
+    one = torch.ones(1)
+    moved = to_device({"a": [one, (one, "text")], "b": pair(one, 3)}, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["a"][1][0].is_meta
+    assert moved["a"][1][1] == "text"
+    assert isinstance(moved["b"], pair)
+    assert moved["b"].left.is_meta
+    assert moved["b"].right == 3
+    assert not one.is_meta
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"), [(torch.ones(2), "a Tensor"), ([1, 2, 3], "a list of 3"), ({"x": 1}, "a dict of 1")]
+)
+def test_a_batch_must_be_a_pair(batch: Any, found: str) -> None:
+    with pytest.raises(DataError, match=rf"^A batch must be a pair \(inputs, targets\), got {found}\."):
+        input_and_target(batch)

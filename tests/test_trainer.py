@@ -1,0 +1,325 @@
+"""The trainer in one process: what a loop written by hand does, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from unitrain.backends.local import LocalBackend
+from unitrain.config import TrainConfig
+from unitrain.data import epoch_order
+from unitrain.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteLossError
+from unitrain.trainer import Trainer
+
+LOCAL = LocalBackend(torch.device("cpu"))
+MakeOptimizer = Callable[[Any], Optimizer]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def samples(length: int = 22, seed: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(length, 6, generator=generator), torch.randint(3, (length,), generator=generator))
+
+
+def momentum(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return AdamW(parameters, lr=0.01)
+
+
+def settings(**more: Any) -> TrainConfig:
+    length = {} if "steps" in more or "epochs" in more else {"epochs": 3}
+    return TrainConfig(**{"batch_size": 4, "progress": "off", **length, **more})
+
+
+def make(
+    config: TrainConfig, model: nn.Module | None = None, optimizer: MakeOptimizer = momentum, **more: Any
+) -> Trainer:
+    model = network() if model is None else model
+    return Trainer(model, optimizer(model.parameters()), nn.CrossEntropyLoss(), backend=LOCAL, config=config, **more)
+
+
+def by_hand(
+    data: TensorDataset,
+    optimizer_class: MakeOptimizer,
+    *,
+    epochs: int,
+    batch_size: int,
+    accumulate: int,
+    clip_norm: float | None,
+    seed: int,
+) -> tuple[nn.Module, list[float]]:
+    """The loop one would write, on whole tensors; returns the model and the mean loss of each epoch."""
+    model, losses = network(), []
+    optimizer = optimizer_class(model.parameters())
+    inputs, targets = data.tensors
+    for epoch in range(epochs):
+        order, total = epoch_order(len(data), seed=seed, epoch=epoch, shuffle=True), 0.0
+        for step in order.split(batch_size * accumulate):
+            micro_steps = math.ceil(len(step) / batch_size)
+            for part in step.tensor_split(micro_steps):
+                loss = nn.functional.cross_entropy(model(inputs[part]), targets[part])
+                (loss * (len(part) / len(step))).backward()
+                total += loss.item() * len(part)
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(total / len(data))
+    return model, losses
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("length", [21, 24])
+def test_it_equals_a_loop_written_by_hand_bit_for_bit(
+    optimizer: MakeOptimizer, accumulate: int, clip_norm: float | None, length: int
+) -> None:
+    given = {"epochs": 3, "batch_size": 4, "accumulate": accumulate, "clip_norm": clip_norm, "seed": 5}
+    expected, losses = by_hand(samples(length), optimizer, **given)
+    trainer = make(settings(**given), optimizer=optimizer)
+    results = trainer.fit(samples(length))
+    for name, value in expected.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], value), name
+    assert results == {"train_loss": pytest.approx(losses[-1], rel=1e-12)}
+
+
+def test_accumulation_equals_the_whole_batch_to_rounding() -> None:
+    models = []
+    for batch_size, accumulate in ((12, 1), (4, 3), (1, 12)):
+        trainer = make(settings(batch_size=batch_size, accumulate=accumulate, epochs=4))
+        trainer.fit(samples(29))
+        models.append(trainer.model.state_dict())
+    for other in models[1:]:
+        for name, value in models[0].items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
+
+
+def test_a_loader_and_its_dataset_train_alike() -> None:
+    opaque: Any = DataLoader(samples(), batch_size=4, shuffle=True, num_workers=1)
+    plain, loaded = make(settings()), make(settings(batch_size=None))
+    plain.fit(samples())
+    loaded.fit(opaque)
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("step", 18), ("epoch", 3)])
+def test_the_scheduler_steps_once_per_optimizer_step_or_epoch(unit: Any, expected: int) -> None:
+    model = network()
+    optimizer = momentum(model.parameters())
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    config = settings(scheduler_every=unit, accumulate=1)
+    Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler).fit(samples())
+    assert scheduler.last_epoch == expected
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**expected)
+
+
+def test_an_epochs_scheduler_waits_for_the_end_of_the_epoch() -> None:
+    model = network()
+    optimizer = momentum(model.parameters())
+    scheduler = StepLR(optimizer, 1)
+    config = settings(scheduler_every="epoch", steps=8)  # an epoch has 6
+    Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler).fit(samples())
+    assert scheduler.last_epoch == 1
+
+
+def test_a_plateau_is_judged_by_the_validation_loss() -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=1e-12)
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
+    plateau = {"backend": LOCAL, "scheduler": scheduler}
+    Trainer(model, optimizer, nn.CrossEntropyLoss(), config=settings(scheduler_every="epoch"), **plateau).fit(
+        samples(), samples(9)
+    )
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-14)
+    with pytest.raises(
+        ConfigError, match=r"^ReduceLROnPlateau needs the results of an epoch.*scheduler_every=\"epoch\""
+    ):
+        Trainer(model, optimizer, nn.CrossEntropyLoss(), config=settings(), **plateau)
+
+
+def test_steps_count_optimizer_steps() -> None:
+    trainer = make(settings(steps=8, accumulate=2))
+    trainer.fit(samples())  # an epoch has 3
+    assert (trainer.cursor.epoch, trainer.cursor.step, trainer.cursor.sample) == (2, 8, 16)
+    whole = make(settings(steps=6, accumulate=2))
+    whole.fit(samples())
+    assert (whole.cursor.epoch, whole.cursor.sample) == (2, 0)
+
+
+def test_fitting_again_finds_nothing_left_to_do() -> None:
+    trainer = make(settings(epochs=1))
+    trainer.fit(samples())
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    assert trainer.fit(samples()) == {}
+    assert all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize("show_every", [2, 1000])
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Path, show_every: int) -> None:
+    inputs, targets = samples().tensors
+    broken = inputs.clone()
+    broken[epoch_order(22, seed=0, epoch=1, shuffle=True)[13]] = float(
+        "inf"
+    )  # in step 10, and in every first epoch too
+    trainer = make(settings(output_dir=tmp_path, show_every=show_every))
+    with pytest.raises(
+        NonFiniteLossError, match=r"^The mean loss became nan in epoch 1, by step \d+\. Lower the learning"
+    ):
+        trainer.fit(TensorDataset(broken, targets))
+    assert list(tmp_path.glob("step-*")) == []
+    assert not (tmp_path / "history.jsonl").exists()
+
+
+def test_the_loss_is_checked_as_often_as_it_is_shown() -> None:
+    inputs, targets = samples().tensors
+    trainer = make(settings(show_every=2))
+    with pytest.raises(NonFiniteLossError, match=r"in epoch 1, by step 2\."):
+        trainer.fit(TensorDataset(inputs * float("nan"), targets))
+
+
+def test_the_history_has_a_row_per_epoch(tmp_path: Path) -> None:
+    model = network()
+    optimizer = momentum(model.parameters())
+    trainer = Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=settings(output_dir=tmp_path, show_every=1),
+        scheduler=StepLR(optimizer, 6), metrics={"accuracy": lambda output, target: output.argmax(1) == target},
+    )  # fmt: skip
+    results = trainer.fit(samples(), samples(9))
+    rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["step"]) for row in rows] == [(1, 6), (2, 12), (3, 18)]
+    assert {name: rows[-1][name] for name in results} == results
+    assert list(results) == ["train_loss", "val_loss", "val_accuracy"]
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.01, 0.001, 0.0001])
+    assert all(row["samples_per_second"] == pytest.approx(22 / row["seconds"]) for row in rows)
+
+
+def test_evaluation_is_exact_and_leaves_the_model_as_it_was() -> None:
+    class Watching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.frozen = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+            self.head = nn.Linear(6, 3)
+            self.modes: set[tuple[bool, bool]] = set()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.modes.add((self.training, torch.is_grad_enabled()))
+            return self.head(self.frozen(self.norm(inputs)))  # type: ignore[no-any-return]
+
+    model = Watching()
+    model.frozen.eval()
+    per_sample: Callable[[Any, Any], Tensor] = lambda output, target: output.argmax(1) == target  # noqa: E731
+    mean: Callable[[Any, Any], Tensor] = lambda output, target: (output.argmax(1) == target).float().mean()  # noqa: E731
+    trainer = make(settings(), model, metrics={"accuracy": per_sample, "mean": mean})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    results = trainer.evaluate(samples(23))
+    assert model.modes == {(False, False)}
+    assert (model.training, model.norm.training, model.frozen.training) == (True, True, False)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+    inputs, targets = samples(23).tensors
+    with torch.no_grad():
+        output = model.eval()(inputs)
+    right = int((output.argmax(1) == targets).sum())
+    assert results["accuracy"] == right / 23
+    assert results["mean"] == pytest.approx(right / 23, rel=1e-6)
+    assert results["loss"] == pytest.approx(nn.functional.cross_entropy(output, targets).item(), rel=1e-6)
+
+
+def test_inputs_may_be_nested() -> None:
+    class Pairs(Dataset[Any]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> Any:
+            return {"left": torch.ones(2) * index, "both": (torch.ones(1), torch.ones(1))}, index % 3
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, inputs: dict[str, Any]) -> Tensor:
+            return self.head(torch.cat([inputs["left"], *inputs["both"]], dim=1))  # type: ignore[no-any-return]
+
+    assert make(settings(batch_size=2), Joined()).fit(Pairs(), Pairs()).keys() == {"train_loss", "val_loss"}
+
+
+def test_each_mistake_is_named() -> None:
+    inputs, targets = samples().tensors
+    with pytest.raises(DataError, match=r"^A batch must be a pair \(inputs, targets\), got a list of 3\."):
+        make(settings()).fit(TensorDataset(inputs, inputs, targets))
+    model = network()
+    trainer = Trainer(
+        model, momentum(model.parameters()), nn.CrossEntropyLoss(reduction="none"), backend=LOCAL, config=settings()
+    )
+    with pytest.raises(ModelError, match=r"^The loss must be one number, got shape \[4\]\. .*loss\.mean\(\)\.$"):
+        trainer.fit(samples())
+    with pytest.raises(ModelError, match="The optimizer holds 1 of 1 parameters that are not Sequential's"):
+        Trainer(
+            network(), momentum([nn.Parameter(torch.ones(1))]), nn.CrossEntropyLoss(), backend=LOCAL, config=settings()
+        )
+    with pytest.raises(DataError, match=r"^The evaluation data is empty\."):
+        make(settings()).fit(samples(), samples(0))
+    with pytest.raises(ConfigError, match="without a batch size"):
+        make(settings(batch_size=None)).fit(samples())
+
+
+def test_a_history_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    trainer = make(settings(output_dir=tmp_path))
+    (tmp_path / "history.jsonl").mkdir()
+    with pytest.raises(CheckpointError, match=r"^Cannot write '.*history\.jsonl': .*Is a directory"):
+        trainer.fit(samples())
+
+
+def test_optimizer_state_loaded_before_training_is_kept() -> None:
+    first = make(settings(epochs=1))
+    first.fit(samples())
+    model = network()
+    model.load_state_dict(first.model.state_dict())
+    optimizer = momentum(model.parameters())
+    optimizer.load_state_dict(first.optimizer.state_dict())
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=settings(epochs=1))
+    assert trainer.optimizer is optimizer
+    states = (made.state_dict()["state"] for made in (first.optimizer, optimizer))
+    for left, right in zip(*(state.values() for state in states), strict=True):
+        assert torch.equal(left["momentum_buffer"], right["momentum_buffer"])
+
+
+def test_progress_is_one_line_per_epoch_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    make(settings(progress="auto")).fit(samples(), samples(9))
+    out, err = capfd.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert all("train_loss" in line and "val_loss" in line and "samples/s" in line for line in lines)
+    make(settings(progress="off")).fit(samples())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_progress_can_be_a_bar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("unitrain.progress._Bar.interval_seconds", 0.0)
+    make(settings(steps=20, show_every=1, progress="auto")).fit(samples())
+    err = capfd.readouterr().err
+    assert "20/20" in err
+    assert "loss" in err
+    assert "━" in err
