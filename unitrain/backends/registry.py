@@ -44,6 +44,11 @@ def load(name: str) -> type[Backend]:
     return loaded
 
 
+def check_known(name: str) -> None:
+    """Raise UnknownBackendError for a name that nobody registered; imports nothing."""
+    _entry(name)
+
+
 def _entry(name: str) -> EntryPoint:
     if name in BUILT_IN:
         return EntryPoint(name, BUILT_IN[name], _GROUP)

@@ -1,0 +1,26 @@
+"""horovodrun: starts Horovod's ranks on all hosts over ssh, with its own Gloo controller or through MPI."""
+
+from __future__ import annotations
+
+import os
+
+from launchers.hosts import check_spellings
+from launchers.programs import find_program
+from launchers.spec import Command, LaunchSpec
+
+
+def build(spec: LaunchSpec) -> Command:
+    """Return the command; it is typed on one host and reaches the others itself."""
+    check_spellings(spec.hosts)
+    program = find_program("horovodrun", spec.python, "Build Horovod for this torch with: unitrain horovod build")
+    options = ["-np", str(spec.num_processes)]
+    if spec.hosts:
+        options += ["-H", ",".join(map(str, spec.hosts))]
+    variables = spec.variables
+    if spec.controller is not None:
+        options.append(f"--{spec.controller}")
+    if len(spec.hosts) > 1:
+        options.append("--disable-cache")  # it remembers for an hour which hosts it could reach
+    if spec.controller == "mpi" and os.geteuid() == 0:
+        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return Command((program, *options, spec.python, spec.script, *spec.args), variables)

@@ -1,0 +1,64 @@
+"""Hosts and their slots, as Horovod and MPI write them: `a:4,b:4`."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from launchers.errors import LaunchError
+
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(?P<slots>[^:]*))?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by name or address, and how many processes it takes."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Return the hosts in `text`, "name:slots,..." with one slot where none is given. Raises LaunchError."""
+    hosts = tuple(_parse_host(part.strip(), text) for part in text.split(","))
+    for number, host in enumerate(hosts):
+        for earlier in hosts[:number]:
+            if earlier.name == host.name:
+                raise LaunchError(
+                    f"Host {host.name!r} is named twice in {text!r}. Add the slots up: "
+                    f"-H {host.name}:{earlier.slots + host.slots}"
+                )
+    return hosts
+
+
+def check_spellings(hosts: tuple[Host, ...], resolve: Callable[[str], str] = socket.gethostbyname) -> None:
+    """Raise LaunchError when one host is named under two spellings, which would give two ranks the same local_rank."""
+    seen: dict[str, str] = {}
+    for host in hosts:
+        try:
+            address = resolve(host.name)
+        except OSError:
+            continue  # known to ssh alone, perhaps
+        if address in seen:
+            raise LaunchError(
+                f"Hosts {seen[address]!r} and {host.name!r} are the same machine, {address}: both would count from "
+                f"local_rank 0 and share GPUs. Name it once, with all its slots: -H {seen[address]}:N"
+            )
+        seen[address] = host.name
+
+
+def _parse_host(part: str, text: str) -> Host:
+    match = _HOST.fullmatch(part)
+    if match is None:
+        raise LaunchError(f"Host {part!r} in {text!r} cannot be read. Write name:slots, as in -H node1:4,node2:4")
+    slots = "1" if match["slots"] is None else match["slots"]
+    if not slots.isdigit() or int(slots) < 1:
+        raise LaunchError(
+            f"Host {part!r} must have a whole number of slots from 1, got {slots!r}. Use: -H {match['name']}:1"
+        )
+    return Host(match["name"], int(slots))

@@ -1,0 +1,16 @@
+"""No launcher: one process, started as it is."""
+
+from __future__ import annotations
+
+from launchers.errors import LaunchError
+from launchers.spec import Command, LaunchSpec
+
+
+def build(spec: LaunchSpec) -> Command:
+    """Return the plain command. Raises LaunchError for more than one process."""
+    if spec.num_processes > 1 or len(spec.hosts) > 1:
+        raise LaunchError(
+            f"One process on this host needs no launcher, but {spec.num_processes} were asked for. "
+            f"Use --backend ddp or --backend horovod for -np {spec.num_processes}, or -np 1 for one process."
+        )
+    return Command((spec.python, spec.script, *spec.args), spec.variables)

@@ -1,0 +1,74 @@
+"""What the user asked for, and the command that does it: plain data both."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from launchers.errors import LaunchError
+from launchers.hosts import Host
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """A launch: run `python script args...` as `num_processes` ranks on `hosts`, or on this one when there are none.
+
+    `backend` reaches the script as UNITRAIN_BACKEND. `controller` is Horovod's, "gloo" or "mpi"; None lets it choose.
+    Raises LaunchError for fewer than one process, or more than there are slots.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    num_processes: int = 1
+    hosts: tuple[Host, ...] = ()
+    backend: str | None = None
+    controller: str | None = None
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise LaunchError(f"A run needs at least 1 process, got -np {self.num_processes}. Use: -np 1")
+        slots = sum(host.slots for host in self.hosts)
+        if self.hosts and self.num_processes > slots:
+            raise LaunchError(
+                f"{self.num_processes} processes were asked for, but the hosts have {slots} "
+                f"{'slot' if slots == 1 else 'slots'}. Use -np {slots}, or give the hosts more slots: "
+                f"-H {self.hosts[0].name}:{self.hosts[0].slots + self.num_processes - slots}"
+            )
+
+    @property
+    def most_per_host(self) -> int:
+        """The number of processes on the fullest host; hosts are filled in order."""
+        left, most = self.num_processes, 0
+        for host in self.hosts or (Host("localhost", self.num_processes),):
+            most = max(most, min(left, host.slots))
+            left -= min(left, host.slots)
+        return most
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What every launcher adds to the environment, unless the user has set it."""
+        added = dict(self.environment)
+        if self.backend is not None:
+            added["UNITRAIN_BACKEND"] = self.backend
+        # torchrun gives each rank one thread and horovodrun gives each all cores: the same share under both.
+        if "OMP_NUM_THREADS" not in os.environ:
+            added.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.most_per_host)))
+        return added
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program with its arguments, and the variables to add to the environment it inherits."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def shell(self) -> str:
+        """Return the command as a line that a shell takes."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.argv)])

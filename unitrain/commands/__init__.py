@@ -1,0 +1,1 @@
+"""The subcommands of `unitrain`, one file each, imported when they are called."""

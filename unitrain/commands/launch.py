@@ -1,0 +1,99 @@
+"""`unitrain launch`: from backend, processes and hosts to the launcher's own command, shown and then run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+import launchers
+from unitrain import environment
+from unitrain.backends import registry
+from unitrain.errors import UnknownBackendError, did_you_mean
+
+# The launcher that a backend's users know, and the other way round.
+_LAUNCHER_OF = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}
+_BACKEND_OF = {launcher: backend for backend, launcher in _LAUNCHER_OF.items()}
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--backend", metavar="NAME", help="ddp, horovod, local, or a plug-in. [default: the launcher's, else ddp]")
+@click.option("--launcher", metavar="NAME", help="torchrun or horovodrun. [default: the backend's]")
+@click.option("-np", "-n", "--num-processes", type=int, metavar="N", help="Ranks in all. [default: all slots, else 1]")
+@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Where they run. [default: this host]")
+@click.option("--gloo", "controller", flag_value="gloo", help="horovodrun: let Gloo bring the ranks together.")
+@click.option("--mpi", "controller", flag_value="mpi", help="horovodrun: let MPI bring the ranks together.")
+@click.option("--dry-run", is_flag=True, help="Print the command and stop.")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    backend: str | None,
+    launcher: str | None,
+    num_processes: int | None,
+    hosts: str | None,
+    controller: str | None,
+    dry_run: bool,
+    script: Path,
+    args: tuple[str, ...],
+) -> None:
+    """Run SCRIPT with its ARGS on several ranks.
+
+    Prints the launcher's own command and becomes it, so that signals and exit codes are the launcher's. The backend reaches
+    the script as UNITRAIN_BACKEND. Any backend runs under any launcher.
+
+    \b
+      unitrain launch -np 2 train.py --epochs 3
+      unitrain launch --backend horovod -np 8 -H node1:4,node2:4 train.py
+      unitrain launch --backend horovod --launcher torchrun -np 2 train.py
+    """
+    try:
+        command = _command(backend, launcher, num_processes, hosts, controller, script, args)
+    except (launchers.LaunchError, UnknownBackendError) as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(command.shell(), err=not dry_run)
+    if dry_run:
+        return
+    sys.stdout.flush()
+    os.execvpe(command.argv[0], command.argv, environment.inherited() | dict(command.environment))
+
+
+def _command(
+    backend: str | None,
+    launcher: str | None,
+    num_processes: int | None,
+    hosts: str | None,
+    controller: str | None,
+    script: Path,
+    args: tuple[str, ...],
+) -> launchers.Command:
+    if backend is not None:
+        registry.check_known(backend)
+    if launcher is None:
+        # --gloo and --mpi are horovodrun's, so they choose it where nothing else does.
+        implied = "horovodrun" if controller is not None and backend is None else "torchrun"
+        launcher = _LAUNCHER_OF.get(backend or "", implied)
+    if backend is None:
+        backend = _BACKEND_OF.get(launcher)
+    if not script.is_file():
+        near = did_you_mean(script.name, [path.name for path in script.parent.glob("*.py")])
+        raise launchers.LaunchError(f"Script '{script}' does not exist. {near}Options of unitrain go before the script.")
+    placement = environment.detect()
+    if placement.launcher in ("torchrun", "horovodrun", "mpirun"):
+        raise launchers.LaunchError(
+            f"{placement.launcher} has started this process already ({', '.join(placement.evidence)}). "
+            f"Run the script itself: python {script}"
+        )
+    parsed = launchers.parse_hosts(hosts) if hosts is not None else ()
+    if num_processes is None:
+        num_processes = sum(host.slots for host in parsed) or 1
+    spec = launchers.LaunchSpec(
+        script=str(script),
+        args=args,
+        num_processes=num_processes,
+        hosts=parsed,
+        backend=backend,
+        controller=controller,
+    )
+    return launchers.build(launcher, spec)
