@@ -41,7 +41,7 @@ def correct(output: Tensor, target: Tensor) -> Tensor:
 
 @click.command()
 @click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
-@click.option("--epochs", default=12, show_default=True)
+@click.option("--epochs", default=15, show_default=True)
 @click.option("--batch-size", default=32, show_default=True, help="Samples per rank and micro-step.")
 @click.option("--accumulate", default=1, show_default=True, help="Micro-steps per optimizer step.")
 @click.option("--seed", default=0, show_default=True)

@@ -17,7 +17,7 @@ from unitrain.metrics import Means
 
 @click.command()
 @click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
-@click.option("--epochs", default=12, show_default=True)
+@click.option("--epochs", default=15, show_default=True)
 @click.option("--batch-size", default=32, show_default=True, help="Samples per rank.")
 @click.option("--seed", default=0, show_default=True)
 def main(backend: str | None, epochs: int, batch_size: int, seed: int) -> None:

@@ -17,10 +17,11 @@ def build(spec: LaunchSpec) -> Command:
     if spec.hosts:
         options += ["-H", ",".join(map(str, spec.hosts))]
     variables = spec.variables
-    if spec.controller is not None:
-        options.append(f"--{spec.controller}")
+    # Said always, because horovodrun would else decide by how it was built: the same line then does the same everywhere.
+    controller = spec.controller or "gloo"
+    options.append(f"--{controller}")
     if len(spec.hosts) > 1:
         options.append("--disable-cache")  # it remembers for an hour which hosts it could reach
-    if spec.controller == "mpi" and os.geteuid() == 0:
+    if controller == "mpi" and os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return Command((program, *options, spec.python, spec.script, *spec.args), variables)

@@ -16,7 +16,7 @@ from launchers.hosts import Host
 class LaunchSpec:
     """A launch: run `python script args...` as `num_processes` ranks on `hosts`, or on this one when there are none.
 
-    `backend` reaches the script as UNITRAIN_BACKEND. `controller` is Horovod's, "gloo" or "mpi"; None lets it choose.
+    `backend` reaches the script as UNITRAIN_BACKEND. `controller` is horovodrun's, "gloo" or "mpi".
     Raises LaunchError for fewer than one process, or more than there are slots.
     """
 
