@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,7 +12,7 @@ from horovod.runner.http.http_server import RendezvousServer
 
 from unitrain import environment
 from unitrain.backends.network import address_towards, free_port, interface_of
-from unitrain.backends.rendezvous import Meeting, Seat, meet
+from unitrain.backends.rendezvous import Meeting, Seat, meet, tcp_store
 from unitrain.environment import Placement
 from unitrain.errors import BackendUnavailableError, LauncherMismatchError
 
@@ -38,17 +39,16 @@ def start_horovod(placement: Placement, meeting: Meeting) -> None:
         )
 
 
-def meet_with_horovod(placement: Placement, options_timeout: Any) -> Meeting:
+def meet_with_horovod(placement: Placement, timeout: timedelta) -> Meeting:
     """Bring the ranks together with Horovod running; under mpirun it is Horovod that brings them together."""
     if placement.launcher != "mpirun" or environment.setting("MASTER_ADDR"):
-        meeting = meet(placement, options_timeout)
-        meeting.exchange("horovod", "")  # Horovod aborts the process, uncatchably, when it waits for ranks in vain
+        meeting = meet(placement, timeout)  # first, because Horovod aborts the process when it waits for ranks in vain
         start_horovod(placement, meeting)
         return meeting
-    nowhere = Meeting(placement, dist.HashStore(), "127.0.0.1", options_timeout)
+    nowhere = Meeting(placement, dist.HashStore(), "127.0.0.1", timeout)
     start_horovod(placement, nowhere)
-    store, host = _store_through_horovod(placement, nowhere)
-    return Meeting(placement, dist.PrefixStore("unitrain", store), host, options_timeout)
+    store, host = _store_through_horovod(placement, timeout)
+    return Meeting(placement, dist.PrefixStore("unitrain", store), host, timeout)
 
 
 def tell_torch_where(placement: Placement) -> None:
@@ -58,8 +58,6 @@ def tell_torch_where(placement: Placement) -> None:
     """
     if placement.launcher not in ("horovodrun", "mpirun", "none") or environment.setting("MASTER_ADDR"):
         return
-    from datetime import timedelta
-
     start_horovod(placement, Meeting(placement, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
     own = (_own_address(), free_port()) if placement.rank == 0 else None
     host, port = hvd.broadcast_object(own, 0, name="unitrain.master")
@@ -127,16 +125,11 @@ def _slot(seats: list[Seat], rank: int) -> SlotInfo:
     )
 
 
-def _store_through_horovod(placement: Placement, meeting: Meeting) -> tuple[dist.Store, str]:
-    store = None
-    if placement.rank == 0:
-        host = _own_address()
-        store = dist.TCPStore(host, 0, placement.size, is_master=True, timeout=meeting.timeout, wait_for_workers=False)
+def _store_through_horovod(placement: Placement, timeout: timedelta) -> tuple[dist.Store, str]:
+    store = tcp_store(_own_address(), 0, placement, timeout, serves=True) if placement.rank == 0 else None
     own = None if store is None else (store.host, store.port)
     host, port = hvd.broadcast_object(own, 0, name="unitrain.store")  # without a name it would hang: type(own) differs
-    if store is None:
-        store = dist.TCPStore(host, port, placement.size, is_master=False, timeout=meeting.timeout, wait_for_workers=False)
-    return store, host
+    return store or tcp_store(host, port, placement, timeout, serves=False), host
 
 
 def _own_address() -> str:

@@ -214,7 +214,7 @@ class ProcessGroupBackend(Backend):
             return
         try:
             work.wait()
-        except RuntimeError as error:
+        except (RuntimeError, CollectiveTimeoutError) as error:
             if "imed out" not in str(error) and "imeout" not in str(error):
                 raise
             raise CollectiveTimeoutError(self._who_is_missing(what)) from error

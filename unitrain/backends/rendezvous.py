@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous
+from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from unitrain import environment
 from unitrain.backends.network import address_towards
@@ -84,22 +84,24 @@ class Meeting:
 
 
 def meet(placement: Placement, timeout: timedelta) -> Meeting:
-    """Bring the ranks of any launcher together. All ranks call it, once.
+    """Bring the ranks of any launcher together, and return when all have come. All ranks call it, once.
 
-    Raises LauncherMismatchError where the launcher gives no address to meet at.
+    Raises LauncherMismatchError where the launcher gives no address to meet at, CollectiveTimeoutError naming who is missing.
     """
     store, host = _shared_store(placement, timeout)
     attempt = environment.setting("TORCHELASTIC_RESTART_COUNT") or "0"  # a restarted run must not read the last one's keys
-    return Meeting(placement, PrefixStore(f"unitrain/{attempt}", store), host, timeout)
+    meeting = Meeting(placement, PrefixStore(f"unitrain/{attempt}", store), host, timeout)
+    assert len(meeting.seats) == placement.size
+    return meeting
 
 
 def _shared_store(placement: Placement, timeout: timedelta) -> tuple[Store, str]:
     if placement.launcher == "none" or (placement.size == 1 and environment.setting("MASTER_ADDR") is None):
         return HashStore(), "127.0.0.1"
-    if (host := environment.setting("MASTER_ADDR")) and environment.setting("MASTER_PORT"):
-        # torch's own handler also knows torchrun's shared store and its restarts.
-        store, _, _ = next(iter(rendezvous("env://", placement.rank, placement.size, timeout=timeout)))
-        return store, host
+    if (host := environment.setting("MASTER_ADDR")) and (port := environment.setting("MASTER_PORT")):
+        # torchrun may serve the store itself; otherwise rank 0 does.
+        serves = placement.rank == 0 and environment.setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return tcp_store(host, int(port), placement, timeout, serves=serves), host
     if environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         return _store_through_horovodrun(placement, timeout)
     raise LauncherMismatchError(
@@ -109,13 +111,27 @@ def _shared_store(placement: Placement, timeout: timedelta) -> tuple[Store, str]
     )
 
 
+def tcp_store(host: str, port: int, placement: Placement, timeout: timedelta, *, serves: bool) -> TCPStore:
+    """Serve, or reach, the store at an address; who is missing is found out later, by name."""
+    try:
+        return TCPStore(
+            host, port, placement.size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except DistError as error:
+        raise CollectiveTimeoutError(
+            f"Rank {placement.rank} could not {'listen' if serves else 'reach rank 0'} at {host}:{port} within "
+            f"{timeout.total_seconds():g} s: {str(error).splitlines()[0]} "
+            "Look at the first error that rank 0 logged, or choose another address with MASTER_ADDR and MASTER_PORT."
+        ) from error
+
+
 def _store_through_horovodrun(placement: Placement, timeout: timedelta) -> tuple[Store, str]:
     """horovodrun serves a key-value store over HTTP in which anybody may open a scope: rank 0 leaves its address there."""
     server = environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR") or ""
     address = f"http://{server}:{environment.setting('HOROVOD_GLOO_RENDEZVOUS_PORT')}/unitrain/master"
     if placement.rank == 0:
         host = address_towards(server)
-        store = TCPStore(host, 0, placement.size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = tcp_store(host, 0, placement, timeout, serves=True)
         request = urllib.request.Request(address, data=json.dumps([host, store.port]).encode(), method="PUT")
         urllib.request.urlopen(request, timeout=timeout.total_seconds()).close()
         return store, host
@@ -132,4 +148,4 @@ def _store_through_horovodrun(placement: Placement, timeout: timedelta) -> tuple
                     "Look at the first error that rank 0 logged."
                 ) from error
             time.sleep(_POLL_SECONDS)
-    return TCPStore(host, port, placement.size, is_master=False, timeout=timeout, wait_for_workers=False), host
+    return tcp_store(host, port, placement, timeout, serves=False), host

@@ -1,0 +1,126 @@
+"""No wait is longer than its stated time, and it says who is missing; a failing rank ends the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from unitrain import environment
+from unitrain.backends.base import Backend
+from unitrain.errors import CollectiveTimeoutError
+from unitrain.testing import RankGroup
+from unitrain.testing.models import batch, build, loss_of
+
+BACKENDS = ("ddp", "horovod")
+TIMEOUT = 4.0
+
+
+def absent_from_a_collective(backend: Backend) -> tuple[str, float]:
+    backend.barrier()
+    if backend.rank == 1:
+        time.sleep(4 * TIMEOUT)
+        return "", 0.0
+    started = time.monotonic()
+    try:
+        backend.allreduce(torch.ones(2))
+    except CollectiveTimeoutError as error:
+        return str(error), time.monotonic() - started
+    raise AssertionError("the collective went through")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_timeout_names_the_absent_rank(backend: str) -> None:
+    with RankGroup(backend, 3, backend_timeout_seconds=TIMEOUT) as group:
+        results = group.run(absent_from_a_collective)
+    for rank in (0, 2):
+        text, seconds = results[rank]
+        assert f"Rank {rank} called allreduce(float32 [2], mean)" in text
+        assert "ranks that have not come: 1." in text
+        assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 8
+
+
+def absent_from_backward(backend: Backend) -> tuple[str, float]:
+    model = backend.distributed_model(build())
+    loss_of(model(batch(backend.rank))).backward()
+    if backend.rank == 1:
+        time.sleep(4 * TIMEOUT)
+        return "", 0.0
+    started = time.monotonic()
+    try:
+        loss_of(model(batch(backend.rank))).backward()
+    except (RuntimeError, CollectiveTimeoutError) as error:
+        return str(error), time.monotonic() - started
+    raise AssertionError("backward went through")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backward_does_not_wait_for_ever(backend: str) -> None:
+    with RankGroup(backend, 2, backend_timeout_seconds=TIMEOUT) as group:
+        text, seconds = group.run(absent_from_backward)[0]
+    assert "imed out" in text, text
+    assert seconds < TIMEOUT + 8
+
+
+SCRIPT = """
+import sys, time, torch, unitrain
+
+with unitrain.init(timeout_seconds=5, device="cpu") as backend:
+    backend.barrier()
+    if backend.rank == 1:
+        if sys.argv[1] == "sleeps":
+            time.sleep(300)
+        raise SystemExit("rank 1 gives up") if sys.argv[1] == "exits" else ValueError("rank 1 fails")
+    for _ in range(1000):
+        backend.allreduce(torch.ones(2))
+"""
+
+
+@pytest.mark.parametrize("fault", ["raises", "exits", "sleeps"])
+@pytest.mark.parametrize(("backend", "launcher"), [("ddp", "torchrun"), ("horovod", "horovodrun"), ("horovod", "torchrun")])
+def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tmp_path: Path) -> None:
+    script = tmp_path / "faulty.py"
+    script.write_text(SCRIPT)
+    started = time.monotonic()
+    finished = subprocess.run(
+        [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "--launcher", launcher]
+        + ["-np", "2", str(script), fault],
+        env=environment.inherited() | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    seconds = time.monotonic() - started
+    output = finished.stdout + finished.stderr
+    assert finished.returncode != 0, output
+    expected = {
+        "raises": "ValueError: rank 1 fails",
+        "exits": "rank 1 gives up",
+        "sleeps": "ranks that have not come: 1",
+    }[fault]
+    assert expected in output, output
+    assert seconds < 60, f"{seconds:.0f} s\n{output}"
+
+
+def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
+    """Rank 0 of two, alone: the other process was never started."""
+    program = "import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)"
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    started = time.monotonic()
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment.inherited() | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == 1
+    assert "CollectiveTimeoutError" in finished.stderr, finished.stderr
+    assert "rank 1" in finished.stderr
+    assert time.monotonic() - started < 40

@@ -1,0 +1,5 @@
+"""`python -m unitrain` is the `unitrain` command."""
+
+from unitrain.cli import unitrain
+
+unitrain(prog_name="unitrain")
