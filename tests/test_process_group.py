@@ -1,4 +1,4 @@
-"""Horovod as a torch.distributed process group: torch's own tools run on it unchanged, and give what they give on Gloo."""
+"""Horovod as a torch.distributed process group: torch's own tools run on it unchanged, and give what Gloo gives."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def comm_hooks(backend: Backend) -> list[Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
     model = DistributedDataParallel(build().float())
-    model.register_comm_hook(power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2), power.powerSGD_hook)
+    model.register_comm_hook(
+        power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2), power.powerSGD_hook
+    )
     for step in range(4):
         model.zero_grad()
         loss_of(model(batch(backend.rank, step).float()).double()).backward()

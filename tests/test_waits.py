@@ -81,14 +81,18 @@ with unitrain.init(timeout_seconds=5, device="cpu") as backend:
 
 
 @pytest.mark.parametrize("fault", ["raises", "exits", "sleeps"])
-@pytest.mark.parametrize(("backend", "launcher"), [("ddp", "torchrun"), ("horovod", "horovodrun"), ("horovod", "torchrun")])
+@pytest.mark.parametrize(
+    ("backend", "launcher"), [("ddp", "torchrun"), ("horovod", "horovodrun"), ("horovod", "torchrun")]
+)
 def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tmp_path: Path) -> None:
     script = tmp_path / "faulty.py"
     script.write_text(SCRIPT)
     started = time.monotonic()
     finished = subprocess.run(
-        [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "--launcher", launcher]
-        + ["-np", "2", str(script), fault],
+        [
+            *(sys.executable, "-m", "unitrain", "launch", "--backend", backend, "--launcher", launcher),
+            *("-np", "2", str(script), fault),
+        ],
         env=environment.inherited() | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"},
         capture_output=True,
         text=True,

@@ -33,7 +33,20 @@ _EXPORTS = {
 }
 _RENAMED = {"available_backends": "available"}
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = [
+    "Backend",
+    "CheckpointError",
+    "Communicator",
+    "Placement",
+    "TrainConfig",
+    "Trainer",
+    "UnitrainError",
+    "__version__",
+    "available_backends",
+    "init",
+    "register_process_group",
+    "require",
+]
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend, Communicator, require

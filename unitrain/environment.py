@@ -1,7 +1,8 @@
 """Which launcher started this process and where it put it; the only reader, and writer, of the process environment.
 
-When one launcher runs inside another, as in `srun torchrun`, the innermost wins: it is the one that started this process. The
-table below is in that order. An Open MPI or Slurm variable that an outer launcher left behind is never mixed in.
+When one launcher runs inside another, as in `srun torchrun`, the innermost wins: it is the one that started this
+process. The table below is in that order. An Open MPI or Slurm variable that an outer launcher left behind is never
+mixed in.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ _LAUNCHERS = (
         "GROUP_WORLD_SIZE",
     ),
     # Horovod's cross_rank is not the number of the node when hosts are uneven, so node_rank is left to be agreed.
-    _Variables("horovodrun", "HOROVOD_RANK", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    _Variables(
+    _Variables("horovodrun", "HOROVOD_RANK", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE"), _Variables(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),

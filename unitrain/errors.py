@@ -1,7 +1,8 @@
 """Every error unitrain raises on purpose, as one tree.
 
 The first sentence of a message says what was asked and what was found; the second can be pasted. Each class is also the
-builtin it is, so that `except ValueError` in a user's script keeps working. Anything else that escapes is our own mistake.
+builtin it is, so that `except ValueError` in a user's script keeps working. Anything else that escapes is our own
+mistake.
 
     UnitrainError
     ├── ConfigError                 (ValueError)    a setting, argument or combination of them

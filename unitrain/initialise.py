@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from unitrain.backends.base import Backend
 
 # What a launcher's users expect when nothing else is said: the backend that the launcher came with.
-_IMPLIED = {"none": "local", "torchrun": "ddp", "srun": "ddp", "env": "ddp", "horovodrun": "horovod", "mpirun": "horovod"}
+_IMPLIED = {
+    "none": "local",
+    "torchrun": "ddp",
+    "srun": "ddp",
+    "env": "ddp",
+    "horovodrun": "horovod",
+    "mpirun": "horovod",
+}
 
 
 def init(
@@ -27,9 +34,9 @@ def init(
 ) -> Backend:
     """Join the other ranks that the launcher started and return the backend; use it as a context manager.
 
-    The backend is the argument, else UNITRAIN_BACKEND, else what the launcher implies (torchrun: ddp, horovodrun: horovod),
-    else `local`. `device` and `transport` are chosen from what the machine has unless given. No wait, here or in any later
-    collective, is longer than `timeout_seconds`. All ranks call it, once. Raises UnknownBackendError,
+    The backend is the argument, else UNITRAIN_BACKEND, else what the launcher implies (torchrun: ddp, horovodrun:
+    horovod), else `local`. `device` and `transport` are chosen from what the machine has unless given. No wait, here or
+    in any later collective, is longer than `timeout_seconds`. All ranks call it, once. Raises UnknownBackendError,
     BackendUnavailableError, LauncherMismatchError, or CollectiveTimeoutError naming the ranks that did not come.
     """
     if timeout_seconds <= 0:
@@ -44,7 +51,8 @@ def init(
     if (started.rank, started.size) != (placement.rank, placement.size):
         # Otherwise N processes would each train alone and overwrite each other's results, all with exit code 0.
         raise LauncherMismatchError(
-            f"{placement.launcher} says rank {placement.rank} of {placement.size}, but backend {name!r} came up as rank "
-            f"{started.rank} of {started.size}. Start it with: unitrain launch --backend {name} -np {placement.size} ..."
+            f"{placement.launcher} says rank {placement.rank} of {placement.size}, but backend {name!r} came up as "
+            f"rank {started.rank} of {started.size}. "
+            f"Start it with: unitrain launch --backend {name} -np {placement.size} ..."
         )
     return started

@@ -2,12 +2,12 @@
 
 The rules below hold on every backend alike; `unitrain.testing` turns each of them into a test.
 
-1. Collectives return new tensors and leave their input untouched, for float64/32/16, bfloat16, int64/32, uint8 and bool.
-   The mean of integers or booleans is an error, and so is the sum of booleans.
+1. Collectives return new tensors and leave their input untouched, for float64/32/16, bfloat16, int64/32, uint8 and
+   bool. The mean of integers or booleans is an error, and so is the sum of booleans.
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks: clipping, loss scaling, logging and
    `optimizer.step()` are then plain torch code.
-3. `distributed_model` makes parameters and buffers equal to rank 0's; nothing else ever changes them, steps the optimizer
-   or touches the learning rate.
+3. `distributed_model` makes parameters and buffers equal to rank 0's; nothing else ever changes them, steps the
+   optimizer or touches the learning rate.
 4. The optimizer stays the user's own object, and its `state_dict` loads on any other backend.
 5. A mistake in a collective's arguments raises the same error on every rank, before any data moves.
 6. The same run gives the same parameters on every backend.
@@ -37,7 +37,10 @@ CapabilityT = TypeVar("CapabilityT")
 
 @dataclass(frozen=True)
 class StartOptions:
-    """What a backend is started with: where the launcher put this process, and what the user asked for (None: choose)."""
+    """What a backend is started with: where the launcher put this process, and what the user asked for.
+
+    None for `device` or `transport` leaves the choice to the backend.
+    """
 
     placement: Placement
     device: str | torch.device | None = None
@@ -94,9 +97,9 @@ class Communicator(ABC):
 class Backend(Communicator):
     """A communicator that also knows how gradients become global, and where its ranks run.
 
-    `transport` is what moves the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` counts within a host, `node_rank`
-    numbers the hosts. Use it as a context manager: it shuts down on a clean exit only, because shutting down while an
-    exception leaves makes the launcher blame whichever rank notices first.
+    `transport` is what moves the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` counts within a host,
+    `node_rank` numbers the hosts. Use it as a context manager: it shuts down on a clean exit only, because shutting
+    down while an exception leaves makes the launcher blame whichever rank notices first.
     """
 
     name: str
@@ -117,9 +120,9 @@ class Backend(Communicator):
     ) -> nn.Module:
         """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
 
-        Parameters and buffers become rank 0's. With `unused_parameters`, one that a rank did not use counts as zero there,
-        and one that no rank used keeps `grad` None; without it that is a ModelError. `compression` is the format gradients
-        travel in. Raises ModelError for a model without trainable parameters, on every rank.
+        Parameters and buffers become rank 0's. With `unused_parameters`, one that a rank did not use counts as zero
+        there, and one that no rank used keeps `grad` None; without it that is a ModelError. `compression` is the format
+        gradients travel in. Raises ModelError for a model without trainable parameters, on every rank.
         """
 
     @abstractmethod
@@ -162,7 +165,8 @@ def raise_together(communicator: Communicator, error: UnitrainError | None) -> N
 
 
 def require(backend: Communicator, capability: type[CapabilityT], feature: str) -> CapabilityT:
-    """Return `backend` as a `capability`, or raise UnsupportedError naming the feature. Ask before anything communicates.
+    """Return `backend` as a `capability`, or raise UnsupportedError naming the feature. Ask before anything
+    communicates.
 
     Capabilities that only some backends have are small ABCs called `Supports...`; a backend has one by subclassing it.
     """

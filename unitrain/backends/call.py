@@ -1,7 +1,7 @@
 """What a rank says about a collective before it takes part, so that ranks which disagree find out instead of hanging.
 
-Every collective is preceded by one exchange of a short row of integers on the CPU. The row also carries the sizes that an
-uneven allgather needs, and is all that a barrier is.
+Every collective is preceded by one exchange of a short row of integers on the CPU. The row also carries the sizes that
+an uneven allgather needs, and is all that a barrier is.
 """
 
 from __future__ import annotations
@@ -72,7 +72,11 @@ class Call:
         free = 1 if self.operation == "allgather" else 0
         if self.operation in ("broadcast_object", "allgather_object"):
             return True
-        return self.dtype == other.dtype and len(self.shape) == len(other.shape) and self.shape[free:] == other.shape[free:]
+        return (
+            self.dtype == other.dtype
+            and len(self.shape) == len(other.shape)
+            and self.shape[free:] == other.shape[free:]
+        )
 
     def __str__(self) -> str:
         if self.refused:

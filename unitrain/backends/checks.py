@@ -35,9 +35,7 @@ def check_tensor(tensor: Tensor) -> None:
         )
     if tensor.dtype not in DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
-        raise TensorError(
-            f"A collective cannot carry dtype {dtype_name(tensor.dtype)}. Convert to one of: {names}."
-        )
+        raise TensorError(f"A collective cannot carry dtype {dtype_name(tensor.dtype)}. Convert to one of: {names}.")
 
 
 def check_reduce(tensor: Tensor, op: str) -> None:

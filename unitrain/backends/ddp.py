@@ -25,7 +25,8 @@ class DDPBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Raise ConfigError for a transport that is unknown, that torch was built without, or that the device rules out."""
+        """Raise ConfigError for a transport that is unknown, that torch was built without, or that the device rules
+        out."""
         placement = options.placement
         device = choose_device(options.device, placement.local_rank)
         transport = options.transport or ("nccl" if device.type == "cuda" else "gloo")
@@ -47,7 +48,8 @@ class DDPBackend(ProcessGroupBackend):
 def _check_transport(transport: str, device: torch.device) -> None:
     if transport not in _TRANSPORTS:
         raise ConfigError(
-            f"Unknown transport {transport!r}. {did_you_mean(transport, _TRANSPORTS)}Available: {', '.join(_TRANSPORTS)}."
+            f"Unknown transport {transport!r}. {did_you_mean(transport, _TRANSPORTS)}"
+            f"Available: {', '.join(_TRANSPORTS)}."
         )
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     if not built[transport]:

@@ -17,9 +17,9 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
-    if not count:
+    if count == 0:
         raise ConfigError(f"Device {str(device)!r} was asked for, but torch sees no GPU here. Use device='cpu'.")
-    if device.index is None:
+    if str(device) == "cuda":  # any of them
         device = torch.device("cuda", local_rank if count > 1 else 0)
     if device.index >= count:
         raise ConfigError(

@@ -1,8 +1,9 @@
-"""Gradients that are global when `backward` returns: torch's DistributedDataParallel, with its gaps against the contract closed.
+"""Gradients that are global when `backward` returns: torch's DistributedDataParallel, with its gaps against the
+contract closed.
 
-DDP brings bucketing and overlap of communication with backward on any process group. Added here: models that differ between
-ranks and unused parameters are told by name, on all ranks alike; a second backward through a retained graph is reduced too
-(DDP leaves those gradients local, and the replicas drift apart).
+DDP brings bucketing and overlap of communication with backward on any process group. Added here: models that differ
+between ranks and unused parameters are told by name, on all ranks alike; a second backward through a retained graph is
+reduced too (DDP leaves those gradients local, and the replicas drift apart).
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ class GlobalGradients(DistributedDataParallel):
             find_unused_parameters=unused_parameters,
             gradient_as_bucket_view=True,
         )
-        # Shared above, as the contract says. From here on rank 0's are what counts and do not depend on the others': sharing
-        # them again before an evaluation or a checkpoint gives what sharing them in every forward would.
+        # Shared above, as the contract says. From here on rank 0's are what counts and do not depend on the others':
+        # sharing them again before an evaluation or a checkpoint gives what sharing them in every forward would.
         self.broadcast_buffers = False
         if compression is not None:
             self.register_comm_hook(None, _HOOKS[compression])
         self._backwards = 0
         if not unused_parameters:
-            # Over the store, because ranks that wait for a missing gradient have collectives of this backward in flight.
+            # Over the store, because ranks that wait for a missing gradient have collectives of this backward in
+            # flight.
             global _wrapped_models
             _wrapped_models += 1
             key = f"unused_parameters/{_wrapped_models}"
@@ -58,7 +60,7 @@ class GlobalGradients(DistributedDataParallel):
             )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._backwards = 0
             for tensor in gradient_tensors(output)[:1]:
@@ -74,7 +76,8 @@ class GlobalGradients(DistributedDataParallel):
 
 
 def check_same_model(communicator: Communicator, model: nn.Module) -> None:
-    """Raise ModelError on every rank when parameters or buffers differ in name, shape or dtype between ranks. All call it."""
+    """Raise ModelError on every rank when parameters or buffers differ in name, shape or dtype between ranks. All call
+    it."""
     own = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in _tensors(model)}
     tables: list[dict[str, tuple[str, list[int]]]] = communicator.allgather_object(own)
     for rank, table in enumerate(tables):
@@ -82,8 +85,8 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
             expected, found = tables[0].get(name), table.get(name)
             if expected != found:
                 raise ModelError(
-                    f"The model differs between ranks: {name!r} is {_show(expected)} on rank 0 and {_show(found)} on rank "
-                    f"{rank}. Build it from the same arguments on every rank."
+                    f"The model differs between ranks: {name!r} is {_show(expected)} on rank 0 and {_show(found)} "
+                    f"on rank {rank}. Build it from the same arguments on every rank."
                 )
     if any(list(table) != list(tables[0]) for table in tables):
         raise ModelError(

@@ -1,13 +1,16 @@
 """Horovod's collectives behind torch.distributed's `ProcessGroup`, registered as the backend "horovod".
 
-Whatever is written for torch.distributed then runs on a Horovod or MPI cluster: DistributedDataParallel with its buckets and
-hooks, ZeroRedundancyOptimizer, Join, object collectives. It needs nothing else of unitrain:
+Whatever is written for torch.distributed then runs on a Horovod or MPI cluster: DistributedDataParallel with its
+buckets and hooks, ZeroRedundancyOptimizer, Join, object collectives. It needs nothing else of unitrain:
 
     unitrain.register_process_group()
     torch.distributed.init_process_group("horovod")
 
 Point-to-point calls and groups of some of the ranks are not Horovod's to give; they raise UnsupportedError.
 """
+
+# torch's stubs type each collective by several overloads of other argument names; it calls them by position.
+# mypy: disable-error-code="override, assignment, call-arg"
 
 from __future__ import annotations
 
@@ -30,8 +33,9 @@ from unitrain.backends.rendezvous import Meeting
 from unitrain.errors import UnsupportedError
 
 NAME = "horovod"
-# Horovod negotiates a name it has seen with the same shape by one bit, any other by a message to rank 0 and back. So names
-# are used again, in the same order on every rank, and only so many are in use that none is ever needed twice at a time.
+# Horovod negotiates a name it has seen with the same shape by one bit, any other by a message to rank 0 and back. So
+# names are used again, in the same order on every rank, and only so many are in use that none is ever needed twice at a
+# time.
 _NAMES_PER_SHAPE = 16
 _REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32)
 _WIDER = {torch.bfloat16: torch.float32}  # everything else that Horovod cannot reduce fits int32
@@ -40,10 +44,11 @@ _groups = 0
 
 
 def register_process_group() -> None:
-    """Make `torch.distributed.init_process_group("horovod")` work, under any launcher. Every rank calls it, before that.
+    """Make `torch.distributed.init_process_group("horovod")` work, under any launcher. Every rank calls it, before
+    that.
 
-    Under horovodrun and mpirun it also starts Horovod and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT,
-    which torch looks for. Calling it again does nothing.
+    Under horovodrun and mpirun it also starts Horovod and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    MASTER_PORT, which torch looks for. Calling it again does nothing.
     """
     register_backend()
     tell_torch_where(environment.detect())
@@ -77,7 +82,8 @@ def _untraced(group: type[GroupT]) -> type[GroupT]:
 
 @_untraced
 class HorovodProcessGroup(dist.ProcessGroup):
-    """All of Horovod's ranks as one torch.distributed group. Operations are asynchronous and complete in order of issue."""
+    """All of Horovod's ranks as one torch.distributed group. Operations are asynchronous and complete in order of
+    issue."""
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -92,11 +98,13 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     # --- collectives, as torch.distributed calls them: lists of tensors, results written in place ---
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = dist.AllreduceOptions()) -> HorovodWork:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> HorovodWork:
         (tensor,) = tensors
-        op = _horovod_op(opts.reduceOp)
+        op = _horovod_op(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         if tensor.dtype in _REDUCIBLE and tensor.is_contiguous():
-            return self._issue("allreduce", tensor, lambda name: hvd.allreduce_async_(tensor, name=name, op=op), tensors)
+            return self._issue(
+                "allreduce", tensor, lambda name: hvd.allreduce_async_(tensor, name=name, op=op), tensors
+            )
         wide = _reducible(tensor)
         return self._issue(
             "allreduce", wide, lambda name: hvd.allreduce_async_(wide, name=name, op=op), tensors, tensor.copy_
@@ -127,7 +135,9 @@ class HorovodProcessGroup(dist.ProcessGroup):
     def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> HorovodWork:
         return self._gather(own, [(output, slice(None))], [output])
 
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
         return _last([self._allgather_base(output, own) for output, own in zip(outputs, inputs, strict=True)])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HorovodWork:

@@ -22,8 +22,8 @@ _servers: list[Any] = []  # rank 0's rendezvous server, kept alive as long as th
 def start_horovod(placement: Placement, meeting: Meeting) -> None:
     """Initialise Horovod with the launcher's ranks, unless it is. All ranks call it.
 
-    Raises BackendUnavailableError when this Horovod cannot do that, and LauncherMismatchError when it comes up with other
-    ranks than the launcher's: under torchrun, say, a plain `hvd.init()` makes every rank the only one.
+    Raises BackendUnavailableError when this Horovod cannot do that, and LauncherMismatchError when it comes up with
+    other ranks than the launcher's: under torchrun, say, a plain `hvd.init()` makes every rank the only one.
     """
     if not hvd.is_initialized():
         # Horovod's own limit is 30 s, and passing it aborts the process without an exception.
@@ -33,8 +33,9 @@ def start_horovod(placement: Placement, meeting: Meeting) -> None:
         hvd.init()
     if (hvd.rank(), hvd.size()) != (placement.rank, placement.size):
         raise LauncherMismatchError(
-            f"{placement.launcher} says rank {placement.rank} of {placement.size}, but Horovod came up as rank {hvd.rank()} "
-            f"of {hvd.size()}. Do not call hvd.init() yourself; start with: unitrain launch --backend horovod "
+            f"{placement.launcher} says rank {placement.rank} of {placement.size}, but Horovod came up as "
+            f"rank {hvd.rank()} of {hvd.size()}. "
+            f"Do not call hvd.init() yourself; start with: unitrain launch --backend horovod "
             f"-np {placement.size} ..."
         )
 
@@ -133,7 +134,8 @@ def _store_through_horovod(placement: Placement, timeout: timedelta) -> tuple[di
 
 
 def _own_address() -> str:
-    """Return an address of this host that the other ranks reach: on the way out, or loopback where there is no way out."""
+    """Return an address of this host that the other ranks reach: on the way out, or loopback where there is no way
+    out."""
     try:
         return address_towards("10.255.255.255")
     except OSError:

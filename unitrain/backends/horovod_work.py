@@ -1,7 +1,7 @@
 """An operation that Horovod is busy with, as a torch.distributed `Work`, and the thread that sees it done.
 
-Horovod's own `synchronize` spins, taking the interpreter lock each time round; with the ranks of one host sharing its cores
-that slows the very communication it waits for. Here one thread looks now and then, and everybody else sleeps.
+Horovod's own `synchronize` spins, taking the interpreter lock each time round; with the ranks of one host sharing its
+cores that slows the very communication it waits for. Here one thread looks now and then, and everybody else sleeps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class HorovodWork(dist._Work):
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        self._future: torch.futures.Future[Any] = torch.futures.Future(
+            devices=[device] if device.type == "cuda" else None
+        )
 
     @classmethod
     def completed(cls, result: Any, device: torch.device) -> HorovodWork:
@@ -58,7 +60,9 @@ class HorovodWork(dist._Work):
             if time.monotonic() < self._deadline:
                 return False
             seconds = self._timeout.total_seconds()
-            self._complete(CollectiveTimeoutError(f"Horovod's {self._name} timed out after {seconds:g} s: some ranks never came."))
+            self._complete(
+                CollectiveTimeoutError(f"Horovod's {self._name} timed out after {seconds:g} s: some ranks never came.")
+            )
             return True
         try:
             with torch.no_grad():
@@ -82,7 +86,7 @@ class HorovodWork(dist._Work):
         if error is None:
             self._future.set_result(self._result)
         else:
-            self._future.set_exception(error)  # type: ignore[arg-type]  # any exception is taken
+            self._future.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         self._done.wait(timeout.total_seconds() or None)

@@ -44,7 +44,7 @@ class LocalBackend(Backend):
 
     def allgather(self, tensor: Tensor) -> Tensor:
         checks.check_tensor(tensor)
-        return torch.atleast_1d(tensor.detach()).clone()
+        return tensor.detach().reshape(tensor.shape or (1,)).clone()
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         checks.check_reduce(tensor, op)

@@ -5,7 +5,6 @@ The ddp and the horovod backend share all of this, so that they are equal by con
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +20,14 @@ from unitrain.backends.base import Backend, Compression, ReduceOp, raise_togethe
 from unitrain.backends.call import ROW_LENGTH, Call, describe_disagreement
 from unitrain.backends.gradients import GlobalGradients, check_same_model
 from unitrain.backends.rendezvous import Meeting
-from unitrain.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError, ModelError, TensorError, UnitrainError
+from unitrain.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+    ModelError,
+    TensorError,
+    UnitrainError,
+)
 
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -59,7 +65,7 @@ class ProcessGroupBackend(Backend):
     def allgather(self, tensor: Tensor) -> Tensor:
         calls = self._agree("allgather", tensor, check=lambda: checks.check_tensor(tensor))
         rows = [call.shape[0] if call.shape else 1 for call in calls]
-        own = torch.atleast_1d(tensor.detach())
+        own = tensor.detach().reshape(tensor.shape or (1,))
         # All transports carry equal pieces only, so shorter ones travel padded.
         piece = own.new_zeros((max(rows), *own.shape[1:]), dtype=_wide_dtype(tensor.dtype))
         piece[: own.shape[0]] = own
@@ -93,9 +99,7 @@ class ProcessGroupBackend(Backend):
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         payload = _pickled(obj) if root == self.rank else torch.empty(0, dtype=torch.uint8)
-        calls = self._agree(
-            "broadcast_object", payload, root=root, check=lambda: checks.check_root(root, self.size)
-        )
+        calls = self._agree("broadcast_object", payload, root=root, check=lambda: checks.check_root(root, self.size))
         if root != self.rank:
             payload = torch.empty(calls[root].shape[0], dtype=torch.uint8)
         self._wait(dist.broadcast(payload, root, async_op=True))
@@ -255,4 +259,4 @@ def _pickled(obj: Any) -> Tensor:
 
 
 def _unpickled(payload: Tensor) -> Any:
-    return pickle.load(io.BytesIO(payload.numpy()))
+    return pickle.loads(payload.numpy().tobytes())

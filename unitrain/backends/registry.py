@@ -1,7 +1,7 @@
 """Backend names and the classes behind them.
 
-A package adds a backend through the entry-point group `unitrain.backends`, name -> subclass of `Backend`. Built-in names
-cannot be taken over.
+A package adds a backend through the entry-point group `unitrain.backends`, name -> subclass of `Backend`. Built-in
+names cannot be taken over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def available() -> list[str]:
 def load(name: str) -> type[Backend]:
     """Import the class behind `name`.
 
-    Raises UnknownBackendError for a name that nobody registered and BackendUnavailableError when its library is missing.
+    Raises UnknownBackendError for a name that nobody registered and BackendUnavailableError when its library is
+    missing.
     """
     entry = _entry(name)
     try:

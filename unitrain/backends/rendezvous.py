@@ -1,4 +1,5 @@
-"""How ranks that any launcher started find each other: a torch Store they all reach, and what they tell each other there."""
+"""How ranks that any launcher started find each other: a torch Store they all reach, and what they tell each other
+there."""
 
 from __future__ import annotations
 
@@ -86,10 +87,13 @@ class Meeting:
 def meet(placement: Placement, timeout: timedelta) -> Meeting:
     """Bring the ranks of any launcher together, and return when all have come. All ranks call it, once.
 
-    Raises LauncherMismatchError where the launcher gives no address to meet at, CollectiveTimeoutError naming who is missing.
+    Raises LauncherMismatchError where the launcher gives no address to meet at, CollectiveTimeoutError naming who is
+    missing.
     """
     store, host = _shared_store(placement, timeout)
-    attempt = environment.setting("TORCHELASTIC_RESTART_COUNT") or "0"  # a restarted run must not read the last one's keys
+    attempt = (
+        environment.setting("TORCHELASTIC_RESTART_COUNT") or "0"
+    )  # a restarted run must not read the last one's keys
     meeting = Meeting(placement, PrefixStore(f"unitrain/{attempt}", store), host, timeout)
     assert len(meeting.seats) == placement.size
     return meeting
@@ -126,7 +130,8 @@ def tcp_store(host: str, port: int, placement: Placement, timeout: timedelta, *,
 
 
 def _store_through_horovodrun(placement: Placement, timeout: timedelta) -> tuple[Store, str]:
-    """horovodrun serves a key-value store over HTTP in which anybody may open a scope: rank 0 leaves its address there."""
+    """horovodrun serves a key-value store over HTTP in which anybody may open a scope: rank 0 leaves its address
+    there."""
     server = environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR") or ""
     address = f"http://{server}:{environment.setting('HOROVOD_GLOO_RENDEZVOUS_PORT')}/unitrain/master"
     if placement.rank == 0:
@@ -144,7 +149,8 @@ def _store_through_horovodrun(placement: Placement, timeout: timedelta) -> tuple
         except urllib.error.HTTPError as error:  # 404 until rank 0 has been there
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
-                    f"Rank 0 had not left its address at horovodrun's server {server} after {timeout.total_seconds():g} s. "
+                    f"Rank 0 had not left its address at horovodrun's server {server} after "
+                    f"{timeout.total_seconds():g} s. "
                     "Look at the first error that rank 0 logged."
                 ) from error
             time.sleep(_POLL_SECONDS)

@@ -1,7 +1,7 @@
 """Telling, on every rank alike, that a model has parameters which its loss does not reach.
 
-Left alone, such a parameter makes ranks wait for a gradient that never comes, or silently keeps it local. The first backward
-is watched, because that is where a model shows it; afterwards nothing is left in the way.
+Left alone, such a parameter makes ranks wait for a gradient that never comes, or silently keeps it local. The first
+backward is watched, because that is where a model shows it; afterwards nothing is left in the way.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ def watch_first_backward(
 ) -> None:
     """Raise ModelError on every rank from the first `backward` that leaves a parameter of `model` unused on any rank.
 
-    `wrapped` is the module that is called; `exchange` gives every rank's names of unused parameters, and runs while no other
-    collective of that backward has been waited for; `applies` tells, at each forward, whether its backward counts.
+    `wrapped` is the module that is called; `exchange` gives every rank's names of unused parameters, and runs while no
+    other collective of that backward has been waited for; `applies` tells, at each forward, whether its backward
+    counts.
     """
-    unused = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    unused: dict[Tensor, str] = {
+        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     handles: list[RemovableHandle] = []
 
     def used(parameter: Tensor) -> None:

@@ -7,8 +7,8 @@
 
     assert run_ranks(mean_rank, size=3, backend="ddp") == [1.0, 1.0, 1.0]
 
-A package that brings a backend of its own, registered in the entry-point group `unitrain.backends`, is held to the contract of
-`unitrain/backends/base.py` by one command:
+A package that brings a backend of its own, registered in the entry-point group `unitrain.backends`, is held to the
+contract of `unitrain/backends/base.py` by one command:
 
     UNITRAIN_CONTRACT_BACKENDS=mine pytest --pyargs unitrain.testing.test_contract
 """

@@ -123,7 +123,7 @@ def allgather_concatenates_in_rank_order(backend: Backend) -> None:
     for dtype, shape in itertools.product(DTYPES, _SHAPES):
         own = _input(backend.rank, shape, dtype)
         kept = own.clone()
-        parts = [torch.atleast_1d(_input(rank, shape, dtype)) for rank in range(backend.size)]
+        parts = [_input(rank, shape, dtype).reshape(shape or (1,)) for rank in range(backend.size)]
         assert torch.equal(backend.allgather(own), torch.cat(parts)), (dtype, shape)
         assert torch.equal(own, kept)
 

@@ -34,7 +34,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
-def mean_gradients(backend: Backend, model: nn.Module, run: Callable[[nn.Module, int], Any]) -> dict[str, Tensor | None]:
+def mean_gradients(
+    backend: Backend, model: nn.Module, run: Callable[[nn.Module, int], Any]
+) -> dict[str, Tensor | None]:
     """Return the mean over ranks of the gradients that `run(model, rank)` leaves, computed by this rank alone.
 
     A parameter that no rank reaches has None; one that some do not reach counts as zero there.

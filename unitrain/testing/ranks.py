@@ -46,9 +46,9 @@ class _Rank:
 class RankGroup:
     """`size` ranks of `backend` on this host; a context manager.
 
-    `command` is what starts them and ends where the program begins, such as ["horovodrun", "-np", "2"]; without it they are
-    started directly, as any scheduler that sets RANK and WORLD_SIZE would. No wait is longer than its stated time, and no
-    process outlives the group.
+    `command` is what starts them and ends where the program begins, such as ["horovodrun", "-np", "2"]; without it they
+    are started directly, as any scheduler that sets RANK and WORLD_SIZE would. No wait is longer than its stated time,
+    and no process outlives the group.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class RankGroup:
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """Call `function(backend, *args)` on every rank and return the results in rank order.
 
-        The function must be importable by name. Raises RankError when any rank fails, or names the ranks that were still
-        busy after `timeout_seconds`, with their stacks; the processes are then ended, and the next call starts new ones.
+        The function must be importable by name. Raises RankError when any rank fails, or names the ranks that were
+        still busy after `timeout_seconds`, with their stacks; the processes are then ended, and the next call starts
+        new ones.
         """
         message = pickle.dumps((function, args))
         try:

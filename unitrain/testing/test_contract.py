@@ -1,7 +1,7 @@
 """The contract suite: every case on every backend and size, each case on ranks that stay alive between cases.
 
-    pytest --pyargs unitrain.testing.test_contract
-    UNITRAIN_CONTRACT_BACKENDS=mine UNITRAIN_CONTRACT_SIZES=1,2 pytest --pyargs unitrain.testing.test_contract
+pytest --pyargs unitrain.testing.test_contract
+UNITRAIN_CONTRACT_BACKENDS=mine UNITRAIN_CONTRACT_SIZES=1,2 pytest --pyargs unitrain.testing.test_contract
 """
 
 from __future__ import annotations

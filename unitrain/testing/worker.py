@@ -1,6 +1,6 @@
 """One rank of a `RankGroup`: starts its backend, then runs what it is sent until it is told to stop.
 
-    python -m unitrain.testing.worker HOST PORT BACKEND TIMEOUT_SECONDS
+python -m unitrain.testing.worker HOST PORT BACKEND TIMEOUT_SECONDS
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def main() -> None:
     placement = environment.detect()
     with (
         tempfile.NamedTemporaryFile("w+", prefix="unitrain-stacks-") as stacks,
-        closing(Client((host, int(port)), authkey=bytes.fromhex(environment.inherited()["UNITRAIN_TEST_KEY"]))) as parent,
+        closing(
+            Client((host, int(port)), authkey=bytes.fromhex(environment.inherited()["UNITRAIN_TEST_KEY"]))
+        ) as parent,
     ):
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         parent.send((placement.rank, os.getpid(), stacks.name))
