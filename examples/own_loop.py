@@ -32,11 +32,11 @@ def main(backend: str | None, epochs: int, batch_size: int, seed: int) -> None:
         train, validation = digits_data(seed)
         share = TrainingShare(train, ranks, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
-            for batch in share.epoch(epoch):
-                images, targets = (tensor.to(ranks.device) for tensor in batch.batch)
+            for batch, part in share.epoch(epoch):
+                images, targets = (tensor.to(ranks.device) for tensor in batch)
                 loss = cross_entropy(model(images), targets)
                 # The last batch is shared unevenly: what a rank has more of, counts more.
-                (loss * (batch.samples * ranks.size / batch.step_samples)).backward()
+                (loss * (part.samples * ranks.size / part.step_samples)).backward()
                 optimizer.step()  # the gradients are already the mean over all ranks
                 optimizer.zero_grad()
 

@@ -5,8 +5,8 @@
     command = build("horovodrun", LaunchSpec(script="train.py", num_processes=4, hosts=parse_hosts("a:2,b:2")))
     print(command.shell())
 
-This package imports neither torch nor unitrain, so that a command can be shown at once, on any machine. A package adds a
-launcher through the entry-point group `unitrain.launchers`, name -> build function.
+This package imports neither torch nor unitrain, so that a command can be shown at once, on any machine. A package adds
+a launcher through the entry-point group `unitrain.launchers`, name -> build function.
 """
 
 from launchers.errors import LaunchError

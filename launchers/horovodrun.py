@@ -17,7 +17,8 @@ def build(spec: LaunchSpec) -> Command:
     if spec.hosts:
         options += ["-H", ",".join(map(str, spec.hosts))]
     variables = spec.variables
-    # Said always, because horovodrun would else decide by how it was built: the same line then does the same everywhere.
+    # Said always, because horovodrun would else decide by how it was built: the same line then does the same
+    # everywhere.
     controller = spec.controller or "gloo"
     options.append(f"--{controller}")
     if len(spec.hosts) > 1:

@@ -24,7 +24,7 @@ def available() -> list[str]:
 
 
 def build(launcher: str, spec: LaunchSpec) -> Command:
-    """Return the command by which `launcher` does what `spec` asks. Raises LaunchError, also for an unknown launcher."""
+    """Return the command by which `launcher` does what `spec` asks. Raises LaunchError, also for an unknown one."""
     return _function(launcher)(spec)
 
 

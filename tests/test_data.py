@@ -23,7 +23,15 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from unitrain.data import EvaluationShare, TrainingShare, epoch_order, input_and_target, to_device, training_slices
+from unitrain.data import (
+    EvaluationShare,
+    Slice,
+    TrainingShare,
+    epoch_order,
+    input_and_target,
+    to_device,
+    training_slices,
+)
 from unitrain.errors import ConfigError, DataError
 
 CASES = [(size, batch, accumulate) for size in (1, 2, 3, 4) for batch in (1, 2, 3) for accumulate in (1, 2, 3)]
@@ -61,7 +69,11 @@ def lengths(size: int, batch: int, accumulate: int) -> range:
 
 
 def indices_of(share: TrainingShare, epoch: int = 0, start: int = 0) -> list[int]:
-    return [int(i) for part in share.epoch(epoch, start) if part.samples for i in part.batch[1]]
+    return [int(i) for batch, part in share.epoch(epoch, start) if part.samples for i in batch[1]]
+
+
+def taken_by(part: Slice) -> range:
+    return range(part.positions.start, part.positions.stop) if part.samples else range(0)
 
 
 @pytest.mark.parametrize(("size", "batch", "accumulate"), CASES)
@@ -79,7 +91,7 @@ def test_every_position_goes_to_one_rank_in_the_step_of_its_block(size: int, bat
             assert max(part.samples for part in micro_step) - min(part.samples for part in micro_step) <= 1
             assert max(part.samples for part in micro_step) <= batch
             for part in micro_step:
-                steps.setdefault(part.step_end, []).extend(range(part.first, part.first + part.samples))
+                steps.setdefault(part.step_end, []).extend(taken_by(part))
         taken = [sorted(positions) for positions in steps.values()]
         assert taken == [list(range(first, min(first + block, length))) for first in range(0, length, block)]
         assert sum(part.closes_step for part in parts[0]) == len(taken)
@@ -109,7 +121,7 @@ def test_the_samples_of_a_step_do_not_depend_on_how_the_global_batch_is_made_up(
         taken: dict[int, set[int]] = {}
         for rank in range(size):
             for part in training_slices(0, 50, batch_size=batch, accumulate=accumulate, rank=rank, size=size):
-                taken.setdefault(part.step_end, set()).update(range(part.first, part.first + part.samples))
+                taken.setdefault(part.step_end, set()).update(taken_by(part))
         return list(taken.values())
 
     assert steps(1, 12, 1) == steps(2, 6, 1) == steps(2, 2, 3) == steps(4, 3, 1) == steps(3, 2, 2)
@@ -119,9 +131,9 @@ def test_an_epoch_can_go_on_in_the_middle_with_another_number_of_ranks() -> None
     first = [
         index
         for rank in range(2)
-        for part in TrainingShare(tensors(23), rank_of(rank, 2), batch_size=3).epoch(1)
+        for batch, part in TrainingShare(tensors(23), rank_of(rank, 2), batch_size=3).epoch(1)
         if part.step_end <= 12
-        for index in part.batch[1].tolist()
+        for index in batch[1].tolist()
     ]
     rest = [i for r in range(3) for i in indices_of(TrainingShare(tensors(23), rank_of(r, 3), batch_size=2), 1, 12)]
     assert len(first) == 12
@@ -155,16 +167,16 @@ def test_every_sample_is_trained_on_once_per_epoch(size: int, kind: str) -> None
         shares = [TrainingShare(data, rank_of(rank, size), batch_size=batch_size, seed=3) for rank in range(size)]
         epochs = [[index for share in shares for index in indices_of(share, epoch)] for epoch in (0, 1)]
         assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(length))
-        steps = [sum(part.closes_step for part in share.epoch(0)) for share in shares]
+        steps = [sum(part.closes_step for _, part in share.epoch(0)) for share in shares]
         assert steps == [share.steps_in_epoch() for share in shares]
         assert len(set(steps)) == 1
 
 
 def test_an_empty_share_stands_in_with_the_first_sample_of_the_step() -> None:
     share = TrainingShare(tensors(5), rank_of(2, 4), batch_size=1, seed=0)
-    *_, last = share.epoch(0)
-    assert (last.samples, last.step_samples) == (0, 1)
-    assert last.batch[1].tolist() == [epoch_order(5, seed=0, epoch=0, shuffle=True)[4].item()]
+    *_, (batch, part) = share.epoch(0)
+    assert (part.samples, part.step_samples) == (0, 1)
+    assert batch[1].tolist() == [epoch_order(5, seed=0, epoch=0, shuffle=True)[4].item()]
 
 
 def test_tensors_are_batched_as_a_loader_would() -> None:
@@ -175,9 +187,9 @@ def test_tensors_are_batched_as_a_loader_would() -> None:
             data, batch_size=3, shuffle=True, collate_fn=lambda items: torch.stack([i[1] for i in items])
         )
         slow = list(TrainingShare(opaque, rank_of(1, 2), seed=4).epoch(2))
-        assert [part.batch[1].tolist() for part in fast] == [part.batch.tolist() for part in slow]
-        assert isinstance(fast[0].batch, list)
-        assert fast[0].batch[0].shape == (len(fast[0].batch[1]), 1)
+        assert [batch[1].tolist() for batch, _ in fast] == [batch.tolist() for batch, _ in slow]
+        assert isinstance(fast[0][0], list)
+        assert fast[0][0][0].shape == (len(fast[0][0][1]), 1)
 
 
 def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
@@ -193,7 +205,7 @@ def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
         Numbers(11), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate, worker_init_fn=shrink,
         generator=torch.Generator().manual_seed(77),
     )  # fmt: skip
-    batches = [part.batch for part in TrainingShare(loader, rank_of(0, 1), seed=5).epoch(1)]
+    batches = [batch for batch, _ in TrainingShare(loader, rank_of(0, 1), seed=5).epoch(1)]
     order = epoch_order(11, seed=5, epoch=1, shuffle=True).tolist()
     assert [indices for indices, _ in batches] == [order[:4], order[4:8], order[8:]]
     assert [length for _, length in batches] == [1000, 1001, 1000]
@@ -204,7 +216,7 @@ def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
 def test_workers_augment_alike_in_a_rerun_and_differently_in_the_next_epoch() -> None:
     def noise(epoch: int, rank: int) -> list[float]:
         share = TrainingShare(Noisy(8), rank_of(rank, 2), batch_size=2, num_workers=1, seed=1)
-        return [float(value) for part in share.epoch(epoch) for value in part.batch[0]]
+        return [float(value) for batch, _ in share.epoch(epoch) for value in batch[0]]
 
     before = torch.get_rng_state()
     first = noise(0, 0)

@@ -61,5 +61,6 @@ def test_collecting_keeps_no_graph() -> None:
 
 def test_a_value_of_another_shape_is_refused() -> None:
     means = Means(("accuracy",), CPU)
+    means.add((torch.ones(4, 2),), 4)
     with pytest.raises(TensorError, match=r"^accuracy of a batch of 4 must be one number or 4, got shape \[4, 2\]\."):
-        means.add((torch.ones(4, 2),), 4)
+        means.reduce(LocalBackend(CPU))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice, tee
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,9 @@ from unitrain.backends.base import Communicator
 from unitrain.errors import DataError
 from unitrain.loading import Data, Source
 from unitrain.randomness import Stream, derive_seed
+
+# How many micro-steps are planned at a time.
+_PLANNED = 256
 
 
 @dataclass
@@ -25,22 +30,13 @@ class Cursor:
 
 
 class Slice(NamedTuple):
-    """What one rank takes in one micro-step: the `samples` positions of the epoch's order from `first` on.
+    """What one rank takes in one micro-step: these `positions` of the epoch's order.
 
-    `step_samples` counts those of all ranks and micro-steps of the same optimizer step, which ends before `step_end`.
+    `samples` is how many of them count: all, or 0 for a rank that has no share and only stands in. `step_samples`
+    counts those of all ranks and micro-steps of the same optimizer step, which ends before position `step_end`.
     """
 
-    first: int
-    samples: int
-    step_samples: int
-    step_end: int
-    closes_step: bool
-
-
-class MicroBatch(NamedTuple):
-    """One micro-step's data with its place in the run; when `samples` is 0, `batch` holds a stand-in of weight 0."""
-
-    batch: Any
+    positions: slice
     samples: int
     step_samples: int
     step_end: int
@@ -64,14 +60,16 @@ def training_slices(start: int, end: int, *, batch_size: int, accumulate: int, r
     """
     per_micro_step = size * batch_size
     for block in range(start, end, per_micro_step * accumulate):
-        samples = min(per_micro_step * accumulate, end - block)
-        micro_steps = -(-samples // per_micro_step)
-        base, extra = divmod(samples, micro_steps * size)
-        for micro_step in range(micro_steps):
-            share = micro_step * size + rank
+        total = min(per_micro_step * accumulate, end - block)
+        micro_steps = -(-total // per_micro_step)
+        base, extra = divmod(total, micro_steps * size)
+        for share in range(rank, micro_steps * size, size):
+            samples = base + (share < extra)
             first = block + share * base + min(share, extra)
-            closes_step = micro_step == micro_steps - 1
-            yield Slice(first, base + (share < extra), samples, block + samples, closes_step)
+            # A rank without samples must still run forward and backward, or the others would wait for its gradients.
+            # It borrows the step's first sample, which rank 0 trains on anyway, so it brings in no nan of its own.
+            positions = slice(first, first + samples) if samples else slice(block, block + 1)
+            yield Slice(positions, samples, total, block + total, share + size >= micro_steps * size)
 
 
 class TrainingShare:
@@ -115,23 +113,11 @@ class TrainingShare:
         """Return the number of optimizer steps from position `start` to the end of an epoch."""
         return -(-(self.samples_per_epoch - start) // self.global_batch_size)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of one epoch, from position `start` of its order on."""
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Slice]]:
+        """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
         order = epoch_order(self._source.length, seed=self._seed, epoch=epoch, shuffle=self._source.shuffle)
         worker_seed = derive_seed(self._seed, Stream.WORKERS, epoch, self._rank)
-        # A rank without samples must still run forward and backward, or the others would wait for its gradients. It
-        # borrows the first sample of the step, which some rank trains on anyway, so it brings in no nan of its own.
-        bounds = (
-            (part.first, part.first + part.samples)
-            if part.samples
-            else (part.step_end - part.step_samples, part.step_end - part.step_samples + 1)
-            for part in self._slices(start)
-        )
-        for part, batch in zip(self._slices(start), self._source.batches(order, bounds, worker_seed), strict=True):
-            yield MicroBatch(batch, *part[1:])
-
-    def _slices(self, start: int) -> Iterator[Slice]:
-        return training_slices(
+        planned = training_slices(
             start,
             self.samples_per_epoch,
             batch_size=self._source.batch_size,
@@ -139,6 +125,11 @@ class TrainingShare:
             rank=self._rank,
             size=self._size,
         )
+        # A few hundred are planned at a time: one by one, each would take several times as long, because the steps in
+        # between fill the caches. Workers fetch batches ahead of the loop, so positions and slices are read apart.
+        slices, ahead = tee(chain.from_iterable(iter(lambda: list(islice(planned, _PLANNED)), [])))
+        batches = self._source.batches(order, map(itemgetter(0), ahead), worker_seed)
+        return zip(batches, slices, strict=True)
 
 
 class EvaluationShare:
@@ -158,14 +149,19 @@ class EvaluationShare:
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Yield (batch, number of samples in it)."""
         step = self._source.batch_size
-        bounds = [(first, min(first + step, self._last)) for first in range(self._first, self._last, step)]
-        batches = self._source.batches(torch.arange(self._source.length), bounds, worker_seed=0)
-        for (first, last), batch in zip(bounds, batches, strict=True):
-            yield batch, last - first
+        parts = [slice(first, min(first + step, self._last)) for first in range(self._first, self._last, step)]
+        batches = self._source.batches(torch.arange(self._source.length), iter(parts), worker_seed=0)
+        for part, batch in zip(parts, batches, strict=True):
+            yield batch, part.stop - part.start
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor on `device`, through nested lists, tuples, named tuples and dictionaries."""
+    """Return `batch` with every tensor on `device`, through nested lists, tuples, named tuples and dictionaries.
+
+    Batches are made on the CPU, so where that is the device they are returned as they are.
+    """
+    if device.type == "cpu":
+        return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -53,12 +53,12 @@ class Source:
         self._loader = _loader(data, self._indices, num_workers, pin_memory, self._generator)
         self._tensors = _tensors(dataset) if self._is_plain() else None
 
-    def batches(self, order: Tensor, slices: Iterable[tuple[int, int]], worker_seed: int) -> Iterator[Any]:
-        """Yield the batch of samples order[first:last] for each (first, last) of `slices`, none of which is empty."""
+    def batches(self, order: Tensor, positions: Iterator[slice], worker_seed: int) -> Iterator[Any]:
+        """Yield the batch of samples order[part] for each part of `positions`, none of which is empty."""
         if self._tensors is not None:
-            return self._gather(*self._tensors, order, slices)
+            return self._gather(*self._tensors, order, positions)
         self._generator.manual_seed(worker_seed)
-        self._indices.batches = (order[first:last].tolist() for first, last in slices)
+        self._indices.batches = (order[part].tolist() for part in positions)
         return iter(self._loader)
 
     def _is_plain(self) -> bool:
@@ -66,13 +66,17 @@ class Source:
         return self._loader.num_workers == 0 and self._loader.collate_fn is default_collate
 
     def _gather(
-        self, tensors: tuple[Tensor, ...], subset: Tensor | None, order: Tensor, slices: Iterable[tuple[int, int]]
+        self, tensors: tuple[Tensor, ...], subset: Tensor | None, order: Tensor, positions: Iterator[slice]
     ) -> Iterator[Any]:
-        """Index whole batches at once: stacking them sample by sample would cost more than a small model's step."""
+        """Index whole batches at once: stacking them sample by sample would cost more than a small model's step.
+
+        Each batch is memory of its own. A view into a larger block would be cheaper still, but where it begins decides
+        how some kernels round, and a resumed run would no longer repeat the uninterrupted one bit for bit.
+        """
         order = (order if subset is None else subset[order]).to(tensors[0].device)
         pin = self._loader.pin_memory and order.device.type == "cpu"
-        for first, last in slices:
-            chosen = order[first:last]
+        for part in positions:
+            chosen = order[part]
             batch = [tensor.index_select(0, chosen) for tensor in tensors]
             yield [tensor.pin_memory() for tensor in batch] if pin else batch
 

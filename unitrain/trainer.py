@@ -18,7 +18,7 @@ from unitrain import checkpoint, randomness
 from unitrain.backends.base import Backend
 from unitrain.buffers import share_buffers
 from unitrain.config import TrainConfig, check_alike
-from unitrain.data import Cursor, EvaluationShare, MicroBatch, TrainingShare, input_and_target, to_device
+from unitrain.data import Cursor, EvaluationShare, Slice, TrainingShare, input_and_target, to_device
 from unitrain.errors import CheckpointError, ConfigError, ModelError, NonFiniteLossError
 from unitrain.history import History
 from unitrain.loading import Data
@@ -117,14 +117,14 @@ class Trainer:
         config, cursor = self.config, self.cursor
         epoch, started, first_sample = cursor.epoch + 1, time.perf_counter(), cursor.sample
         loss_sum, samples = 0.0, 0
-        for micro in share.epoch(cursor.epoch, cursor.sample):
-            self._micro_step(micro)
-            if not micro.closes_step:
+        for batch, part in share.epoch(cursor.epoch, cursor.sample):
+            self._micro_step(batch, part)
+            if not part.closes_step:
                 continue
             self._optimizer_step()
             cursor.step += 1
-            cursor.sample = micro.step_end
-            self._progress.step(epoch, micro.step_samples)
+            cursor.sample = part.step_end
+            self._progress.step(epoch, part.step_samples)
             if cursor.step % config.show_every == 0:
                 loss_sum, samples = self._add_loss(loss_sum, samples)
             if cursor.step == config.steps:
@@ -146,10 +146,10 @@ class Trainer:
             self._save()
         return results
 
-    def _micro_step(self, micro: MicroBatch) -> None:
+    def _micro_step(self, batch: Any, part: Slice) -> None:
         """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""
-        inputs, targets = input_and_target(to_device(micro.batch, self.backend.device))
-        with nullcontext() if micro.closes_step else self.backend.no_sync(self.model):
+        inputs, targets = input_and_target(to_device(batch, self.backend.device))
+        with nullcontext() if part.closes_step else self.backend.no_sync(self.model):
             loss = self.loss_fn(self.model(inputs), targets)
             if loss.dim() != 0:
                 raise ModelError(
@@ -158,9 +158,9 @@ class Trainer:
                 )
             # Backends give the mean over ranks of the sum over micro-steps. With these weights it is the mean over all
             # samples of the step, however unevenly they are shared; a stand-in for an empty share weighs nothing.
-            weight = micro.samples * self.backend.size / micro.step_samples
+            weight = part.samples * self.backend.size / part.step_samples
             torch.autograd.backward(loss if weight == 1.0 else loss * weight)
-        self._loss.add((loss,), micro.samples)
+        self._loss.add((loss,), part.samples)
 
     def _optimizer_step(self) -> None:
         """Update the parameters; the gradients are already those of the global batch, so clipping is plain torch."""
@@ -271,8 +271,8 @@ class Trainer:
             return
         if training["seed"] != config.seed:
             raise CheckpointError(
-                f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data would "
-                f"come in another order. Use TrainConfig(seed={training['seed']})."
+                f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
+                f"would come in another order. Use TrainConfig(seed={training['seed']})."
             )
         self.cursor = Cursor(**training["cursor"])
         states = training["generators"]

@@ -123,7 +123,7 @@ class ProcessGroupBackend(Backend):
         )
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-        self._raise_together(lambda: checks.check_optimizer(optimizer, model))
+        self._raise_together(lambda: checks.check_optimizer(optimizer, self.unwrap(model)))
         state = self.broadcast_object(optimizer.state_dict())
         if self.rank != 0:
             optimizer.load_state_dict(state)

@@ -19,7 +19,9 @@ _BACKEND_OF = {launcher: backend for backend, launcher in _LAUNCHER_OF.items()}
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--backend", metavar="NAME", help="ddp, horovod, local, or a plug-in. [default: the launcher's, else ddp]")
+@click.option(
+    "--backend", metavar="NAME", help="ddp, horovod, local, or a plug-in. [default: the launcher's, else ddp]"
+)
 @click.option("--launcher", metavar="NAME", help="torchrun or horovodrun. [default: the backend's]")
 @click.option("-np", "-n", "--num-processes", type=int, metavar="N", help="Ranks in all. [default: all slots, else 1]")
 @click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Where they run. [default: this host]")
@@ -40,8 +42,8 @@ def launch(
 ) -> None:
     """Run SCRIPT with its ARGS on several ranks.
 
-    Prints the launcher's own command and becomes it, so that signals and exit codes are the launcher's. The backend reaches
-    the script as UNITRAIN_BACKEND. Any backend runs under any launcher.
+    Prints the launcher's own command and becomes it, so that signals and exit codes are the launcher's. The backend
+    reaches the script as UNITRAIN_BACKEND. Any backend runs under any launcher.
 
     \b
       unitrain launch -np 2 train.py --epochs 3
@@ -78,7 +80,9 @@ def _command(
         backend = _BACKEND_OF.get(launcher)
     if not script.is_file():
         near = did_you_mean(script.name, [path.name for path in script.parent.glob("*.py")])
-        raise launchers.LaunchError(f"Script '{script}' does not exist. {near}Options of unitrain go before the script.")
+        raise launchers.LaunchError(
+            f"Script '{script}' does not exist. {near}Options of unitrain go before the script."
+        )
     placement = environment.detect()
     if placement.launcher in ("torchrun", "horovodrun", "mpirun"):
         raise launchers.LaunchError(

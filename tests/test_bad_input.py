@@ -1,0 +1,127 @@
+"""What a training run refuses: the same sentence on every rank, before anything hangs, and the group still works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.errors import UnitrainError
+from unitrain.testing import RankGroup
+
+
+def _data(count: int) -> TensorDataset:
+    return TensorDataset(torch.randn(count, 3), torch.randn(count, 1))
+
+
+def _train(backend: Backend, count: int = 8, *, loss_fn: Any = nn.functional.mse_loss, **settings: Any) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = TrainConfig(**{"epochs": 1, "batch_size": 2, "progress": "off", **settings})
+    Trainer(model, optimizer, loss_fn, backend=backend, config=config).fit(_data(count))
+
+
+def accumulate_0(backend: Backend, _: str) -> None:
+    _train(backend, accumulate=0)
+
+
+def empty_dataset(backend: Backend, _: str) -> None:
+    _train(backend, 0)
+
+
+def fewer_samples_than_ranks(backend: Backend, _: str) -> None:
+    _train(backend, 1)
+
+
+def nan_loss(backend: Backend, _: str) -> None:
+    _train(backend, loss_fn=lambda output, target: (output - target).mean() * float("nan"))
+
+
+def nan_loss_on_one_rank(backend: Backend, _: str) -> None:
+    factor = float("nan") if backend.rank == 1 else 1.0
+    _train(backend, loss_fn=lambda output, target: (output - target).pow(2).mean() * factor)
+
+
+def output_folder_is_a_file(backend: Backend, folder: str) -> None:
+    _train(backend, output_dir=Path(folder) / "file")
+
+
+def nothing_to_train(backend: Backend, _: str) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=TrainConfig(epochs=1, batch_size=2))
+
+
+def strange_optimizer(backend: Backend, _: str) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
+    config = TrainConfig(epochs=1, batch_size=2)
+    Trainer(nn.Linear(3, 1), optimizer, nn.functional.mse_loss, backend=backend, config=config)
+
+
+def different_settings(backend: Backend, _: str) -> None:
+    _train(backend, seed=backend.rank)
+
+
+def unused_parameters(backend: Backend, _: str) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 1), "spare": nn.Linear(3, 1)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = TrainConfig(epochs=1, batch_size=2, progress="off")
+    Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config).fit(_data(8))
+
+
+# What is done wrong, and what the sentences must say: what was found, and what to type.
+CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
+    (accumulate_0, "TrainConfig.accumulate must be at least 1, got 0.", "Use 1 to step after every batch."),
+    (empty_dataset, "empty", ""),
+    (fewer_samples_than_ranks, "1 sample", ""),
+    (nan_loss, "The mean loss became nan", "clip_norm=1.0"),
+    (nan_loss_on_one_rank, "The mean loss became nan", "clip_norm=1.0"),
+    (output_folder_is_a_file, "file", ""),
+    (nothing_to_train, "has no parameter that requires a gradient", "requires_grad_(True)"),
+    (strange_optimizer, "2 of 2 parameters that are not Linear's", "SGD(model.parameters(), ...)"),
+    (different_settings, "TrainConfig.seed differs between ranks: [0, 1]", "same TrainConfig"),
+    (
+        unused_parameters,
+        "2 parameters got no gradient on every rank: spare.weight, spare.bias",
+        "unused_parameters=True",
+    ),
+]
+
+
+def refusal(backend: Backend, case: Callable[[Backend, str], None], folder: str) -> str:
+    try:
+        case(backend, folder)
+    except UnitrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def still_works(backend: Backend) -> float:
+    return backend.allreduce(torch.ones(1), "sum").item()
+
+
+@pytest.fixture(scope="module", params=["ddp", "horovod"])
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(request.param, 2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("case", "found", "fix"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_the_same_refusal_on_every_rank(group: RankGroup, case, found: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    texts = group.run(refusal, case, str(tmp_path))
+    assert texts[0] == texts[1]
+    assert found in texts[0], texts[0]
+    assert fix in texts[0], texts[0]
+    sentences = [part for part in texts[0].split(". ") if part]
+    assert len(sentences) >= 2, f"a finding and a fix: {texts[0]}"
+    assert group.run(still_works) == [2.0, 2.0]
