@@ -28,7 +28,7 @@ from torch._compile import _disable_dynamo
 
 from unitrain import environment
 from unitrain.backends.horovod_runtime import start_horovod, tell_torch_where
-from unitrain.backends.horovod_work import CompletionThread, HorovodWork
+from unitrain.backends.horovod_work import Completions, HorovodWork
 from unitrain.backends.rendezvous import Meeting
 from unitrain.errors import UnsupportedError
 
@@ -91,7 +91,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         self._prefix = f"unitrain.{_groups}"
         _groups += 1
         self._timeout = timeout
-        self._completion = CompletionThread()
+        self._completions = Completions()
         self._issued: defaultdict[str, int] = defaultdict(int)
         self._latest: WeakValueDictionary[str, HorovodWork] = WeakValueDictionary()
         self._group_name = self._group_desc = ""
@@ -231,7 +231,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return self._group_desc
 
     def shutdown(self) -> None:
-        self._completion.stop()
+        self._completions.stop()
 
     abort = shutdown
 
@@ -260,9 +260,9 @@ class HorovodProcessGroup(dist.ProcessGroup):
         self._issued[kind] += 1
         if (previous := self._latest.get(name)) is not None:
             previous.wait()
-        work = HorovodWork(name, start(name), result, device, finish, self._timeout)
+        work = HorovodWork(name, start(name), result, device, finish, self._timeout, self._completions)
         self._latest[name] = work
-        self._completion.add(work)
+        self._completions.add(work)
         return work
 
 

@@ -26,8 +26,14 @@ def start_horovod(placement: Placement, meeting: Meeting) -> None:
     other ranks than the launcher's: under torchrun, say, a plain `hvd.init()` makes every rank the only one.
     """
     if not hvd.is_initialized():
-        # Horovod's own limit is 30 s, and passing it aborts the process without an exception.
-        environment.export_defaults({"HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(meeting.timeout.total_seconds()))})
+        environment.export_defaults(
+            {
+                # Horovod's own limit is 30 s, and passing it aborts the process without an exception.
+                "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(meeting.timeout.total_seconds())),
+                # Milliseconds; Horovod's own 1 is as long as a small model's step (benchmarks/step_overhead.py).
+                "HOROVOD_CYCLE_TIME": "0.5",
+            }
+        )
         if placement.launcher not in ("none", "horovodrun", "mpirun"):
             _lead_to_each_other(placement, meeting)
         hvd.init()

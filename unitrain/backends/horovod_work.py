@@ -1,11 +1,13 @@
-"""An operation that Horovod is busy with, as a torch.distributed `Work`, and the thread that sees it done.
+"""Operations that Horovod is busy with, as torch.distributed `Work`s, and who sees them done.
 
-Horovod's own `synchronize` spins, taking the interpreter lock each time round; with the ranks of one host sharing its
-cores that slows the very communication it waits for. Here one thread looks now and then, and everybody else sleeps.
+Horovod has no callback: somebody has to ask. Whoever waits asks, in short intervals, because passing the news from
+another thread costs a small model a tenth of its step. A thread that asks now and then is there for futures that are
+waited for in C++.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -16,10 +18,14 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 
 from unitrain.errors import CollectiveTimeoutError
 
-_LOOK_SECONDS = 0.0001
+_EAGER_SECONDS = 0.001
+_PATIENT_SECONDS = 0.00005
+_BACKGROUND_SECONDS = 0.001
+_IDLE_LOOKS = 20
 
 
 class HorovodWork(dist._Work):
@@ -33,6 +39,7 @@ class HorovodWork(dist._Work):
         device: torch.device,
         finish: Callable[[Any], Any] | None,
         timeout: timedelta,
+        completions: Completions | None,
     ) -> None:
         super().__init__()
         self._name = name
@@ -41,7 +48,8 @@ class HorovodWork(dist._Work):
         self._finish = finish
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout.total_seconds()
-        self._done = threading.Event()
+        self._completions = completions
+        self._done = False
         self._error: Exception | None = None
         self._future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[device] if device.type == "cuda" else None
@@ -50,12 +58,14 @@ class HorovodWork(dist._Work):
     @classmethod
     def completed(cls, result: Any, device: torch.device) -> HorovodWork:
         """Return a work that has nothing to do."""
-        work = cls("", -1, result, device, None, timedelta())
+        work = cls("", -1, result, device, None, timedelta(), None)
         work._complete(None)
         return work
 
     def look(self) -> bool:
-        """Tell whether the operation has ended, and if so hand its result on. Only the completion thread calls it."""
+        """Tell whether the operation has ended, and if so hand its result on. Only `Completions` calls it."""
+        if self._done:
+            return True
         if not hvd.poll(self._handle):
             if time.monotonic() < self._deadline:
                 return False
@@ -75,30 +85,27 @@ class HorovodWork(dist._Work):
             self._complete(None)
         return True
 
-    def fail(self, error: Exception) -> None:
-        """End the work with `error`."""
-        self._complete(error)
-
     def _complete(self, error: Exception | None) -> None:
         self._error = error
         self._finish = None
-        self._done.set()
+        self._done = True
         if error is None:
             self._future.set_result(self._result)
         else:
             self._future.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        self._done.wait(timeout.total_seconds() or None)
+        if not self._done and self._completions is not None:
+            self._completions.wait_for(self, timeout.total_seconds() or None)
         if self._error is not None:
             raise self._error
-        return self._done.is_set()
+        return self._done
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self._done
 
     def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
+        return self._done and self._error is None
 
     def exception(self) -> Exception | None:
         return self._error
@@ -110,33 +117,94 @@ class HorovodWork(dist._Work):
         return self._result
 
 
-class CompletionThread:
-    """Completes works in the order in which they were added."""
+class Completions:
+    """Completes works in the order in which they were added, in whichever thread waits for one."""
 
     def __init__(self) -> None:
         self._works: deque[HorovodWork] = deque()
-        self._some = threading.Semaphore(0)
+        self._completing = threading.Lock()
+        self._completer: int | None = None
+        self._backward = -1
+        self._added = threading.Event()
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="unitrain-horovod", daemon=True)
         self._thread.start()
 
     def add(self, work: HorovodWork) -> None:
+        """Take `work` over. During a backward it is also waited for at its end, where its gradients are needed."""
+        if self._completer == threading.get_ident():
+            # A callback on a completed work goes on with another, and may wait for its future, which only this thread
+            # could complete.
+            _ask(work.look, None)
+            return
         self._works.append(work)
-        self._some.release()
+        if not self._added.is_set():
+            self._added.set()
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def wait_for(self, work: HorovodWork, seconds: float | None) -> None:
+        """Return when `work` is complete, or after `seconds`."""
+        own_callback = self._completer == threading.get_ident()
+
+        def is_done() -> bool:
+            if own_callback:
+                return work.look()
+            self._look()
+            return work.is_completed()
+
+        _ask(is_done, seconds)
 
     def stop(self) -> None:
-        """End the thread once all works added so far are complete."""
-        self._works.append(_STOP)
-        self._some.release()
+        """Complete all works added so far, and end the thread."""
+        self._stopping = True
+        self._added.set()
         self._thread.join()
 
+    def _finish_backward(self) -> None:
+        _ask(lambda: self._look() or not self._works, None)
+
+    def _look(self) -> bool:
+        """Complete the works that have ended, up to the first that has not; tell whether none is left."""
+        if not self._completing.acquire(blocking=False):
+            return False  # another thread is at it
+        try:
+            self._completer = threading.get_ident()
+            while self._works:
+                if not self._works[0].look():
+                    return False
+                self._works.popleft()
+            return True
+        finally:
+            self._completer = None
+            self._completing.release()
+
     def _run(self) -> None:
-        while True:
-            self._some.acquire()
-            work = self._works.popleft()
-            if work is _STOP:
-                return
-            while not work.look():
-                time.sleep(_LOOK_SECONDS)
+        idle = 0
+        while not (self._stopping and not self._works):
+            if idle > _IDLE_LOOKS:
+                self._added.clear()
+                if not (self._works or self._stopping):
+                    self._added.wait()
+            idle = 0 if self._works else idle + 1
+            self._look()
+            time.sleep(_BACKGROUND_SECONDS)
 
 
-_STOP = HorovodWork.completed(None, torch.device("cpu"))
+def _ask(is_done: Callable[[], bool], seconds: float | None) -> None:
+    """Call `is_done` until it is true, or for `seconds`.
+
+    At first without sleeping: a core that falls asleep takes longer to wake than a small operation takes. Then with, so
+    that a long wait leaves the cores to those who are waited for.
+    """
+    started = time.monotonic()
+    while not is_done():
+        waited = time.monotonic() - started
+        if seconds is not None and waited >= seconds:
+            return
+        if waited < _EAGER_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(_PATIENT_SECONDS)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -47,16 +47,23 @@ class RankGroup:
     """`size` ranks of `backend` on this host; a context manager.
 
     `command` is what starts them and ends where the program begins, such as ["horovodrun", "-np", "2"]; without it they
-    are started directly, as any scheduler that sets RANK and WORLD_SIZE would. No wait is longer than its stated time,
-    and no process outlives the group.
+    are started directly, as any scheduler that sets RANK and WORLD_SIZE would. `variables` are added to their
+    environment. No wait is longer than its stated time, and no process outlives the group.
     """
 
     def __init__(
-        self, backend: str, size: int, *, command: Sequence[str] = (), backend_timeout_seconds: float = 60.0
+        self,
+        backend: str,
+        size: int,
+        *,
+        command: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        backend_timeout_seconds: float = 60.0,
     ) -> None:
         self.backend = backend
         self.size = size
         self._command = list(command)
+        self._variables = dict(variables or {})
         self._backend_timeout_seconds = backend_timeout_seconds
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: dict[int, _Rank] = {}
@@ -120,7 +127,7 @@ class RankGroup:
 
     def _environments(self, key: bytes) -> list[dict[str, str]]:
         """Return the environment of every process that is started here: one per rank, or one for the launcher."""
-        base = environment.inherited() | {"UNITRAIN_TEST_KEY": key.hex(), "OMP_NUM_THREADS": "1"}
+        base = environment.inherited() | {"OMP_NUM_THREADS": "1"} | self._variables | {"UNITRAIN_TEST_KEY": key.hex()}
         if self._command or self.backend == "local":
             return [base]
         from unitrain.backends.network import free_port

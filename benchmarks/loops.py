@@ -1,0 +1,125 @@
+"""The same training steps written by hand, on unitrain's interface and with its Trainer, for ranks that take turns."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import unitrain
+from unitrain.backends.base import Backend
+from unitrain.data import Cursor
+
+BATCH, FEATURES, CLASSES = 32, 64, 10
+# Hidden layers, and the steps of one turn: the tiny model shows overhead, the large one communication.
+MODELS = {"tiny": ([64, 64], 300), "25M": ([2048, 3072, 3072, 2816], 10)}
+Turn = Callable[[int], float]
+
+_prepared: dict[tuple[str, str], Turn] = {}
+
+
+def process_id(backend: Backend) -> int:
+    """Return this rank's."""
+    return os.getpid()
+
+
+def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
+    """Train one epoch in one of the WAYS and return seconds per step, from barrier to barrier. All ranks call it."""
+    steps = MODELS[model][1]
+    if (way, model) not in _prepared:
+        _prepared[way, model] = _prepare(backend, way, model)
+    backend.barrier()
+    started = time.perf_counter()
+    _prepared[way, model](number)
+    backend.barrier()
+    return (time.perf_counter() - started) / steps
+
+
+def _prepare(backend: Backend, way: str, model: str) -> Turn:
+    hidden, steps = MODELS[model]
+    torch.manual_seed(1)
+    samples = steps * BATCH * backend.size
+    data = TensorDataset(torch.randn(samples, FEATURES), torch.randint(0, CLASSES, (samples,)))
+    return WAYS[way](backend, _network(hidden), data)
+
+
+def _network(hidden: list[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise([FEATURES, *hidden, CLASSES]):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset, backend: Backend, mean: Any) -> Turn:
+    """Return a plain loop over this rank's part of the data, which ends with the mean loss over ranks."""
+    inputs, targets = data.tensors
+
+    def turn(epoch: int) -> float:
+        generator = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(len(inputs), generator=generator)[backend.rank :: backend.size]
+        total = torch.zeros(())
+        for chosen in order.split(BATCH):
+            loss = cross_entropy(model(inputs.index_select(0, chosen)), targets.index_select(0, chosen))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.detach()
+        return float(mean(total))
+
+    return turn
+
+
+def _distributed_data_parallel(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
+    def mean(value: Tensor) -> Tensor:
+        dist.all_reduce(value)
+        return value / backend.size
+
+    optimizer = _optimizer(model)
+    return _loop(nn.parallel.DistributedDataParallel(model), optimizer, data, backend, mean)
+
+
+def _distributed_optimizer(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
+    import horovod.torch as hvd
+
+    optimizer = _optimizer(model)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    return _loop(model, optimizer, data, backend, hvd.allreduce)
+
+
+def _own_loop(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
+    optimizer = _optimizer(model)
+    model = backend.distributed_model(model)
+    return _loop(model, backend.distributed_optimizer(optimizer, model), data, backend, backend.allreduce)
+
+
+def _trainer(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
+    config = unitrain.TrainConfig(epochs=1, batch_size=BATCH, progress="off")
+    trainer = unitrain.Trainer(model, _optimizer(model), cross_entropy, backend=backend, config=config)
+
+    def turn(epoch: int) -> float:
+        trainer.cursor = Cursor()
+        return trainer.fit(data)["train_loss"]
+
+    return turn
+
+
+WAYS = {
+    "DistributedDataParallel": _distributed_data_parallel,
+    "hvd.DistributedOptimizer": _distributed_optimizer,
+    "own loop": _own_loop,
+    "Trainer": _trainer,
+}

@@ -1,0 +1,127 @@
+"""What a training step costs on unitrain, against the loop that a user would write by hand on the same library.
+
+A hand-written loop (torch's DistributedDataParallel, or Horovod's DistributedOptimizer, both with their defaults), a
+loop of one's own on unitrain's backend, and the Trainer take turns, in a new order every round. The hand-written loop
+has processes of its own, so that nothing unitrain sets up helps or harms it; whoever does not have the turn is stopped.
+All read the same tensors by the same kind of index, so what differs is what unitrain adds or saves. Quoted is
+hand-written time / unitrain time of the same round: above 1, unitrain is faster.
+
+    python benchmarks/step_overhead.py            # starts its own ranks; writes benchmarks/results/step_overhead.*
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+from loops import BATCH, MODELS, process_id, take_turn
+from rich.progress import track
+
+from unitrain.testing import RankGroup
+
+RESULTS = Path(__file__).parent / "results"
+BY_HAND = {"ddp": "DistributedDataParallel", "horovod": "hvd.DistributedOptimizer"}
+OURS = ("own loop", "Trainer")
+# What a Horovod that nobody configures runs with, where unitrain chooses otherwise.
+HOROVOD_DEFAULTS = {"HOROVOD_CYCLE_TIME": "1"}
+Seconds = dict[str, list[float]]
+
+
+@dataclass
+class Contestant:
+    """Ranks that run when it is their turn and are stopped otherwise: idle ranks of Horovod still use the processor."""
+
+    group: RankGroup
+
+    def __post_init__(self) -> None:
+        self._pids = self.group.run(process_id)
+        self._signal(signal.SIGSTOP)
+
+    def turn(self, way: str, model: str, number: int) -> float:
+        self._signal(signal.SIGCONT)
+        try:
+            return max(self.group.run(take_turn, way, model, number, timeout_seconds=300))
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            os.kill(pid, number)
+
+
+def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
+    """Return, for each model, the seconds per step of each way, round by round."""
+    results: dict[str, Seconds] = {}
+    with RankGroup(backend, ranks, variables=HOROVOD_DEFAULTS) as plain, RankGroup(backend, ranks) as own:
+        by_hand, ours = Contestant(plain), Contestant(own)
+        ways = [(BY_HAND[backend], by_hand), *((way, ours) for way in OURS)]
+        for model in models:
+            seconds: Seconds = {way: [] for way, _ in ways}
+            # The first round warms up.
+            for number in track(range(rounds + 1), f"{backend}, {model}"):
+                for way, contestant in ways[number % 3 :] + ways[: number % 3]:
+                    taken = contestant.turn(way, model, number)
+                    if number:
+                        seconds[way].append(taken)
+            results[model] = seconds
+        by_hand.resume()
+        ours.resume()
+    return results
+
+
+def table(results: dict[str, dict[str, Seconds]], ranks: int) -> str:
+    lines = [
+        "# What a training step costs, against the loop written by hand",
+        "",
+        f"{ranks} ranks on one host, CPU, one thread per rank, batches of {BATCH} per rank, SGD with momentum; torch "
+        f"{torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} processors. "
+        "Hand-written time / unitrain time of the same round: above 1, unitrain is faster. "
+        "Medians; in brackets the middle half of all rounds. Made by `make bench`.",
+        "",
+        "| backend | model | against | own loop | Trainer | by hand, ms per step | rounds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for backend, models in results.items():
+        for model, seconds in models.items():
+            hand = seconds[BY_HAND[backend]]
+            shown = []
+            for way in OURS:
+                ratios = [theirs / own for theirs, own in zip(hand, seconds[way], strict=True)]
+                low, middle, high = statistics.quantiles(ratios, n=4)
+                shown.append(f"**{middle:.3f}** [{low:.3f}, {high:.3f}]")
+            lines.append(
+                f"| {backend} | {model} | {BY_HAND[backend]} | {shown[0]} | {shown[1]} "
+                f"| {statistics.median(hand) * 1000:.2f} | {len(hand)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.option("--backend", "backends", type=click.Choice(list(BY_HAND)), multiple=True, default=list(BY_HAND))
+@click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, default=list(MODELS))
+@click.option("--rounds", type=click.IntRange(min=2), default=40, show_default=True)
+@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+def main(backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
+    """Measure, print the table and keep it."""
+    results = {backend: measure(backend, models, rounds, ranks) for backend in backends}
+    text = table(results, ranks)
+    click.echo(text)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "step_overhead.md").write_text(text)
+    (output / "step_overhead.json").write_text(json.dumps({"ranks": ranks, "seconds_per_step": results}))
+
+
+if __name__ == "__main__":
+    main()
