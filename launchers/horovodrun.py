@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from launchers.errors import LaunchError
 from launchers.hosts import check_spellings
 from launchers.programs import find_program
 from launchers.spec import Command, LaunchSpec
@@ -20,6 +21,11 @@ def build(spec: LaunchSpec) -> Command:
     # Said always, because horovodrun would else decide by how it was built: the same line then does the same
     # everywhere.
     controller = spec.controller or "gloo"
+    if controller == "mpi" and spec.backend == "ddp":
+        raise LaunchError(
+            "Backend 'ddp' needs an address to meet at, which MPI does not give. "
+            "Leave --mpi out, or use --backend horovod."
+        )
     options.append(f"--{controller}")
     if len(spec.hosts) > 1:
         options.append("--disable-cache")  # it remembers for an hour which hosts it could reach

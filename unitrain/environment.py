@@ -105,13 +105,12 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:
         value = environ.get(name)
         if value is None:
             raise EnvironmentVariableError(
-                f"{variables.launcher} set {variables.marker}, but {name} is missing. "
-                f"Set it, or clear the others with: unset {variables.marker}"
+                f"{variables.marker} is set, but {name} is not. Set it too, or clear the other with: "
+                f"unset {variables.marker}"
             )
         if not value.isdigit():
             raise EnvironmentVariableError(
-                f"{name} must be a whole number, got {value!r}. Start the script with {variables.launcher}, "
-                f"or clear it with: unset {name}"
+                f"{name} must be a whole number, got {value!r}. Set it, or clear it with: unset {name}"
             )
         evidence.append(f"{name}={value}")
         return int(value)
@@ -122,7 +121,7 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:
     if rank >= size:
         raise EnvironmentVariableError(
             f"{variables.rank}={rank} does not fit {variables.size}={size}: ranks go from 0 to {size - 1}. "
-            f"Start the script with {variables.launcher}, or set both."
+            f"Set both, or clear them with: unset {variables.rank} {variables.size}"
         )
     optional = {
         name: number(variable)

@@ -11,7 +11,7 @@ import click
 import launchers
 from unitrain import environment
 from unitrain.backends import registry
-from unitrain.errors import UnknownBackendError, did_you_mean
+from unitrain.errors import ConfigError, did_you_mean
 
 # The launcher that a backend's users know, and the other way round.
 _LAUNCHER_OF = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}
@@ -52,7 +52,7 @@ def launch(
     """
     try:
         command = _command(backend, launcher, num_processes, hosts, controller, script, args)
-    except (launchers.LaunchError, UnknownBackendError) as error:
+    except (launchers.LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
     click.echo(command.shell(), err=not dry_run)
     if dry_run:

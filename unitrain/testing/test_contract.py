@@ -23,6 +23,7 @@ GROUPS = [(backend, size) for backend in BACKENDS for size in SIZES if size == 1
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    """Yield the ranks of one backend and size, which stay alive from case to case."""
     backend, size = request.param
     with RankGroup(backend, size) as group:
         yield group

@@ -21,6 +21,7 @@ from unitrain import environment
 
 
 def main() -> None:
+    """Report to the group that started this rank, then serve it."""
     host, port, backend_name, timeout_seconds = sys.argv[1:]
     placement = environment.detect()
     with (

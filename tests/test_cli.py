@@ -1,0 +1,175 @@
+"""The command line: its frozen options, what it refuses, and that it answers without waiting for torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from unitrain import __version__
+from unitrain.cli import unitrain
+
+# A changed name is a decision: scripts and job files use them.
+OPTIONS = {
+    "unitrain": {"--help", "-h", "--version"},
+    "unitrain launch": {
+        "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "--dry-run",
+    },
+    "unitrain horovod": set(),
+    "unitrain horovod build": {
+        "--with-mpi", "--without-mpi", "--with-cuda", "--without-cuda", "--jobs", "--cache-dir", "--no-install",
+        "--force", "--dry-run",
+    },
+    "unitrain horovod check": {"--json"},
+}  # fmt: skip
+QUICK = """
+import sys
+import unitrain
+assert "torch" not in sys.modules, "import unitrain"
+from unitrain.cli import unitrain as command
+for line in ({lines}):
+    try:
+        command(line.split(), standalone_mode=False)
+    except SystemExit:
+        pass
+    assert "torch" not in sys.modules, line
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return str(path)
+
+
+def run(*arguments: str, **variables: str) -> Result:
+    return CliRunner().invoke(unitrain, list(arguments), env=variables)
+
+
+def refused(*arguments: str, **variables: str) -> str:
+    """Return the sentence with which a command line is refused."""
+    result = run(*arguments, **variables)
+    assert result.exit_code == 2, result.output
+    return result.stderr.rpartition("\nError: ")[2].strip()
+
+
+def commands(command: click.Command, path: str = "unitrain") -> dict[str, set[str]]:
+    found = {
+        path: {
+            name
+            for parameter in command.get_params(click.Context(command))
+            if isinstance(parameter, click.Option)
+            for name in (*parameter.opts, *parameter.secondary_opts)
+        }
+    }
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            found |= commands(below, f"{path} {name}")
+    return found
+
+
+def test_the_options_are_frozen() -> None:
+    found = commands(unitrain)
+    assert found.keys() == OPTIONS.keys()
+    help_options = {"--help", "-h"}
+    for path, options in OPTIONS.items():
+        assert found[path] - help_options == options - help_options, path
+
+
+def test_nothing_here_imports_torch(script: str) -> None:
+    lines = ["--help", "--version", "launch --help", "horovod --help", "horovod build --help"]
+    lines += [f"launch --dry-run --backend {name} -np 2 {script}" for name in ("ddp", "horovod")]
+    source = QUICK.format(lines="".join(f"{line!r}," for line in lines))
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("--nproc-per-node 2") == 1
+    assert done.stdout.count("horovodrun -np 2 --gloo") == 1
+
+
+def test_version_and_module() -> None:
+    assert run("--version").output == f"unitrain {__version__}\n"
+    command = [sys.executable, "-m", "unitrain", "--version"]
+    assert subprocess.check_output(command, text=True, timeout=60) == f"unitrain {__version__}\n"
+
+
+def test_options_after_the_script_are_the_scripts(script: str) -> None:
+    result = run("launch", "--dry-run", "-np", "2", script, "--backend", "mine", "-np", "7", "--help")
+    assert result.exit_code == 0
+    assert result.stdout.strip().endswith(f"--nproc-per-node 2 {script} --backend mine -np 7 --help")
+
+
+@pytest.mark.parametrize(
+    ("options", "program", "backend"),
+    [
+        ([], "torchrun", "ddp"),
+        (["--backend", "ddp"], "torchrun", "ddp"),
+        (["--backend", "horovod"], "horovodrun", "horovod"),
+        (["--backend", "local"], "python", "local"),
+        (["--launcher", "horovodrun"], "horovodrun", "horovod"),
+        (["--launcher", "torchrun"], "torchrun", "ddp"),
+        (["--mpi"], "horovodrun", "horovod"),
+        (["--backend", "horovod", "--launcher", "torchrun"], "torchrun", "horovod"),
+        (["--backend", "ddp", "--launcher", "horovodrun"], "horovodrun", "ddp"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_backend_and_launcher_imply_each_other(options: list[str], program: str, backend: str, script: str) -> None:
+    words = run("launch", "--dry-run", *options, script).stdout.split()
+    called = next(word for word in words if "=" not in word)
+    assert Path(called).name.startswith(program)
+    assert f"UNITRAIN_BACKEND={backend}" in words
+
+
+def test_all_slots_are_used_unless_fewer_are_asked_for(script: str) -> None:
+    hosts = ["--backend", "horovod", "-H", "localhost:3"]
+    assert "-np 3 -H localhost:3" in run("launch", "--dry-run", *hosts, script).stdout
+    assert "-np 2 -H localhost:3" in run("launch", "--dry-run", *hosts, "-np", "2", script).stdout
+    assert "--nproc-per-node 1" in run("launch", "--dry-run", script).stdout
+
+
+def test_what_is_refused_says_what_to_type(script: str) -> None:
+    assert refused("lunch") == "Unknown command 'lunch'. Did you mean 'launch'? Available: horovod, launch."
+    assert refused("launch", "--backend", "hovorod", script) == (
+        "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."
+    )
+    assert refused("launch", "--launcher", "torchrum", script) == (
+        "Unknown launcher 'torchrum'. Did you mean 'torchrun'? Available: horovodrun, none, torchrun."
+    )
+    assert "--dry-run" in refused("launch", "--dry-rum", script)
+    assert refused("launch", "-np", "0", script) == "A run needs at least 1 process, got -np 0. Use: -np 1"
+    assert "is not a valid integer" in refused("launch", "-np", "two", script)
+    assert refused("launch", "-np", "3", "-H", "localhost:2", script).endswith(
+        "Use -np 2, or give the hosts more slots: -H localhost:3"
+    )
+    assert refused("launch", "--backend", "local", "-np", "2", script) == (
+        "One process on this host needs no launcher, but 2 were asked for. "
+        "Use --backend ddp or --backend horovod for -np 2, or -np 1 for one process."
+    )
+    assert refused("launch", "--gloo", "--launcher", "torchrun", script).startswith("--gloo chooses horovodrun's")
+    missing = script.replace("train.py", "trian.py")
+    assert refused("launch", missing) == (
+        f"Script '{missing}' does not exist. Did you mean 'train.py'? Options of unitrain go before the script."
+    )
+    assert refused("launch", "-np", "2").startswith("Missing argument 'SCRIPT'")
+
+
+def test_a_launch_inside_a_launch_is_refused(script: str) -> None:
+    inside = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert refused("launch", script, **inside) == (
+        "torchrun has started this process already (RANK=0, WORLD_SIZE=2, LOCAL_RANK=0). "
+        f"Run the script itself: python {script}"
+    )
+
+
+def test_a_broken_variable_is_named(script: str) -> None:
+    assert refused("launch", script, RANK="first", WORLD_SIZE="2") == (
+        "RANK must be a whole number, got 'first'. Set it, or clear it with: unset RANK"
+    )

@@ -1,0 +1,103 @@
+"""Where a process finds itself: by what each launcher sets, as recorded from real runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from unitrain import environment
+from unitrain.environment import Placement, detect
+from unitrain.errors import EnvironmentVariableError
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+HOROVODRUN = {
+    "HOROVOD_RANK": "2", "HOROVOD_SIZE": "3", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
+    "HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_HOSTNAME": "b",
+}  # fmt: skip
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_RANK": "1",
+}  # fmt: skip
+SRUN = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+}  # fmt: skip
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
+        (HOROVODRUN, Placement("horovodrun", 2, 3, 0, 1)),
+        (MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
+        (SRUN, Placement("srun", 3, 4, 1, None, 1)),
+        (BY_HAND, Placement("env", 1, 2, 1)),
+        (BY_HAND | {"LOCAL_RANK": "0"}, Placement("env", 1, 2, 0)),
+        ({}, Placement("none", 0, 1, 0, 1, 0, 1)),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, Placement("none", 0, 1, 0, 1, 0, 1)),
+        # One launcher inside another: the inner one started this process.
+        (SRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
+        (SRUN | HOROVODRUN, Placement("horovodrun", 2, 3, 0, 1)),
+        (SRUN | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
+        (MPIRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
+    ],
+    ids=[
+        "torchrun", "horovodrun", "mpirun", "srun", "by hand", "by hand with local rank", "nothing", "in an allocation",
+        "torchrun in srun", "horovodrun in srun", "mpirun in srun", "torchrun in mpirun",
+    ],
+)  # fmt: skip
+def test_every_launcher_is_recognised(variables: dict[str, str], expected: Placement) -> None:
+    found = detect(variables)
+    assert found == Placement(**{**vars(expected), "evidence": found.evidence})
+    for item in found.evidence:
+        name, _, value = item.partition("=")
+        assert variables[name] == value
+    assert bool(found.evidence) == (expected.launcher != "none")
+
+
+def test_the_evidence_names_what_was_believed() -> None:
+    assert detect(SRUN | HOROVODRUN).evidence == (
+        "HOROVOD_RANK=2", "HOROVOD_SIZE=3", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=1",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"RANK": "1"},
+            "RANK is set, but WORLD_SIZE is not. Set it too, or clear the other with: unset RANK",
+        ),
+        (
+            {"RANK": "one", "WORLD_SIZE": "2"},
+            "RANK must be a whole number, got 'one'. Set it, or clear it with: unset RANK",
+        ),
+        (
+            TORCHRUN | {"LOCAL_RANK": "-1"},
+            "LOCAL_RANK must be a whole number, got '-1'. Set it, or clear it with: unset LOCAL_RANK",
+        ),
+        (
+            HOROVODRUN | {"HOROVOD_SIZE": "2"},
+            "HOROVOD_RANK=2 does not fit HOROVOD_SIZE=2: ranks go from 0 to 1. Set both, or clear them with: "
+            "unset HOROVOD_RANK HOROVOD_SIZE",
+        ),
+    ],
+    ids=["missing", "not a number", "negative", "too large"],
+)
+def test_variables_that_cannot_be_believed(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(EnvironmentVariableError) as caught:
+        detect(variables)
+    assert str(caught.value) == message
+
+
+def test_reading_and_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UNITRAIN_A", "UNITRAIN_B"):
+        monkeypatch.setenv(name, "of the user")
+    monkeypatch.setenv("UNITRAIN_C", "")
+    environment.export_defaults({"UNITRAIN_A": "ours"})
+    environment.export({"UNITRAIN_B": "ours"})
+    assert [environment.setting(f"UNITRAIN_{letter}") for letter in "ABCD"] == ["of the user", "ours", None, None]
+    assert environment.inherited()["UNITRAIN_B"] == "ours"

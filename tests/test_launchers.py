@@ -1,0 +1,218 @@
+"""From what a user asks to the launcher's own command, without starting anything."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import launchers
+from launchers import Command, Host, LaunchError, LaunchSpec, build, parse_hosts
+from launchers.hosts import check_spellings
+from launchers.torchrun import per_host
+
+BESIDE_PYTHON = Path(sys.executable).parent
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+
+
+def spec(**given: object) -> LaunchSpec:
+    return LaunchSpec(**{"script": "train.py", "args": ("--epochs", "3"), **given})  # type: ignore[arg-type]
+
+
+# --- hosts ---
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a:4,b:2", [Host("a", 4), Host("b", 2)]),
+        ("a", [Host("a", 1)]),
+        (" node-1.site:2 , 10.0.0.7:1 ", [Host("node-1.site", 2), Host("10.0.0.7", 1)]),
+        ("[fe80::1]:3", [Host("[fe80::1]", 3)]),
+    ],
+)
+def test_hosts_are_read_as_horovod_and_mpi_write_them(text: str, hosts: list[Host]) -> None:
+    assert list(parse_hosts(text)) == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:0", "Host 'a:0' must have a whole number of slots from 1, got '0'. Use: -H a:1"),
+        ("a:two", "Host 'a:two' must have a whole number of slots from 1, got 'two'. Use: -H a:1"),
+        ("a:", "Host 'a:' must have a whole number of slots from 1, got ''. Use: -H a:1"),
+        ("a:1,,b:1", "Host '' in 'a:1,,b:1' cannot be read. Write name:slots, as in -H node1:4,node2:4"),
+        ("a b:1", "Host 'a b:1' in 'a b:1' cannot be read. Write name:slots, as in -H node1:4,node2:4"),
+        ("a:2,b:1,a:3", "Host 'a' is named twice in 'a:2,b:1,a:3'. Add the slots up: -H a:5"),
+    ],
+)
+def test_hosts_that_cannot_be_meant_are_refused(text: str, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        parse_hosts(text)
+    assert str(caught.value) == message
+
+
+def test_one_machine_under_two_names_is_refused() -> None:
+    addresses = {"a": "10.0.0.1", "a.site": "10.0.0.1", "b": "10.0.0.2"}
+
+    def resolve(name: str) -> str:
+        if name not in addresses:
+            raise OSError("only ssh knows it")
+        return addresses[name]
+
+    check_spellings(parse_hosts("a:1,b:1,alias:1,other:1"), resolve)
+    with pytest.raises(LaunchError, match=r"^Hosts 'a' and 'a\.site' are the same machine, 10\.0\.0\.1: .* -H a:N$"):
+        check_spellings(parse_hosts("a:1,b:1,a.site:1"), resolve)
+
+
+# --- what is asked ---
+
+
+def test_no_process_and_too_many_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"^A run needs at least 1 process, got -np 0\. Use: -np 1$"):
+        spec(num_processes=0)
+    with pytest.raises(LaunchError) as caught:
+        spec(num_processes=4, hosts=parse_hosts("a:1,b:1"))
+    assert str(caught.value) == (
+        "4 processes were asked for, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3"
+    )
+    with pytest.raises(LaunchError, match=r"but the hosts have 1 slot\. Use -np 1,"):
+        spec(num_processes=2, hosts=parse_hosts("a"))
+
+
+@pytest.mark.parametrize(
+    ("processes", "hosts", "most", "threads"),
+    [(1, "", 1, "8"), (2, "", 2, "4"), (16, "", 16, "1"), (5, "a:4,b:4", 4, "2"), (3, "a:1,b:2", 2, "4")],
+)
+def test_the_cores_are_shared_among_the_ranks_of_the_fullest_host(
+    processes: int, hosts: str, most: int, threads: str
+) -> None:
+    asked = spec(num_processes=processes, hosts=parse_hosts(hosts) if hosts else ())
+    assert asked.most_per_host == most
+    assert asked.variables == {"OMP_NUM_THREADS": threads}
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spec(environment={"OMP_NUM_THREADS": "3"}, backend="ddp").variables == {
+        "OMP_NUM_THREADS": "3",
+        "UNITRAIN_BACKEND": "ddp",
+    }
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert spec().variables == {}
+
+
+# --- commands ---
+
+
+def test_torchrun_on_one_host() -> None:
+    command = build("torchrun", spec(num_processes=2, backend="horovod"))
+    assert command.argv == (
+        str(BESIDE_PYTHON / "torchrun"), "--standalone", "--nproc-per-node", "2", "train.py", "--epochs", "3",
+    )  # fmt: skip
+    assert command.environment == {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "UNITRAIN_BACKEND": "horovod", "OMP_NUM_THREADS": "4",
+    }  # fmt: skip
+
+
+def test_torchrun_on_two_hosts_is_typed_on_each() -> None:
+    asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
+    first, second = per_host(asked)
+    common = ("--master-addr", "a", "--master-port", "29500", "train.py", "--epochs", "3")
+    assert first.argv[1:] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2", *common)
+    assert second.argv[1:] == ("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1", *common)
+    with pytest.raises(LaunchError) as caught:
+        build("torchrun", asked)
+    assert str(caught.value).splitlines() == [
+        "torchrun is started once on each host, but -H names 2. Type on each its own line, "
+        "or use --launcher horovodrun:",
+        f"  on a: {first.shell()}",
+        f"  on b: {second.shell()}",
+    ]
+
+
+def test_torchrun_has_no_controller() -> None:
+    with pytest.raises(LaunchError, match=r"^--mpi chooses horovodrun's controller.*add: --launcher horovodrun$"):
+        build("torchrun", spec(controller="mpi"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "variables"),
+    [
+        (spec(num_processes=2), ["-np", "2", "--gloo"], {}),
+        (
+            spec(num_processes=2, controller="mpi", backend="horovod"),
+            ["-np", "2", "--mpi"],
+            {"UNITRAIN_BACKEND": "horovod"}
+            | ({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}),
+        ),
+        (spec(num_processes=2, hosts=(Host("localhost", 2),)), ["-np", "2", "-H", "localhost:2", "--gloo"], {}),
+        (
+            spec(num_processes=2, hosts=(Host("a.invalid", 2), Host("b.invalid", 1))),
+            ["-np", "2", "-H", "a.invalid:2,b.invalid:1", "--gloo", "--disable-cache"],
+            {},
+        ),
+    ],
+    ids=["gloo", "mpi", "one host", "two hosts"],
+)
+def test_horovodrun(asked: LaunchSpec, options: list[str], variables: dict[str, str]) -> None:
+    command = build("horovodrun", asked)
+    assert command.argv == (
+        str(BESIDE_PYTHON / "horovodrun"), *options, sys.executable, "train.py", "--epochs", "3",
+    )  # fmt: skip
+    assert command.environment == {"OMP_NUM_THREADS": "4"} | variables
+
+
+def test_ddp_has_nowhere_to_meet_under_mpi() -> None:
+    with pytest.raises(LaunchError, match=r"^Backend 'ddp' needs an address .* Leave --mpi out, or use --backend horo"):
+        build("horovodrun", spec(controller="mpi", backend="ddp"))
+
+
+def test_no_launcher() -> None:
+    assert build("none", spec()).argv == (sys.executable, "train.py", "--epochs", "3")
+    with pytest.raises(LaunchError, match=r"^One process on this host needs no launcher, but 2 were asked for\. Use "):
+        build("none", spec(num_processes=2))
+
+
+def test_a_program_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        LaunchError, match=r"^Launcher 'horovodrun' is not installed\. .* with: unitrain horovod build$"
+    ):
+        build("horovodrun", spec(python=str(tmp_path / "python")))
+
+
+def test_an_unknown_launcher() -> None:
+    with pytest.raises(LaunchError) as caught:
+        build("torchrunn", spec())
+    assert str(caught.value) == (
+        "Unknown launcher 'torchrunn'. Did you mean 'torchrun'? Available: horovodrun, none, torchrun."
+    )
+
+
+def test_a_command_survives_the_shell() -> None:
+    command = Command(("run", "a b", "it's", "$HOME", ""), {"NAME": "two words"})
+    assert shlex.split(command.shell()) == ["NAME=two words", "run", "a b", "it's", "$HOME", ""]
+
+
+def test_a_package_adds_a_launcher_but_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site_launcher.py").write_text(
+        "from launchers import Command\n\n\ndef build(spec):\n    return Command(('site', spec.script))\n"
+    )
+    metadata = tmp_path / "site_launcher-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: site-launcher\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[unitrain.launchers]\nsite = site_launcher:build\ntorchrun = site_launcher:build\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert launchers.available() == ["horovodrun", "none", "site", "torchrun"]
+    assert build("site", spec()).argv == ("site", "train.py")
+    assert build("torchrun", spec()).argv[0] == str(BESIDE_PYTHON / "torchrun")
