@@ -90,7 +90,9 @@ def test_check_tells_what_the_installed_horovod_can_do() -> None:
     assert report["version"] == plan.HOROVOD
     assert "gloo" in report["controllers"]
     assert report["torch"] == report["built_for_torch"]
-    assert report["mended"] == ["gloo-interface", "gloo-stall"], "Build it again: unitrain horovod build --force"
+    assert report["mended"] == ["gloo-interface", "gloo-stall", "mpi-signals"], (
+        "Build it again: unitrain horovod build --force"
+    )
 
 
 def test_check_tells_what_a_working_horovod_cannot_do() -> None:

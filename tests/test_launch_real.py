@@ -5,37 +5,102 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BIN = Path(sys.executable).parent
+PYTHON = sys.executable
 UNITRAIN = [str(BIN / "unitrain"), "launch", "-np", "2"]
+TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "--gloo", PYTHON]
+MPIRUN = ["mpirun", "-np", "2", "--oversubscribe", PYTHON]
+SECONDS = 100
+# Its arguments: the folder to tell in, how it ends, and the backend, if one is asked for.
 SCRIPT = """
 import json, os, sys, time
 import torch
 import unitrain
 
-with unitrain.init(sys.argv[2] if len(sys.argv) > 2 else None, device="cpu", timeout_seconds=60) as backend:
+folder, end, *backend = sys.argv[1:]
+with unitrain.init(*backend, device="cpu", timeout_seconds=60) as backend:
     total = backend.allreduce(torch.tensor([backend.rank + 1.0, 10.0]), op="sum")
     told = dict(
         rank=backend.rank, size=backend.size, local_rank=backend.local_rank, local_size=backend.local_size,
         node_rank=backend.node_rank, num_nodes=backend.num_nodes, backend=backend.name, transport=backend.transport,
         total=total.tolist(), pid=os.getpid(), threads=torch.get_num_threads(),
     )
-    with open(f"{sys.argv[1]}/{backend.rank}.json", "w") as file:
+    with open(f"{folder}/{backend.rank}", "w") as file:
         json.dump(told, file)
+    os.rename(f"{folder}/{backend.rank}", f"{folder}/{backend.rank}.json")
     backend.barrier()
-    if "fail" in sys.argv and backend.rank == 1:
+    if end == "fails" and backend.rank == 1:
         sys.exit(7)
-    if "fail" in sys.argv or "stay" in sys.argv:
-        time.sleep(120)
+    if end != "returns":
+        time.sleep(300)
 """
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launcher at work. Its process and all that come of it carry `mark` in their environment."""
+
+    process: subprocess.Popen[str]
+    mark: bytes
+
+    def living(self) -> list[int]:
+        """Return the launcher and ranks that live, also those that left its process group, as torchrun's ranks do."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+        return found
+
+    def output(self) -> str:
+        """Wait for the end, and return what was printed."""
+        return self.process.communicate(timeout=SECONDS)[0]
+
+    def wait_until_none_lives(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while living := self.living():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still there after {seconds} s: {living}")
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def started(command: list[str]) -> Iterator[Launch]:
+    """Run `command` in a session of its own; nothing of it outlives the test."""
+    name, value = "UNITRAIN_TEST_LAUNCH", secrets.token_hex(8)
+    added = {name: value, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    kept = {key: text for key, text in os.environ.items() if key not in ("OMP_NUM_THREADS", "UNITRAIN_BACKEND")}
+    process = subprocess.Popen(
+        command,
+        env=kept | added,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    launch = Launch(process, f"{name}={value}".encode())
+    try:
+        yield launch
+    finally:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for pid in launch.living():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=SECONDS)
 
 
 @pytest.fixture
@@ -45,122 +110,103 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@contextlib.contextmanager
-def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run `command` in a session of its own, which ends with the test."""
-    allow_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    process = subprocess.Popen(
-        command,
-        env=os.environ | allow_root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def told_by_ranks(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def told_by_ranks(folder: Path) -> list[dict[str, object]]:
-    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted(found, key=lambda one: one["rank"])
-
-
-def lives(pid: object) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def wait_until_gone(pids: list[object], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while any(lives(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still there after {seconds} s: {[pid for pid in pids if lives(pid)]}"
-        time.sleep(0.1)
-
-
-HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2"]
-TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-PYTHON = sys.executable
-
-
-@pytest.mark.parametrize(
-    ("command", "backend", "transport"),
-    [
-        ([*UNITRAIN], "ddp", "gloo"),
-        ([*UNITRAIN, "--backend", "horovod"], "horovod", "gloo"),
-        ([*UNITRAIN, "--backend", "horovod", "--mpi"], "horovod", "mpi"),
-        ([*UNITRAIN, "--backend", "horovod", "--launcher", "torchrun"], "horovod", "gloo"),
-        ([*UNITRAIN, "--backend", "ddp", "--launcher", "horovodrun"], "ddp", "gloo"),
-        (TORCHRUN, "ddp", "gloo"),
-        ([*HOROVODRUN, "--gloo", PYTHON], "horovod", "gloo"),
-        ([*HOROVODRUN, "--mpi", PYTHON], "horovod", "mpi"),
-        (["mpirun", "-np", "2", "--oversubscribe", PYTHON], "horovod", "mpi"),
-    ],
-    ids=[
-        "ddp", "horovod", "horovod --mpi", "horovod torchrun", "ddp horovodrun",
-        "torchrun by hand", "horovodrun --gloo by hand", "horovodrun --mpi by hand", "mpirun by hand",
-    ],
-)  # fmt: skip
-def test_two_ranks(command: list[str], backend: str, transport: str, script: str, tmp_path: Path) -> None:
-    with started([*command, script, str(tmp_path)]) as process:
-        output, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, output
+def check_two_ranks(folder: Path, backend: str, transport: str) -> list[dict[str, Any]]:
+    """Hold what both ranks told to what any launcher must bring about, and return it."""
+    told = told_by_ranks(folder)
     common = {
         "size": 2, "local_size": 2, "node_rank": 0, "num_nodes": 1, "backend": backend, "transport": transport,
         "total": [3.0, 20.0],
     }  # fmt: skip
-    told = told_by_ranks(tmp_path)
-    for rank, one in enumerate(told):
-        assert one == common | {"rank": rank, "local_rank": rank, "pid": one["pid"], "threads": one["threads"]}
-    assert len({one["pid"] for one in told}) == 2
-    if command[0] == UNITRAIN[0]:
-        assert {one["threads"] for one in told} == {max(1, (os.cpu_count() or 1) // 2)}
+    apart = [{"rank": rank, "local_rank": rank} for rank in (0, 1)]
+    assert [{key: one[key] for key in (*common, "rank", "local_rank")} for one in told] == [
+        common | own for own in apart
+    ]
+    assert told[0]["pid"] != told[1]["pid"]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "transport"),
+    [
+        ([], "ddp", "gloo"),
+        (["--backend", "ddp", "--launcher", "horovodrun"], "ddp", "gloo"),
+        (["--backend", "horovod"], "horovod", "gloo"),
+        (["--backend", "horovod", "--mpi"], "horovod", "mpi"),
+        (["--backend", "horovod", "--launcher", "torchrun"], "horovod", "gloo"),
+    ],
+    ids=["ddp", "ddp under horovodrun", "horovod", "horovod with mpi", "horovod under torchrun"],
+)
+def test_a_launch_does_what_it_prints(
+    options: list[str], backend: str, transport: str, script: str, tmp_path: Path
+) -> None:
+    command = [*UNITRAIN, *options, script, str(tmp_path), "returns"]
+    with started([*command[:2], "--dry-run", *command[2:]]) as launch:
+        printed = launch.output()
+    assert not told_by_ranks(tmp_path), "a dry run starts nothing"
+    with started(command) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 0, output
+    assert output.startswith(printed), output
+    told = check_two_ranks(tmp_path, backend, transport)
+    assert {one["threads"] for one in told} == {max(1, (os.cpu_count() or 1) // 2)}
+
+
+@pytest.mark.parametrize(
+    ("command", "backend", "transport"),
+    [(TORCHRUN, "ddp", "gloo"), (HOROVODRUN, "horovod", "gloo"), (MPIRUN, "horovod", "mpi")],
+    ids=["torchrun", "horovodrun", "mpirun"],
+)
+def test_a_launcher_typed_by_hand_ends_with_the_rank_that_fails(
+    command: list[str], backend: str, transport: str, script: str, tmp_path: Path
+) -> None:
+    """The backend is the launcher's own when none is asked for."""
+    with started([*command, script, str(tmp_path), "fails"]) as launch:
+        output = launch.output()
+        check_two_ranks(tmp_path, backend, transport)
+        assert launch.process.returncode != 0, output
+        launch.wait_until_none_lives(10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--backend", "ddp"], id="torchrun"),
+        pytest.param(["--backend", "horovod"], id="horovodrun"),
+        pytest.param(["--backend", "horovod", "--mpi"], id="horovodrun with mpi"),
+    ],
+)
+def test_a_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tmp_path: Path) -> None:
+    with started([*UNITRAIN, *options, script, str(tmp_path), "stays"]) as launch:
+        deadline = time.monotonic() + SECONDS
+        while len(told_by_ranks(tmp_path)) < 2 and launch.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks = {one["pid"] for one in told_by_ranks(tmp_path)}
+        assert len(ranks) == 2
+        assert ranks < set(launch.living())
+        launch.process.send_signal(signal.SIGTERM)
+        launch.wait_until_none_lives(15)
+        output = launch.output()
+        assert launch.process.returncode != 0, output
 
 
 def test_one_process_without_a_launcher(script: str, tmp_path: Path) -> None:
     for folder, command in (("plain", [PYTHON]), ("launched", [UNITRAIN[0], "launch", "--backend", "local"])):
         (tmp_path / folder).mkdir()
-        with started([*command, script, str(tmp_path / folder)]) as process:
-            output, _ = process.communicate(timeout=60)
-        assert process.returncode == 0, output
+        with started([*command, script, str(tmp_path / folder), "returns"]) as launch:
+            output = launch.output()
+        assert launch.process.returncode == 0, output
         (told,) = told_by_ranks(tmp_path / folder)
-        assert (told["backend"], told["size"], told["total"]) == ("local", 1, [1.0, 10.0])
-
-
-@pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_a_failing_rank_ends_the_launch_with_its_failure(backend: str, script: str, tmp_path: Path) -> None:
-    with started([*UNITRAIN, "--backend", backend, script, str(tmp_path), backend, "fail"]) as process:
-        output, _ = process.communicate(timeout=100)
-        assert process.returncode not in (0, None), output
-        wait_until_gone([one["pid"] for one in told_by_ranks(tmp_path)], 10)
-
-
-@pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_a_signal_to_the_launch_ends_all_ranks(backend: str, script: str, tmp_path: Path) -> None:
-    with started([*UNITRAIN, "--backend", backend, script, str(tmp_path), backend, "stay"]) as process:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob("*.json"))) < 2 and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        pids = [one["pid"] for one in told_by_ranks(tmp_path)]
-        assert len(pids) == 2
-        assert all(lives(pid) for pid in pids)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-        assert process.returncode != 0
-        wait_until_gone(pids, 10)
+        assert (told["backend"], told["rank"], told["size"], told["total"]) == ("local", 0, 1, [1.0, 10.0])
 
 
 def test_local_with_two_ranks_is_refused(script: str, tmp_path: Path) -> None:
-    with started([*TORCHRUN, script, str(tmp_path), "local"]) as process:
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode != 0
+    with started([*TORCHRUN, script, str(tmp_path), "returns", "local"]) as launch:
+        output = launch.output()
+    assert launch.process.returncode != 0
     assert (
         "LauncherMismatchError: Backend 'local' is one process, but torchrun started 2. "
         "Use --backend ddp or --backend horovod, or start it with: python script.py"

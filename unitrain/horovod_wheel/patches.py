@@ -136,6 +136,19 @@ CHANGES: tuple[Change, ...] = (
             ),
         ),
     ),
+    Change(
+        name="mpi-signals",
+        kind="mend",
+        reason="horovodrun --mpi becomes a shell that waits for mpirun: the SIGTERM that a scheduler sends ends the "
+        "shell alone, and mpirun and all ranks stay behind.",
+        edits=(
+            Edit(
+                file="horovod/runner/mpi_run.py",
+                before="['/bin/sh', '-c', mpirun_command]",
+                after="['/bin/sh', '-c', 'exec ' + mpirun_command]",
+            ),
+        ),
+    ),
 )
 
 
