@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +21,21 @@ from unitrain.data import Cursor
 
 BATCH, FEATURES, CLASSES = 32, 64, 10
 # Hidden layers, and the steps of one turn: the tiny model shows overhead, the large one communication.
-MODELS = {"tiny": ([64, 64], 300), "25M": ([2048, 3072, 3072, 2816], 10)}
+MODELS = {"tiny": ([64, 64], 600), "25M": ([2048, 3072, 3072, 2816], 10)}
 Turn = Callable[[int], float]
 
 _prepared: dict[tuple[str, str], Turn] = {}
 
 
-def process_id(backend: Backend) -> int:
-    """Return this rank's."""
+def settle(backend: Backend) -> int:
+    """Keep this rank to a core of its own, as launchers bind ranks, and return its process id.
+
+    Where the scheduler moves two ranks about, rounds differ by more than the loops do.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if backend.size <= len(cores):
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {cores[backend.rank]})
     return os.getpid()
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import click
 import torch
-from loops import BATCH, MODELS, process_id, take_turn
+from loops import BATCH, MODELS, settle, take_turn
 from rich.progress import track
 
 from unitrain.testing import RankGroup
@@ -42,7 +42,7 @@ class Contestant:
     group: RankGroup
 
     def __post_init__(self) -> None:
-        self._pids = self.group.run(process_id)
+        self._pids = self.group.run(settle)
         self._signal(signal.SIGSTOP)
 
     def turn(self, way: str, model: str, number: int) -> float:
@@ -84,8 +84,8 @@ def table(results: dict[str, dict[str, Seconds]], ranks: int) -> str:
     lines = [
         "# What a training step costs, against the loop written by hand",
         "",
-        f"{ranks} ranks on one host, CPU, one thread per rank, batches of {BATCH} per rank, SGD with momentum; torch "
-        f"{torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} processors. "
+        f"{ranks} ranks on one host, a core and a thread each, no GPU; batches of {BATCH} per rank, SGD with momentum; "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} processors. "
         "Hand-written time / unitrain time of the same round: above 1, unitrain is faster. "
         "Medians; in brackets the middle half of all rounds. Made by `make bench`.",
         "",

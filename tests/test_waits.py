@@ -13,7 +13,7 @@ import torch
 from unitrain import environment
 from unitrain.backends.base import Backend
 from unitrain.errors import CollectiveTimeoutError
-from unitrain.testing import RankGroup
+from unitrain.testing import RankError, RankGroup
 from unitrain.testing.models import batch, build, loss_of
 
 BACKENDS = ("ddp", "horovod")
@@ -42,6 +42,14 @@ def test_a_timeout_names_the_absent_rank(backend: str) -> None:
         assert f"Rank {rank} called allreduce(float32 [2], mean)" in text
         assert "ranks that have not come: 1." in text
         assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 8
+
+
+def test_a_group_that_cannot_start_says_so_at_once() -> None:
+    started = time.monotonic()
+    with RankGroup("ddp", 2, command=["false"]) as group, pytest.raises(RankError) as caught:
+        group.run(absent_from_a_collective)
+    assert str(caught.value) == "Ranks 0, 1 of 2 on ddp did not start: a process ended with exit code 1."
+    assert time.monotonic() - started < 10
 
 
 def absent_from_backward(backend: Backend) -> tuple[str, float]:

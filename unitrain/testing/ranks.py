@@ -48,7 +48,8 @@ class RankGroup:
 
     `command` is what starts them and ends where the program begins, such as ["horovodrun", "-np", "2"]; without it they
     are started directly, as any scheduler that sets RANK and WORLD_SIZE would. `variables` are added to their
-    environment. No wait is longer than its stated time, and no process outlives the group.
+    environment, and `device` is where they compute. No wait is longer than its stated time, and no process outlives the
+    group.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class RankGroup:
         *,
         command: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
+        device: str = "cpu",
         backend_timeout_seconds: float = 60.0,
     ) -> None:
         self.backend = backend
         self.size = size
         self._command = list(command)
         self._variables = dict(variables or {})
+        self._device = device
         self._backend_timeout_seconds = backend_timeout_seconds
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: dict[int, _Rank] = {}
@@ -111,19 +114,32 @@ class RankGroup:
             host, port = listener.address
             program = [
                 sys.executable, "-m", "unitrain.testing.worker",
-                str(host), str(port), self.backend, str(self._backend_timeout_seconds),
+                str(host), str(port), self.backend, self._device, str(self._backend_timeout_seconds),
             ]  # fmt: skip
             for variables in self._environments(key):
                 self._processes.append(
                     subprocess.Popen([*self._command, *program], env=variables, start_new_session=True)
                 )
-            listener._listener._socket.settimeout(_START_SECONDS)  # type: ignore[attr-defined]
-            for _ in range(self.size):
-                connection = listener.accept()
+            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+            deadline = time.monotonic() + _START_SECONDS
+            while len(self._ranks) < self.size:
+                try:
+                    connection = listener.accept()
+                except TimeoutError:
+                    self._check_start(deadline)
+                    continue
                 number, pid, stacks = connection.recv()
                 self._ranks[number] = _Rank(connection, pid, Path(stacks))
         for rank in self._ranks.values():
             rank.connection.send([path for path in sys.path if path])
+
+    def _check_start(self, deadline: float) -> None:
+        """Raise RankError when a process ended before all ranks were there, or the time is over."""
+        ended = [process.returncode for process in self._processes if process.poll() is not None]
+        if ended or time.monotonic() > deadline:
+            told = f"a process ended with exit code {ended[0]}" if ended else f"{_START_SECONDS:g} s are over"
+            absent = ", ".join(str(rank) for rank in range(self.size) if rank not in self._ranks)
+            raise RankError(f"Ranks {absent} of {self.size} on {self.backend} did not start: {told}.", "NotStarted")
 
     def _environments(self, key: bytes) -> list[dict[str, str]]:
         """Return the environment of every process that is started here: one per rank, or one for the launcher."""

@@ -1,6 +1,6 @@
 """One rank of a `RankGroup`: starts its backend, then runs what it is sent until it is told to stop.
 
-python -m unitrain.testing.worker HOST PORT BACKEND TIMEOUT_SECONDS
+python -m unitrain.testing.worker HOST PORT BACKEND DEVICE TIMEOUT_SECONDS
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unitrain import environment
 
 def main() -> None:
     """Report to the group that started this rank, then serve it."""
-    host, port, backend_name, timeout_seconds = sys.argv[1:]
+    host, port, backend_name, device, timeout_seconds = sys.argv[1:]
     placement = environment.detect()
     with (
         tempfile.NamedTemporaryFile("w+", prefix="unitrain-stacks-") as stacks,
@@ -33,10 +33,10 @@ def main() -> None:
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         parent.send((placement.rank, os.getpid(), stacks.name))
         sys.path[:0] = parent.recv()
-        _serve(parent, backend_name, float(timeout_seconds))
+        _serve(parent, backend_name, device, float(timeout_seconds))
 
 
-def _serve(parent: Connection, backend_name: str, timeout_seconds: float) -> None:
+def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: float) -> None:
     import torch
 
     import unitrain
@@ -49,7 +49,7 @@ def _serve(parent: Connection, backend_name: str, timeout_seconds: float) -> Non
             break
         try:
             if backend is None:
-                backend = unitrain.init(backend_name, device="cpu", timeout_seconds=timeout_seconds)
+                backend = unitrain.init(backend_name, device=device, timeout_seconds=timeout_seconds)
             function, args = pickle.loads(message)
             answer: tuple[Any, ...] = (True, function(backend, *args))
         except BaseException as error:

@@ -1,0 +1,122 @@
+"""What a rank does for the device check: collectives, training in three precisions, and throughput."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import unitrain
+from unitrain.backends.base import Backend
+from unitrain.data import Cursor
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_prepared: dict[str, Callable[[], Any]] = {}
+
+
+def describe(backend: Backend) -> dict[str, str]:
+    """Return what this rank computes on and talks through."""
+    name = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU"
+    return {"device": name, "transport": backend.transport}
+
+
+def collectives(backend: Backend) -> int:
+    """Check every collective on the device against what one rank must get; return how many were checked."""
+    checked = 0
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8):
+        for shape in ((), (0,), (5,), (1 << 20,)):
+            tensor = torch.arange(1 if shape == () else shape[0], device=backend.device).remainder(7).to(dtype)
+            tensor = tensor.reshape(shape)
+            results = [backend.broadcast(tensor), backend.allreduce(tensor, "sum"), backend.allreduce(tensor, "max")]
+            if shape:
+                results += [backend.allgather(tensor), backend.reducescatter(tensor, "sum")]
+            for result in results:
+                assert result.device == tensor.device, (dtype, shape, result.device)
+                assert torch.equal(result, tensor), (dtype, shape)
+                checked += 1
+    return checked
+
+
+def trained(backend: Backend, precision: str) -> float:
+    """Return the largest difference of a parameter between 20 steps on the backend and the same in plain torch."""
+    ours, plain = (_train_steps(backend, precision, distributed) for distributed in (True, False))
+    return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+
+
+def _train_steps(backend: Backend, precision: str, distributed: bool) -> list[Tensor]:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)).to(backend.device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    model = net
+    if distributed:
+        model = backend.distributed_model(net)
+        optimizer = backend.distributed_optimizer(optimizer, model)
+    dtype = PRECISIONS[precision]
+    scaler = torch.amp.GradScaler(backend.device.type, enabled=precision == "fp16")
+    images = torch.randn(20, 16, 1, 8, 8, generator=torch.Generator().manual_seed(4)).to(backend.device)
+    targets = torch.arange(16, device=backend.device).remainder(10)
+    for batch in images:
+        with nullcontext() if dtype is None else torch.autocast(backend.device.type, dtype):
+            loss = cross_entropy(model(batch), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def throughput(backend: Backend, way: str, model: str, batch_size: int, steps: int) -> dict[str, float]:
+    """Train `steps` steps by hand or with the Trainer; return samples per second and the peak memory in MiB."""
+    if way not in _prepared:
+        _prepared[way] = _prepare(backend, way, model, batch_size, steps)
+        _prepared[way]()
+    on_gpu = backend.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    _prepared[way]()
+    if on_gpu:
+        torch.cuda.synchronize()
+    speed = steps * batch_size / (time.perf_counter() - started)
+    return {"speed": speed, "mebibytes": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0}
+
+
+def _prepare(backend: Backend, way: str, model: str, batch_size: int, steps: int) -> Callable[[], Any]:
+    import torchvision
+
+    torch.manual_seed(5)
+    net = torchvision.models.get_model(model).to(backend.device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    side = 224 if backend.device.type == "cuda" else 64
+    samples = steps * batch_size
+    data = TensorDataset(
+        torch.randn(samples, 3, side, side, device=backend.device),
+        torch.randint(0, 1000, (samples,), device=backend.device),
+    )
+    if way == "Trainer":
+        config = unitrain.TrainConfig(epochs=1, batch_size=batch_size, progress="off")
+        trainer = unitrain.Trainer(net, optimizer, cross_entropy, backend=backend, config=config)
+
+        def fit() -> None:
+            trainer.cursor = Cursor()
+            trainer.fit(data)
+
+        return fit
+    images, targets = data.tensors
+
+    def by_hand() -> None:
+        for chosen in torch.randperm(samples, device=backend.device).split(batch_size):
+            cross_entropy(net(images[chosen]), targets[chosen]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return by_hand

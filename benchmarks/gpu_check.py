@@ -1,0 +1,92 @@
+"""What only a machine with a GPU can show: each backend on the device, at size 1, against plain torch.
+
+Collectives in every dtype, 20 steps in fp32, bf16 and fp16 (GradScaler, clipping), and the throughput and peak memory
+of a torchvision model by the Trainer against a loop by hand in the same process, in turns.
+
+    python benchmarks/gpu_check.py                # writes benchmarks/results/gpu_check.md
+    python benchmarks/gpu_check.py --device cpu   # the same steps, to see that the check itself runs
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from pathlib import Path
+
+import click
+import torch
+from device_steps import PRECISIONS, collectives, describe, throughput, trained
+
+from unitrain.testing import RankGroup
+
+RESULTS = Path(__file__).parent / "results"
+# The same kernels on the same numbers: only what a kernel adds up in another order may differ.
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
+
+
+def check(backend: str, device: str, model: str, batch_size: int, steps: int, rounds: int) -> tuple[list[str], bool]:
+    """Return the backend's lines of the table, and whether all is well."""
+    with RankGroup(backend, 1, device=device) as group:
+        (about,) = group.run(describe)
+        lines = [f"| {backend} | device, transport | {about['device']}, {about['transport']} | |"]
+        (count,) = group.run(collectives)
+        lines.append(f"| {backend} | collectives equal to their definition | {count} | ok |")
+        well = True
+        for precision in PRECISIONS:
+            (difference,) = group.run(trained, precision)
+            fine = difference <= TOLERANCE[precision]
+            well &= fine
+            verdict = "ok" if fine else f"**above {TOLERANCE[precision]:g}**"
+            lines.append(f"| {backend} | {precision}, 20 steps, largest difference | {difference:.1e} | {verdict} |")
+        measured: dict[str, list[dict[str, float]]] = {"by hand": [], "Trainer": []}
+        for _ in range(rounds):
+            for way, rows in measured.items():
+                rows += group.run(throughput, way, model, batch_size, steps, timeout_seconds=300)
+    ratios = [
+        ours["speed"] / hand["speed"] for ours, hand in zip(measured["Trainer"], measured["by hand"], strict=True)
+    ]
+    speed = statistics.median(row["speed"] for row in measured["Trainer"])
+    memory = max(row["mebibytes"] for row in measured["Trainer"])
+    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+    lines.append(f"| {backend} | {model}, batch {batch_size}: samples/s | {speed:.0f} | |")
+    lines.append(f"| {backend} | {model}: Trainer / loop by hand | {statistics.median(ratios):.3f} | {spread} |")
+    lines.append(f"| {backend} | {model}: peak memory, MiB | {memory:.0f} | |")
+    return lines, well
+
+
+@click.command()
+@click.option("--device", default="cuda", show_default=True)
+@click.option("--backend", "backends", multiple=True, default=["local", "ddp", "horovod"], show_default=True)
+@click.option("--model", default="resnet50", show_default=True, help="A torchvision model.")
+@click.option("--batch-size", default=64, show_default=True)
+@click.option("--steps", default=20, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+def main(device: str, backends: list[str], model: str, batch_size: int, steps: int, rounds: int, output: Path) -> None:
+    """Check, print the table and keep it; exit status 1 when something differs."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.ClickException("torch sees no GPU here. To see that the check itself runs: --device cpu")
+    lines = [
+        "# The device check",
+        "",
+        f"torch {torch.__version__}, Python {platform.python_version()}, device {device}, one rank. "
+        f"Made by `make gpu-check`; the throughput of {rounds} rounds in turns.",
+        "",
+        "| backend | what | found | verdict |",
+        "|---|---|---|---|",
+    ]
+    all_well = True
+    for backend in backends:
+        found, well = check(backend, device, model, batch_size, steps, rounds)
+        lines += found
+        all_well &= well
+    text = "\n".join(lines) + "\n"
+    click.echo(text)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "gpu_check.md").write_text(text)
+    if not all_well:
+        raise click.exceptions.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The benchmarks run, and write the tables that the README links to; their figures are nobody's test."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def run(script: str, *arguments: str | Path) -> str:
+    command = [sys.executable, BENCHMARKS / script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_step_overhead(tmp_path: Path) -> None:
+    shown = run("step_overhead.py", "--model", "tiny", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "step_overhead.md").read_text()
+    assert table.strip() in shown
+    for backend, against in (("ddp", "DistributedDataParallel"), ("horovod", "hvd.DistributedOptimizer")):
+        ratio = r"\*\*\d+\.\d{3}\*\* \[\d+\.\d{3}, \d+\.\d{3}\]"
+        assert re.search(rf"^\| {backend} \| tiny \| {re.escape(against)} \| {ratio} \| {ratio} \| ", table, re.M)
+    kept = json.loads((tmp_path / "step_overhead.json").read_text())
+    for ways in kept["seconds_per_step"].values():
+        assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in ways["tiny"].values())
+
+
+def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
+    small = ["--model", "resnet18", "--batch-size", "2", "--steps", "1", "--rounds", "1"]
+    run("gpu_check.py", "--device", "cpu", *small, "--output", tmp_path)
+    table = (tmp_path / "gpu_check.md").read_text()
+    for backend in ("local", "ddp", "horovod"):
+        assert f"| {backend} | collectives equal to their definition | 126 | ok |" in table
+        for precision in ("fp32", "bf16", "fp16"):
+            assert re.search(rf"^\| {backend} \| {precision}, 20 steps, .* \| ok \|$", table, re.M)
