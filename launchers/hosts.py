@@ -57,7 +57,7 @@ def _parse_host(part: str, text: str) -> Host:
     if match is None:
         raise LaunchError(f"Host {part!r} in {text!r} cannot be read. Write name:slots, as in -H node1:4,node2:4")
     slots = "1" if match["slots"] is None else match["slots"]
-    if not slots.isdigit() or int(slots) < 1:
+    if not slots.isdecimal() or int(slots) < 1:
         raise LaunchError(
             f"Host {part!r} must have a whole number of slots from 1, got {slots!r}. Use: -H {match['name']}:1"
         )

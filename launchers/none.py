@@ -7,10 +7,15 @@ from launchers.spec import Command, LaunchSpec
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the plain command. Raises LaunchError for more than one process."""
+    """Return the plain command. Raises LaunchError for more than one process, or a controller."""
     if spec.num_processes > 1 or len(spec.hosts) > 1:
         raise LaunchError(
             f"One process on this host needs no launcher, but {spec.num_processes} were asked for. "
             f"Use --backend ddp or --backend horovod for -np {spec.num_processes}, or -np 1 for one process."
+        )
+    if spec.controller is not None:
+        raise LaunchError(
+            f"--{spec.controller} chooses horovodrun's controller, but one process is started without a launcher. "
+            "Leave it out, or add: --launcher horovodrun"
         )
     return Command((spec.python, spec.script, *spec.args), spec.variables)

@@ -32,7 +32,13 @@ def _function(launcher: str) -> Callable[[LaunchSpec], Command]:
     if launcher in _BUILT_IN:
         return _BUILT_IN[launcher]
     for entry in entry_points(group=_GROUP, name=launcher):
-        loaded: Callable[[LaunchSpec], Command] = entry.load()
+        try:
+            loaded: Callable[[LaunchSpec], Command] = entry.load()
+        except ImportError as error:
+            raise LaunchError(
+                f"Launcher {launcher!r} cannot be loaded: {error}. "
+                f"Install what the package behind {entry.value!r} needs, or choose another with --launcher."
+            ) from error
         return loaded
     names = available()
     near = difflib.get_close_matches(launcher, names, n=1)

@@ -19,7 +19,9 @@ def build(spec: LaunchSpec) -> Command:
         )
     if len(spec.hosts) > 1:
         lines = "\n".join(
-            f"  on {host.name}: {command.shell()}" for host, command in zip(spec.hosts, per_host(spec), strict=True)
+            # Hosts that are left without a process come last, and have no line.
+            f"  on {host.name}: {command.shell()}"
+            for host, command in zip(spec.hosts, per_host(spec), strict=False)
         )
         raise LaunchError(
             f"torchrun is started once on each host, but -H names {len(spec.hosts)}. "
@@ -30,24 +32,27 @@ def build(spec: LaunchSpec) -> Command:
 
 
 def per_host(spec: LaunchSpec) -> list[Command]:
-    """Return each host's command, in the order of the hosts; the first is the one where the ranks meet."""
+    """Return the command of each host that gets a process, in the order of the hosts; the ranks meet on the first."""
+    shares = _shares(spec.num_processes, spec.hosts)
     return [
         _command(
             spec,
             [
-                *("--nnodes", str(len(spec.hosts)), "--node-rank", str(number)),
+                *("--nnodes", str(len(shares)), "--node-rank", str(number)),
                 *("--nproc-per-node", str(count)),
                 *("--master-addr", spec.hosts[0].name, "--master-port", str(_PORT)),
             ],
         )
-        for number, count in enumerate(_shares(spec.num_processes, spec.hosts))
+        for number, count in enumerate(shares)
     ]
 
 
 def _shares(processes: int, hosts: tuple[Host, ...]) -> list[int]:
-    """Return how many processes each host gets: hosts are filled in order, as horovodrun does."""
+    """Return how many processes the hosts get: they are filled in order, as horovodrun does, until none is left."""
     shares = []
     for host in hosts:
+        if not processes:
+            break
         shares.append(min(processes, host.slots))
         processes -= shares[-1]
     return shares

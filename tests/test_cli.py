@@ -13,11 +13,12 @@ from click.testing import CliRunner, Result
 from unitrain import __version__
 from unitrain.cli import unitrain
 
-# A changed name is a decision: scripts and job files use them.
+# A changed name is a decision: scripts and job files use them. Every command takes --help and -h as well.
 OPTIONS = {
-    "unitrain": {"--help", "-h", "--version"},
+    "unitrain": {"--version"},
     "unitrain launch": {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "--dry-run",
+        "SCRIPT", "ARGS",
     },
     "unitrain horovod": set(),
     "unitrain horovod build": {
@@ -58,30 +59,32 @@ def refused(*arguments: str, **variables: str) -> str:
     return result.stderr.rpartition("\nError: ")[2].strip()
 
 
-def commands(command: click.Command, path: str = "unitrain") -> dict[str, set[str]]:
-    found = {
-        path: {
-            name
-            for parameter in command.get_params(click.Context(command))
-            if isinstance(parameter, click.Option)
-            for name in (*parameter.opts, *parameter.secondary_opts)
-        }
-    }
+def words_of(command: click.Command, context: click.Context) -> set[str]:
+    """Return what `command` takes: each spelling of its options, and its arguments."""
+    words: set[str] = set()
+    for parameter in command.get_params(context):
+        if isinstance(parameter, click.Option):
+            words |= {*parameter.opts, *parameter.secondary_opts}
+        else:
+            words.add(parameter.human_readable_name)
+    return words
+
+
+def commands(command: click.Command, name: str = "unitrain", above: click.Context | None = None) -> dict[str, set[str]]:
+    context = click.Context(command, parent=above, info_name=name, **command.context_settings)
+    found = {context.command_path: words_of(command, context)}
     if isinstance(command, click.Group):
-        context = click.Context(command)
-        for name in command.list_commands(context):
-            below = command.get_command(context, name)
-            assert below is not None
-            found |= commands(below, f"{path} {name}")
+        for below in command.list_commands(context):
+            known = command.get_command(context, below)
+            assert known is not None
+            found |= commands(known, below, context)
     return found
 
 
 def test_the_options_are_frozen() -> None:
-    found = commands(unitrain)
-    assert found.keys() == OPTIONS.keys()
-    help_options = {"--help", "-h"}
-    for path, options in OPTIONS.items():
-        assert found[path] - help_options == options - help_options, path
+    # click makes a command's help option once, for the first context that asks, perhaps that of another test.
+    found = {path: words - {"--help", "-h"} for path, words in commands(unitrain).items()}
+    assert found == OPTIONS
 
 
 def test_nothing_here_imports_torch(script: str) -> None:
@@ -90,6 +93,7 @@ def test_nothing_here_imports_torch(script: str) -> None:
     source = QUICK.format(lines="".join(f"{line!r}," for line in lines))
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage: ") == 4, done.stdout
     assert done.stdout.count("--nproc-per-node 2") == 1
     assert done.stdout.count("horovodrun -np 2 --gloo") == 1
 
@@ -136,6 +140,7 @@ def test_all_slots_are_used_unless_fewer_are_asked_for(script: str) -> None:
 
 
 def test_what_is_refused_says_what_to_type(script: str) -> None:
+    assert "Did you mean 'build'?" in refused("horovod", "biuld")
     assert refused("lunch") == "Unknown command 'lunch'. Did you mean 'launch'? Available: horovod, launch."
     assert refused("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."
@@ -143,7 +148,7 @@ def test_what_is_refused_says_what_to_type(script: str) -> None:
     assert refused("launch", "--launcher", "torchrum", script) == (
         "Unknown launcher 'torchrum'. Did you mean 'torchrun'? Available: horovodrun, none, torchrun."
     )
-    assert "--dry-run" in refused("launch", "--dry-rum", script)
+    assert "Did you mean '--dry-run'?" in refused("launch", "--dry-rum", script)
     assert refused("launch", "-np", "0", script) == "A run needs at least 1 process, got -np 0. Use: -np 1"
     assert "is not a valid integer" in refused("launch", "-np", "two", script)
     assert refused("launch", "-np", "3", "-H", "localhost:2", script).endswith(
@@ -154,22 +159,36 @@ def test_what_is_refused_says_what_to_type(script: str) -> None:
         "Use --backend ddp or --backend horovod for -np 2, or -np 1 for one process."
     )
     assert refused("launch", "--gloo", "--launcher", "torchrun", script).startswith("--gloo chooses horovodrun's")
+    assert refused("launch", "--mpi", "--backend", "local", script).startswith("--mpi chooses horovodrun's")
+    assert "cannot be read. Write name:slots" in refused("launch", "-H", "a b", script)
     missing = script.replace("train.py", "trian.py")
     assert refused("launch", missing) == (
         f"Script '{missing}' does not exist. Did you mean 'train.py'? Options of unitrain go before the script."
     )
+    folder = str(Path(script).parent)
+    assert refused("launch", folder) == f"Script '{folder}' is not a file. Options of unitrain go before the script."
     assert refused("launch", "-np", "2").startswith("Missing argument 'SCRIPT'")
 
 
-def test_a_launch_inside_a_launch_is_refused(script: str) -> None:
-    inside = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+@pytest.mark.parametrize(
+    ("launcher", "marker", "prefix", "size"),
+    [
+        ("torchrun", "TORCHELASTIC_RUN_ID", "", "WORLD_SIZE"),
+        ("horovodrun", "HOROVOD_RANK", "HOROVOD_", "HOROVOD_SIZE"),
+        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_SIZE"),
+    ],
+    ids=["torchrun", "horovodrun", "mpirun"],
+)
+def test_a_launch_inside_a_launch_is_refused(launcher: str, marker: str, prefix: str, size: str, script: str) -> None:
+    inside = {marker: "0", f"{prefix}RANK": "0", size: "2", f"{prefix}LOCAL_RANK": "0"}
     assert refused("launch", script, **inside) == (
-        "torchrun has started this process already (RANK=0, WORLD_SIZE=2, LOCAL_RANK=0). "
+        f"{launcher} has started this process already ({prefix}RANK=0, {size}=2, {prefix}LOCAL_RANK=0). "
         f"Run the script itself: python {script}"
     )
 
 
-def test_a_broken_variable_is_named(script: str) -> None:
-    assert refused("launch", script, RANK="first", WORLD_SIZE="2") == (
-        "RANK must be a whole number, got 'first'. Set it, or clear it with: unset RANK"
+@pytest.mark.parametrize("value", ["first", "²"])
+def test_a_broken_variable_is_named(value: str, script: str) -> None:
+    assert refused("launch", script, RANK=value, WORLD_SIZE="2") == (
+        f"RANK must be a whole number, got '{value}'. Set it, or clear it with: unset RANK"
     )

@@ -43,10 +43,15 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
         (SRUN | HOROVODRUN, Placement("horovodrun", 2, 3, 0, 1)),
         (SRUN | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
         (MPIRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
+        (HOROVODRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
+        (BY_HAND | HOROVODRUN, Placement("horovodrun", 2, 3, 0, 1)),
+        (BY_HAND | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
+        (BY_HAND | SRUN, Placement("srun", 3, 4, 1, None, 1)),
     ],
     ids=[
         "torchrun", "horovodrun", "mpirun", "srun", "by hand", "by hand with local rank", "nothing", "in an allocation",
         "torchrun in srun", "horovodrun in srun", "mpirun in srun", "torchrun in mpirun",
+        "torchrun in horovodrun", "horovodrun and leftovers", "mpirun and leftovers", "srun and leftovers",
     ],
 )  # fmt: skip
 def test_every_launcher_is_recognised(variables: dict[str, str], expected: Placement) -> None:
@@ -76,6 +81,24 @@ def test_the_evidence_names_what_was_believed() -> None:
             "RANK must be a whole number, got 'one'. Set it, or clear it with: unset RANK",
         ),
         (
+            {"RANK": "²", "WORLD_SIZE": "2"},
+            "RANK must be a whole number, got '²'. Set it, or clear it with: unset RANK",
+        ),
+        (
+            {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NUM_TASKS"},
+            "SLURM_STEP_ID is set, but SLURM_STEP_NUM_TASKS is not. Set it too, or clear the other with: "
+            "unset SLURM_STEP_ID",
+        ),
+        (
+            MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": ""},
+            "OMPI_COMM_WORLD_LOCAL_SIZE must be a whole number, got ''. Set it, or clear it with: "
+            "unset OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "0"},
+            "WORLD_SIZE must be at least 1, got 0. Set it, or clear it with: unset RANK WORLD_SIZE",
+        ),
+        (
             TORCHRUN | {"LOCAL_RANK": "-1"},
             "LOCAL_RANK must be a whole number, got '-1'. Set it, or clear it with: unset LOCAL_RANK",
         ),
@@ -85,7 +108,16 @@ def test_the_evidence_names_what_was_believed() -> None:
             "unset HOROVOD_RANK HOROVOD_SIZE",
         ),
     ],
-    ids=["missing", "not a number", "negative", "too large"],
+    ids=[
+        "missing",
+        "not a number",
+        "a digit but no number",
+        "missing under srun",
+        "empty",
+        "no ranks",
+        "negative",
+        "too large",
+    ],
 )
 def test_variables_that_cannot_be_believed(variables: dict[str, str], message: str) -> None:
     with pytest.raises(EnvironmentVariableError) as caught:

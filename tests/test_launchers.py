@@ -48,6 +48,7 @@ def test_hosts_are_read_as_horovod_and_mpi_write_them(text: str, hosts: list[Hos
     [
         ("a:0", "Host 'a:0' must have a whole number of slots from 1, got '0'. Use: -H a:1"),
         ("a:two", "Host 'a:two' must have a whole number of slots from 1, got 'two'. Use: -H a:1"),
+        ("a:²", "Host 'a:²' must have a whole number of slots from 1, got '²'. Use: -H a:1"),
         ("a:", "Host 'a:' must have a whole number of slots from 1, got ''. Use: -H a:1"),
         ("a:1,,b:1", "Host '' in 'a:1,,b:1' cannot be read. Write name:slots, as in -H node1:4,node2:4"),
         ("a b:1", "Host 'a b:1' in 'a b:1' cannot be read. Write name:slots, as in -H node1:4,node2:4"),
@@ -138,9 +139,19 @@ def test_torchrun_on_two_hosts_is_typed_on_each() -> None:
     ]
 
 
-def test_torchrun_has_no_controller() -> None:
+def test_a_host_that_is_left_without_a_process_takes_no_part() -> None:
+    """torchrun ends with a bare AssertionError where it is given no process to start."""
+    asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
+    assert per_host(asked) == per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
+    with pytest.raises(LaunchError) as caught:
+        build("torchrun", asked)
+    assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == ["a:", "b:"]
+
+
+@pytest.mark.parametrize("launcher", ["none", "torchrun"])
+def test_only_horovodrun_has_a_controller(launcher: str) -> None:
     with pytest.raises(LaunchError, match=r"^--mpi chooses horovodrun's controller.*add: --launcher horovodrun$"):
-        build("torchrun", spec(controller="mpi"))
+        build(launcher, spec(controller="mpi"))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +187,11 @@ def test_ddp_has_nowhere_to_meet_under_mpi() -> None:
 
 
 def test_no_launcher() -> None:
-    assert build("none", spec()).argv == (sys.executable, "train.py", "--epochs", "3")
+    command = build("none", spec(backend="local"))
+    assert command.argv == (sys.executable, "train.py", "--epochs", "3")
+    assert command.environment == {"UNITRAIN_BACKEND": "local", "OMP_NUM_THREADS": "8"}
+    with pytest.raises(LaunchError, match=r"^One process on this host needs no launcher"):
+        build("none", spec(hosts=parse_hosts("a:1,b:1")))
     with pytest.raises(LaunchError, match=r"^One process on this host needs no launcher, but 2 were asked for\. Use "):
         build("none", spec(num_processes=2))
 
@@ -211,8 +226,15 @@ def test_a_package_adds_a_launcher_but_replaces_none(tmp_path: Path, monkeypatch
     (metadata / "METADATA").write_text("Name: site-launcher\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
         "[unitrain.launchers]\nsite = site_launcher:build\ntorchrun = site_launcher:build\n"
+        "broken = a_library_nobody_has:build\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert launchers.available() == ["horovodrun", "none", "site", "torchrun"]
+    assert launchers.available() == ["broken", "horovodrun", "none", "site", "torchrun"]
     assert build("site", spec()).argv == ("site", "train.py")
     assert build("torchrun", spec()).argv[0] == str(BESIDE_PYTHON / "torchrun")
+    with pytest.raises(LaunchError) as caught:
+        build("broken", spec())
+    assert str(caught.value) == (
+        "Launcher 'broken' cannot be loaded: No module named 'a_library_nobody_has'. Install what the package behind "
+        "'a_library_nobody_has:build' needs, or choose another with --launcher."
+    )

@@ -108,7 +108,7 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:
                 f"{variables.marker} is set, but {name} is not. Set it too, or clear the other with: "
                 f"unset {variables.marker}"
             )
-        if not value.isdigit():
+        if not value.isdecimal():
             raise EnvironmentVariableError(
                 f"{name} must be a whole number, got {value!r}. Set it, or clear it with: unset {name}"
             )
@@ -118,6 +118,11 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:
     rank, size = number(variables.rank) or 0, number(variables.size) or 0
     # Without a local_rank all processes are taken to be on one host, as torch's own env:// does.
     local_rank = number(variables.local_rank, default=rank if variables.launcher == "env" else None) or 0
+    if size < 1:
+        raise EnvironmentVariableError(
+            f"{variables.size} must be at least 1, got {size}. Set it, or clear it with: "
+            f"unset {variables.rank} {variables.size}"
+        )
     if rank >= size:
         raise EnvironmentVariableError(
             f"{variables.rank}={rank} does not fit {variables.size}={size}: ranks go from 0 to {size - 1}. "

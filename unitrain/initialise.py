@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from unitrain.backends.base import Backend
 
+_LONGEST_SECONDS = 365 * 24 * 3600  # no timeout at all would be a hang that nobody is told of
+
 # What a launcher's users expect when nothing else is said: the backend that the launcher came with.
 _IMPLIED = {
     "none": "local",
@@ -39,8 +41,11 @@ def init(
     in any later collective, is longer than `timeout_seconds`. All ranks call it, once. Raises UnknownBackendError,
     BackendUnavailableError, LauncherMismatchError, or CollectiveTimeoutError naming the ranks that did not come.
     """
-    if timeout_seconds <= 0:
-        raise ConfigError(f"timeout_seconds must be above 0, got {timeout_seconds}. Use 300 for five minutes.")
+    if not 0 < timeout_seconds <= _LONGEST_SECONDS:
+        raise ConfigError(
+            f"timeout_seconds must be above 0 and at most {_LONGEST_SECONDS} (a year), got {timeout_seconds}. "
+            "Use 300 for five minutes."
+        )
     placement = environment.detect()
     name = backend or environment.setting("UNITRAIN_BACKEND") or _IMPLIED[placement.launcher]
     backend_class = registry.load(name)

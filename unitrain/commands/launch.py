@@ -80,9 +80,8 @@ def _command(
         backend = _BACKEND_OF.get(launcher)
     if not script.is_file():
         near = did_you_mean(script.name, [path.name for path in script.parent.glob("*.py")])
-        raise launchers.LaunchError(
-            f"Script '{script}' does not exist. {near}Options of unitrain go before the script."
-        )
+        found = "is not a file" if script.exists() else "does not exist"
+        raise launchers.LaunchError(f"Script '{script}' {found}. {near}Options of unitrain go before the script.")
     placement = environment.detect()
     if placement.launcher in ("torchrun", "horovodrun", "mpirun"):
         raise launchers.LaunchError(
