@@ -52,6 +52,22 @@ def check_spellings(hosts: tuple[Host, ...], resolve: Callable[[str], str] = soc
         seen[address] = host.name
 
 
+def check_is_here(host: Host, launcher: str) -> None:
+    """Raise LaunchError when `host` is another machine, which a launcher that starts ranks here would ignore."""
+    name = host.name.strip("[]")
+    if name in ("localhost", socket.gethostname(), socket.getfqdn()):
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)  # which only an address of this machine lets
+    except OSError:
+        raise LaunchError(
+            f"{launcher} starts ranks on this host only, but -H names {host.name!r}. "
+            "Type it there, or use --launcher horovodrun."
+        ) from None
+
+
 def _parse_host(part: str, text: str) -> Host:
     match = _HOST.fullmatch(part)
     if match is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from launchers.errors import LaunchError
+from launchers.hosts import check_is_here
 from launchers.spec import Command, LaunchSpec
 
 
@@ -16,6 +17,8 @@ def build(spec: LaunchSpec) -> Command:
     if spec.controller is not None:
         raise LaunchError(
             f"--{spec.controller} chooses horovodrun's controller, but one process is started without a launcher. "
-            "Leave it out, or add: --launcher horovodrun"
+            "Leave it out, or use: --backend horovod --launcher horovodrun"
         )
+    for host in spec.hosts:
+        check_is_here(host, "Without a launcher unitrain")
     return Command((spec.python, spec.script, *spec.args), spec.variables)

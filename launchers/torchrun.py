@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launchers.errors import LaunchError
-from launchers.hosts import Host
+from launchers.hosts import Host, check_is_here
 from launchers.programs import find_program
 from launchers.spec import Command, LaunchSpec
 
@@ -15,7 +15,7 @@ def build(spec: LaunchSpec) -> Command:
     if spec.controller is not None:
         raise LaunchError(
             f"--{spec.controller} chooses horovodrun's controller, but the launcher is torchrun. "
-            "Leave it out, or add: --launcher horovodrun"
+            "Leave it out, or use: --backend horovod --launcher horovodrun"
         )
     if len(spec.hosts) > 1:
         lines = "\n".join(
@@ -27,6 +27,8 @@ def build(spec: LaunchSpec) -> Command:
             f"torchrun is started once on each host, but -H names {len(spec.hosts)}. "
             f"Type on each its own line, or use --launcher horovodrun:\n{lines}"
         )
+    for host in spec.hosts:
+        check_is_here(host, "torchrun")
     # --standalone takes a free port, so that two jobs on one host do not meet.
     return _command(spec, ["--standalone", "--nproc-per-node", str(spec.num_processes)])
 

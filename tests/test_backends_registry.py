@@ -165,14 +165,7 @@ def test_a_horovod_that_cannot_be_used_says_how_to_build_it(files: dict[str, str
     "extension",
     [
         "unloadable",
-        pytest.param(
-            "missing",
-            marks=pytest.mark.xfail(
-                reason="unitrain/backends/horovod*.py do not look for the extension: AttributeError 'is_initialized'",
-                raises=AssertionError,
-                strict=True,
-            ),
-        ),
+        "missing",
     ],
 )
 def test_a_horovod_without_a_working_extension_says_how_to_build_it(extension: str, tmp_path: Path) -> None:

@@ -53,7 +53,13 @@ def run(*arguments: str, **variables: str) -> Result:
 
 
 def refused(*arguments: str, **variables: str) -> str:
-    """Return the sentence with which a command line is refused."""
+    """Return the sentence with which a command line is refused.
+
+    A launch is a dry run, because one that is not refused would become its launcher: pytest would be gone, with exit
+    code 0.
+    """
+    if arguments[0] == "launch":
+        arguments = ("launch", "--dry-run", *arguments[1:])
     result = run(*arguments, **variables)
     assert result.exit_code == 2, result.output
     return result.stderr.rpartition("\nError: ")[2].strip()
@@ -85,6 +91,11 @@ def test_the_options_are_frozen() -> None:
     # click makes a command's help option once, for the first context that asks, perhaps that of another test.
     found = {path: words - {"--help", "-h"} for path, words in commands(unitrain).items()}
     assert found == OPTIONS
+    for path in OPTIONS:
+        for option in ("-h", "--help"):
+            result = run(*path.split()[1:], option)
+            assert result.exit_code == 0
+            assert result.output.startswith("Usage: "), result.output
 
 
 def test_nothing_here_imports_torch(script: str) -> None:

@@ -63,6 +63,11 @@ def test_every_launcher_is_recognised(variables: dict[str, str], expected: Place
     assert bool(found.evidence) == (expected.launcher != "none")
 
 
+def test_a_horovod_that_unitrain_leads_does_not_change_who_started_the_process() -> None:
+    led = BY_HAND | {environment.LED_BY_UNITRAIN: "1", "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
+    assert detect(led) == detect(BY_HAND)
+
+
 def test_the_evidence_names_what_was_believed() -> None:
     assert detect(SRUN | HOROVODRUN).evidence == (
         "HOROVOD_RANK=2", "HOROVOD_SIZE=3", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=1",

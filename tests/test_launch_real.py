@@ -211,3 +211,32 @@ def test_local_with_two_ranks_is_refused(script: str, tmp_path: Path) -> None:
         "LauncherMismatchError: Backend 'local' is one process, but torchrun started 2. "
         "Use --backend ddp or --backend horovod, or start it with: python script.py"
     ) in output
+
+
+LEAVES = """
+import os
+import torch
+import unitrain
+
+with unitrain.init(device="cpu") as backend:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(optimizer, wrapped)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+left = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+assert not [name for name in left if "gloo" in name], left
+wrapped(torch.ones(1, 2) * backend.rank).sum().backward()  # the user's model still works, alone
+assert model.weight.grad.unique().tolist() == [backend.rank], model.weight.grad
+"""
+
+
+def test_no_thread_of_the_group_is_left_after_it(tmp_path: Path) -> None:
+    """One that is still there when the interpreter goes may abort the process, with the job done."""
+    script = tmp_path / "train.py"
+    script.write_text(LEAVES)
+    with started([*TORCHRUN, str(script)]) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 0, output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 from pathlib import Path
 
@@ -150,8 +151,21 @@ def test_a_host_that_is_left_without_a_process_takes_no_part() -> None:
 
 @pytest.mark.parametrize("launcher", ["none", "torchrun"])
 def test_only_horovodrun_has_a_controller(launcher: str) -> None:
-    with pytest.raises(LaunchError, match=r"^--mpi chooses horovodrun's controller.*add: --launcher horovodrun$"):
+    with pytest.raises(
+        LaunchError, match=r"^--mpi chooses horovodrun's controller.* or use: --backend horovod --launcher horovodrun$"
+    ):
         build(launcher, spec(controller="mpi"))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_ranks_start_here_only_where_no_launcher_reaches_further(launcher: str) -> None:
+    for here in ("localhost", "127.0.0.1", socket.gethostname()):
+        build(launcher, spec(hosts=(Host(here, 1),)))
+    for elsewhere in ("192.0.2.1", "elsewhere.invalid"):
+        with pytest.raises(
+            LaunchError, match=rf"on this host only, but -H names '{elsewhere}'\. Type it there, or use "
+        ):
+            build(launcher, spec(hosts=(Host(elsewhere, 1),)))
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,9 @@ class _Variables:
     num_nodes: str | None = None
 
 
+# Set where unitrain tells Horovod its place as horovodrun would: what started the process stays who it was.
+LED_BY_UNITRAIN = "UNITRAIN_LEADS_HOROVOD"
+
 _LAUNCHERS = (
     _Variables(
         "torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
@@ -70,6 +73,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement:
     """
     environ = os.environ if environ is None else environ
     for variables in _LAUNCHERS:
+        if variables.launcher == "horovodrun" and LED_BY_UNITRAIN in environ:
+            continue
         if variables.marker in environ:
             return _placement(variables, environ)
     return Placement("none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 import torch
+import torch._dynamo  # before the group is made: imported later, as any optimizer does, it holds the group for ever
 import torch.distributed as dist
 
 from unitrain import environment

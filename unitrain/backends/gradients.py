@@ -49,6 +49,7 @@ class GlobalGradients(DistributedDataParallel):
         if compression is not None:
             self.register_comm_hook(None, _HOOKS[compression])
         self._backwards = 0
+        self._left = False
         if not unused_parameters:
             # Over the store, because ranks that wait for a missing gradient have collectives of this backward in
             # flight.
@@ -59,7 +60,15 @@ class GlobalGradients(DistributedDataParallel):
                 self, model, lambda names: meeting.exchange(key, names), lambda: self.require_backward_grad_sync
             )
 
+    def leave_group(self) -> None:
+        """Let go of the process group; from here on calling the model calls the user's, and gradients stay local."""
+        if not self._left:
+            self._left = True
+            del self.reducer, self.logger, self.process_group
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._left:
+            return self.module(*inputs, **kwargs)
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._backwards = 0

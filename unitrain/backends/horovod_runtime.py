@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch.distributed as dist
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousServer
+from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints that it is missing)
 
 from unitrain import environment
 from unitrain.backends.network import address_towards, free_port, interface_of
@@ -99,6 +100,7 @@ def _lead_to_each_other(placement: Placement, meeting: Meeting) -> None:
     slot = _slot(seats, placement.rank)
     environment.export(
         {
+            environment.LED_BY_UNITRAIN: "1",
             "HOROVOD_HOSTNAME": slot.hostname,
             "HOROVOD_RANK": str(slot.rank),
             "HOROVOD_SIZE": str(slot.size),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ class ProcessGroupBackend(Backend):
         self.size = dist.get_world_size()
         self._meeting = meeting
         self._calls = 0
+        self._wrapped: WeakSet[GlobalGradients] = WeakSet()
         own = meeting.seats[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
@@ -118,9 +120,11 @@ class ProcessGroupBackend(Backend):
     ) -> nn.Module:
         self._raise_together(lambda: checks.check_model(model, compression))
         check_same_model(self, model)
-        return GlobalGradients(
+        wrapped = GlobalGradients(
             model, self.device, self._meeting, unused_parameters=unused_parameters, compression=compression
         )
+        self._wrapped.add(wrapped)
+        return wrapped
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         self._raise_together(lambda: checks.check_optimizer(optimizer, self.unwrap(model)))
@@ -138,6 +142,10 @@ class ProcessGroupBackend(Backend):
         return getattr(inner, "_orig_mod", inner)
 
     def shutdown(self) -> None:
+        # A group ends with the last that holds it, and Gloo's threads with the group. Those that are still there when
+        # the interpreter goes abort the process now and then (pytorch#179291).
+        for model in self._wrapped:
+            model.leave_group()
         if dist.is_initialized():
             dist.destroy_process_group()
 
