@@ -12,9 +12,9 @@ from unitrain import environment
 from unitrain.backends.base import Backend
 from unitrain.testing import RankGroup
 from unitrain.testing.cases import CASES
-from unitrain.testing.test_contract import collectives, gradients, optimizers
+from unitrain.testing.test_contract import collectives, gradients, optimizers, parameters
 
-__all__ = ["collectives", "gradients", "optimizers"]
+__all__ = ["collectives", "gradients", "optimizers", "parameters"]
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 
 

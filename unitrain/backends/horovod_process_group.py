@@ -28,6 +28,7 @@ from torch._compile import _disable_dynamo
 
 from unitrain import environment
 from unitrain.backends.horovod_runtime import start_horovod, tell_torch_where
+from unitrain.backends.horovod_tensors import REDUCIBLE, as_bytes, copier, horovod_op, reducible, slices
 from unitrain.backends.horovod_work import Completions, HorovodWork
 from unitrain.backends.rendezvous import Meeting
 from unitrain.errors import UnsupportedError
@@ -37,8 +38,6 @@ NAME = "horovod"
 # names are used again, in the same order on every rank, and only so many are in use that none is ever needed twice at a
 # time.
 _NAMES_PER_SHAPE = 16
-_REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32)
-_WIDER = {torch.bfloat16: torch.float32}  # everything else that Horovod cannot reduce fits int32
 GroupT = TypeVar("GroupT", bound=dist.ProcessGroup)
 _groups = 0
 
@@ -100,12 +99,12 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> HorovodWork:
         (tensor,) = tensors
-        op = _horovod_op(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
-        if tensor.dtype in _REDUCIBLE and tensor.is_contiguous():
+        op = horovod_op(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        if tensor.dtype in REDUCIBLE and tensor.is_contiguous():
             return self._issue(
                 "allreduce", tensor, lambda name: hvd.allreduce_async_(tensor, name=name, op=op), tensors
             )
-        wide = _reducible(tensor)
+        wide = reducible(tensor)
         return self._issue(
             "allreduce", wide, lambda name: hvd.allreduce_async_(wide, name=name, op=op), tensors, tensor.copy_
         )
@@ -115,22 +114,22 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> HorovodWork:
         (tensor,) = tensors
-        wide = _reducible(tensor)
-        op = _horovod_op(opts.reduceOp)
+        wide = reducible(tensor)
+        op = horovod_op(opts.reduceOp)
         finish = tensor.copy_ if self.rank() == opts.rootRank else None
         return self._issue("reduce", wide, lambda name: hvd.allreduce_async_(wide, name=name, op=op), tensors, finish)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> HorovodWork:
         (tensor,) = tensors
-        payload = _bytes(tensor)
-        finish = None if payload.data_ptr() == tensor.data_ptr() else _copier([(tensor, slice(None))])
+        payload = as_bytes(tensor)
+        finish = None if payload.data_ptr() == tensor.data_ptr() else copier([(tensor, slice(None))])
         return self._issue(
             "broadcast", payload, lambda name: hvd.broadcast_async_(payload, opts.rootRank, name=name), tensors, finish
         )
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> HorovodWork:
         (own,), (parts,) = inputs, outputs
-        return self._gather(own, _slices(parts), outputs)
+        return self._gather(own, slices(parts), outputs)
 
     def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> HorovodWork:
         return self._gather(own, [(output, slice(None))], [output])
@@ -142,15 +141,15 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HorovodWork:
         (own,) = inputs
-        return self._gather(own, _slices(outputs[0]) if self.rank() == opts.rootRank else [], outputs)
+        return self._gather(own, slices(outputs[0]) if self.rank() == opts.rootRank else [], outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> HorovodWork:
         (own,) = outputs
-        count = _bytes(own).numel()
+        count = as_bytes(own).numel()
         whole = own.new_empty(self.size() * count, dtype=torch.uint8)
         if self.rank() == opts.rootRank:
-            torch.cat([_bytes(part) for part in inputs[0]], out=whole)
-        finish = _copier([(own, slice(self.rank() * count, (self.rank() + 1) * count))])
+            torch.cat([as_bytes(part) for part in inputs[0]], out=whole)
+        finish = copier([(own, slice(self.rank() * count, (self.rank() + 1) * count))])
         return self._issue(
             "scatter", whole, lambda name: hvd.broadcast_async_(whole, opts.rootRank, name=name), outputs, finish
         )
@@ -159,8 +158,8 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return self._reduce_scatter_base(outputs[0], torch.cat([part.reshape(-1) for part in inputs[0]]), opts)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> HorovodWork:
-        wide = _reducible(whole).view(-1)
-        op = _horovod_op(opts.reduceOp)
+        wide = reducible(whole).view(-1)
+        op = horovod_op(opts.reduceOp)
         if op not in (hvd.Sum, hvd.Average):  # which is all that Horovod scatters
             start = self.rank() * output.numel()
             return self._issue(
@@ -186,13 +185,13 @@ class HorovodProcessGroup(dist.ProcessGroup):
     ) -> HorovodWork:
         rows = own.shape[0]
         splits = torch.tensor(input_splits or [rows // self.size()] * self.size(), dtype=torch.int32)
-        row_bytes = _bytes(own).view(rows, -1)
+        row_bytes = as_bytes(own).view(rows, -1)
         return self._issue(
             "alltoall",
             row_bytes,
             lambda name: hvd.alltoall_async(row_bytes, splits=splits, name=name),
             [output],
-            lambda result: _copier([(output, slice(None))])(result[0].view(-1)),
+            lambda result: copier([(output, slice(None))])(result[0].view(-1)),
         )
 
     def barrier(self, opts: Any = None) -> HorovodWork:
@@ -238,9 +237,9 @@ class HorovodProcessGroup(dist.ProcessGroup):
     # --- issuing ---
 
     def _gather(self, own: Tensor, parts: list[tuple[Tensor, slice]], result: Any) -> HorovodWork:
-        payload = _bytes(own)
+        payload = as_bytes(own)
         return self._issue(
-            "allgather", payload, lambda name: hvd.allgather_async(payload, name=name), result, _copier(parts)
+            "allgather", payload, lambda name: hvd.allgather_async(payload, name=name), result, copier(parts)
         )
 
     def _issue(
@@ -264,46 +263,6 @@ class HorovodProcessGroup(dist.ProcessGroup):
         self._latest[name] = work
         self._completions.add(work)
         return work
-
-
-def _horovod_op(op: Any) -> Any:
-    for theirs, ours in (
-        (dist.ReduceOp.SUM, hvd.Sum),
-        (dist.ReduceOp.AVG, hvd.Average),
-        (dist.ReduceOp.MIN, hvd.Min),
-        (dist.ReduceOp.MAX, hvd.Max),
-        (dist.ReduceOp.PRODUCT, hvd.Product),
-    ):
-        if op == theirs:
-            return ours
-    raise UnsupportedError(f"Horovod cannot reduce by {op}. Use SUM, AVG, MIN, MAX or PRODUCT.")
-
-
-def _reducible(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy of a dtype that Horovod reduces."""
-    dtype = tensor.dtype if tensor.dtype in _REDUCIBLE else _WIDER.get(tensor.dtype, torch.int32)
-    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return `tensor` as uint8 [bytes], sharing its memory where it is contiguous: what only moves needs no dtype."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _slices(parts: list[Tensor]) -> list[tuple[Tensor, slice]]:
-    """Return each of the equal `parts` with its place in the gathered bytes."""
-    count = parts[0].numel() * parts[0].element_size()
-    return [(part, slice(rank * count, (rank + 1) * count)) for rank, part in enumerate(parts)]
-
-
-def _copier(parts: list[tuple[Tensor, slice]]) -> Callable[[Tensor], None]:
-    """Return a function that copies slices of some bytes into tensors."""
-
-    def copy(payload: Tensor) -> None:
-        for part, place in parts:
-            part.copy_(payload[place].view(part.dtype).view(part.shape))
-
-    return copy
 
 
 def _last(works: list[HorovodWork]) -> dist.Work:

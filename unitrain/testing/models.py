@@ -66,3 +66,8 @@ def assert_gradients(actual: nn.Module, expected: dict[str, Tensor | None], tole
         torch.testing.assert_close(
             parameter.grad, want, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def backward(model: nn.Module, rank: int, step: int = 0) -> None:
+    """Run forward and backward on the batch of a rank and step."""
+    loss_of(model(batch(rank, step))).backward()

@@ -1,0 +1,133 @@
+"""The contract on which of a model's parameters take part: unused, frozen, shared, none at all, or not the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.base import Backend
+from unitrain.errors import ModelError
+from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.models import (
+    FEATURES,
+    assert_gradients,
+    backward,
+    batch,
+    build,
+    loss_of,
+    mean_gradients,
+)
+
+
+class TwoHeads(nn.Module):
+    """A trunk with two heads, of which a forward uses those it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk = nn.Linear(FEATURES, 5).double()
+        self.left = nn.Linear(5, 2).double()
+        self.right = nn.Linear(5, 2).double()
+
+    def forward(self, x: Tensor, heads: str) -> Tensor:
+        hidden = self.trunk(x).tanh()
+        return torch.stack([getattr(self, head)(hidden) for head in heads.split()]).sum(0)
+
+
+def _heads(rank: int, step: int) -> str:
+    """Return the heads a rank uses: only rank 0 leaves one out, all leave one out, none does, they take turns."""
+    return [
+        "left" if rank == 0 else "left right",
+        "left",
+        "left right",
+        "left" if (rank + step) % 2 else "right",
+    ][step]
+
+
+@contract
+def unused_parameters_count_as_zero_or_stay_none(backend: Backend) -> None:
+    model, twin = TwoHeads(), TwoHeads()
+    wrapped = backend.distributed_model(model, unused_parameters=True)
+    for step in range(4):
+        model.zero_grad()
+        loss_of(wrapped(batch(backend.rank, step), _heads(backend.rank, step))).backward()
+        expected = mean_gradients(
+            backend, twin, lambda m, rank, step=step: loss_of(m(batch(rank, step), _heads(rank, step))).backward()
+        )
+        assert_gradients(model, expected)
+
+
+@contract
+def unused_parameters_are_the_same_error_everywhere(backend: Backend) -> None:
+    for heads in ("left", "left" if backend.rank == 0 else "left right"):
+        wrapped = backend.distributed_model(TwoHeads())
+
+        def step(wrapped: nn.Module = wrapped, heads: str = heads) -> None:
+            loss_of(wrapped(batch(backend.rank), heads)).backward()
+
+        text = raises(ModelError, "2 parameters got no gradient on", step)
+        assert "right.weight, right.bias" in text
+        assert "unused_parameters=True" in text
+        same_on_every_rank(backend, text)
+
+
+@contract
+def frozen_parameters_stay_out(backend: Backend) -> None:
+    model, twin = build(), build()
+    for module in (model, twin):
+        module[0].requires_grad_(False)  # type: ignore[index]
+    wrapped = backend.distributed_model(model)
+    backward(wrapped, backend.rank)
+    assert_gradients(model, mean_gradients(backend, twin, backward))
+    assert model[0].weight.grad is None  # type: ignore[index]
+
+
+class Tied(nn.Module):
+    """Input and output share one weight, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.encode = nn.Linear(FEATURES, FEATURES, bias=False).double()
+        self.decode = nn.Linear(FEATURES, FEATURES).double()
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.decode(self.encode(x).tanh())
+        return result
+
+
+@contract
+def shared_parameters_are_reduced_once(backend: Backend) -> None:
+    model, twin = Tied(), Tied()
+    wrapped = backend.distributed_model(model)
+    for _ in range(2):
+        model.zero_grad()
+        backward(wrapped, backend.rank)
+        assert_gradients(model, mean_gradients(backend, twin, backward))
+    assert model.decode.weight is model.encode.weight
+
+
+@contract
+def models_that_cannot_be_trained_are_refused(backend: Backend) -> None:
+    frozen = build().requires_grad_(False)
+    raises(ModelError, "has no parameter that requires a gradient", lambda: backend.distributed_model(frozen))
+    raises(ModelError, "nothing to train", lambda: backend.distributed_model(nn.ReLU()))
+    sparse = nn.Sequential(nn.Embedding(10, 3, sparse=True))
+    raises(ModelError, "sparse=False", lambda: backend.distributed_model(sparse))
+
+
+@contract
+def models_that_differ_between_ranks_are_refused(backend: Backend) -> None:
+    if backend.size == 1:
+        return
+    last = backend.rank == backend.size - 1
+    model = nn.Sequential(nn.Linear(3, 4 if last else 2))
+    text = raises(ModelError, "'0.weight' is float32 [2, 3] on rank 0", lambda: backend.distributed_model(model))
+    same_on_every_rank(backend, text)
+    text = raises(
+        ModelError,
+        "no parameter that requires a gradient",
+        lambda: backend.distributed_model(build().requires_grad_(not last)),
+    )
+    same_on_every_rank(backend, text)
