@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import SECONDS, started
 
 BIN = Path(sys.executable).parent
 PYTHON = sys.executable
@@ -23,7 +19,6 @@ UNITRAIN = [str(BIN / "unitrain"), "launch", "-np", "2"]
 TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "--gloo", PYTHON]
 MPIRUN = ["mpirun", "-np", "2", "--oversubscribe", PYTHON]
-SECONDS = 100
 # Its arguments: the folder to tell in, how it ends, and the backend, if one is asked for.
 SCRIPT = """
 import json, os, sys, time
@@ -47,60 +42,6 @@ with unitrain.init(*backend, device="cpu", timeout_seconds=60) as backend:
     if end != "returns":
         time.sleep(300)
 """
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launcher at work. Its process and all that come of it carry `mark` in their environment."""
-
-    process: subprocess.Popen[str]
-    mark: bytes
-
-    def living(self) -> list[int]:
-        """Return the launcher and ranks that live, also those that left its process group, as torchrun's ranks do."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if self.mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-        return found
-
-    def output(self) -> str:
-        """Wait for the end, and return what was printed."""
-        return self.process.communicate(timeout=SECONDS)[0]
-
-    def wait_until_none_lives(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while living := self.living():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"still there after {seconds} s: {living}")
-            time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def started(command: list[str]) -> Iterator[Launch]:
-    """Run `command` in a session of its own; nothing of it outlives the test."""
-    name, value = "UNITRAIN_TEST_LAUNCH", secrets.token_hex(8)
-    added = {name: value, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    kept = {key: text for key, text in os.environ.items() if key not in ("OMP_NUM_THREADS", "UNITRAIN_BACKEND")}
-    process = subprocess.Popen(
-        command,
-        env=kept | added,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    launch = Launch(process, f"{name}={value}".encode())
-    try:
-        yield launch
-    finally:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for pid in launch.living():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=SECONDS)
 
 
 @pytest.fixture

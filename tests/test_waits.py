@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launches import started
 
 from unitrain import environment
 from unitrain.backends.base import Backend
@@ -25,11 +26,11 @@ def absent_from_a_collective(backend: Backend) -> tuple[str, float]:
     if backend.rank == 1:
         time.sleep(4 * TIMEOUT)
         return "", 0.0
-    started = time.monotonic()
+    began = time.monotonic()
     try:
         backend.allreduce(torch.ones(2))
     except CollectiveTimeoutError as error:
-        return str(error), time.monotonic() - started
+        return str(error), time.monotonic() - began
     raise AssertionError("the collective went through")
 
 
@@ -45,11 +46,11 @@ def test_a_timeout_names_the_absent_rank(backend: str) -> None:
 
 
 def test_a_group_that_cannot_start_says_so_at_once() -> None:
-    started = time.monotonic()
+    began = time.monotonic()
     with RankGroup("ddp", 2, command=["false"]) as group, pytest.raises(RankError) as caught:
         group.run(absent_from_a_collective)
     assert str(caught.value) == "Ranks 0, 1 of 2 on ddp did not start: a process ended with exit code 1."
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - began < 10
 
 
 def absent_from_backward(backend: Backend) -> tuple[str, float]:
@@ -58,11 +59,11 @@ def absent_from_backward(backend: Backend) -> tuple[str, float]:
     if backend.rank == 1:
         time.sleep(4 * TIMEOUT)
         return "", 0.0
-    started = time.monotonic()
+    began = time.monotonic()
     try:
         loss_of(model(batch(backend.rank))).backward()
     except (RuntimeError, CollectiveTimeoutError) as error:
-        return str(error), time.monotonic() - started
+        return str(error), time.monotonic() - began
     raise AssertionError("backward went through")
 
 
@@ -95,21 +96,13 @@ with unitrain.init(timeout_seconds=5, device="cpu") as backend:
 def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tmp_path: Path) -> None:
     script = tmp_path / "faulty.py"
     script.write_text(SCRIPT)
-    started = time.monotonic()
-    finished = subprocess.run(
-        [
-            *(sys.executable, "-m", "unitrain", "launch", "--backend", backend, "--launcher", launcher),
-            *("-np", "2", str(script), fault),
-        ],
-        env=environment.inherited() | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    seconds = time.monotonic() - started
-    output = finished.stdout + finished.stderr
-    assert finished.returncode != 0, output
+    began = time.monotonic()
+    command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "--launcher", launcher, "-np", "2"]
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+    with started([*command, str(script), fault], variables) as launch:
+        output = launch.output()
+        assert launch.process.returncode != 0, output
+    seconds = time.monotonic() - began
     expected = {
         "raises": "ValueError: rank 1 fails",
         "exits": "rank 1 gives up",
@@ -123,7 +116,7 @@ def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
     """Rank 0 of two, alone: the other process was never started."""
     program = "import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)"
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    started = time.monotonic()
+    began = time.monotonic()
     finished = subprocess.run(
         [sys.executable, "-c", program],
         env=environment.inherited() | variables,
@@ -135,4 +128,4 @@ def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
     assert finished.returncode == 1
     assert "CollectiveTimeoutError" in finished.stderr, finished.stderr
     assert "rank 1" in finished.stderr
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - began < 40

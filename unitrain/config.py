@@ -22,9 +22,10 @@ class TrainConfig:
     as do its shuffling and its workers. `steps` and `show_every` count optimizer steps, `checkpoint_every` epochs.
     `seed` decides the order of the data, and each rank's random numbers (dropout, augmentation) from the first step on.
     `clip_norm` limits the norm of the gradient of the global batch. `show_every` is how often the exact mean loss over
-    ranks is worked out, shown and checked; that is one allreduce of two numbers, and the only time the loop waits for
-    the device. Without `output_dir` nothing is written. `resume=True` goes on from the newest checkpoint in
-    `output_dir`, or starts from the beginning where there is none; `resume="path"` demands a checkpoint there.
+    ranks is worked out, shown and checked, without it about every two seconds; that is an allreduce of two numbers, and
+    the only time the loop waits for the device. Without `output_dir` nothing is written. `resume=True` goes on from the
+    newest checkpoint in `output_dir`, or starts from the beginning where there is none; `resume="path"` demands a
+    checkpoint there.
     """
 
     epochs: int | None = None
@@ -43,7 +44,7 @@ class TrainConfig:
     checkpoint_every: int = 1
     resume: bool | str | Path = False
     progress: ProgressStyle = "auto"
-    show_every: int = 100
+    show_every: int | None = None
 
     def __post_init__(self) -> None:
         self._check_length()
@@ -53,7 +54,7 @@ class TrainConfig:
         self._check_integer("seed", 0, "Use 0")
         self._check_integer("num_workers", 0, "Use 0 to load the data in the training process")
         self._check_integer("checkpoint_every", 1, "Use 1 to write a checkpoint after every epoch")
-        self._check_integer("show_every", 1, "Use 100 to work out the loss every 100 steps")
+        self._check_integer("show_every", 1, "Leave it out to show the loss every two seconds", optional=True)
         self._check_choice("scheduler_every", get_args(SchedulerUnit))
         self._check_choice("progress", get_args(ProgressStyle))
         if self.compression is not None:

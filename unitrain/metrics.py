@@ -25,9 +25,7 @@ class Means:
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
         self._device = device
-        self._waiting: list[tuple[int, list[Tensor]]] = []
-        self._sums = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.names]
-        self._samples = 0
+        self._clear()
 
     def add(self, values: Iterable[Tensor | float], samples: int) -> None:
         """Count one batch: per name either its mean over the batch's `samples`, or a tensor [samples] of their values.
@@ -38,18 +36,20 @@ class Means:
             taken = [value.detach() if isinstance(value, Tensor) else torch.tensor(value) for value in values]
             self._waiting.append((samples, taken))
             if len(self._waiting) == _WAITING:
-                self._add_up()
+                self._sums, self._samples = self._added_up()
+                self._waiting.clear()
 
-    def totals(self, communicator: Communicator) -> tuple[list[float], int]:
-        """Return the sum of each name and the number of samples over all ranks, and start again. All ranks call it."""
-        self._add_up()
-        here = torch.tensor(self._samples, dtype=torch.float64, device=self._device)
-        everywhere = communicator.allreduce(torch.stack([*self._sums, here]), op="sum")
-        for total in self._sums:
-            total.zero_()
-        self._samples = 0
-        *sums, samples = everywhere.tolist()
-        return sums, int(samples)
+    def totals(self, communicator: Communicator, *, reset: bool = True) -> tuple[list[float], int]:
+        """Return the sum of each name and the number of samples over all ranks, and start again. All ranks call it.
+
+        With `reset=False` what was collected stays, and later sums are what they would have been without this call.
+        """
+        sums, samples = self._added_up()
+        here = torch.tensor(samples, dtype=torch.float64, device=self._device)
+        *everywhere, all_samples = communicator.allreduce(torch.stack([*sums, here]), op="sum").tolist()
+        if reset:
+            self._clear()
+        return everywhere, int(all_samples)
 
     def reduce(self, communicator: Communicator) -> dict[str, float]:
         """Return the mean of each name over all ranks (nan without any sample), and start again. All ranks call it."""
@@ -57,18 +57,32 @@ class Means:
         means = [total / samples if samples else float("nan") for total in sums]
         return dict(zip(self.names, means, strict=True))
 
-    def _add_up(self) -> None:
+    def _added_up(self) -> tuple[list[Tensor], int]:
         # Nearly all batches are equally long, so a hundred of them are one stack, one sum and one addition: much less
         # than an addition after every batch, and nothing has to be copied to the device.
+        sums, counted = self._sums, self._samples
         for samples, batches in groupby(self._waiting, key=itemgetter(0)):
             rows = [values for _, values in batches]
-            for name, total, values in zip(self.names, self._sums, zip(*rows, strict=True), strict=True):
-                shape = values[0].shape
-                if shape not in ((), (samples,)):
-                    raise TensorError(
-                        f"{name} of a batch of {samples} must be one number or {samples}, got shape {list(shape)}. "
-                        "Return the mean over the batch, for example with .mean()."
-                    )
-                total.add_(torch.stack(values).sum(dtype=torch.float64), alpha=1 if shape else samples)
-            self._samples += samples * len(rows)
-        self._waiting.clear()
+            sums = [
+                total.add(_sum(name, values, samples))
+                for name, total, values in zip(self.names, sums, zip(*rows, strict=True), strict=True)
+            ]
+            counted += samples * len(rows)
+        return sums, counted
+
+    def _clear(self) -> None:
+        self._waiting: list[tuple[int, list[Tensor]]] = []
+        self._sums = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in self.names]
+        self._samples = 0
+
+
+def _sum(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:
+    """Return the sum over all samples of some batches of `samples` each, float64."""
+    shape = values[0].shape
+    if shape not in ((), (samples,)):
+        raise TensorError(
+            f"{name} of a batch of {samples} must be one number or {samples}, got shape {list(shape)}. "
+            "Return the mean over the batch, for example with .mean()."
+        )
+    total = torch.stack(values).sum(dtype=torch.float64)
+    return total if shape else total * samples

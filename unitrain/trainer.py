@@ -19,11 +19,12 @@ from unitrain.backends.base import Backend
 from unitrain.buffers import share_buffers
 from unitrain.config import TrainConfig, check_alike
 from unitrain.data import Cursor, EvaluationShare, Slice, TrainingShare, input_and_target, to_device
-from unitrain.errors import CheckpointError, ConfigError, ModelError, NonFiniteLossError
+from unitrain.errors import CheckpointError, ConfigError, ModelError
 from unitrain.history import History
 from unitrain.loading import Data
 from unitrain.metrics import Means
 from unitrain.progress import Progress, choose_progress
+from unitrain.running_loss import RunningLoss
 
 LossFunction = Callable[[Any, Any], Tensor]
 Metric = Callable[[Any, Any], Tensor | float]
@@ -62,7 +63,7 @@ class Trainer:
         self._folder = None if config.output_dir is None else Path(config.output_dir)
         self._seeded = False
         self._progress = Progress()
-        self._loss = Means(("loss",), backend.device)
+        self._loss = RunningLoss(backend, config.show_every)
 
         model.to(backend.device)
         if optimizer.state:  # loaded before the model moved: loading it once more moves it too
@@ -116,7 +117,7 @@ class Trainer:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
         config, cursor = self.config, self.cursor
         epoch, started, first_sample = cursor.epoch + 1, time.perf_counter(), cursor.sample
-        loss_sum, samples = 0.0, 0
+        self._loss.start(cursor.step)
         for batch, part in share.epoch(cursor.epoch, cursor.sample):
             self._micro_step(batch, part)
             if not part.closes_step:
@@ -125,18 +126,18 @@ class Trainer:
             cursor.step += 1
             cursor.sample = part.step_end
             self._progress.step(epoch, part.step_samples)
-            if cursor.step % config.show_every == 0:
-                loss_sum, samples = self._add_loss(loss_sum, samples)
+            if self._loss.due(cursor.step):
+                self._progress.loss(self._loss.look(epoch, cursor.step))
             if cursor.step == config.steps:
                 break
-        loss_sum, samples = self._add_loss(loss_sum, samples)
+        train_loss = self._loss.finish(epoch, cursor.step)
         seconds = time.perf_counter() - started
         trained = cursor.sample - first_sample
         if cursor.sample >= share.samples_per_epoch:
             cursor.epoch, cursor.sample = cursor.epoch + 1, 0
 
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        results = {"train_loss": loss_sum / samples, **self._validate(validation)}
+        results = {"train_loss": train_loss, **self._validate(validation)}
         if config.scheduler_every == "epoch" and cursor.sample == 0:
             self._step_scheduler(results)
         self._progress.epoch(epoch, results)
@@ -160,7 +161,7 @@ class Trainer:
             # samples of the step, however unevenly they are shared; a stand-in for an empty share weighs nothing.
             weight = part.samples * self.backend.size / part.step_samples
             torch.autograd.backward(loss if weight == 1.0 else loss * weight)
-        self._loss.add((loss,), part.samples)
+        self._loss.add(loss, part.samples)
 
     def _optimizer_step(self) -> None:
         """Update the parameters; the gradients are already those of the global batch, so clipping is plain torch."""
@@ -170,22 +171,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None and self.config.scheduler_every == "step":
             self.scheduler.step()
-
-    def _add_loss(self, loss_sum: float, samples: int) -> tuple[float, int]:
-        """Return the epoch's loss sum and sample count with what all ranks have gathered since they were last asked.
-
-        Every rank sees the same numbers here, so a loss that is no longer finite ends the run on all of them alike.
-        """
-        (new_sum,), new_samples = self._loss.totals(self.backend)
-        if new_samples:
-            mean = new_sum / new_samples
-            if not abs(mean) < float("inf"):
-                raise NonFiniteLossError(
-                    f"The mean loss became {mean} in epoch {self.cursor.epoch + 1}, by step {self.cursor.step}. "
-                    "Lower the learning rate, or clip the gradients with TrainConfig(clip_norm=1.0)."
-                )
-            self._progress.loss(mean)
-        return loss_sum + new_sum, samples + new_samples
 
     def _validate(self, validation: EvaluationShare | None) -> dict[str, float]:
         if validation is None:

@@ -33,6 +33,7 @@ def watch_first_backward(
     unused: dict[Tensor, str] = {
         parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
     }
+    watched = list(unused)
     handles: list[RemovableHandle] = []
 
     def used(parameter: Tensor) -> None:
@@ -41,6 +42,9 @@ def watch_first_backward(
     def finished() -> None:
         for handle in handles:
             handle.remove()
+        for parameter in watched:
+            if not parameter._post_accumulate_grad_hooks:  # an empty table of them would still cost every backward
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         told = exchange(list(unused.values()))
         if unused:
             # Give the others the gradients they wait for, so that they, and the group, come out of this backward.
@@ -59,7 +63,7 @@ def watch_first_backward(
                 tensor.register_hook(on_backward)
 
     handles.append(wrapped.register_forward_hook(on_forward))
-    handles.extend(parameter.register_post_accumulate_grad_hook(used) for parameter in list(unused))
+    handles.extend(parameter.register_post_accumulate_grad_hook(used) for parameter in watched)
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:
