@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,12 +44,15 @@ class GlobalGradients(DistributedDataParallel):
             find_unused_parameters=unused_parameters,
             gradient_as_bucket_view=True,
         )
-        # Shared above, as the contract says. From here on rank 0's are what counts and do not depend on the others':
-        # sharing them again before an evaluation or a checkpoint gives what sharing them in every forward would.
+        # Shared above, as the contract says. From here on each rank's are its own until `share_buffers` makes them rank
+        # 0's again, before an evaluation or a checkpoint: rank 0's never depend on the others', so they are then what
+        # sharing them in every forward would have made them.
         self.broadcast_buffers = False
         if compression is not None:
             self.register_comm_hook(None, _HOOKS[compression])
-        self._backwards = 0
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._forwards = 0  # with gradients, that no backward has followed yet
+        self._backward = -1
         self._left = False
         if not unused_parameters:
             # Over the store, because ranks that wait for a missing gradient have collectives of this backward in
@@ -69,19 +73,52 @@ class GlobalGradients(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._left:
             return self.module(*inputs, **kwargs)
-        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        try:
+            output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "Expected to have finished reduction in the prior iteration" not in str(error):
+                raise
+            raise ModelError(
+                "In the last backward, parameters that earlier ones used got no gradient on this rank, so it now "
+                "differs from the others. Use all of them in every loss, or allow it: "
+                "backend.distributed_model(model, unused_parameters=True)."
+            ) from error
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._backwards = 0
-            for tensor in gradient_tensors(output)[:1]:
-                tensor.register_hook(self._prepare_again)
+            self._forwards += 1
+            for tensor in gradient_tensors(output):
+                tensor.register_hook(self._prepare_backward)
         return output
 
-    def _prepare_again(self, gradient: Tensor) -> None:
-        # DDP arms its reducer in forward, once; a retained graph runs backward again without one.
-        self._backwards += 1
-        if self._backwards > 1:
+    def _prepare_backward(self, gradient: Tensor) -> None:
+        """Arm the reducer for the backward that reaches an output first, where DDP has not.
+
+        DDP arms it in forward, for one backward that uses what this forward used. A retained graph runs another one
+        without a forward, and several forwards may share one.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward:
+            return
+        self._backward = backward
+        forwards, self._forwards = self._forwards, 0
+        if forwards == 0:
             self.reducer._rebuild_buckets()  # as forward would, after the first backward
+        if self.find_unused_parameters and forwards != 1:
+            if reached := self._reached():
+                self.reducer.prepare_for_backward(reached)
+        elif forwards == 0:
             self.reducer.prepare_for_backward([])
+
+    def _reached(self) -> list[Tensor]:
+        """Return a view of each parameter that the running backward will reach; none if it is not one of this model."""
+        try:
+            with torch.enable_grad():
+                return [
+                    parameter.view_as(parameter)
+                    for parameter in self._trained
+                    if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+                ]
+        except RuntimeError:  # torch.autograd.grad with respect to parameters, which leaves every .grad alone
+            return []
 
 
 def check_same_model(communicator: Communicator, model: nn.Module) -> None:

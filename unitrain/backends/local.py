@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,7 @@ class LocalBackend(Backend):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._accumulating = False
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
@@ -71,15 +73,20 @@ class LocalBackend(Backend):
     ) -> nn.Module:
         checks.check_model(model, compression)
         if not unused_parameters:
-            watch_first_backward(model, model, self.allgather_object)
+            watch_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         checks.check_optimizer(optimizer, model)
         return optimizer
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return getattr(model, "_orig_mod", model)  # the name torch.compile gives to what it wraps

@@ -22,30 +22,36 @@ def watch_first_backward(
     wrapped: nn.Module,
     model: nn.Module,
     exchange: Callable[[list[str]], list[list[str]]],
-    applies: Callable[[], bool] = lambda: True,
+    applies: Callable[[], bool],
 ) -> None:
     """Raise ModelError on every rank from the first `backward` that leaves a parameter of `model` unused on any rank.
 
     `wrapped` is the module that is called; `exchange` gives every rank's names of unused parameters, and runs while no
     other collective of that backward has been waited for; `applies` tells, at each forward, whether its backward
-    counts.
+    counts. One that reaches no parameter at all is not the model's: gradients of the inputs were asked for, or those of
+    a model in front of it.
     """
-    unused: dict[Tensor, str] = {
-        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    watched = list(unused)
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    last_used: dict[Tensor, int] = {}
     handles: list[RemovableHandle] = []
+    watching, watched = True, -1
 
     def used(parameter: Tensor) -> None:
-        unused.pop(parameter, None)
+        last_used[parameter] = torch._C._current_graph_task_id()
 
     def finished() -> None:
+        nonlocal watching
+        # Backwards are numbered as they begin, those that run inside another one after it.
+        unused = [parameter for parameter in names if last_used.get(parameter, -1) < watched]
+        if not watching or len(unused) == len(names):
+            return
+        watching = False
         for handle in handles:
             handle.remove()
-        for parameter in watched:
+        for parameter in names:
             if not parameter._post_accumulate_grad_hooks:  # an empty table of them would still cost every backward
                 parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        told = exchange(list(unused.values()))
+        told = exchange([names[parameter] for parameter in unused])
         if unused:
             # Give the others the gradients they wait for, so that they, and the group, come out of this backward.
             with torch.enable_grad():
@@ -53,17 +59,19 @@ def watch_first_backward(
         _raise_if_any(told)
 
     def on_backward(gradient: Tensor) -> None:
-        if handles:
+        nonlocal watched
+        backward = torch._C._current_graph_task_id()
+        if watching and backward != watched:
+            watched = backward
             _queue_callback(finished)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if applies():
-            tensors = gradient_tensors(output)
-            for tensor in tensors[:1]:
+            for tensor in gradient_tensors(output):
                 tensor.register_hook(on_backward)
 
     handles.append(wrapped.register_forward_hook(on_forward))
-    handles.extend(parameter.register_post_accumulate_grad_hook(used) for parameter in watched)
+    handles.extend(parameter.register_post_accumulate_grad_hook(used) for parameter in names)
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:

@@ -72,6 +72,122 @@ def unused_parameters_are_the_same_error_everywhere(backend: Backend) -> None:
 
 
 @contract
+def one_backward_may_follow_forwards_of_different_parts(backend: Backend) -> None:
+    for unused_parameters in (False, True):
+        model, twin = TwoHeads(), TwoHeads()
+        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+
+        def run(m: nn.Module, rank: int) -> None:
+            (loss_of(m(batch(rank, 0), "left")) + loss_of(m(batch(rank, 1), "right"))).backward()
+
+        for _ in range(3):
+            model.zero_grad()
+            run(wrapped, backend.rank)
+            assert_gradients(model, mean_gradients(backend, twin, run))
+
+
+@contract
+def a_graph_that_leaves_parameters_out_may_be_retained(backend: Backend) -> None:
+    model, twin = TwoHeads(), TwoHeads()
+    wrapped = backend.distributed_model(model, unused_parameters=True)
+
+    def run(m: nn.Module, rank: int) -> None:
+        loss = loss_of(m(batch(rank), "left"))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    for _ in range(2):
+        model.zero_grad()
+        run(wrapped, backend.rank)
+        assert_gradients(model, mean_gradients(backend, twin, run))
+
+
+@contract
+def a_gradient_penalty_is_reduced(backend: Backend) -> None:
+    for unused_parameters in (False, True):
+        model, twin = build(), build()
+        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+
+        def run(m: nn.Module, rank: int) -> None:
+            inputs = batch(rank).requires_grad_()
+            loss = loss_of(m(inputs))
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            (loss + slope.pow(2).sum()).backward()
+
+        for _ in range(3):
+            model.zero_grad()
+            run(wrapped, backend.rank)
+            assert_gradients(model, mean_gradients(backend, twin, run))
+
+
+@contract
+def a_backward_through_a_frozen_model_is_not_its_own(backend: Backend) -> None:
+    judge, twin = build(), build()
+    wrapped = backend.distributed_model(judge)
+    maker = torch.nn.Linear(FEATURES, FEATURES).double()
+    for _ in range(2):
+        judge.requires_grad_(False)
+        loss_of(wrapped(maker(batch(backend.rank)))).backward()
+        assert all(parameter.grad is None for parameter in judge.parameters())
+        judge.requires_grad_(True)
+        backward(wrapped, backend.rank)
+        assert_gradients(judge, mean_gradients(backend, twin, backward))
+        judge.zero_grad()
+
+
+class TwoOutputs(nn.Module):
+    """Returns two tensors; the second alone reaches every parameter but one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.second = nn.Linear(FEATURES, 3).double(), nn.Linear(FEATURES, 3).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+@contract
+def a_loss_on_one_of_two_outputs_counts(backend: Backend) -> None:
+    wrapped = backend.distributed_model(TwoOutputs())
+    text = raises(
+        ModelError, "2 parameters got no gradient", lambda: loss_of(wrapped(batch(backend.rank))[1]).backward()
+    )
+    assert "first.weight, first.bias" in text
+    same_on_every_rank(backend, text)
+
+
+@contract
+def what_only_a_micro_step_used_counts_as_used_where_that_is_allowed(backend: Backend) -> None:
+    model, twin = TwoHeads(), TwoHeads()
+    wrapped = backend.distributed_model(model, unused_parameters=True)
+    for _ in range(2):
+        model.zero_grad()
+        with backend.no_sync(wrapped):
+            loss_of(wrapped(batch(backend.rank, 0), "right")).backward()
+        loss_of(wrapped(batch(backend.rank, 1), "left")).backward()
+
+        def run(m: nn.Module, rank: int) -> None:
+            loss_of(m(batch(rank, 0), "right")).backward()
+            loss_of(m(batch(rank, 1), "left")).backward()
+
+        assert_gradients(model, mean_gradients(backend, twin, run))
+
+
+@contract
+def what_only_a_micro_step_used_is_an_error_elsewhere(backend: Backend) -> None:
+    wrapped = backend.distributed_model(TwoHeads())
+    with backend.no_sync(wrapped):
+        loss_of(wrapped(batch(backend.rank), "left right")).backward()
+    text = raises(
+        ModelError,
+        "2 parameters got no gradient on every rank: right.weight, right.bias",
+        lambda: loss_of(wrapped(batch(backend.rank), "left")).backward(),
+    )
+    same_on_every_rank(backend, text)
+
+
+@contract
 def frozen_parameters_stay_out(backend: Backend) -> None:
     model, twin = build(), build()
     for module in (model, twin):
