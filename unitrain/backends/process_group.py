@@ -5,7 +5,6 @@ The ddp and the horovod backend share all of this, so that they are equal by con
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -20,6 +19,7 @@ from unitrain.backends import checks
 from unitrain.backends.base import Backend, Compression, ReduceOp, raise_together
 from unitrain.backends.call import ROW_LENGTH, Call, describe_disagreement
 from unitrain.backends.gradients import GlobalGradients, check_same_model
+from unitrain.backends.objects import NOTHING, pack, unpack
 from unitrain.backends.rendezvous import Meeting
 from unitrain.errors import (
     CollectiveMismatchError,
@@ -40,6 +40,7 @@ _TORCH_OPS = {
 # Renamed in torch 2.14.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_HALF = (torch.float16, torch.bfloat16)
 _STRAGGLER_PATIENCE = timedelta(seconds=3)
 
 
@@ -60,7 +61,7 @@ class ProcessGroupBackend(Backend):
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         self._agree("allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op))
-        result = _widened(tensor)
+        result = _widened(tensor, _reduced_dtype(tensor.dtype, op))
         self._wait(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
         return self._finish(result, tensor.dtype, op)
 
@@ -82,7 +83,7 @@ class ProcessGroupBackend(Backend):
             checks.check_divides(tensor, self.size)
 
         self._agree("reducescatter", tensor, op=op, check=check)
-        whole = _widened(tensor)
+        whole = _widened(tensor, _reduced_dtype(tensor.dtype, op))
         result = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         if result.numel():
             self._wait(_reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
@@ -94,23 +95,34 @@ class ProcessGroupBackend(Backend):
             checks.check_root(root, self.size)
 
         self._agree("broadcast", tensor, root=root, check=check)
-        result = _widened(tensor)
+        result = _widened(tensor, _wide_dtype(tensor.dtype))
         if result.numel():
             self._wait(dist.broadcast(result, root, async_op=True))
         return result.to(tensor.dtype)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        payload = _pickled(obj) if root == self.rank else torch.empty(0, dtype=torch.uint8)
-        calls = self._agree("broadcast_object", payload, root=root, check=lambda: checks.check_root(root, self.size))
+        payload, problem = pack(obj) if root == self.rank else (NOTHING, None)
+
+        def check() -> None:
+            checks.check_root(root, self.size)
+            if problem is not None:
+                raise problem
+
+        calls = self._agree("broadcast_object", payload, root=root, check=check)
         if root != self.rank:
             payload = torch.empty(calls[root].shape[0], dtype=torch.uint8)
         self._wait(dist.broadcast(payload, root, async_op=True))
-        return obj if root == self.rank else _unpickled(payload)
+        return obj if root == self.rank else unpack(payload, self.device)
 
     def allgather_object(self, obj: Any) -> list[Any]:
-        payload = _pickled(obj)
-        sizes = [call.shape[0] for call in self._agree("allgather_object", payload)]
-        return [_unpickled(part) for part in self._gather_bytes(payload, sizes)]
+        payload, problem = pack(obj)
+
+        def check() -> None:
+            if problem is not None:
+                raise problem
+
+        sizes = [call.shape[0] for call in self._agree("allgather_object", payload, check=check)]
+        return [unpack(part, self.device) for part in self._gather_bytes(payload, sizes)]
 
     def barrier(self) -> None:
         self._agree("barrier")
@@ -198,11 +210,11 @@ class ProcessGroupBackend(Backend):
 
     def _raise_problem(self, problem: UnitrainError | None) -> None:
         """Raise the lowest refused rank's error on every rank, outside the numbered calls."""
-        payload = _pickled(problem)
+        payload, _ = pack(problem)
         sizes = torch.empty(self.size, dtype=torch.int64)
         self._wait(_all_gather(sizes, torch.tensor([payload.numel()]), async_op=True))
         for part in self._gather_bytes(payload, sizes.tolist()):
-            if (found := _unpickled(part)) is not None:
+            if (found := unpack(part, self.device)) is not None:
                 raise found
 
     def _raise_together(self, check: Callable[[], None]) -> None:
@@ -257,14 +269,12 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype == torch.bool else dtype  # no transport reduces booleans; 0 and 1 behave alike
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _reduced_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    # A sum over ranks can be more than half a format holds where the mean is not, and transports sum it in different
+    # formats.
+    return torch.float32 if dtype in _HALF and op != "min" and op != "max" else _wide_dtype(dtype)
+
+
+def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a contiguous copy to communicate in place."""
-    return tensor.detach().to(_wide_dtype(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
-
-
-def _pickled(obj: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-
-
-def _unpickled(payload: Tensor) -> Any:
-    return pickle.loads(payload.numpy().tobytes())
+    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)

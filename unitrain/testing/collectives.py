@@ -67,6 +67,13 @@ def allreduce_takes_the_mean_by_default(backend: Backend) -> None:
 
 
 @contract
+def a_mean_survives_a_sum_too_large_for_its_format(backend: Backend) -> None:
+    own = torch.full((3, backend.size), 40_000.0, dtype=torch.float16)  # the sum of two is more than float16 holds
+    assert torch.equal(backend.allreduce(own), own)
+    assert torch.equal(backend.reducescatter(own.t())[0], own[:, 0])
+
+
+@contract
 def integer_mean_is_refused_on_every_rank(backend: Backend) -> None:
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
         text = raises(TensorError, "mean", lambda dtype=dtype: backend.allreduce(torch.ones(2).to(dtype)))
@@ -209,6 +216,18 @@ def objects_travel(backend: Backend) -> None:
     gathered = backend.allgather_object("x" * backend.rank)
     assert gathered == ["x" * rank for rank in range(backend.size)]
     assert backend.allgather_object(None) == [None] * backend.size
+
+
+@contract
+def objects_that_cannot_be_pickled_are_refused_on_every_rank(backend: Backend) -> None:
+    if backend.size == 1:
+        return
+    last = backend.size - 1
+    sent = {"callback": lambda: None} if backend.rank == last else {}
+    for action in (lambda: backend.allgather_object(sent), lambda: backend.broadcast_object(sent, last)):
+        text = raises(ConfigError, "cannot be pickled", action)
+        assert text.startswith("A dict was given to send to other ranks")
+        same_on_every_rank(backend, text)
 
 
 @contract
