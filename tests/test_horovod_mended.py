@@ -1,7 +1,8 @@
 """The changes that mend Horovod's Gloo, shown on the installed one with real processes.
 
 Without them the first test hangs until its limit kills it, the second is hundreds of times too slow, and the third ends
-in `connect [127.0.1.1]: Connection refused`. None leaves a process behind: every rank is a session of its own that is killed at the end.
+in `connect [127.0.1.1]: Connection refused`. None leaves a process behind: every rank is a session of its own that is
+killed at the end.
 """
 
 from __future__ import annotations

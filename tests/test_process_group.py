@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Backend
+from unitrain.errors import CollectiveTimeoutError
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, loss_of
 
@@ -119,6 +122,19 @@ def tensor_collectives(backend: Backend) -> list[Tensor]:
     return results
 
 
+def uneven_exchange(backend: Backend) -> list[Tensor]:
+    """As experts are given tokens: any number of rows from any rank to any other, or none."""
+    rank, size = backend.rank, backend.size
+    results = []
+    for rows_for in (lambda source, target: source + 2 * target, lambda source, target: 3 * source, lambda *_: 0):
+        sent = [rows_for(rank, target) for target in range(size)]
+        received = [rows_for(source, rank) for source in range(size)]
+        own = torch.arange(3 * sum(sent)).view(-1, 3) + 100 * rank
+        results.append(torch.zeros(sum(received), 3, dtype=torch.int64))
+        dist.all_to_all_single(results[-1], own, received, sent)
+    return results
+
+
 def a_second_group_of_all_ranks(backend: Backend) -> list[Tensor]:
     group = dist.new_group()
     results = []
@@ -151,6 +167,7 @@ CASES: list[Callable[[Backend], list[Any]]] = [
     comm_hooks,
     object_collectives,
     tensor_collectives,
+    uneven_exchange,
     a_second_group_of_all_ranks,
     functional_collectives,
 ]
@@ -191,6 +208,29 @@ def test_views_that_are_not_contiguous_are_reduced_in_place() -> None:
     with RankGroup("horovod", 2) as group:
         for (wide,) in group.run(views):
             assert wide.tolist() == [[1.0, 1.0], [3.0, 2.0], [5.0, 3.0], [7.0, 4.0]]
+
+
+def a_wait_with_a_limit(backend: Backend) -> tuple[str, list[float]]:
+    backend.barrier()
+    if backend.rank == 0:
+        time.sleep(1.5)
+    own = torch.ones(2)
+    work = dist.all_reduce(own, async_op=True)
+    said = ""
+    if backend.rank == 1:
+        try:
+            work.wait(timedelta(seconds=0.3))
+        except CollectiveTimeoutError as error:
+            said = str(error)
+    work.wait()
+    return said, own.tolist()
+
+
+def test_a_wait_with_a_limit_raises_and_may_be_repeated() -> None:
+    with RankGroup("horovod", 2) as group:
+        (_, first), (said, second) = group.run(a_wait_with_a_limit)
+    assert "is not done after 0.3 s of waiting" in said
+    assert first == second == [2.0, 2.0]
 
 
 def unsupported(backend: Backend) -> list[str]:

@@ -14,6 +14,7 @@ Point-to-point calls and groups of some of the ranks are not Horovod's to give; 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
@@ -185,13 +186,14 @@ class HorovodProcessGroup(dist.ProcessGroup):
     ) -> HorovodWork:
         rows = own.shape[0]
         splits = torch.tensor(input_splits or [rows // self.size()] * self.size(), dtype=torch.int32)
-        row_bytes = as_bytes(own).view(rows, -1)
+        row_bytes = as_bytes(own).view(rows, math.prod(own.shape[1:]) * own.element_size())
         return self._issue(
             "alltoall",
             row_bytes,
             lambda name: hvd.alltoall_async(row_bytes, splits=splits, name=name),
             [output],
             lambda result: copier([(output, slice(None))])(result[0].view(-1)),
+            size=row_bytes.shape[1],
         )
 
     def barrier(self, opts: Any = None) -> HorovodWork:
@@ -249,12 +251,17 @@ class HorovodProcessGroup(dist.ProcessGroup):
         start: Callable[[str], int],
         result: Any,
         finish: Callable[[Any], Any] | None = None,
+        size: int | None = None,
     ) -> HorovodWork:
-        """Start an operation on `tensor` under its next name; `finish` puts Horovod's output where torch expects it."""
+        """Start an operation on `tensor` under its next name; `finish` puts Horovod's output where torch expects it.
+
+        `size` is what is the same on every rank, the number of elements unless given.
+        """
         device = tensor.device
-        if not tensor.numel():  # nothing to move, and every rank knows
+        size = tensor.numel() if size is None else size
+        if not size:  # nothing to move, and every rank knows
             return HorovodWork.completed(result, device)
-        kind = f"{self._prefix}.{operation}.{tensor.dtype}.{tensor.numel()}"
+        kind = f"{self._prefix}.{operation}.{tensor.dtype}.{size}"
         name = f"{kind}.{self._issued[kind] % _NAMES_PER_SHAPE}"
         self._issued[kind] += 1
         if (previous := self._latest.get(name)) is not None:

@@ -95,11 +95,14 @@ class HorovodWork(dist._Work):
             self._future.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
+        seconds = timeout.total_seconds()
         if not self._done and self._completions is not None:
-            self._completions.wait_for(self, timeout.total_seconds() or None)
+            self._completions.wait_for(self, seconds or None)
         if self._error is not None:
             raise self._error
-        return self._done
+        if not self._done:  # torch's own works raise too, and who waits does not look at what is returned
+            raise CollectiveTimeoutError(f"Horovod's {self._name} is not done after {seconds:g} s of waiting.")
+        return True
 
     def is_completed(self) -> bool:
         return self._done
