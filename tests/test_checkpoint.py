@@ -8,9 +8,11 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
@@ -147,6 +149,76 @@ def test_tied_and_strided_parameters_survive(tmp_path: Path) -> None:
         assert_same(dict(saved.state_dict()), dict(model.state_dict()))
         assert model.head.weight is model.embedding.weight
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+class Fixed(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler whose state has something of the test's choice."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, extra: Any) -> None:
+        self.extra = extra
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def scheduled(output: Path, scheduler: Any, **settings: Any) -> Trainer:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    config = TrainConfig(batch_size=4, output_dir=output, progress="off", **settings)
+    made = scheduler(optimizer)
+    return Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=made)
+
+
+def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path) -> None:
+    def cosine(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 30)))
+
+    whole = scheduled(tmp_path / "whole", cosine, epochs=2)
+    whole.fit(samples())
+    assert type(whole.optimizer.param_groups[0]["lr"]) is np.float64
+    scheduled(tmp_path / "parts", cosine, epochs=1).fit(samples())
+    resumed = scheduled(tmp_path / "parts", cosine, epochs=2, resume=True)
+    assert type(resumed.optimizer.param_groups[0]["lr"]) is float
+    resumed.fit(samples())
+    assert_same(state(whole), state(resumed))
+
+    given = [np.int64(3), np.bool_(True), np.array(2.5), {np.int64(1): np.float32(0.5)}, (np.str_("a"),)]
+    checkpoint.save(tmp_path, 1, network(), {"given": given}, LOCAL)
+    loaded = torch.load(tmp_path / "step-000000001" / "training.pt", weights_only=True)["given"]
+    assert loaded == [3, True, 2.5, {1: 0.5}, ("a",)]
+    assert [type(value) for value in loaded[:3]] == [int, bool, float]
+
+
+@pytest.mark.parametrize(
+    ("extra", "found"),
+    [
+        ([np.ones(2)], r"scheduler\['extra'\]\[0\] is a numpy\.ndarray"),
+        ({"a": {"b": Path("x")}}, r"scheduler\['extra'\]\['a'\]\['b'\] is a pathlib\.PosixPath"),
+        ({Path("x"): 1}, r"scheduler\['extra'\]\.keys\(\) is a pathlib\.PosixPath"),
+        (lambda: 1, r"scheduler\['extra'\] is a function"),
+        (frozenset([1]), r"scheduler\['extra'\] is a frozenset"),
+        (np.longdouble(1), r"scheduler\['extra'\] is a numpy\.longdouble"),
+    ],
+    ids=["array", "path", "key", "lambda", "frozenset", "longdouble"],
+)
+def test_what_would_not_load_back_is_named_when_it_is_written(tmp_path: Path, extra: Any, found: str) -> None:
+    run = scheduled(tmp_path, lambda optimizer: Fixed(optimizer, extra), epochs=1)
+    with pytest.raises(CheckpointError, match=rf"^{found}, which would not load back safely.*Keep tensors, numb"):
+        run.fit(samples())
+    assert list(tmp_path.glob("*step-*")) == []
+
+
+def test_state_that_torch_loads_safely_is_written_as_it_is(tmp_path: Path) -> None:
+    given = {
+        "parameter": nn.Parameter(torch.ones(2)), "size": torch.Size([2, 3]), "dtype": torch.float16, "set": {1, 2},
+        "device": torch.device("cpu"), "ordered": OrderedDict(a=1), "bytes": b"\xff", "many": Counter("aab"),
+    }  # fmt: skip
+    checkpoint.save(tmp_path, 1, network(), given, LOCAL)
+    loaded = torch.load(tmp_path / "step-000000001" / "training.pt", weights_only=True)
+    assert torch.equal(loaded.pop("parameter"), given.pop("parameter"))
+    assert loaded == given
+    assert {name: type(value) for name, value in loaded.items()} == {n: type(value) for n, value in given.items()}
 
 
 def damage_bit(folder: Path) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from unitrain.backends.base import Communicator, raise_together
 from unitrain.errors import CheckpointError
+from unitrain.plain_state import plain_state
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
@@ -77,7 +78,8 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
 def save(folder: Path, step: int, model: nn.Module, training: dict[str, Any], communicator: Communicator) -> None:
     """Write the checkpoint of `step`: whole or not at all. All ranks call it; rank 0's `model` and `training` count.
 
-    `training` may hold tensors, numbers, strings and containers of these. Raises CheckpointError on every rank.
+    `training` may hold tensors, numbers (numpy's become Python's), strings and containers of these. Raises
+    CheckpointError on every rank, also for anything in it that would not load back.
     """
     target = folder / f"step-{step:09d}"
     on_rank_zero(communicator, f"write checkpoint '{target}'", WRITABLE, lambda: _write(target, model, training))
@@ -151,6 +153,7 @@ def _newest_sound(where: Path, *, required: bool) -> Path | None:
 def _write(target: Path, model: nn.Module, training: dict[str, Any]) -> None:
     if target.exists() and damage(target) is None:
         return  # the same step of the same run: it was resumed there and had nothing left to do
+    training = plain_state(training)
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
