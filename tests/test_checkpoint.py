@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from unitrain import checkpoint
+from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
+from unitrain.testing import run_ranks
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -266,6 +268,36 @@ def test_a_damaged_newest_falls_back_and_is_replaced(
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
 
 
+def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    trainer(tmp_path, epochs=2).fit(samples())
+    newest = tmp_path / "step-000000012"
+    (newest / "manifest.json").write_text(json.dumps({"format": 2, "shards": []}))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        CheckpointError,
+        match=rf"^Checkpoint '{newest}' was written by a newer unitrain, in format 2; .*Update unitrain",
+    ):
+        trainer(tmp_path, epochs=3, resume=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def failure_on_rank_zero(backend: Backend) -> tuple[str, str]:
+    def fail() -> None:
+        raise OSError("no room")
+
+    try:
+        checkpoint.on_rank_zero(backend, "write it", "Make room.", fail)
+    except CheckpointError as error:
+        return str(error), repr(error.__cause__)
+    return "", ""
+
+
+def test_a_failure_of_rank_0_is_told_on_all_and_keeps_its_cause_there() -> None:
+    first, second = run_ranks(failure_on_rank_zero, size=2, backend="ddp")
+    assert first == ("Cannot write it: no room. Make room.", "OSError('no room')")
+    assert second == ("Cannot write it: no room. Make room.", "None")
+
+
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_a_run_does_not_start_over_when_all_are_damaged(tmp_path: Path, damage: Any, message: str) -> None:
     trainer(tmp_path, epochs=1).fit(samples())
@@ -343,6 +375,7 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from unitrain import checkpoint
+from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 
 torch.set_num_threads(1)

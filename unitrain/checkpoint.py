@@ -136,6 +136,7 @@ def _candidates(folder: Path) -> list[Path]:
 def _newest_sound(where: Path, *, required: bool) -> Path | None:
     candidates = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else _candidates(where)
     for path in candidates:
+        _refuse_newer(path)
         wrong = damage(path)
         if wrong is None:
             return path
@@ -148,6 +149,19 @@ def _newest_sound(where: Path, *, required: bool) -> Path | None:
     if required:
         raise CheckpointError(f"There is no checkpoint in '{where}'. Give the output_dir of an earlier run.")
     return None
+
+
+def _refuse_newer(path: Path) -> None:
+    """Raise CheckpointError for a checkpoint of a later format, instead of going on from an older one beside it."""
+    try:
+        written = json.loads((path / MANIFEST).read_text())["format"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # damaged, which is told by what is made of it
+    if isinstance(written, int) and written > _FORMAT:
+        raise CheckpointError(
+            f"Checkpoint '{path}' was written by a newer unitrain, in format {written}; this one knows {_FORMAT}. "
+            "Update unitrain, or start again in another output_dir."
+        )
 
 
 def _write(target: Path, model: nn.Module, training: dict[str, Any]) -> None:

@@ -159,9 +159,10 @@ def raise_together(communicator: Communicator, error: UnitrainError | None) -> N
 
     All ranks call it, with None where nothing is wrong. It is for what only some ranks can see, such as a folder.
     """
-    for found in communicator.allgather_object(error):
+    for rank, found in enumerate(communicator.allgather_object(error)):
         if found is not None:
-            raise found
+            # A copy that travelled has lost its cause and traceback: where the error arose, the original is raised.
+            raise error if error is not None and rank == communicator.rank else found
 
 
 def require(backend: Communicator, capability: type[CapabilityT], feature: str) -> CapabilityT:
