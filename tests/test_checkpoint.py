@@ -426,3 +426,12 @@ def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(tmp_path: Path
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4]
     resumed.fit(samples())
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_the_history_forgets_a_run_that_left_no_checkpoint(tmp_path: Path, resume: bool) -> None:
+    trainer(tmp_path, epochs=3, checkpoint_every=3).fit(samples())
+    shutil.rmtree(tmp_path / "step-000000018")  # as if it had died in the second epoch, or the third
+    assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3]
+    trainer(tmp_path, epochs=2, resume=resume).fit(samples())
+    assert [row["epoch"] for row in history(tmp_path)] == [1, 2]

@@ -15,7 +15,7 @@ class History:
         self.path = folder / "history.jsonl"
 
     def rewind(self, step: int) -> None:
-        """Forget the rows after `step`, which a run that resumes there is going to write again."""
+        """Forget the rows after `step`, which a run that starts or resumes there is going to write again."""
         if not self.path.exists():
             return
         rows = [json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("}")]

@@ -73,6 +73,8 @@ class Trainer:
             checkpoint.prepare_folder(self._folder, backend, resume=bool(own))
         if config.resume:
             self._restore(model, optimizer)
+        # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
+        self._write_history(lambda history: history.rewind(self.cursor.step))
         self.model = backend.distributed_model(
             model, unused_parameters=config.unused_parameters, compression=config.compression
         )
@@ -142,7 +144,8 @@ class Trainer:
             self._step_scheduler(results)
         self._progress.epoch(epoch, results)
         speed = {"learning_rate": learning_rate, "seconds": seconds, "samples_per_second": trained / seconds}
-        self._record({"epoch": epoch, "step": cursor.step, **results, **speed})
+        row = {"epoch": epoch, "step": cursor.step, **results, **speed}
+        self._write_history(lambda history: history.append(row))
         if cursor.epoch % config.checkpoint_every == 0 or self._finished():
             self._save()
         return results
@@ -226,11 +229,11 @@ class Trainer:
             randomness.seed_generators(randomness.derive_seed(self.config.seed, randomness.Stream.RANK, *path))
         self._generators, self._seeded = None, True
 
-    def _record(self, row: dict[str, Any]) -> None:
+    def _write_history(self, change: Callable[[History], None]) -> None:
         if self._folder is not None:
             history = History(self._folder)
             task = f"write '{history.path}'"
-            checkpoint.on_rank_zero(self.backend, task, checkpoint.WRITABLE, lambda: history.append(row))
+            checkpoint.on_rank_zero(self.backend, task, checkpoint.WRITABLE, lambda: change(history))
 
     def _save(self) -> None:
         if self._folder is None:
@@ -262,7 +265,3 @@ class Trainer:
         self.cursor = Cursor(**training["cursor"])
         states = training["generators"]
         self._generators = states[self.backend.rank] if len(states) == self.backend.size else None
-        if self._folder is not None:
-            history = History(self._folder)
-            task = f"write '{history.path}'"
-            checkpoint.on_rank_zero(self.backend, task, checkpoint.WRITABLE, lambda: history.rewind(self.cursor.step))
