@@ -10,14 +10,14 @@ from unitrain.backends.local import LocalBackend
 
 
 class OneRank(LocalBackend):
-    """A rank whose peers say what it says itself, or what the test lays down."""
+    """A rank whose peers say what it says itself, or what the test lays down, and have no error to tell."""
 
     def __init__(self, rank: int, size: int, gathered: list[Any] | None) -> None:
         super().__init__(torch.device("cpu"))
         self.rank, self.size, self._gathered = rank, size, gathered  # type: ignore[misc]
 
     def allgather_object(self, obj: Any) -> list[Any]:
-        return [obj] * self.size if self._gathered is None else self._gathered
+        return [obj] * self.size if self._gathered is None or obj is None else self._gathered
 
 
 def rank_of(rank: int, size: int, gathered: list[Any] | None = None) -> OneRank:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
+from unitrain.data import TrainingShare
 from unitrain.errors import UnitrainError
 from unitrain.testing import RankGroup
 
@@ -21,11 +22,19 @@ def _data(count: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, 3), torch.randn(count, 1))
 
 
-def _train(backend: Backend, count: int = 8, *, loss_fn: Any = nn.functional.mse_loss, **settings: Any) -> None:
+def _train(
+    backend: Backend, data: Any = 8, *, loss_fn: Any = nn.functional.mse_loss, val_data: Any = None, **settings: Any
+) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = TrainConfig(**{"epochs": 1, "batch_size": 2, "progress": "off", **settings})
-    Trainer(model, optimizer, loss_fn, backend=backend, config=config).fit(_data(count))
+    Trainer(model, optimizer, loss_fn, backend=backend, config=config).fit(
+        _data(data) if isinstance(data, int) else data, val_data
+    )
+
+
+def _loader(count: int = 8, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(_data(count), **{"batch_size": 2, **settings})
 
 
 def accumulate_0(backend: Backend, _: str) -> None:
@@ -70,6 +79,35 @@ def different_settings(backend: Backend, _: str) -> None:
     _train(backend, seed=backend.rank)
 
 
+def different_batch_sizes(backend: Backend, _: str) -> None:
+    _train(backend, _loader(batch_size=2 - backend.rank), batch_size=None)
+
+
+def shuffled_on_one_rank(backend: Backend, _: str) -> None:
+    _train(backend, _loader(shuffle=backend.rank == 1))
+
+
+def dropped_on_one_rank(backend: Backend, _: str) -> None:
+    _train(backend, _loader(9, drop_last=backend.rank == 0))
+
+
+def different_lengths(backend: Backend, _: str) -> None:
+    _train(backend, 8 + backend.rank)
+
+
+def different_seeds_of_a_share(backend: Backend, _: str) -> None:
+    TrainingShare(_data(8), backend, batch_size=2, seed=backend.rank)
+
+
+def a_sampler_on_one_rank(backend: Backend, _: str) -> None:
+    sampler = WeightedRandomSampler([1.0] * 8, 8) if backend.rank == 1 else None
+    _train(backend, _loader(sampler=sampler))
+
+
+def no_batch_size_on_one_rank(backend: Backend, _: str) -> None:
+    _train(backend, _loader() if backend.rank == 1 else 8, batch_size=None)
+
+
 def unused_parameters(backend: Backend, _: str) -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "spare": nn.Linear(3, 1)})
     model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
@@ -89,6 +127,17 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (nothing_to_train, "has no parameter that requires a gradient", "requires_grad_(True)"),
     (strange_optimizer, "2 of 2 parameters that are not Linear's", "SGD(model.parameters(), ...)"),
     (different_settings, "TrainConfig.seed differs between ranks: [0, 1]", "same TrainConfig"),
+    (
+        different_batch_sizes,
+        "The training data differs between ranks in batch_size: [2, 1].",
+        "Use batch_size=2 on every rank, in the DataLoader",
+    ),
+    (shuffled_on_one_rank, "differs between ranks in shuffle: [False, True].", "Use shuffle=False on every rank"),
+    (dropped_on_one_rank, "differs between ranks in drop_last: [True, False].", "Use drop_last=True on every rank"),
+    (different_lengths, "not the same number of samples on every rank: [8, 9]", "Give every rank the whole dataset"),
+    (different_seeds_of_a_share, "differs between ranks in seed: [0, 1].", "Use seed=0 on every rank"),
+    (a_sampler_on_one_rank, "A DataLoader with sampler=WeightedRandomSampler cannot", "Use DataLoader(dataset, "),
+    (no_batch_size_on_one_rank, "A TensorDataset was given without a batch size", "Use TrainConfig(batch_size=32)"),
     (
         unused_parameters,
         "2 parameters got no gradient on every rank: spare.weight, spare.bias",

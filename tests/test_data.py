@@ -310,9 +310,9 @@ def test_a_batch_size_is_demanded_and_must_not_contradict() -> None:
 
 def test_ranks_with_different_data_are_told_so() -> None:
     with pytest.raises(DataError, match=r"has not the same number of samples on every rank: \[10, 12\]\."):
-        TrainingShare(tensors(10), rank_of(0, 2, gathered=[10, 12]), batch_size=2)
+        TrainingShare(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
     with pytest.raises(DataError, match=r"^The evaluation data has not the same number"):
-        EvaluationShare(tensors(10), rank_of(0, 2, gathered=[10, 12]), batch_size=2)
+        EvaluationShare(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
 
 
 def test_a_batch_moves_whatever_it_is_made_of() -> None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import Communicator
-from unitrain.errors import DataError
+from unitrain.backends.base import Communicator, raise_together
+from unitrain.errors import DataError, UnitrainError
 from unitrain.loading import Data, Source
 from unitrain.randomness import Stream, derive_seed
 
@@ -75,8 +75,9 @@ def training_slices(start: int, end: int, *, batch_size: int, accumulate: int, r
 class TrainingShare:
     """This rank's part of the training data, epoch after epoch. All ranks make it together.
 
-    Raises DataError, on all ranks, for data that is empty, too small to give every rank a sample, not the same size
-    everywhere, or without indices to share out; ConfigError for a missing or contradicting batch size.
+    Raises, on all ranks, DataError for data that is empty, too small to give every rank a sample, not the same size
+    everywhere, or without indices to share out, and where the ranks would not cut it up alike; ConfigError for a
+    missing or contradicting batch size.
     """
 
     def __init__(
@@ -92,7 +93,11 @@ class TrainingShare:
     ) -> None:
         self._rank, self._size = communicator.rank, communicator.size
         self._seed, self._accumulate = seed, accumulate
-        self._source = _open("The training data", data, communicator, batch_size, shuffle, num_workers)
+        self._source = source = _open(data, communicator, batch_size, shuffle, num_workers)
+        # What decides which samples a rank takes: where it differs, ranks would take the same ones, or wait for ever.
+        alike = {"batch_size": source.batch_size, "shuffle": source.shuffle, "drop_last": source.drop_last}
+        alike |= {"accumulate": accumulate, "seed": seed}
+        _check_alike("The training data", communicator, source.length, alike)
         self.global_batch_size = self._size * self._source.batch_size * accumulate
         length = self._source.length
         if length < self._size:
@@ -142,7 +147,8 @@ class EvaluationShare:
     def __init__(
         self, data: Data, communicator: Communicator, *, batch_size: int | None = None, num_workers: int = 0
     ) -> None:
-        self._source = _open("The evaluation data", data, communicator, batch_size, False, num_workers)
+        self._source = _open(data, communicator, batch_size, False, num_workers)
+        _check_alike("The evaluation data", communicator, self._source.length, {})
         length, rank, size = self._source.length, communicator.rank, communicator.size
         self._first, self._last = rank * length // size, (rank + 1) * length // size
 
@@ -184,22 +190,36 @@ def input_and_target(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def _open(
-    what: str, data: Data, communicator: Communicator, batch_size: int | None, shuffle: bool, num_workers: int
-) -> Source:
-    source = Source(
-        data,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        num_workers=num_workers,
-        pin_memory=communicator.device.type == "cuda",
-    )
-    lengths = communicator.allgather_object(source.length)
+def _open(data: Data, communicator: Communicator, batch_size: int | None, shuffle: bool, num_workers: int) -> Source:
+    problem: UnitrainError | None = None
+    try:
+        source = Source(
+            data,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            num_workers=num_workers,
+            pin_memory=communicator.device.type == "cuda",
+        )
+    except UnitrainError as error:
+        problem = error
+    raise_together(communicator, problem)
+    return source
+
+
+def _check_alike(what: str, communicator: Communicator, length: int, settings: dict[str, Any]) -> None:
+    everywhere: list[tuple[int, dict[str, Any]]] = communicator.allgather_object((length, settings))
+    lengths = [length for length, _ in everywhere]
     if len(set(lengths)) > 1:
         raise DataError(
             f"{what} has not the same number of samples on every rank: {lengths}. "
             "Give every rank the whole dataset; it is shared out here."
         )
-    if source.length == 0:
+    for name, value in everywhere[0][1].items():
+        values = [found[name] for _, found in everywhere]
+        if any(other != value for other in values):
+            raise DataError(
+                f"{what} differs between ranks in {name}: {values}. Use {name}={value} on every rank, in the "
+                "DataLoader if there is one."
+            )
+    if length == 0:
         raise DataError(f"{what} is empty. Give a dataset with at least one sample.")
-    return source
