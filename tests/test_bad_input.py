@@ -108,6 +108,11 @@ def no_batch_size_on_one_rank(backend: Backend, _: str) -> None:
     _train(backend, _loader() if backend.rank == 1 else 8, batch_size=None)
 
 
+def other_data_within_an_epoch(backend: Backend, folder: str) -> None:
+    _train(backend, 8, epochs=None, steps=1, output_dir=folder, resume=True)
+    _train(backend, 10, epochs=None, steps=3, output_dir=folder, resume=True)
+
+
 def unused_parameters(backend: Backend, _: str) -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "spare": nn.Linear(3, 1)})
     model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
@@ -138,6 +143,11 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (different_seeds_of_a_share, "differs between ranks in seed: [0, 1].", "Use seed=0 on every rank"),
     (a_sampler_on_one_rank, "A DataLoader with sampler=WeightedRandomSampler cannot", "Use DataLoader(dataset, "),
     (no_batch_size_on_one_rank, "A TensorDataset was given without a batch size", "Use TrainConfig(batch_size=32)"),
+    (
+        other_data_within_an_epoch,
+        "4 samples into epoch 1 of training data with length=8, but this data has length=10",
+        "Go on with the same data",
+    ),
     (
         unused_parameters,
         "2 parameters got no gradient on every rank: spare.weight, spare.bias",

@@ -17,7 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from unitrain import checkpoint
 from unitrain.backends.base import Backend
@@ -87,6 +88,46 @@ def test_a_run_of_steps_that_stops_within_an_epoch_resumes_there(tmp_path: Path)
     assert (resumed.cursor.epoch, resumed.cursor.step, resumed.cursor.sample) == (1, 8, 8)
     resumed.fit(samples())
     assert_same(state(whole), state(resumed))
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (samples(30), "length=22, but this data has length=30"),
+        (samples(6), "length=22, but this data has length=6"),
+        (DataLoader(samples(), batch_size=4), "shuffle=True, but this data has shuffle=False"),
+    ],
+    ids=["longer", "shorter", "in order"],
+)
+def test_within_an_epoch_only_the_same_order_goes_on(tmp_path: Path, data: Any, found: str) -> None:
+    trainer(tmp_path / "within", steps=8).fit(samples())
+    with pytest.raises(
+        CheckpointError, match=rf"^The run is 8 samples into epoch 2 of training data with {found}: .*Go on with the s"
+    ):
+        trainer(tmp_path / "within", steps=16, resume=True).fit(data)
+    trainer(tmp_path / "between", steps=6).fit(samples())
+    trainer(tmp_path / "between", steps=8, resume=True).fit(data)
+
+
+@pytest.mark.parametrize("scheduler", [StepLR, ReduceLROnPlateau])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_cursor_past_the_end_of_the_epoch_is_at_its_end(tmp_path: Path, scheduler: Any) -> None:
+    def run(batch_size: int, steps: int) -> tuple[Trainer, dict[str, float]]:
+        def make(optimizer: torch.optim.Optimizer) -> Any:
+            return StepLR(optimizer, 1) if scheduler is StepLR else ReduceLROnPlateau(optimizer, patience=5)
+
+        made = scheduled(tmp_path, make, batch_size=None, steps=steps, scheduler_every="epoch", resume=True)
+        return made, made.fit(DataLoader(samples(), batch_size=batch_size, shuffle=True, drop_last=True))
+
+    first, _ = run(4, 4)
+    assert (first.cursor.epoch, first.cursor.sample, first.scheduler.last_epoch) == (0, 16, 0)
+    resumed, results = run(12, 5)  # of which one fits into an epoch
+    assert (resumed.cursor.epoch, resumed.cursor.step, resumed.cursor.sample) == (2, 5, 0)
+    assert results.keys() == {"train_loss"}
+    assert resumed.scheduler.last_epoch == (2 if scheduler is StepLR else 1)  # a plateau needs a loss to judge
+    assert [(row["epoch"], row["step"], "train_loss" in row) for row in history(tmp_path)] == [
+        (1, 4, True), (1, 4, False), (2, 5, True),
+    ]  # fmt: skip
 
 
 def test_resume_starts_from_the_beginning_where_there_is_nothing(tmp_path: Path) -> None:
@@ -167,7 +208,7 @@ class Fixed(torch.optim.lr_scheduler.LRScheduler):
 def scheduled(output: Path, scheduler: Any, **settings: Any) -> Trainer:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    config = TrainConfig(batch_size=4, output_dir=output, progress="off", **settings)
+    config = TrainConfig(**{"batch_size": 4, "output_dir": output, "progress": "off", **settings})
     made = scheduler(optimizer)
     return Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=made)
 

@@ -114,9 +114,14 @@ class TrainingShare:
                 "DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
             )
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides, beside the seed, which sample is at a position of an epoch."""
+        return {"length": self._source.length, "shuffle": self._source.shuffle}
+
     def steps_in_epoch(self, start: int = 0) -> int:
-        """Return the number of optimizer steps from position `start` to the end of an epoch."""
-        return -(-(self.samples_per_epoch - start) // self.global_batch_size)
+        """Return the number of optimizer steps from position `start` to the end of an epoch, 0 past it."""
+        return max(0, -(-(self.samples_per_epoch - start) // self.global_batch_size))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Slice]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""

@@ -60,6 +60,7 @@ class Trainer:
         self.loss_fn, self.scheduler, self.metrics = loss_fn, scheduler, dict(metrics or {})
         self.cursor = Cursor()
         self._generators: dict[str, Any] | None = None
+        self._order: dict[str, Any] | None = None
         self._folder = None if config.output_dir is None else Path(config.output_dir)
         self._seeded = False
         self._progress = Progress()
@@ -99,6 +100,7 @@ class Trainer:
             num_workers=config.num_workers,
         )
         validation = None if val_data is None else self._evaluation_share(val_data)
+        self._check_order(share)
         self._seed_generators()
         self.model.train()
         results: dict[str, float] | None = None
@@ -132,14 +134,15 @@ class Trainer:
                 self._progress.loss(self._loss.look(epoch, cursor.step))
             if cursor.step == config.steps:
                 break
-        train_loss = self._loss.finish(epoch, cursor.step)
-        seconds = time.perf_counter() - started
         trained = cursor.sample - first_sample
+        # With drop_last and another global batch, a resumed epoch may end before the sample that it had come to.
+        losses = {"train_loss": self._loss.finish(epoch, cursor.step)} if trained else {}
+        seconds = time.perf_counter() - started
         if cursor.sample >= share.samples_per_epoch:
             cursor.epoch, cursor.sample = cursor.epoch + 1, 0
 
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        results = {"train_loss": train_loss, **self._validate(validation)}
+        results = {**losses, **self._validate(validation)}
         if config.scheduler_every == "epoch" and cursor.sample == 0:
             self._step_scheduler(results)
         self._progress.epoch(epoch, results)
@@ -206,7 +209,8 @@ class Trainer:
 
     def _step_scheduler(self, results: dict[str, float]) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(results.get("val_loss", results["train_loss"]))
+            if (loss := results.get("val_loss", results.get("train_loss"))) is not None:
+                self.scheduler.step(loss)
         elif self.scheduler is not None:
             self.scheduler.step()
 
@@ -219,6 +223,20 @@ class Trainer:
             return max(0, self.config.steps - self.cursor.step)
         epochs = (self.config.epochs or 0) - self.cursor.epoch
         return 0 if epochs <= 0 else share.steps_in_epoch(self.cursor.sample) + (epochs - 1) * share.steps_in_epoch()
+
+    def _check_order(self, share: TrainingShare) -> None:
+        """Raise CheckpointError, on all ranks, where the cursor is inside an epoch of data in another order.
+
+        From one epoch to the next the data may change.
+        """
+        order, self._order = self._order or share.order, share.order
+        for name in share.order if self.cursor.sample else ():
+            if order[name] != share.order[name]:
+                raise CheckpointError(
+                    f"The run is {self.cursor.sample} samples into epoch {self.cursor.epoch + 1} of training data with "
+                    f"{name}={order[name]}, but this data has {name}={share.order[name]}: samples would repeat or be "
+                    "missed. Go on with the same data, or from a checkpoint at the end of an epoch."
+                )
 
     def _seed_generators(self) -> None:
         """Give every rank random numbers of its own that repeat with the seed, or go on with the checkpoint's."""
@@ -245,6 +263,7 @@ class Trainer:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "cursor": asdict(self.cursor),
             "seed": self.config.seed,
+            "order": self._order,
             "generators": self.backend.allgather_object(randomness.capture_generators(self.backend.device)),
         }
         checkpoint.save(self._folder, self.cursor.step, model, training, self.backend)
@@ -262,6 +281,6 @@ class Trainer:
                 f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
                 f"would come in another order. Use TrainConfig(seed={training['seed']})."
             )
-        self.cursor = Cursor(**training["cursor"])
+        self.cursor, self._order = Cursor(**training["cursor"]), training["order"]
         states = training["generators"]
         self._generators = states[self.backend.rank] if len(states) == self.backend.size else None
