@@ -244,6 +244,49 @@ def test_evaluation_is_exact_and_leaves_the_model_as_it_was() -> None:
     assert results["loss"] == pytest.approx(nn.functional.cross_entropy(output, targets).item(), rel=1e-6)
 
 
+class Sizes(nn.Linear):
+    """Counts the samples of the batches that it evaluates."""
+
+    seen: list[int]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            self.seen.append(len(inputs))
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize(
+    ("val_data", "given", "expected"),
+    [
+        (samples(9), {"batch_size": None}, [5, 4]),
+        (samples(9), {"batch_size": 5}, [5, 4]),
+        (samples(9), {"batch_size": None, "eval_batch_size": 7}, [7, 2]),
+        (DataLoader(samples(9), batch_size=6), {"batch_size": 5}, [6, 3]),
+        (DataLoader(samples(9), batch_size=6), {"batch_size": 5, "eval_batch_size": 6}, [6, 3]),
+    ],
+)
+def test_a_dataset_is_evaluated_in_the_batch_size_of_the_training_loader(
+    val_data: Any, given: dict[str, Any], expected: list[int]
+) -> None:
+    model = Sizes(6, 3)
+    model.seen = []
+    trainer = make(settings(epochs=1, **given), model)
+    trainer.fit(DataLoader(samples(), batch_size=5), val_data)
+    assert model.seen == expected
+    model.seen.clear()
+    trainer.evaluate(val_data)
+    assert model.seen == expected
+
+
+def test_what_is_missing_or_contradicts_in_evaluation_is_the_eval_batch_size() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(eval_batch_size=32\)"
+    ):
+        make(settings(batch_size=None)).evaluate(samples())
+    with pytest.raises(ConfigError, match=r"^A batch size of 3 was asked for, .*no TrainConfig\.eval_batch_size\.$"):
+        make(settings(eval_batch_size=3)).evaluate(DataLoader(samples(), batch_size=2))
+
+
 def test_inputs_may_be_nested() -> None:
     class Pairs(Dataset[Any]):
         def __len__(self) -> int:

@@ -19,7 +19,8 @@ class TrainConfig:
     """The settings of a run; every rank passes the same. Raises ConfigError for a value that cannot be meant.
 
     `batch_size` counts samples per rank and micro-step. With a DataLoader it may be left out: the loader's own counts,
-    as do its shuffling and its workers. `steps` and `show_every` count optimizer steps, `checkpoint_every` epochs.
+    as do its shuffling and its workers. `eval_batch_size` is for evaluation; without it a DataLoader's own counts, and
+    for a Dataset the one trained with. `steps` and `show_every` count optimizer steps, `checkpoint_every` epochs.
     `seed` decides the order of the data, and each rank's random numbers (dropout, augmentation) from the first step on.
     `clip_norm` limits the norm of the gradient of the global batch. `show_every` is how often the exact mean loss over
     ranks is worked out, shown and checked, without it about every two seconds; that is an allreduce of two numbers, and

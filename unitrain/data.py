@@ -93,7 +93,8 @@ class TrainingShare:
     ) -> None:
         self._rank, self._size = communicator.rank, communicator.size
         self._seed, self._accumulate = seed, accumulate
-        self._source = source = _open(data, communicator, batch_size, shuffle, num_workers)
+        self._source = source = _open(data, communicator, batch_size, shuffle, num_workers, "batch_size")
+        self.batch_size = source.batch_size
         # What decides which samples a rank takes: where it differs, ranks would take the same ones, or wait for ever.
         alike = {"batch_size": source.batch_size, "shuffle": source.shuffle, "drop_last": source.drop_last}
         alike |= {"accumulate": accumulate, "seed": seed}
@@ -152,7 +153,7 @@ class EvaluationShare:
     def __init__(
         self, data: Data, communicator: Communicator, *, batch_size: int | None = None, num_workers: int = 0
     ) -> None:
-        self._source = _open(data, communicator, batch_size, False, num_workers)
+        self._source = _open(data, communicator, batch_size, False, num_workers, "eval_batch_size")
         _check_alike("The evaluation data", communicator, self._source.length, {})
         length, rank, size = self._source.length, communicator.rank, communicator.size
         self._first, self._last = rank * length // size, (rank + 1) * length // size
@@ -195,7 +196,9 @@ def input_and_target(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def _open(data: Data, communicator: Communicator, batch_size: int | None, shuffle: bool, num_workers: int) -> Source:
+def _open(
+    data: Data, communicator: Communicator, batch_size: int | None, shuffle: bool, num_workers: int, setting: str
+) -> Source:
     problem: UnitrainError | None = None
     try:
         source = Source(
@@ -204,6 +207,7 @@ def _open(data: Data, communicator: Communicator, batch_size: int | None, shuffl
             shuffle=shuffle,
             num_workers=num_workers,
             pin_memory=communicator.device.type == "cuda",
+            setting=setting,
         )
     except UnitrainError as error:
         problem = error

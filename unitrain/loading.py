@@ -28,18 +28,19 @@ class Source:
     """A dataset that can be asked for any batch by its indices.
 
     `batch_size` is per rank, `shuffle` and `drop_last` are what the user asked of the training order. Raises DataError
-    for data that has no indices to share out, ConfigError for a batch size that is missing or not the DataLoader's.
+    for data that has no indices to share out, ConfigError for a batch size that is missing or not the DataLoader's;
+    `setting` is where TrainConfig has it.
     """
 
     def __init__(
-        self, data: Data, *, batch_size: int | None, shuffle: bool, num_workers: int, pin_memory: bool
+        self, data: Data, *, batch_size: int | None, shuffle: bool, num_workers: int, pin_memory: bool, setting: str
     ) -> None:
         if isinstance(data, DataLoader):
-            _check_loader(data, batch_size)
+            _check_loader(data, batch_size, setting)
             batch_size, shuffle = data.batch_size, isinstance(data.sampler, RandomSampler)
         if batch_size is None:
             raise ConfigError(
-                f"A {type(data).__name__} was given without a batch size. Use TrainConfig(batch_size=32), "
+                f"A {type(data).__name__} was given without a batch size. Use TrainConfig({setting}=32), "
                 "or give a DataLoader."
             )
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
@@ -127,7 +128,7 @@ def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
     return None
 
 
-def _check_loader(loader: DataLoader[Any], batch_size: int | None) -> None:
+def _check_loader(loader: DataLoader[Any], batch_size: int | None, setting: str) -> None:
     if isinstance(loader.dataset, IterableDataset):
         _refuse_iterable(loader.dataset)
     if loader.batch_size is None:
@@ -145,7 +146,7 @@ def _check_loader(loader: DataLoader[Any], batch_size: int | None) -> None:
     if batch_size is not None and batch_size != loader.batch_size:
         raise ConfigError(
             f"A batch size of {batch_size} was asked for, but the DataLoader was built with batch_size="
-            f"{loader.batch_size}. Leave one of them out: a DataLoader needs no TrainConfig.batch_size."
+            f"{loader.batch_size}. Leave one of them out: a DataLoader needs no TrainConfig.{setting}."
         )
 
 

@@ -61,6 +61,7 @@ class Trainer:
         self.cursor = Cursor()
         self._generators: dict[str, Any] | None = None
         self._order: dict[str, Any] | None = None
+        self._train_batch_size = config.batch_size
         self._folder = None if config.output_dir is None else Path(config.output_dir)
         self._seeded = False
         self._progress = Progress()
@@ -99,6 +100,7 @@ class Trainer:
             shuffle=config.shuffle,
             num_workers=config.num_workers,
         )
+        self._train_batch_size = share.batch_size
         validation = None if val_data is None else self._evaluation_share(val_data)
         self._check_order(share)
         self._seed_generators()
@@ -203,8 +205,8 @@ class Trainer:
 
     def _evaluation_share(self, data: Data) -> EvaluationShare:
         config = self.config
-        own_size = None if isinstance(data, DataLoader) else config.batch_size
-        batch_size = config.eval_batch_size or own_size
+        # A DataLoader has its own; anything else is evaluated in batches as large as those that it is trained with.
+        batch_size = config.eval_batch_size or (None if isinstance(data, DataLoader) else self._train_batch_size)
         return EvaluationShare(data, self.backend, batch_size=batch_size, num_workers=config.num_workers)
 
     def _step_scheduler(self, results: dict[str, float]) -> None:
