@@ -27,6 +27,12 @@ def test_numbers_of_python_and_integer_tensors_are_taken() -> None:
     assert means.reduce(LocalBackend(CPU)) == {"a": 0.25, "b": 3.0}
 
 
+def test_numbers_of_python_keep_their_digits() -> None:
+    means = Means(("a", "b"), CPU)
+    means.add((0.1, 16777217), 1)  # float32 has neither
+    assert means.reduce(LocalBackend(CPU)) == {"a": 0.1, "b": 16777217.0}
+
+
 def test_many_small_numbers_are_not_lost_beside_a_large_one() -> None:
     means = Means(("loss",), CPU)
     means.add((torch.tensor(1e8),), 1)

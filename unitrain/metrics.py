@@ -33,7 +33,10 @@ class Means:
         A tensor of any other shape is a TensorError, raised here or when the numbers are asked for.
         """
         if samples:
-            taken = [value.detach() if isinstance(value, Tensor) else torch.tensor(value) for value in values]
+            taken = [
+                value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                for value in values
+            ]
             self._waiting.append((samples, taken))
             if len(self._waiting) == _WAITING:
                 self._sums, self._samples = self._added_up()
