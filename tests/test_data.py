@@ -213,17 +213,40 @@ def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
     assert indices_of(plain) == [0, 1, 2, 3, 4]
 
 
-def test_workers_augment_alike_in_a_rerun_and_differently_in_the_next_epoch() -> None:
-    def noise(epoch: int, rank: int) -> list[float]:
-        share = TrainingShare(Noisy(8), rank_of(rank, 2), batch_size=2, num_workers=1, seed=1)
-        return [float(value) for batch, _ in share.epoch(epoch) for value in batch[0]]
+def noise(share: TrainingShare, epoch: int) -> list[float]:
+    return [float(value) for batch, _ in share.epoch(epoch) for value in batch[0]]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "loader", "loader with a generator"])
+def test_workers_augment_alike_in_a_rerun_and_differently_in_the_next_epoch(kind: str) -> None:
+    def share(rank: int) -> TrainingShare:
+        if kind == "dataset":
+            return TrainingShare(Noisy(8), rank_of(rank, 2), batch_size=2, num_workers=1, seed=1)
+        generator = torch.Generator().manual_seed(3) if kind.endswith("generator") else None
+        loader = DataLoader(Noisy(8), batch_size=2, num_workers=1, generator=generator)
+        return TrainingShare(loader, rank_of(rank, 2), seed=1)
 
     before = torch.get_rng_state()
-    first = noise(0, 0)
-    assert first == noise(0, 0)
-    assert set(first).isdisjoint(noise(1, 0))
-    assert set(first).isdisjoint(noise(0, 1))
+    one = share(0)
+    first, second = noise(one, 0), noise(one, 1)
+    assert first == noise(share(0), 0)
+    assert second == noise(share(0), 1)  # also in a run that begins there
+    assert set(first).isdisjoint(second)
+    assert set(first).isdisjoint(noise(share(1), 0))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_persistent_workers_are_seeded_when_they_start() -> None:
+    def share(rank: int) -> TrainingShare:
+        loader = DataLoader(Noisy(8), batch_size=2, num_workers=1, persistent_workers=True)
+        return TrainingShare(loader, rank_of(rank, 2), seed=1)
+
+    one, again = share(0), share(0)
+    first, second = noise(one, 0), noise(one, 1)
+    assert (first, second) == (noise(again, 0), noise(again, 1))
+    assert set(first).isdisjoint(second)
+    assert set(first).isdisjoint(noise(share(1), 0))
+    assert second != noise(share(0), 1)  # which is what the documentation admits
 
 
 def test_dropping_the_last_batch_means_the_global_one_and_only_in_training() -> None:

@@ -21,7 +21,9 @@ class TrainConfig:
     `batch_size` counts samples per rank and micro-step. With a DataLoader it may be left out: the loader's own counts,
     as do its shuffling and its workers. `eval_batch_size` is for evaluation; without it a DataLoader's own counts, and
     for a Dataset the one trained with. `steps` and `show_every` count optimizer steps, `checkpoint_every` epochs.
-    `seed` decides the order of the data, and each rank's random numbers (dropout, augmentation) from the first step on.
+    `seed` decides the order of the data, and each rank's random numbers (dropout, augmentation) from the first step on,
+    whatever generator a DataLoader has. In its workers they begin anew with every epoch, so that a run resumed between
+    two epochs repeats them; persistent workers are seeded only when they start.
     `clip_norm` limits the norm of the gradient of the global batch. `show_every` is how often the exact mean loss over
     ranks is worked out, shown and checked, without it about every two seconds; that is an allreduce of two numbers, and
     the only time the loop waits for the device. Without `output_dir` nothing is written. `resume=True` goes on from the

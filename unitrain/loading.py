@@ -48,14 +48,18 @@ class Source:
         self.shuffle = shuffle
         self.drop_last: bool = isinstance(data, DataLoader) and data.drop_last
         self.length = _length(dataset)
-        # Seeds the workers anew in every epoch, so that their augmentations repeat, and spares the global generator.
+        # Workers are seeded from it when they start, so that their augmentations repeat; the global one is spared.
         self._generator = torch.Generator()
         self._indices = _Indices()
         self._loader = _loader(data, self._indices, num_workers, pin_memory, self._generator)
         self._tensors = _tensors(dataset) if self._is_plain() else None
 
     def batches(self, order: Tensor, positions: Iterator[slice], worker_seed: int) -> Iterator[Any]:
-        """Yield the batch of samples order[part] for each part of `positions`, none of which is empty."""
+        """Yield the batch of samples order[part] for each part of `positions`, none of which is empty.
+
+        Workers that start now, as all do that do not persist, are seeded with `worker_seed`; a loader's generator has
+        no say. Persistent workers are those of the first call, and go on with the random numbers that they had.
+        """
         if self._tensors is not None:
             return self._gather(*self._tensors, order, positions)
         self._generator.manual_seed(worker_seed)
@@ -108,7 +112,7 @@ def _loader(
         timeout=data.timeout,
         worker_init_fn=data.worker_init_fn,
         multiprocessing_context=data.multiprocessing_context,
-        generator=generator if data.generator is None else data.generator,
+        generator=generator,
         prefetch_factor=data.prefetch_factor,
         persistent_workers=data.persistent_workers,
     )
