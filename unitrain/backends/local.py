@@ -71,7 +71,7 @@ class LocalBackend(Backend):
     def distributed_model(
         self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression | None = None
     ) -> nn.Module:
-        checks.check_model(model, compression)
+        checks.check_model(model, compression, self.device)
         if not unused_parameters:
             watch_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
         return model
