@@ -21,12 +21,20 @@ def _train(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer,
         optimizer.step()
 
 
-def _train_alone(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def _train_alone(
+    backend: Backend,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    clip_norm: float | None = None,
+) -> None:
     """Do what `_train` should do, in this process and without the backend."""
     for step in steps:
         expected = mean_gradients(backend, model, lambda m, rank, step=step: loss_of(m(batch(rank, step))).backward())
         for name, parameter in model.named_parameters():
             parameter.grad = expected[name]
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
 
 
@@ -55,6 +63,39 @@ def training_equals_plain_torch(backend: Backend) -> None:
         optimizer = backend.distributed_optimizer(make(model.parameters()), wrapped)
         _train(backend, wrapped, optimizer, range(5))
         _train_alone(backend, twin, make(twin.parameters()), range(5))
+        _assert_same_parameters(model, twin)
+        same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+
+
+@contract
+def an_overflow_on_one_rank_skips_the_step_on_all(backend: Backend) -> None:
+    """GradScaler as the user writes it, with and without clipping: every other step is that of one process."""
+    overflow, steps = 2, range(5)
+    for clip_norm in (None, 0.01):
+        model, twin = build(), build()
+        wrapped = backend.distributed_model(model)
+        optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), wrapped)
+        scaler = torch.amp.GradScaler(backend.device.type, init_scale=1024.0)
+        for step in steps:
+            optimizer.zero_grad()
+            loss = loss_of(wrapped(batch(backend.rank, step)))
+            if step == overflow and backend.rank == backend.size - 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if clip_norm is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            before = [value.clone() for value in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            changed = [not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)]
+            assert changed == [step != overflow] * len(changed), (step, changed)
+            assert scaler.get_scale() == (1024.0 if step < overflow else 512.0), (step, scaler.get_scale())
+
+        twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+        for step in steps:
+            if step != overflow:
+                _train_alone(backend, twin, twin_optimizer, range(step, step + 1), clip_norm)
         _assert_same_parameters(model, twin)
         same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
 
