@@ -32,6 +32,7 @@ def main(backend: str | None, epochs: int, batch_size: int, seed: int) -> None:
         train, validation = digits_data(seed)
         share = TrainingShare(train, ranks, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
+            model.train()
             for batch, part in share.epoch(epoch):
                 images, targets = (tensor.to(ranks.device) for tensor in batch)
                 loss = cross_entropy(model(images), targets)
@@ -40,11 +41,12 @@ def main(backend: str | None, epochs: int, batch_size: int, seed: int) -> None:
                 optimizer.step()  # the gradients are already the mean over all ranks
                 optimizer.zero_grad()
 
-        means = Means(("accuracy", "loss"), ranks.device)
+        unitrain.share_buffers(model, ranks)  # a BatchNorm would have gathered its own on each rank
+        network, means = ranks.unwrap(model).eval(), Means(("accuracy", "loss"), ranks.device)
         with torch.no_grad():
             for batch, samples in EvaluationShare(validation, ranks, batch_size=batch_size):
                 images, targets = (tensor.to(ranks.device) for tensor in batch)
-                output = ranks.unwrap(model)(images)
+                output = network(images)
                 means.add((correct(output, targets), cross_entropy(output, targets)), samples)
         results = means.reduce(ranks)
         if ranks.rank == 0:

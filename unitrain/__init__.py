@@ -30,6 +30,7 @@ _EXPORTS = {
     "init": "unitrain.initialise",
     "register_process_group": "unitrain.backends.horovod_process_group",
     "require": "unitrain.backends.base",
+    "share_buffers": "unitrain.buffers",
 }
 _RENAMED = {"available_backends": "available"}
 
@@ -46,12 +47,14 @@ __all__ = [
     "init",
     "register_process_group",
     "require",
+    "share_buffers",
 ]
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend, Communicator, require
     from unitrain.backends.horovod_process_group import register_process_group
     from unitrain.backends.registry import available as available_backends
+    from unitrain.buffers import share_buffers
     from unitrain.config import TrainConfig
     from unitrain.environment import Placement
     from unitrain.errors import CheckpointError, UnitrainError

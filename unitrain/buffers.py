@@ -11,8 +11,9 @@ from unitrain.backends.base import Communicator
 def share_buffers(model: nn.Module, communicator: Communicator) -> None:
     """Set every buffer of `model` to rank 0's, in one broadcast. All ranks call it.
 
-    Each rank gathers its own running statistics while it trains, from its own samples; whatever shows or stores the
-    model must first decide for one of them.
+    Each rank gathers its own running statistics while it trains, from its own samples, so call it before `model.eval()`
+    and before saving: what shows or stores the model must first decide for one of them. `model` may be what
+    `distributed_model` returned or what it was given; parameters are left alone.
     """
     buffers = list(model.buffers())
     if not buffers:

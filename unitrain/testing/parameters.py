@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from unitrain import share_buffers
 from unitrain.backends.base import Backend
 from unitrain.errors import ModelError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
@@ -222,6 +223,25 @@ def shared_parameters_are_reduced_once(backend: Backend) -> None:
         backward(wrapped, backend.rank)
         assert_gradients(model, mean_gradients(backend, twin, backward))
     assert model.decode.weight is model.encode.weight
+
+
+@contract
+def running_statistics_are_the_ranks_own_until_they_are_shared(backend: Backend) -> None:
+    def trained(rank: int) -> nn.Module:
+        model = nn.BatchNorm1d(FEATURES).double()
+        for step in range(rank + 1):
+            model(batch(rank, step))
+        return model
+
+    model = nn.BatchNorm1d(FEATURES).double()
+    wrapped = backend.distributed_model(model)
+    for step in range(backend.rank + 1):
+        wrapped(batch(backend.rank, step))
+    for name, buffer in trained(backend.rank).named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    share_buffers(wrapped, backend)
+    for name, buffer in trained(0).named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
 
 
 @contract
