@@ -283,6 +283,6 @@ class Trainer:
                 f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
                 f"would come in another order. Use TrainConfig(seed={training['seed']})."
             )
-        self.cursor, self._order = Cursor(**training["cursor"]), training["order"]
+        self.cursor, self._order = Cursor(**training["cursor"]), training.get("order")
         states = training["generators"]
         self._generators = states[self.backend.rank] if len(states) == self.backend.size else None
