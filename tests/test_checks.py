@@ -22,15 +22,15 @@ class Pruned(nn.Module):
 
 
 def test_only_embeddings_give_sparse_gradients() -> None:
-    check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2), nn.EmbeddingBag(3, 2)), None)
+    check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2), nn.EmbeddingBag(3, 2)), None, CPU)
     with pytest.raises(ModelError, match=r"^Module '1' produces sparse .*: Embedding\(\.\.\., sparse=False\)\.$"):
-        check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2, sparse=True)), None)
+        check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2, sparse=True)), None, CPU)
 
     class Words(nn.EmbeddingBag):
         pass
 
     with pytest.raises(ModelError, match=r"^Module 'Words' produces sparse gradients"):
-        check_model(Words(3, 2, sparse=True), None)
+        check_model(Words(3, 2, sparse=True), None, CPU)
 
 
 def test_the_model_must_be_where_the_rank_computes() -> None:

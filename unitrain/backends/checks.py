@@ -68,9 +68,8 @@ def check_divides(tensor: Tensor, size: int) -> None:
         )
 
 
-def check_model(model: nn.Module, compression: Compression | None, device: torch.device | None = None) -> None:
-    """Raise ModelError unless `model` can be trained, on `device` if that is given, ConfigError for an unknown
-    compression."""
+def check_model(model: nn.Module, compression: Compression | None, device: torch.device) -> None:
+    """Raise ModelError unless `model` can be trained on `device`, ConfigError for an unknown compression."""
     if compression is not None and compression not in get_args(Compression):
         choices = ", ".join(get_args(Compression))
         raise ConfigError(f"Unknown compression {compression!r}. Use None, or one of: {choices}.")
@@ -79,7 +78,7 @@ def check_model(model: nn.Module, compression: Compression | None, device: torch
             f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "
             "Unfreeze some with parameter.requires_grad_(True), or use backend.broadcast to share its weights."
         )
-    elsewhere = [p.device for p in model.parameters() if device is not None and p.device.type != device.type]
+    elsewhere = [p.device for p in model.parameters() if p.device.type != device.type]
     if elsewhere:
         raise ModelError(
             f"The model is on {elsewhere[0]} and this rank computes on {device}. Use model.to(backend.device) first."

@@ -130,7 +130,7 @@ class ProcessGroupBackend(Backend):
     def distributed_model(
         self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression | None = None
     ) -> nn.Module:
-        self._raise_together(lambda: checks.check_model(model, compression))
+        self._raise_together(lambda: checks.check_model(model, compression, self.device))
         check_same_model(self, model)
         wrapped = GlobalGradients(
             model, self.device, self._meeting, unused_parameters=unused_parameters, compression=compression

@@ -254,6 +254,15 @@ def models_that_cannot_be_trained_are_refused(backend: Backend) -> None:
 
 
 @contract
+def a_model_on_another_device_is_refused(backend: Backend) -> None:
+    last = backend.rank == backend.size - 1
+    model = build().to("meta") if last else build()
+    text = raises(ModelError, "The model is on meta", lambda: backend.distributed_model(model))
+    assert f"this rank computes on {backend.device}. Use model.to(backend.device) first." in text
+    same_on_every_rank(backend, text)
+
+
+@contract
 def models_that_differ_between_ranks_are_refused(backend: Backend) -> None:
     if backend.size == 1:
         return
