@@ -121,6 +121,14 @@ def unused_parameters(backend: Backend, _: str) -> None:
     Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config).fit(_data(8))
 
 
+def parameters_unused_later(backend: Backend, _: str) -> None:
+    parts = nn.ModuleDict({"one": nn.Linear(3, 1), "other": nn.Linear(3, 1)})
+    parts.forward = lambda x, names: sum(parts[name](x) for name in names)  # type: ignore[method-assign]
+    model = backend.distributed_model(parts)
+    for names in (["one", "other"], ["one"], ["one", "other"]):
+        model(torch.ones(2, 3), names).sum().backward()
+
+
 # What is done wrong, and what the sentences must say: what was found, and what to type.
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (accumulate_0, "TrainConfig.accumulate must be at least 1, got 0.", "Use 1 to step after every batch."),
@@ -153,6 +161,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "2 parameters got no gradient on every rank: spare.weight, spare.bias",
         "unused_parameters=True",
     ),
+    (parameters_unused_later, "In the last backward, parameters", "unused_parameters=True"),
 ]
 
 

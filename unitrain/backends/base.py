@@ -121,8 +121,9 @@ class Backend(Communicator):
         """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
 
         Parameters and buffers become rank 0's. With `unused_parameters`, one that a rank did not use counts as zero
-        there, and one that no rank used keeps `grad` None; without it that is a ModelError. `compression` is the format
-        gradients travel in. Raises ModelError for a model without trainable parameters, on every rank.
+        there, and one that no rank used keeps `grad` None; without it that is a ModelError, in the first backward on
+        every rank, and where it happens later on the ranks concerned, at their next forward. `compression` is the
+        format gradients travel in. Raises ModelError for a model without trainable parameters, on every rank.
         """
 
     @abstractmethod
