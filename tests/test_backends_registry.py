@@ -121,6 +121,17 @@ def test_a_timeout_is_a_time(seconds: float) -> None:
     )
 
 
+def test_one_process_has_no_transport() -> None:
+    with unitrain.init("local", transport="none") as backend:
+        assert backend.transport == "none"
+    with pytest.raises(ConfigError) as caught:
+        unitrain.init("local", transport="gloo")
+    assert str(caught.value) == (
+        "Transport 'gloo' was asked for, but backend 'local' is one process and moves no data. "
+        "Leave transport out, or use --backend ddp."
+    )
+
+
 def sentence_without_horovod(shadow: Path) -> str:
     """Return what init says where the horovod in `shadow` hides the installed one."""
     done = subprocess.run(

@@ -13,7 +13,7 @@ from unitrain.backends import checks
 from unitrain.backends.base import Backend, Compression, ReduceOp, StartOptions
 from unitrain.backends.devices import choose_device
 from unitrain.backends.unused_parameters import watch_first_backward
-from unitrain.errors import LauncherMismatchError
+from unitrain.errors import ConfigError, LauncherMismatchError
 
 
 class LocalBackend(Backend):
@@ -31,12 +31,18 @@ class LocalBackend(Backend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Raise LauncherMismatchError when a launcher started more than this one process."""
+        """Raise LauncherMismatchError when a launcher started more than this one process, ConfigError for a
+        transport."""
         placement = options.placement
         if placement.size > 1:
             raise LauncherMismatchError(
                 f"Backend 'local' is one process, but {placement.launcher} started {placement.size}. "
                 "Use --backend ddp or --backend horovod, or start it with: python script.py"
+            )
+        if options.transport not in (None, cls.transport):
+            raise ConfigError(
+                f"Transport {options.transport!r} was asked for, but backend {cls.name!r} is one process and moves no "
+                "data. Leave transport out, or use --backend ddp."
             )
         return cls(choose_device(options.device, local_rank=0))
 
