@@ -53,6 +53,24 @@ def test_a_group_that_cannot_start_says_so_at_once() -> None:
     assert time.monotonic() - began < 10
 
 
+def fails_or_stays(backend: Backend, failing: int) -> None:
+    if backend.rank == failing:
+        raise ValueError("gives up")
+    time.sleep(300)
+
+
+@pytest.mark.parametrize(
+    ("failing", "seconds", "told"), [(0, 60.0, "1 s after that failure"), (2, 2.0, "after 2 s")], ids=["fails", "none"]
+)
+def test_a_group_says_how_long_it_has_waited(
+    failing: int, seconds: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unitrain.testing.ranks._LAST_WORDS_SECONDS", 1.0)
+    with RankGroup("ddp", 2) as group, pytest.raises(RankError) as caught:
+        group.run(fails_or_stays, failing, timeout_seconds=seconds)
+    assert f"Rank 1 was still busy {told}:" in str(caught.value)
+
+
 def absent_from_backward(backend: Backend) -> tuple[str, float]:
     model = backend.distributed_model(build())
     loss_of(model(batch(backend.rank))).backward()

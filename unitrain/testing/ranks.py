@@ -22,6 +22,7 @@ from unitrain import environment
 _START_SECONDS = 120.0
 _STACK_SECONDS = 1.0
 _STOP_SECONDS = 20.0
+_LAST_WORDS_SECONDS = 15.0
 
 
 class RankError(AssertionError):
@@ -82,9 +83,9 @@ class RankGroup:
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """Call `function(backend, *args)` on every rank and return the results in rank order.
 
-        The function must be importable by name. Raises RankError when any rank fails, or names the ranks that were
-        still busy after `timeout_seconds`, with their stacks; the processes are then ended, and the next call starts
-        new ones.
+        The function must be importable by name. Raises RankError when any rank fails, or is still busy after
+        `timeout_seconds` or a while after another has failed, with the stacks of the busy ones; the processes are then
+        ended, and the next call starts new ones.
         """
         message = pickle.dumps((function, args))
         try:
@@ -164,6 +165,7 @@ class RankGroup:
 
     def _collect(self, timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
+        patience = f"after {timeout_seconds:g} s"
         waiting = {rank.connection: number for number, rank in self._ranks.items()}
         answers: dict[int, tuple[Any, ...]] = {}
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -173,15 +175,17 @@ class RankGroup:
                     answers[number] = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     answers[number] = (False, "ProcessDied", "the process died", "", time.time())
-            if any(not answer[0] for answer in answers.values()):
+            last_words = time.monotonic() + _LAST_WORDS_SECONDS
+            if last_words < deadline and any(not answer[0] for answer in answers.values()):
                 # The others have a moment to fail by themselves, so that each rank's own words are known.
-                deadline = min(deadline, time.monotonic() + 15.0)
+                deadline = last_words
+                patience = f"{_LAST_WORDS_SECONDS:g} s after that failure"
         failures = {number: answer for number, answer in answers.items() if not answer[0]}
         if waiting or failures:
-            raise self._error(failures, sorted(waiting.values()), timeout_seconds)
+            raise self._error(failures, sorted(waiting.values()), patience)
         return [answers[number][1] for number in range(self.size)]
 
-    def _error(self, failures: dict[int, tuple[Any, ...]], silent: list[int], timeout_seconds: float) -> RankError:
+    def _error(self, failures: dict[int, tuple[Any, ...]], silent: list[int], patience: str) -> RankError:
         parts = []
         kind = "Timeout"
         if failures:
@@ -190,7 +194,7 @@ class RankGroup:
             parts.append(f"Rank {first} of {self.size} on {self.backend} failed first:\n{failures[first][3]}")
             parts += [f"rank {n}: {f[1]}: {f[2]}" for n, f in sorted(failures.items()) if n != first]
         for number in silent:
-            parts.append(f"Rank {number} was still busy after {timeout_seconds:g} s:\n{self._stack(number)}")
+            parts.append(f"Rank {number} was still busy {patience}:\n{self._stack(number)}")
         return RankError("\n".join(parts), kind, {number: failure[2] for number, failure in failures.items()})
 
     def _stack(self, number: int) -> str:
