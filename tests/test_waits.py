@@ -130,13 +130,14 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
     assert seconds < 60, f"{seconds:.0f} s\n{output}"
 
 
-def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["-O"]], ids=["python", "python -O"])
+def test_ranks_that_never_start_are_named(options: list[str]) -> None:
     """Rank 0 of two, alone: the other process was never started."""
     program = "import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)"
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     began = time.monotonic()
     finished = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, *options, "-c", program],
         env=environment.inherited() | variables,
         capture_output=True,
         text=True,
@@ -145,5 +146,5 @@ def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
     )
     assert finished.returncode == 1
     assert "CollectiveTimeoutError" in finished.stderr, finished.stderr
-    assert "rank 1" in finished.stderr
+    assert "2 ranks should meet for 'seat', but after 3 s rank 1 had not come." in finished.stderr, finished.stderr
     assert time.monotonic() - began < 40

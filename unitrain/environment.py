@@ -31,6 +31,11 @@ class Placement:
     num_nodes: int | None = None
     evidence: tuple[str, ...] = ()
 
+    @property
+    def source(self) -> str:
+        """Who said so, for a sentence that the user reads: the launcher, or "RANK and WORLD_SIZE"."""
+        return "RANK and WORLD_SIZE" if self.launcher == "env" else self.launcher
+
 
 @dataclass(frozen=True)
 class _Variables:

@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import time
@@ -21,6 +22,8 @@ from unitrain.environment import Placement
 from unitrain.errors import CollectiveTimeoutError, LauncherMismatchError
 
 _POLL_SECONDS = 0.02
+_meetings = itertools.count()
+_served: list[Store] = []  # rank 0's stores, kept alive as long as the process: others may still ask
 
 
 @dataclass(frozen=True)
@@ -85,21 +88,21 @@ class Meeting:
 
 
 def meet(placement: Placement, timeout: timedelta) -> Meeting:
-    """Bring the ranks of any launcher together, and return when all have come. All ranks call it, once.
+    """Bring the ranks of any launcher together, and return when all have come. All ranks call it, equally often.
 
     Raises LauncherMismatchError where the launcher gives no address to meet at, CollectiveTimeoutError naming who is
     missing.
     """
-    store, host = _shared_store(placement, timeout)
-    attempt = (
-        environment.setting("TORCHELASTIC_RESTART_COUNT") or "0"
-    )  # a restarted run must not read the last one's keys
-    meeting = Meeting(placement, PrefixStore(f"unitrain/{attempt}", store), host, timeout)
-    assert len(meeting.seats) == placement.size
+    # Neither a restarted run nor a second meeting of the same processes may read the keys of the one before.
+    attempt = environment.setting("TORCHELASTIC_RESTART_COUNT") or "0"
+    name = f"unitrain/{attempt}/{next(_meetings)}"
+    store, host = _shared_store(placement, timeout, name)
+    meeting = Meeting(placement, PrefixStore(name, store), host, timeout)
+    _ = meeting.seats  # to ask for them is to wait for all ranks
     return meeting
 
 
-def _shared_store(placement: Placement, timeout: timedelta) -> tuple[Store, str]:
+def _shared_store(placement: Placement, timeout: timedelta, name: str) -> tuple[Store, str]:
     if placement.launcher == "none" or (placement.size == 1 and environment.setting("MASTER_ADDR") is None):
         return HashStore(), "127.0.0.1"
     if (host := environment.setting("MASTER_ADDR")) and (port := environment.setting("MASTER_PORT")):
@@ -107,18 +110,22 @@ def _shared_store(placement: Placement, timeout: timedelta) -> tuple[Store, str]
         serves = placement.rank == 0 and environment.setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return tcp_store(host, int(port), placement, timeout, serves=serves), host
     if environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
-        return _store_through_horovodrun(placement, timeout)
+        return _store_through_horovodrun(placement, timeout, name)
+    remedy = {
+        "mpirun": "Use --backend horovod, which brings its own, or give one: "
+        "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
+        "srun": "Give one before srun: "
+        'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500',
+    }.get(placement.launcher, "Give one to every rank: export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500")
     raise LauncherMismatchError(
-        f"{placement.launcher} started rank {placement.rank} of {placement.size} without an address to meet at. "
-        "Use --backend horovod, which brings its own, or give one: "
-        "-x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 (mpirun), export MASTER_ADDR MASTER_PORT (others)."
+        f"{placement.source} said rank {placement.rank} of {placement.size}, but gave no address to meet at. {remedy}"
     )
 
 
 def tcp_store(host: str, port: int, placement: Placement, timeout: timedelta, *, serves: bool) -> TCPStore:
     """Serve, or reach, the store at an address; who is missing is found out later, by name."""
     try:
-        return TCPStore(
+        store = TCPStore(
             host, port, placement.size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
     except DistError as error:
@@ -127,31 +134,46 @@ def tcp_store(host: str, port: int, placement: Placement, timeout: timedelta, *,
             f"{timeout.total_seconds():g} s: {str(error).splitlines()[0]} "
             "Look at the first error that rank 0 logged, or choose another address with MASTER_ADDR and MASTER_PORT."
         ) from error
+    if serves:
+        _served.append(store)
+    return store
 
 
-def _store_through_horovodrun(placement: Placement, timeout: timedelta) -> tuple[Store, str]:
+def _store_through_horovodrun(placement: Placement, timeout: timedelta, name: str) -> tuple[Store, str]:
     """horovodrun serves a key-value store over HTTP in which anybody may open a scope: rank 0 leaves its address
     there."""
     server = environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR") or ""
-    address = f"http://{server}:{environment.setting('HOROVOD_GLOO_RENDEZVOUS_PORT')}/unitrain/master"
+    key = name.replace("/", ".")  # a path there has two parts only, a scope and a key
+    address = f"http://{server}:{environment.setting('HOROVOD_GLOO_RENDEZVOUS_PORT')}/unitrain/{key}"
     if placement.rank == 0:
         host = address_towards(server)
         store = tcp_store(host, 0, placement, timeout, serves=True)
-        request = urllib.request.Request(address, data=json.dumps([host, store.port]).encode(), method="PUT")
-        urllib.request.urlopen(request, timeout=timeout.total_seconds()).close()
+        own = json.dumps([host, store.port]).encode()
+        _ask_horovodrun(urllib.request.Request(address, data=own, method="PUT"), "leave its address", timeout)
         return store, host
+    began = time.monotonic()
+    host, port = json.loads(_ask_horovodrun(urllib.request.Request(address), "find the address of rank 0", timeout))
+    left = max(timeout - timedelta(seconds=time.monotonic() - began), timedelta(seconds=_POLL_SECONDS))
+    store = tcp_store(host, port, placement, left, serves=False)
+    store.set_timeout(timeout)
+    return store, host
+
+
+def _ask_horovodrun(request: urllib.request.Request, purpose: str, timeout: timedelta) -> bytes:
+    """Return what horovodrun's server answers, asking again until it does."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as reply:
-                host, port = json.loads(reply.read())
-            break
-        except urllib.error.HTTPError as error:  # 404 until rank 0 has been there
+            with urllib.request.urlopen(request, timeout=max(deadline - time.monotonic(), _POLL_SECONDS)) as reply:
+                answer: bytes = reply.read()
+                return answer
+        except OSError as error:
+            if isinstance(error, urllib.error.HTTPError):  # 404 until rank 0 has been there
+                error.close()
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
-                    f"Rank 0 had not left its address at horovodrun's server {server} after "
-                    f"{timeout.total_seconds():g} s. "
-                    "Look at the first error that rank 0 logged."
+                    f"This rank could not {purpose} at horovodrun's server {request.host} within "
+                    f"{timeout.total_seconds():g} s: {error}. "
+                    "Look at the first error that rank 0 or horovodrun logged."
                 ) from error
             time.sleep(_POLL_SECONDS)
-    return tcp_store(host, port, placement, timeout, serves=False), host

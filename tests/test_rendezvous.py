@@ -1,0 +1,99 @@
+"""How ranks find each other, and what they are told where they cannot; each wait seen from one rank alone."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from unitrain.backends.rendezvous import meet
+from unitrain.environment import Placement
+from unitrain.errors import CollectiveTimeoutError, LauncherMismatchError
+
+ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "TORCHELASTIC_RESTART_COUNT")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ELSEWHERE:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [
+        (
+            "mpirun",
+            "mpirun said rank 1 of 2, but gave no address to meet at. Use --backend horovod, which brings its own, or "
+            "give one: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
+        ),
+        (
+            "srun",
+            "srun said rank 1 of 2, but gave no address to meet at. Give one before srun: export "
+            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500',
+        ),
+        (
+            "env",
+            "RANK and WORLD_SIZE said rank 1 of 2, but gave no address to meet at. "
+            "Give one to every rank: export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500",
+        ),
+    ],
+)
+def test_no_address_to_meet_at(launcher: str, message: str) -> None:
+    with pytest.raises(LauncherMismatchError) as caught:
+        meet(Placement(launcher, 1, 2, 1), timedelta(seconds=1))
+    assert str(caught.value) == message
+
+
+class KnowsNothing(BaseHTTPRequestHandler):
+    """horovodrun's server as long as rank 0 has not been there; later on it does not answer at all."""
+
+    def do_GET(self) -> None:
+        if time.monotonic() > self.server.silent_from:  # type: ignore[attr-defined]
+            time.sleep(10)
+        self.send_error(404)
+
+    do_PUT = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(params=["is not told", "falls silent", "is gone"])
+def horovodruns_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "is gone":
+        with socket.socket() as held:  # bound, but nobody listens
+            held.bind(("127.0.0.1", 0))
+            yield f"127.0.0.1:{held.getsockname()[1]}"
+        return
+    server = ThreadingHTTPServer(("127.0.0.1", 0), KnowsNothing)
+    server.daemon_threads = True
+    server.silent_from = time.monotonic() + (1.6 if request.param == "falls silent" else 60)  # type: ignore[attr-defined]
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.socket.close()
+    thread.join()
+
+
+@pytest.mark.parametrize(("rank", "missed"), [(0, "leave its address"), (1, "find the address of rank 0")])
+def test_the_wait_for_horovodruns_server_has_one_limit(
+    horovodruns_server: str, rank: int, missed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, _, port = horovodruns_server.partition(":")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", host)
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", port)
+    began = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        meet(Placement("horovodrun", rank, 2, rank), timedelta(seconds=2))
+    assert 1.9 < time.monotonic() - began < 3.2
+    assert str(caught.value).startswith(
+        f"This rank could not {missed} at horovodrun's server {horovodruns_server} within 2 s: "
+    )
+    assert str(caught.value).endswith(". Look at the first error that rank 0 or horovodrun logged.")
