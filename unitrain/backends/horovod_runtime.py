@@ -40,7 +40,7 @@ def start_horovod(placement: Placement, meeting: Meeting) -> None:
         hvd.init()
     if (hvd.rank(), hvd.size()) != (placement.rank, placement.size):
         raise LauncherMismatchError(
-            f"{placement.launcher} says rank {placement.rank} of {placement.size}, but Horovod came up as "
+            f"{placement.source} said rank {placement.rank} of {placement.size}, but Horovod came up as "
             f"rank {hvd.rank()} of {hvd.size()}. "
             f"Do not call hvd.init() yourself; start with: unitrain launch --backend horovod "
             f"-np {placement.size} ..."
@@ -84,7 +84,8 @@ def _lead_to_each_other(placement: Placement, meeting: Meeting) -> None:
     """Do what horovodrun does for its workers: rank 0 serves the addresses, and every rank is told its place."""
     if not hvd.gloo_built():
         raise BackendUnavailableError(
-            f"This Horovod was built without Gloo, which it needs under {placement.launcher}. "
+            f"This Horovod was built without Gloo, which it needs where {placement.source} said "
+            f"rank {placement.rank} of {placement.size}. "
             "Build it with both controllers: unitrain horovod build --force"
         )
     seats = meeting.seats
