@@ -38,8 +38,9 @@ def init(
 
     The backend is the argument, else UNITRAIN_BACKEND, else what the launcher implies (torchrun: ddp, horovodrun:
     horovod), else `local`. `device` and `transport` are chosen from what the machine has unless given. No wait, here or
-    in any later collective, is longer than `timeout_seconds`. All ranks call it, once. Raises UnknownBackendError,
-    BackendUnavailableError, LauncherMismatchError, or CollectiveTimeoutError naming the ranks that did not come.
+    in any later collective, is longer than `timeout_seconds`. All ranks call it, and may do so again once the backend
+    is shut down. Raises UnknownBackendError, BackendUnavailableError, LauncherMismatchError, ConfigError for a second
+    backend beside the first, or CollectiveTimeoutError naming the ranks that did not come.
     """
     if not 0 < timeout_seconds <= _LONGEST_SECONDS:
         raise ConfigError(
@@ -56,7 +57,7 @@ def init(
     if (started.rank, started.size) != (placement.rank, placement.size):
         # Otherwise N processes would each train alone and overwrite each other's results, all with exit code 0.
         raise LauncherMismatchError(
-            f"{placement.launcher} says rank {placement.rank} of {placement.size}, but backend {name!r} came up as "
+            f"{placement.source} said rank {placement.rank} of {placement.size}, but backend {name!r} came up as "
             f"rank {started.rank} of {started.size}. "
             f"Start it with: unitrain launch --backend {name} -np {placement.size} ..."
         )

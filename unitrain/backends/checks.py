@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from unitrain.backends.base import Compression, ReduceOp
@@ -14,6 +15,15 @@ REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
 )  # fmt: skip
+
+
+def check_no_group() -> None:
+    """Raise ConfigError when this process has torch.distributed's default group already."""
+    if dist.is_initialized():
+        raise ConfigError(
+            "This process has a process group already, of an earlier unitrain.init() or an init_process_group() of "
+            "its own. Use that one, or end it first: backend.shutdown() or torch.distributed.destroy_process_group()"
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

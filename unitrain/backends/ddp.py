@@ -9,6 +9,7 @@ import torch._dynamo  # before the group is made: imported later, as any optimiz
 import torch.distributed as dist
 
 from unitrain import environment
+from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
 from unitrain.backends.devices import choose_device
 from unitrain.backends.network import interface_towards
@@ -28,6 +29,7 @@ class DDPBackend(ProcessGroupBackend):
     def start(cls, options: StartOptions) -> Self:
         """Raise ConfigError for a transport that is unknown, that torch was built without, or that the device rules
         out."""
+        checks.check_no_group()
         placement = options.placement
         device = choose_device(options.device, placement.local_rank)
         transport = options.transport or ("nccl" if device.type == "cuda" else "gloo")

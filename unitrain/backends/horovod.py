@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 
+from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
 from unitrain.backends.devices import choose_device
 from unitrain.backends.horovod_process_group import NAME, register_backend
@@ -17,13 +18,18 @@ from unitrain.errors import ConfigError
 
 
 class HorovodBackend(ProcessGroupBackend):
-    """Horovod's collectives, moved by Gloo, MPI or NCCL as it was built and started."""
+    """Horovod's collectives, moved by Gloo, MPI or NCCL as it was built and started.
+
+    Horovod itself runs on after `shutdown`, until the process exits, and a later backend finds it running: MPI can be
+    started only once in a process, and horovodrun's rendezvous gives a second start the addresses of the first.
+    """
 
     name = "horovod"
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
         """Raise ConfigError for a transport that this Horovod does not use here."""
+        checks.check_no_group()
         placement = options.placement
         device = choose_device(options.device, placement.local_rank)
         meeting = meet_with_horovod(placement, options.timeout)
@@ -42,10 +48,6 @@ class HorovodBackend(ProcessGroupBackend):
             timeout=options.timeout,
         )
         return cls(meeting, device, transport)
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        hvd.shutdown()
 
 
 def _transport(device: torch.device) -> str:

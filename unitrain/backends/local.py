@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ class LocalBackend(Backend):
     rank, size = 0, 1
     local_rank, local_size = 0, 1
     node_rank, num_nodes = 0, 1
+    _running: ClassVar[WeakSet[LocalBackend]] = WeakSet()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -31,12 +33,12 @@ class LocalBackend(Backend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Raise LauncherMismatchError when a launcher started more than this one process, ConfigError for a
-        transport."""
+        """Raise LauncherMismatchError when a launcher started more than this one process, ConfigError for a transport
+        and, as where there are more, while an earlier one is in use."""
         placement = options.placement
         if placement.size > 1:
             raise LauncherMismatchError(
-                f"Backend 'local' is one process, but {placement.launcher} started {placement.size}. "
+                f"Backend 'local' is one process, but {placement.source} asked for {placement.size}. "
                 "Use --backend ddp or --backend horovod, or start it with: python script.py"
             )
         if options.transport not in (None, cls.transport):
@@ -44,7 +46,14 @@ class LocalBackend(Backend):
                 f"Transport {options.transport!r} was asked for, but backend {cls.name!r} is one process and moves no "
                 "data. Leave transport out, or use --backend ddp."
             )
-        return cls(choose_device(options.device, local_rank=0))
+        if LocalBackend._running:
+            raise ConfigError(
+                "This process has a backend already, of an earlier unitrain.init(). "
+                "Use that one, or end it first: backend.shutdown()"
+            )
+        started = cls(choose_device(options.device, local_rank=0))
+        LocalBackend._running.add(started)
+        return started
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         checks.check_reduce(tensor, op)
@@ -98,4 +107,4 @@ class LocalBackend(Backend):
         return getattr(model, "_orig_mod", model)  # the name torch.compile gives to what it wraps
 
     def shutdown(self) -> None:
-        pass
+        LocalBackend._running.discard(self)
