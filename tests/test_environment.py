@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from unitrain import environment
+from unitrain.backends.base import Backend
 from unitrain.environment import Placement, detect
 from unitrain.errors import EnvironmentVariableError
+from unitrain.testing import run_ranks
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -44,14 +46,18 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
         (SRUN | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
         (MPIRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
         (HOROVODRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
-        (BY_HAND | HOROVODRUN, Placement("horovodrun", 2, 3, 0, 1)),
-        (BY_HAND | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
-        (BY_HAND | SRUN, Placement("srun", 3, 4, 1, None, 1)),
+        # The same said twice, and too little said to be a place.
+        (HOROVODRUN | {"RANK": "2", "WORLD_SIZE": "3"}, Placement("horovodrun", 2, 3, 0, 1)),
+        (MPIRUN | BY_HAND, Placement("mpirun", 1, 2, 1, 2)),
+        (SRUN | {"RANK": "3", "WORLD_SIZE": "4"}, Placement("srun", 3, 4, 1, None, 1)),
+        (SRUN | {"RANK": "", "WORLD_SIZE": "2"}, Placement("srun", 3, 4, 1, None, 1)),
+        (SRUN | {"WORLD_SIZE": "2"}, Placement("srun", 3, 4, 1, None, 1)),
     ],
     ids=[
         "torchrun", "horovodrun", "mpirun", "srun", "by hand", "by hand with local rank", "nothing", "in an allocation",
         "torchrun in srun", "horovodrun in srun", "mpirun in srun", "torchrun in mpirun",
-        "torchrun in horovodrun", "horovodrun and leftovers", "mpirun and leftovers", "srun and leftovers",
+        "torchrun in horovodrun", "horovodrun said twice", "mpirun said twice", "srun said twice",
+        "srun and an empty RANK", "srun and no RANK",
     ],
 )  # fmt: skip
 def test_every_launcher_is_recognised(variables: dict[str, str], expected: Placement) -> None:
@@ -112,6 +118,25 @@ def test_the_evidence_names_what_was_believed() -> None:
             "HOROVOD_RANK=2 does not fit HOROVOD_SIZE=2: ranks go from 0 to 1. Set both, or clear them with: "
             "unset HOROVOD_RANK HOROVOD_SIZE",
         ),
+        (
+            # A shell from `srun --pty bash`, in which something else starts two processes.
+            SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"} | {"RANK": "0", "WORLD_SIZE": "2"},
+            "RANK=0 and WORLD_SIZE=2 contradict SLURM_PROCID=0 and SLURM_STEP_NUM_TASKS=1 of srun. Clear those that "
+            "are left over: unset RANK WORLD_SIZE, or, where srun did not start this process itself: "
+            "unset SLURM_STEP_ID",
+        ),
+        (
+            MPIRUN | {"RANK": "0", "WORLD_SIZE": "2"},
+            "RANK=0 and WORLD_SIZE=2 contradict OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=2 of mpirun. Clear "
+            "those that are left over: unset RANK WORLD_SIZE, or, where mpirun did not start this process itself: "
+            "unset OMPI_COMM_WORLD_RANK",
+        ),
+        (
+            HOROVODRUN | {"RANK": "0", "WORLD_SIZE": "1"},
+            "RANK=0 and WORLD_SIZE=1 contradict HOROVOD_RANK=2 and HOROVOD_SIZE=3 of horovodrun. Clear those that are "
+            "left over: unset RANK WORLD_SIZE, or, where horovodrun did not start this process itself: "
+            "unset HOROVOD_RANK",
+        ),
     ],
     ids=[
         "missing",
@@ -122,12 +147,29 @@ def test_the_evidence_names_what_was_believed() -> None:
         "no ranks",
         "negative",
         "too large",
+        "a spawner in srun",
+        "a spawner in mpirun",
+        "leftovers under horovodrun",
     ],
 )
 def test_variables_that_cannot_be_believed(variables: dict[str, str], message: str) -> None:
     with pytest.raises(EnvironmentVariableError) as caught:
         detect(variables)
     assert str(caught.value) == message
+
+
+def place(backend: Backend) -> tuple[int, int, int]:
+    return backend.rank, backend.size, backend.local_rank
+
+
+def test_a_job_started_inside_others_has_places_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = SRUN | MPIRUN | HOROVODRUN | TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in outer.items():
+        monkeypatch.setenv(name, value)
+    assert run_ranks(place, 1, backend="local") == [(0, 1, 0)]
+    assert run_ranks(place, 2, backend="ddp") == [(0, 2, 0), (1, 2, 1)]
+    kept = environment.without_launcher()
+    assert {name for name in outer if name in kept} == {"SLURM_JOB_ID", "SLURM_NTASKS"}  # which mpirun and srun ask for
 
 
 def test_reading_and_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,19 +69,32 @@ _LAUNCHERS = (
     _Variables("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID"),
     _Variables("env", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )  # fmt: skip
+# What launchers tell their processes beside that, by the start of its name. What a scheduler or a user tells a
+# launcher, as SLURM_JOB_ID, is not among it.
+_TOLD_BESIDE = (
+    "TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS",
+    LED_BY_UNITRAIN, "OMPI_COMM", "OMPI_ARGV", "OMPI_UNIVERSE_SIZE", "OMPI_NUM_APP_CTX", "OMPI_APP_CTX_",
+    "OMPI_FIRST_RANKS", "OMPI_FILE_LOCATION", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_",
+    "OMPI_MCA_pmix", "PMIX_", "PMI_",
+)  # fmt: skip
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Placement:
     """Return where this process was put, by its environment or by `environ`.
 
-    Raises EnvironmentVariableError for a variable that is missing, not a number, or contradicts another.
+    Raises EnvironmentVariableError for a variable that is missing, not a number, or contradicts another; so do RANK and
+    WORLD_SIZE when they contradict the launcher, because a process started by something else inside a job of that
+    launcher would otherwise take the place of the job's own process, alone.
     """
     environ = os.environ if environ is None else environ
     for variables in _LAUNCHERS:
         if variables.launcher == "horovodrun" and LED_BY_UNITRAIN in environ:
             continue
         if variables.marker in environ:
-            return _placement(variables, environ)
+            placement = _placement(variables, environ)
+            _check_no_other_spawner(placement, variables, environ)
+            return placement
     return Placement("none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1)
 
 
@@ -95,6 +108,12 @@ def inherited() -> dict[str, str]:
     return dict(os.environ)
 
 
+def without_launcher() -> dict[str, str]:
+    """Return a copy of the environment without what a launcher has told this process, for a job to be started in it."""
+    told = {name for variables in _LAUNCHERS for name in vars(variables).values()}
+    return {name: value for name, value in os.environ.items() if name not in told and not name.startswith(_TOLD_BESIDE)}
+
+
 def export(values: Mapping[str, str]) -> None:
     """Set variables for libraries that read them."""
     os.environ.update(values)
@@ -104,6 +123,18 @@ def export_defaults(values: Mapping[str, str]) -> None:
     """Set those of the variables that the user has not."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
+
+
+def _check_no_other_spawner(placement: Placement, variables: _Variables, environ: Mapping[str, str]) -> None:
+    rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
+    if not rank or not size or (rank, size) == (str(placement.rank), str(placement.size)):
+        return
+    raise EnvironmentVariableError(
+        f"RANK={rank} and WORLD_SIZE={size} contradict {variables.rank}={placement.rank} and "
+        f"{variables.size}={placement.size} of {placement.launcher}. Clear those that are left over: "
+        f"unset RANK WORLD_SIZE, or, where {placement.launcher} did not start this process itself: "
+        f"unset {variables.marker}"
+    )
 
 
 def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:

@@ -144,7 +144,9 @@ class RankGroup:
 
     def _environments(self, key: bytes) -> list[dict[str, str]]:
         """Return the environment of every process that is started here: one per rank, or one for the launcher."""
-        base = environment.inherited() | {"OMP_NUM_THREADS": "1"} | self._variables | {"UNITRAIN_TEST_KEY": key.hex()}
+        # Not this process's own place, which it has when it runs inside a job.
+        base = environment.without_launcher() | {"OMP_NUM_THREADS": "1", **self._variables}
+        base["UNITRAIN_TEST_KEY"] = key.hex()
         if self._command or self.backend == "local":
             return [base]
         from unitrain.backends.network import free_port
