@@ -143,6 +143,18 @@ def test_backend_and_launcher_imply_each_other(options: list[str], program: str,
     assert f"UNITRAIN_BACKEND={backend}" in words
 
 
+def test_the_variable_goes_before_what_the_launcher_implies(script: str) -> None:
+    for options, program in (
+        ([], "horovodrun"),
+        (["--launcher", "torchrun"], "torchrun"),
+        (["--backend", "ddp"], "torchrun"),
+    ):
+        words = run("launch", "--dry-run", *options, script, UNITRAIN_BACKEND="horovod").stdout.split()
+        assert Path(next(word for word in words if "=" not in word)).name == program
+        assert f"UNITRAIN_BACKEND={'ddp' if '--backend' in options else 'horovod'}" in words
+    assert refused("launch", script, UNITRAIN_BACKEND="hovorod").startswith("Unknown backend 'hovorod'.")
+
+
 def test_all_slots_are_used_unless_fewer_are_asked_for(script: str) -> None:
     hosts = ["--backend", "horovod", "-H", "localhost:3"]
     assert "-np 3 -H localhost:3" in run("launch", "--dry-run", *hosts, script).stdout

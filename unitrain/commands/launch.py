@@ -20,7 +20,9 @@ _BACKEND_OF = {launcher: backend for backend, launcher in _LAUNCHER_OF.items()}
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
-    "--backend", metavar="NAME", help="ddp, horovod, local, or a plug-in. [default: the launcher's, else ddp]"
+    "--backend",
+    metavar="NAME",
+    help="ddp, horovod, local, or a plug-in. [default: UNITRAIN_BACKEND, else the launcher's, else ddp]",
 )
 @click.option("--launcher", metavar="NAME", help="torchrun or horovodrun. [default: the backend's]")
 @click.option("-np", "-n", "--num-processes", type=int, metavar="N", help="Ranks in all. [default: all slots, else 1]")
@@ -70,6 +72,7 @@ def _command(
     script: Path,
     args: tuple[str, ...],
 ) -> launchers.Command:
+    backend = backend or environment.setting("UNITRAIN_BACKEND")
     if backend is not None:
         registry.check_known(backend)
     if launcher is None:
