@@ -27,10 +27,12 @@ class ModestBackend(LocalBackend):
 ASK_FOR_HOROVOD = """
 import unitrain
 from unitrain.errors import BackendUnavailableError
-try:
-    unitrain.init("horovod")
-except BackendUnavailableError as error:
-    print(error)
+assert hasattr(unitrain, "register_process_group")
+for ask in (lambda: unitrain.init("horovod"), unitrain.register_process_group):
+    try:
+        ask()
+    except BackendUnavailableError as error:
+        print(error)
 """
 # Starts, in one process, what each launcher implies; the variables of one are cleared before the next.
 ASK_FOR_WHAT_IS_IMPLIED = """
@@ -133,7 +135,7 @@ def test_one_process_has_no_transport() -> None:
 
 
 def sentence_without_horovod(shadow: Path) -> str:
-    """Return what init says where the horovod in `shadow` hides the installed one."""
+    """Return what init and register_process_group say where the horovod in `shadow` hides the installed one."""
     done = subprocess.run(
         [sys.executable, "-c", ASK_FOR_HOROVOD],
         env=os.environ | {"PYTHONPATH": str(shadow)},
@@ -143,7 +145,10 @@ def sentence_without_horovod(shadow: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]  # Horovod prints a warning of its own before it
+    said = [line for line in done.stdout.splitlines() if line.startswith("Backend")]  # Horovod prints warnings as well
+    assert len(said) == 2, done.stdout
+    assert said[0] == said[1]
+    return said[0]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ _EXPORTS = {
     "UnitrainError": "unitrain.errors",
     "available_backends": "unitrain.backends.registry",
     "init": "unitrain.initialise",
-    "register_process_group": "unitrain.backends.horovod_process_group",
+    "register_process_group": "unitrain.backends.horovod_registration",
     "require": "unitrain.backends.base",
     "share_buffers": "unitrain.buffers",
 }
@@ -52,7 +52,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend, Communicator, require
-    from unitrain.backends.horovod_process_group import register_process_group
+    from unitrain.backends.horovod_registration import register_process_group
     from unitrain.backends.registry import available as available_backends
     from unitrain.buffers import share_buffers
     from unitrain.config import TrainConfig
