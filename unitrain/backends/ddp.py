@@ -11,7 +11,7 @@ import torch.distributed as dist
 from unitrain import environment
 from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
-from unitrain.backends.devices import choose_device
+from unitrain.backends.devices import check_gpus, choose_device
 from unitrain.backends.network import interface_towards
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.backends.rendezvous import meet
@@ -28,13 +28,14 @@ class DDPBackend(ProcessGroupBackend):
     @classmethod
     def start(cls, options: StartOptions) -> Self:
         """Raise ConfigError for a transport that is unknown, that torch was built without, or that the device rules
-        out."""
+        out, and for two ranks on one GPU."""
         checks.check_no_group()
         placement = options.placement
         device = choose_device(options.device, placement.local_rank)
         transport = options.transport or ("nccl" if device.type == "cuda" else "gloo")
         _check_transport(transport, device)
         meeting = meet(placement, options.timeout)
+        check_gpus(meeting, device)
         if interface := interface_towards(meeting.host):
             environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
+
 import torch
 
+from unitrain.backends.rendezvous import Meeting
 from unitrain.errors import ConfigError
 
 
 def choose_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
     """Return the device for the rank numbered `local_rank` on its host, and make it current when it is a GPU.
 
-    With nothing requested, a GPU where there is one, else the CPU. A launcher that shows each process a single GPU is
-    taken at its word. Raises ConfigError when the host has fewer GPUs than ranks.
+    With nothing requested, a GPU where there is one, else the CPU. Where a process sees a single GPU, that one: the
+    launcher may have shown each its own, and `check_gpus` tells when it has not. Raises ConfigError when several are
+    seen, but fewer than there are ranks on the host.
     """
     device = torch.device(requested) if requested is not None else _default_kind()
     if device.type != "cuda":
@@ -28,6 +33,27 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
         )
     torch.cuda.set_device(device)
     return device
+
+
+def check_gpus(meeting: Meeting, device: torch.device) -> None:
+    """Raise ConfigError, on every rank alike, when two ranks compute on one GPU. All ranks call it."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    check_gpus_differ(meeting.exchange("gpu", [socket.gethostname(), gpu]))
+
+
+def check_gpus_differ(told: Sequence[Sequence[str | None]]) -> None:
+    """Raise ConfigError when two ranks told of the same GPU; each told its host and GPU, in rank order, None for the
+    CPU."""
+    ranks: dict[tuple[str | None, str], list[str]] = {}
+    for rank, (host, gpu) in enumerate(told):
+        if gpu is not None:
+            ranks.setdefault((host, gpu), []).append(str(rank))
+    for (host, gpu), sharing in ranks.items():
+        if len(sharing) > 1:
+            raise ConfigError(
+                f"Ranks {', '.join(sharing)} on host {host!r} compute on the same GPU, {gpu}. "
+                "Start one rank per GPU, or use device='cpu'."
+            )
 
 
 def _default_kind() -> torch.device:

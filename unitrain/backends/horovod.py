@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
-from unitrain.backends.devices import choose_device
+from unitrain.backends.devices import check_gpus, choose_device
 from unitrain.backends.horovod_process_group import NAME, register_backend
 from unitrain.backends.horovod_runtime import meet_with_horovod
 from unitrain.backends.process_group import ProcessGroupBackend
-from unitrain.errors import ConfigError
+from unitrain.errors import BackendUnavailableError, ConfigError
 
 
 class HorovodBackend(ProcessGroupBackend):
@@ -28,11 +28,14 @@ class HorovodBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Raise ConfigError for a transport that this Horovod does not use here."""
+        """Raise ConfigError for a transport that this Horovod does not use here and for two ranks on one GPU,
+        BackendUnavailableError for a GPU where this Horovod moves tensors between CPUs only."""
         checks.check_no_group()
         placement = options.placement
         device = choose_device(options.device, placement.local_rank)
+        _check_operations(device)
         meeting = meet_with_horovod(placement, options.timeout)
+        check_gpus(meeting, device)
         transport = _transport(device)
         if options.transport not in (None, transport):
             raise ConfigError(
@@ -48,6 +51,14 @@ class HorovodBackend(ProcessGroupBackend):
             timeout=options.timeout,
         )
         return cls(meeting, device, transport)
+
+
+def _check_operations(device: torch.device) -> None:
+    if device.type == "cuda" and not (hvd.nccl_built() or hvd.cuda_built() or hvd.rocm_built()):
+        raise BackendUnavailableError(
+            f"This rank computes on {device}, but Horovod was built without GPU operations. "
+            "Build it with: unitrain horovod build --with-cuda, or use device='cpu'."
+        )
 
 
 def _transport(device: torch.device) -> str:

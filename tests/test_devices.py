@@ -1,0 +1,92 @@
+"""Which device a rank takes, and what it is told on a machine that has too few of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import unitrain
+from unitrain.backends.base import Backend
+from unitrain.backends.devices import check_gpus_differ, choose_device
+from unitrain.errors import ConfigError, UnitrainError
+from unitrain.testing import RankGroup
+
+
+def machine_with(gpus: int) -> mock._patch_dict:
+    """Return a patch that makes torch see so many GPUs, each of the uuid GPU-<index>."""
+    return mock.patch.multiple(
+        "torch.cuda",
+        is_available=lambda: gpus > 0,
+        device_count=lambda: gpus,
+        set_device=lambda device: None,
+        get_device_properties=lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "requested", "local_rank", "expected"),
+    [
+        (0, None, 3, "cpu"),
+        (4, None, 3, "cuda:3"),
+        (4, "cuda", 2, "cuda:2"),
+        (4, "cuda:1", 2, "cuda:1"),
+        (4, "cpu", 2, "cpu"),
+        (1, None, 3, "cuda:0"),  # CUDA_VISIBLE_DEVICES may show each process another one
+    ],
+)
+def test_a_rank_takes_the_gpu_of_its_number(gpus: int, requested: str | None, local_rank: int, expected: str) -> None:
+    with machine_with(gpus):
+        assert choose_device(requested, local_rank) == torch.device(expected)
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with machine_with(0), pytest.raises(ConfigError) as caught:
+        choose_device("cuda", 0)
+    assert str(caught.value) == "Device 'cuda' was asked for, but torch sees no GPU here. Use device='cpu'."
+    with machine_with(2), pytest.raises(ConfigError) as caught:
+        choose_device(None, 2)
+    assert str(caught.value) == (
+        "local_rank 2 needs GPU 2, but this host shows 2. Start 2 ranks per host, or use device='cpu'."
+    )
+
+
+def test_gpus_of_their_own_are_told_from_one_that_is_shared() -> None:
+    check_gpus_differ([("a", "GPU-0"), ("a", "GPU-1"), ("b", "GPU-0"), ("b", None), ("b", None)])
+    with pytest.raises(ConfigError) as caught:
+        check_gpus_differ([("a", "GPU-0"), ("b", "GPU-0"), ("b", None), ("b", "GPU-0"), ("b", "GPU-0")])
+    assert str(caught.value) == (
+        "Ranks 1, 3, 4 on host 'b' compute on the same GPU, GPU-0. Start one rank per GPU, or use device='cpu'."
+    )
+
+
+def ask_for_a_gpu(backend: Backend, gpus: int, horovod_operations: bool) -> str:
+    backend.shutdown()
+    built = {"nccl_built": lambda: horovod_operations, "cuda_built": lambda: False}
+    with machine_with(gpus), mock.patch.multiple("horovod.torch", **built):
+        try:
+            unitrain.init(backend.name)
+        except UnitrainError as error:
+            return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was not refused")
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_two_ranks_on_one_gpu_are_refused_on_both(backend: str) -> None:
+    with RankGroup(backend, 2) as group:
+        told = group.run(ask_for_a_gpu, 1, True)
+    assert told[0] == told[1]
+    assert told[0].startswith("ConfigError: Ranks 0, 1 on host '")
+    assert told[0].endswith("' compute on the same GPU, GPU-0. Start one rank per GPU, or use device='cpu'.")
+
+
+def test_a_horovod_for_the_cpu_is_refused_on_a_gpu() -> None:
+    with RankGroup("horovod", 2) as group:
+        told = group.run(ask_for_a_gpu, 2, False)
+    assert told == [
+        f"BackendUnavailableError: This rank computes on cuda:{rank}, but Horovod was built without GPU operations. "
+        "Build it with: unitrain horovod build --with-cuda, or use device='cpu'."
+        for rank in (0, 1)
+    ]
