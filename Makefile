@@ -10,7 +10,7 @@ HOROVOD := $(VENV)/.horovod
 .PHONY: demo test check bench gpu-check setup horovod clean
 
 demo: $(INSTALLED)
-	$(BIN)/unitrain launch -np 2 examples/digits.py
+	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
 
 test: $(INSTALLED) $(HOROVOD)
 	$(BIN)/python -m pytest

@@ -41,6 +41,7 @@ def correct(output: Tensor, target: Tensor) -> Tensor:
 
 @click.command()
 @click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
+@click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
 @click.option("--epochs", default=15, show_default=True)
 @click.option("--batch-size", default=32, show_default=True, help="Samples per rank and micro-step.")
 @click.option("--accumulate", default=1, show_default=True, help="Micro-steps per optimizer step.")
@@ -48,10 +49,17 @@ def correct(output: Tensor, target: Tensor) -> Tensor:
 @click.option("--output", help="Folder for checkpoints and history.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --output.")
 def main(
-    backend: str | None, epochs: int, batch_size: int, accumulate: int, seed: int, output: str | None, resume: bool
+    backend: str | None,
+    device: str | None,
+    epochs: int,
+    batch_size: int,
+    accumulate: int,
+    seed: int,
+    output: str | None,
+    resume: bool,
 ) -> None:
     """Train on scikit-learn's digits."""
-    with unitrain.init(backend) as ranks:
+    with unitrain.init(backend, device=device) as ranks:
         torch.manual_seed(seed)  # the same first weights in every run
         model = digits_network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -51,6 +51,7 @@ def correct(output: Tensor, target: Tensor) -> Tensor:
 @click.option("--download", is_flag=True, help="Fetch MNIST into --data where it is missing.")
 @click.option("--model", "model_name", type=click.Choice(["cnn", "resnet18"]), default="cnn", show_default=True)
 @click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
+@click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
 @click.option("--epochs", default=3, show_default=True)
 @click.option("--batch-size", default=64, show_default=True, help="Samples per rank and micro-step.")
 @click.option("--workers", default=0, show_default=True, help="Processes per rank that load data.")
@@ -61,6 +62,7 @@ def main(
     download: bool,
     model_name: str,
     backend: str | None,
+    device: str | None,
     epochs: int,
     batch_size: int,
     workers: int,
@@ -70,7 +72,7 @@ def main(
     """Train on MNIST."""
     if not download and not (data / "MNIST" / "raw").is_dir():
         raise click.ClickException(f"There is no MNIST in '{data}'. Fetch it with: --data {data} --download")
-    with unitrain.init(backend) as ranks:
+    with unitrain.init(backend, device=device) as ranks:
         train, test = load(data, ranks, download)
         torch.manual_seed(0)  # the same first weights in every run
         model = build(model_name)

@@ -17,12 +17,13 @@ from unitrain.metrics import Means
 
 @click.command()
 @click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
+@click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
 @click.option("--epochs", default=15, show_default=True)
 @click.option("--batch-size", default=32, show_default=True, help="Samples per rank.")
 @click.option("--seed", default=0, show_default=True)
-def main(backend: str | None, epochs: int, batch_size: int, seed: int) -> None:
+def main(backend: str | None, device: str | None, epochs: int, batch_size: int, seed: int) -> None:
     """Train on scikit-learn's digits, step by step."""
-    with unitrain.init(backend) as ranks:
+    with unitrain.init(backend, device=device) as ranks:
         torch.manual_seed(seed)
         model = digits_network().to(ranks.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
