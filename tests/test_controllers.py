@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parts import needs_mpi
 
 from unitrain import environment
 from unitrain.backends.base import Backend
@@ -24,7 +25,7 @@ def controller(backend: Backend) -> tuple[str, bool, bool]:
     return backend.transport, hvd.gloo_enabled(), hvd.mpi_enabled()
 
 
-@pytest.fixture(scope="module", params=["gloo", "mpi"])
+@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=needs_mpi)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     with RankGroup("horovod", 2, command=[HOROVODRUN, "-np", "2", f"--{request.param}"]) as group:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from parts import needs_network_namespaces
 
 LIMIT_SECONDS = 60
 
@@ -197,11 +197,8 @@ def test_a_small_reducescatter_leaves_the_connections_fast(processes: Processes)
 def two_hosts(processes: Processes, tmp_path: Path) -> Callable[[int], tuple[str, ...]]:
     """Two hosts on this machine, each with its own network, name and /etc/hosts as Debian's installer writes it.
 
-    A host is a shell in new namespaces; with its process the namespaces and their cable are gone. Needs root.
+    A host is a shell in new namespaces; with its process the namespaces and their cable are gone.
     """
-    for program in ("unshare", "nsenter", "ip"):
-        assert shutil.which(program), f"{program} is missing: sudo apt-get install util-linux iproute2"
-    assert os.geteuid() == 0, "Making network namespaces takes root: run this test as root, as CI does"
     holders = []
     for host in (0, 1):
         names = tmp_path / f"hosts{host}"
@@ -221,6 +218,7 @@ def two_hosts(processes: Processes, tmp_path: Path) -> Callable[[int], tuple[str
     return lambda rank: ("nsenter", "-t", (first, second)[rank], "--net", "--uts", "--mount")
 
 
+@needs_network_namespaces
 def test_gloo_uses_the_named_interface_where_the_own_name_is_useless(
     processes: Processes, two_hosts: Callable[[int], tuple[str, ...]]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from launches import SECONDS, started
+from parts import needs_mpi
 
 BIN = Path(sys.executable).parent
 PYTHON = sys.executable
@@ -76,7 +77,7 @@ def check_two_ranks(folder: Path, backend: str, transport: str) -> list[dict[str
         ([], "ddp", "gloo"),
         (["--backend", "ddp", "--launcher", "horovodrun"], "ddp", "gloo"),
         (["--backend", "horovod"], "horovod", "gloo"),
-        (["--backend", "horovod", "--mpi"], "horovod", "mpi"),
+        pytest.param(["--backend", "horovod", "--mpi"], "horovod", "mpi", marks=needs_mpi),
         (["--backend", "horovod", "--launcher", "torchrun"], "horovod", "gloo"),
     ],
     ids=["ddp", "ddp under horovodrun", "horovod", "horovod with mpi", "horovod under torchrun"],
@@ -98,7 +99,11 @@ def test_a_launch_does_what_it_prints(
 
 @pytest.mark.parametrize(
     ("command", "backend", "transport"),
-    [(TORCHRUN, "ddp", "gloo"), (HOROVODRUN, "horovod", "gloo"), (MPIRUN, "horovod", "mpi")],
+    [
+        (TORCHRUN, "ddp", "gloo"),
+        (HOROVODRUN, "horovod", "gloo"),
+        pytest.param(MPIRUN, "horovod", "mpi", marks=needs_mpi),
+    ],
     ids=["torchrun", "horovodrun", "mpirun"],
 )
 def test_a_launcher_typed_by_hand_ends_with_the_rank_that_fails(
@@ -117,7 +122,7 @@ def test_a_launcher_typed_by_hand_ends_with_the_rank_that_fails(
     [
         pytest.param(["--backend", "ddp"], id="torchrun"),
         pytest.param(["--backend", "horovod"], id="horovodrun"),
-        pytest.param(["--backend", "horovod", "--mpi"], id="horovodrun with mpi"),
+        pytest.param(["--backend", "horovod", "--mpi"], id="horovodrun with mpi", marks=needs_mpi),
     ],
 )
 def test_a_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parts import needs_mpi
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -273,7 +274,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun --gloo", "horovodrun --mpi", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", ["horovodrun --gloo", pytest.param("horovodrun --mpi", marks=needs_mpi), "torchrun"]
+)
 def test_an_unmodified_ddp_script_runs_on_horovod(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "plain_ddp.py"
     script.write_text(SCRIPT)

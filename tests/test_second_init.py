@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parts import needs_mpi
 
 import unitrain
 from unitrain import environment
@@ -55,7 +56,7 @@ def again_and_again(backend: Backend, names: Sequence[str]) -> list[float]:
         ("ddp", HOROVODRUN),
         ("horovod", TORCHRUN),
         ("horovod", HOROVODRUN),
-        ("horovod", MPIRUN),
+        pytest.param("horovod", MPIRUN, marks=needs_mpi),
     ],
     ids=["ddp", "ddp-torchrun", "ddp-horovodrun", "horovod-torchrun", "horovod-horovodrun", "horovod-mpirun"],
 )
