@@ -54,6 +54,7 @@ class ProcessGroupBackend(Backend):
         self.size = dist.get_world_size()
         self._meeting = meeting
         self._calls = 0
+        self._ended = False
         self._wrapped: WeakSet[GlobalGradients] = WeakSet()
         own = meeting.seats[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
@@ -158,8 +159,9 @@ class ProcessGroupBackend(Backend):
         # the interpreter goes abort the process now and then (pytorch#179291).
         for model in self._wrapped:
             model.leave_group()
-        if dist.is_initialized():
+        if not self._ended and dist.is_initialized():
             dist.destroy_process_group()
+        self._ended = True  # another backend's group may be there by the time of a second call
 
     def _synchronised(self, model: nn.Module) -> GlobalGradients:
         found = getattr(model, "_orig_mod", model)
