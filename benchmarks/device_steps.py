@@ -107,7 +107,7 @@ def _prepare(backend: Backend, way: str, model: str, batch_size: int, steps: int
         trainer = unitrain.Trainer(net, optimizer, cross_entropy, backend=backend, config=config)
 
         def fit() -> None:
-            trainer.cursor = Cursor()
+            trainer.run.cursor = Cursor()
             trainer.fit(data)
 
         return fit

@@ -119,7 +119,7 @@ def _trainer(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
     trainer = unitrain.Trainer(model, _optimizer(model), cross_entropy, backend=backend, config=config)
 
     def turn(epoch: int) -> float:
-        trainer.cursor = Cursor()
+        trainer.run.cursor = Cursor()
         return trainer.fit(data)["train_loss"]
 
     return turn

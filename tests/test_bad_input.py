@@ -41,6 +41,10 @@ def accumulate_0(backend: Backend, _: str) -> None:
     _train(backend, accumulate=0)
 
 
+def a_global_batch_that_does_not_divide(backend: Backend, _: str) -> None:
+    _train(backend, global_batch_size=7)
+
+
 def empty_dataset(backend: Backend, _: str) -> None:
     _train(backend, 0)
 
@@ -132,6 +136,11 @@ def parameters_unused_later(backend: Backend, _: str) -> None:
 # What is done wrong, and what the sentences must say: what was found, and what to type.
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (accumulate_0, "TrainConfig.accumulate must be at least 1, got 0.", "Use 1 to step after every batch."),
+    (
+        a_global_batch_that_does_not_divide,
+        "global_batch_size 7 does not divide by 2 ranks x batch_size 2 = 4",
+        "global_batch_size=4 or 8",
+    ),
     (empty_dataset, "empty", ""),
     (fewer_samples_than_ranks, "1 sample", ""),
     (nan_loss, "The mean loss became nan", "clip_norm=1.0"),

@@ -74,7 +74,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, opti
     trainer(tmp_path, optimizer, epochs=2).fit(samples(), samples(9))
     torch.manual_seed(12345)  # nothing may depend on what the process drew before
     resumed = trainer(tmp_path, optimizer, epochs=4, resume=True)
-    assert resumed.cursor.epoch == 2
+    assert resumed.run.cursor.epoch == 2
     assert resumed.fit(samples(), samples(9)) == results
     assert_same(state(whole), state(resumed))
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4]
@@ -85,7 +85,7 @@ def test_a_run_of_steps_that_stops_within_an_epoch_resumes_there(tmp_path: Path)
     whole.fit(samples())
     trainer(tmp_path, steps=8).fit(samples())  # an epoch has 6 steps
     resumed = trainer(tmp_path, steps=16, resume=True)
-    assert (resumed.cursor.epoch, resumed.cursor.step, resumed.cursor.sample) == (1, 8, 8)
+    assert (resumed.run.cursor.epoch, resumed.run.cursor.step, resumed.run.cursor.sample) == (1, 8, 8)
     resumed.fit(samples())
     assert_same(state(whole), state(resumed))
 
@@ -120,9 +120,9 @@ def test_a_cursor_past_the_end_of_the_epoch_is_at_its_end(tmp_path: Path, schedu
         return made, made.fit(DataLoader(samples(), batch_size=batch_size, shuffle=True, drop_last=True))
 
     first, _ = run(4, 4)
-    assert (first.cursor.epoch, first.cursor.sample, first.scheduler.last_epoch) == (0, 16, 0)
+    assert (first.run.cursor.epoch, first.run.cursor.sample, first.scheduler.last_epoch) == (0, 16, 0)
     resumed, results = run(12, 5)  # of which one fits into an epoch
-    assert (resumed.cursor.epoch, resumed.cursor.step, resumed.cursor.sample) == (2, 5, 0)
+    assert (resumed.run.cursor.epoch, resumed.run.cursor.step, resumed.run.cursor.sample) == (2, 5, 0)
     assert results.keys() == {"train_loss"}
     assert resumed.scheduler.last_epoch == (2 if scheduler is StepLR else 1)  # a plateau needs a loss to judge
     assert [(row["epoch"], row["step"], "train_loss" in row) for row in history(tmp_path)] == [
@@ -301,7 +301,7 @@ def test_a_damaged_newest_falls_back_and_is_replaced(
     damage(newest)
     with caplog.at_level(logging.WARNING):
         resumed = trainer(tmp_path, epochs=2, resume=True)
-    assert resumed.cursor.epoch == 1
+    assert resumed.run.cursor.epoch == 1
     assert caplog.messages[0].startswith(f"Checkpoint '{newest}' is skipped: ")
     resumed.fit(samples())
     assert_same(state(whole), state(resumed))

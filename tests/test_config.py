@@ -33,6 +33,21 @@ from unitrain.errors import ConfigError
         ({"epochs": 1, "compression": "fp8"}, r"Unknown TrainConfig\.compression 'fp8'\. .*Available: fp16, bf16\.$"),
         ({"epochs": 1, "progress": "bars"}, r"Unknown TrainConfig\.progress 'bars'\. Did you mean 'bar'\?"),
         ({"epochs": 1, "scheduler_every": "batch"}, r"scheduler_every 'batch'\. Available: step, epoch\.$"),
+        (
+            {"epochs": 1, "precision": "fp8"},
+            r"Unknown TrainConfig\.precision 'fp8'\. Available: fp32, bf16, fp16\.$",
+        ),
+        ({"epochs": 1, "global_batch_size": 0}, r"global_batch_size must be at least 1, got 0\."),
+        ({"epochs": 1, "lr_scaling": "liner"}, r"Unknown TrainConfig\.lr_scaling 'liner'\. Did you mean 'linear'\?"),
+        (
+            {"epochs": 1, "lr_scaling": "sqrt"},
+            r"lr_scaling 'sqrt' needs the global batch size .*reference_batch_size=256",
+        ),
+        ({"epochs": 1, "reference_batch_size": 64}, r"reference_batch_size says how to scale .* or leave reference_b"),
+        (
+            {"epochs": 1, "warmup_steps": 10},
+            r"warmup_steps says how to scale .* 'none' does not do\. Use .*scheduler\.$",
+        ),
         ({"epochs": 1, "resume": True}, r"resume=True looks for checkpoints in output_dir, which is not set\."),
     ],
 )

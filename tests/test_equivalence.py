@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +18,23 @@ from torch.utils.data import TensorDataset
 
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
+from unitrain.data import epoch_order
 from unitrain.testing import RankGroup
 
 GLOBAL_BATCH = 12
 STEPS = 100
+IGNORED = -100
 OPTIMIZERS = {"sgd": (torch.float32, 1e-6), "adamw": (torch.float64, 1e-9)}
-VARIANTS = ("plain", "accumulate", "clip", "uneven")
+VARIANTS = ("plain", "accumulate", "clip", "uneven", "tokens", "tokens accumulated", "learning rate")
 CASES = list(itertools.product(OPTIMIZERS, VARIANTS))
 GROUPS = [("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
 Run = tuple[list[Tensor], float]
+
+
+def masked_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum over what is not masked, and how much that is."""
+    total = nn.functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
+    return total, (target != IGNORED).sum()
 
 
 def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
@@ -35,14 +44,20 @@ def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
     model = nn.Sequential(nn.Linear(10, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)).to(dtype)
     generator = torch.Generator().manual_seed(2)
     # 62 samples leave a last batch of 2: with three ranks, one of them has none.
-    count = 62 if variant == "uneven" else 60
+    count = 62 if variant == "uneven" or "tokens" in variant else 60
     inputs = torch.randn(count, 10, generator=generator, dtype=torch.float64).to(dtype)
     targets = torch.randint(0, 4, (count,), generator=generator)
     if optimizer_name == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    accumulate = 2 if variant == "accumulate" and backend.size > 1 else 1
+    # Of the samples, a third is masked, more on some ranks and in some steps than in others; in one step, all are.
+    masked = torch.rand(count, generator=generator) < 0.33
+    masked[epoch_order(count, seed=3, epoch=1, shuffle=True)[:GLOBAL_BATCH]] = True
+    if "tokens" in variant:
+        targets[masked] = IGNORED
+    accumulate = 2 if variant in ("accumulate", "tokens accumulated") and backend.size > 1 else 1
+    scaling: dict[str, Any] = {"lr_scaling": "linear", "reference_batch_size": 8, "warmup_steps": 40}
     config = TrainConfig(
         steps=STEPS,
         batch_size=GLOBAL_BATCH // (backend.size * accumulate),
@@ -50,8 +65,10 @@ def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
         clip_norm=0.5 if variant == "clip" else None,
         seed=3,
         progress="off",
+        **(scaling if variant == "learning rate" else {}),
     )
-    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
+    loss_fn = masked_loss if "tokens" in variant else nn.functional.cross_entropy
+    trainer = Trainer(model, optimizer, loss_fn, backend=backend, config=config)
     results = trainer.fit(TensorDataset(inputs, targets))
     return [parameter.detach().clone() for parameter in model.parameters()], results["train_loss"]
 
@@ -99,4 +116,6 @@ def test_the_variants_are_different_runs(alone) -> None:
         plain = alone[optimizer, "plain"]
         assert largest_difference(alone[optimizer, "clip"], plain) > 1e-4
         assert largest_difference(alone[optimizer, "uneven"], plain) > 1e-4
+        assert largest_difference(alone[optimizer, "tokens"], alone[optimizer, "uneven"]) > 1e-4
+        assert largest_difference(alone[optimizer, "learning rate"], plain) > 1e-4
         assert largest_difference(alone[optimizer, "accumulate"], plain) == 0.0  # in one process they are the same run

@@ -159,10 +159,10 @@ def test_a_plateau_is_judged_by_the_validation_loss() -> None:
 def test_steps_count_optimizer_steps() -> None:
     trainer = make(settings(steps=8, accumulate=2))
     trainer.fit(samples())  # an epoch has 3
-    assert (trainer.cursor.epoch, trainer.cursor.step, trainer.cursor.sample) == (2, 8, 16)
+    assert (trainer.run.cursor.epoch, trainer.run.cursor.step, trainer.run.cursor.sample) == (2, 8, 16)
     whole = make(settings(steps=6, accumulate=2))
     whole.fit(samples())
-    assert (whole.cursor.epoch, whole.cursor.sample) == (2, 0)
+    assert (whole.run.cursor.epoch, whole.run.cursor.sample) == (2, 0)
 
 
 def test_fitting_again_finds_nothing_left_to_do() -> None:
@@ -194,6 +194,44 @@ def test_the_loss_is_checked_as_often_as_it_is_shown() -> None:
     trainer = make(settings(show_every=2))
     with pytest.raises(NonFiniteLossError, match=r"in epoch 1, by step 2\."):
         trainer.fit(TensorDataset(inputs * float("nan"), targets))
+
+
+@pytest.mark.parametrize(
+    ("given", "data"),
+    [
+        ({"global_batch_size": 8, "batch_size": 2}, samples()),
+        ({"global_batch_size": 8, "accumulate": 4, "batch_size": None}, samples()),
+        ({"global_batch_size": 8, "batch_size": None}, DataLoader(samples(), batch_size=2, shuffle=True)),
+        ({"accumulate": 4, "batch_size": 2}, samples()),
+    ],
+)
+def test_batch_sizes_are_one_language(given: dict[str, Any], data: Any) -> None:
+    first, other = make(settings(batch_size=2, accumulate=4)), make(settings(**given))
+    first.fit(samples())
+    other.fit(data)
+    for one, two in zip(first.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_the_plateau_follows_what_it_is_told_to() -> None:
+    def trainer(monitor: str | None) -> Trainer:
+        model = network()
+        optimizer = momentum(model.parameters())
+        return Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, metrics={"zero": lambda output, target: 0.0},
+            config=settings(epochs=4, scheduler_every="epoch", monitor=monitor),
+            scheduler=ReduceLROnPlateau(optimizer, patience=0, threshold=0.0),
+        )  # fmt: skip
+
+    constant, falling = trainer("val_zero"), trainer("train_loss")
+    for one in (constant, falling):
+        one.fit(samples(), samples(9))
+    assert constant.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+    assert falling.optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(ConfigError, match=r"monitor 'val_zer' is not .* Did you mean 'val_zero'\? Available: train"):
+        trainer("val_zer").fit(samples(), samples(9))
+    with pytest.raises(ConfigError, match=r"monitor 'val_loss' is what ReduceLROnPlateau follows, and this run has"):
+        make(settings(monitor="val_loss"))
 
 
 def test_the_history_has_a_row_per_epoch(tmp_path: Path) -> None:
@@ -314,7 +352,7 @@ def test_each_mistake_is_named() -> None:
     trainer = Trainer(
         model, momentum(model.parameters()), nn.CrossEntropyLoss(reduction="none"), backend=LOCAL, config=settings()
     )
-    with pytest.raises(ModelError, match=r"^The loss must be one number, got shape \[4\]\. .*loss\.mean\(\)\.$"):
+    with pytest.raises(ModelError, match=r"^The loss must be one number, got shape \[4\]\. .*loss\.mean\(\), or a"):
         trainer.fit(samples())
     with pytest.raises(ModelError, match="The optimizer holds 1 of 1 parameters that are not Sequential's"):
         Trainer(

@@ -12,32 +12,52 @@ from unitrain.errors import ConfigError, did_you_mean
 
 SchedulerUnit = Literal["step", "epoch"]
 ProgressStyle = Literal["auto", "bar", "lines", "off"]
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+LrScaling = Literal["none", "linear", "sqrt"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The settings of a run; every rank passes the same. Raises ConfigError for a value that cannot be meant.
 
-    `batch_size` counts samples per rank and micro-step. With a DataLoader it may be left out: the loader's own counts,
-    as do its shuffling and its workers. `eval_batch_size` is for evaluation; without it a DataLoader's own counts, and
-    for a Dataset the one trained with. `steps` and `show_every` count optimizer steps, `checkpoint_every` epochs.
-    `seed` decides the order of the data, and each rank's random numbers (dropout, augmentation) from the first step on,
+    Batches: `batch_size` counts samples per rank and micro-step, `accumulate` micro-steps per step, and
+    `global_batch_size` samples per step over all ranks. Two of them give the third; `global_batch_size` alone is split
+    over the ranks, and `batch_size` alone is not accumulated. A DataLoader's own batch size, shuffling and workers
+    count. `eval_batch_size` is for evaluation; without it a DataLoader's own counts, and for a Dataset the one trained
+    with.
+
+    Data: `seed` decides its order, and each rank's random numbers (dropout, augmentation) from the first step on,
     whatever generator a DataLoader has. In its workers they begin anew with every epoch, so that a run resumed between
     two epochs repeats them; persistent workers are seeded only when they start.
-    `clip_norm` limits the norm of the gradient of the global batch. `show_every` is how often the exact mean loss over
-    ranks is worked out, shown and checked, without it about every two seconds; that is an allreduce of two numbers, and
-    the only time the loop waits for the device. Without `output_dir` nothing is written. `resume=True` goes on from the
-    newest checkpoint in `output_dir`, or starts from the beginning where there is none; `resume="path"` demands a
-    checkpoint there.
+
+    Steps: `precision` is what forward computes in (autocast; with "fp16" the loss is scaled, and a step with an
+    overflow on any rank is skipped on all), `tf32` lets GPUs multiply float32 in TF32, None leaves that as it is.
+    `clip_norm` limits the norm of the gradient of the global batch. With `lr_scaling` the optimizer's learning rates
+    are those for batches of `reference_batch_size`, and are multiplied by (the root of, for "sqrt") how many times as
+    large the global batch is, reached over `warmup_steps`. `monitor` names the result that ReduceLROnPlateau follows,
+    by default val_loss, else train_loss.
+
+    Output: `steps` and `show_every` count optimizer steps, `checkpoint_every` epochs. `show_every` is how often the
+    exact mean loss over ranks is worked out, shown and checked, without it about every two seconds; that is an
+    allreduce of two numbers, and the only time the loop waits for the device. Without `output_dir` nothing is written.
+    `resume=True` goes on from the newest checkpoint in `output_dir`, or starts from the beginning where there is none;
+    `resume="path"` demands a checkpoint there.
     """
 
     epochs: int | None = None
     steps: int | None = None
     batch_size: int | None = None
     eval_batch_size: int | None = None
-    accumulate: int = 1
+    accumulate: int | None = None
+    global_batch_size: int | None = None
+    precision: PrecisionName = "fp32"
+    tf32: bool | None = None
     clip_norm: float | None = None
+    lr_scaling: LrScaling = "none"
+    reference_batch_size: int | None = None
+    warmup_steps: int = 0
     scheduler_every: SchedulerUnit = "step"
+    monitor: str | None = None
     seed: int = 0
     shuffle: bool = True
     num_workers: int = 0
@@ -53,11 +73,14 @@ class TrainConfig:
         self._check_length()
         self._check_integer("batch_size", 1, "Use 32 to start with", optional=True)
         self._check_integer("eval_batch_size", 1, "Leave it out to evaluate with batch_size", optional=True)
-        self._check_integer("accumulate", 1, "Use 1 to step after every batch")
+        self._check_integer("accumulate", 1, "Use 1 to step after every batch", optional=True)
+        self._check_integer("global_batch_size", 1, "Use 256 to start with", optional=True)
+        self._check_integer("warmup_steps", 0, "Use 0 to begin with the full learning rate")
         self._check_integer("seed", 0, "Use 0")
         self._check_integer("num_workers", 0, "Use 0 to load the data in the training process")
         self._check_integer("checkpoint_every", 1, "Use 1 to write a checkpoint after every epoch")
         self._check_integer("show_every", 1, "Leave it out to show the loss every two seconds", optional=True)
+        self._check_choice("precision", get_args(PrecisionName))
         self._check_choice("scheduler_every", get_args(SchedulerUnit))
         self._check_choice("progress", get_args(ProgressStyle))
         if self.compression is not None:
@@ -69,6 +92,23 @@ class TrainConfig:
             raise ConfigError(
                 "TrainConfig.resume=True looks for checkpoints in output_dir, which is not set. "
                 'Use TrainConfig(output_dir="runs/first", resume=True), or name a checkpoint: resume="runs/first".'
+            )
+
+        self._check_learning_rate()
+
+    def _check_learning_rate(self) -> None:
+        self._check_choice("lr_scaling", get_args(LrScaling))
+        self._check_integer("reference_batch_size", 1, "Use the batch size that the rate was found for", optional=True)
+        if self.lr_scaling != "none" and self.reference_batch_size is None:
+            raise ConfigError(
+                f"TrainConfig.lr_scaling {self.lr_scaling!r} needs the global batch size that the learning rate was "
+                "found for. Use TrainConfig(..., reference_batch_size=256)."
+            )
+        if self.lr_scaling == "none" and (self.reference_batch_size is not None or self.warmup_steps):
+            name = "warmup_steps" if self.reference_batch_size is None else "reference_batch_size"
+            raise ConfigError(
+                f"TrainConfig.{name} says how to scale the learning rate, which lr_scaling 'none' does not do. "
+                f"Use TrainConfig(lr_scaling='linear', ...), or leave {name} out and give the Trainer a scheduler."
             )
 
     def _check_length(self) -> None:

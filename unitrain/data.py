@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, tee
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from unitrain.backends.base import Communicator, raise_together
+from unitrain.batching import derive_batching
 from unitrain.errors import DataError, UnitrainError
 from unitrain.loading import Data, Source
 from unitrain.randomness import Stream, derive_seed
 
+_ResultT = TypeVar("_ResultT")
 # How many micro-steps are planned at a time.
 _PLANNED = 256
 
@@ -86,20 +89,29 @@ class TrainingShare:
         communicator: Communicator,
         *,
         batch_size: int | None = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
+        global_batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         num_workers: int = 0,
     ) -> None:
         self._rank, self._size = communicator.rank, communicator.size
-        self._seed, self._accumulate = seed, accumulate
-        self._source = source = _open(data, communicator, batch_size, shuffle, num_workers, "batch_size")
+        loader_size = data.batch_size if isinstance(data, DataLoader) else None
+        batching = _together(
+            communicator,
+            lambda: derive_batching(
+                communicator.size, batch_size=loader_size or batch_size, accumulate=accumulate, whole=global_batch_size
+            ),
+        )
+        self._seed, self._accumulate = seed, batching.accumulate
+        size = batch_size if isinstance(data, DataLoader) else batching.batch_size
+        self._source = source = _open(data, communicator, size, shuffle, num_workers, "batch_size")
         self.batch_size = source.batch_size
         # What decides which samples a rank takes: where it differs, ranks would take the same ones, or wait for ever.
         alike = {"batch_size": source.batch_size, "shuffle": source.shuffle, "drop_last": source.drop_last}
-        alike |= {"accumulate": accumulate, "seed": seed}
+        alike |= {"accumulate": self._accumulate, "seed": seed}
         _check_alike("The training data", communicator, source.length, alike)
-        self.global_batch_size = self._size * self._source.batch_size * accumulate
+        self.global_batch_size = self._size * self._source.batch_size * self._accumulate
         length = self._source.length
         if length < self._size:
             raise DataError(
@@ -111,8 +123,8 @@ class TrainingShare:
         if self.samples_per_epoch == 0:
             raise DataError(
                 f"The training data has {length} samples, fewer than one global batch of {self.global_batch_size} "
-                f"({self._size} ranks x batch_size {self._source.batch_size} x accumulate {accumulate}), and the "
-                "DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
+                f"({self._size} ranks x batch_size {self._source.batch_size} x accumulate {self._accumulate}), and "
+                "the DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
             )
 
     @property
@@ -199,20 +211,28 @@ def input_and_target(batch: Any) -> tuple[Any, Any]:
 def _open(
     data: Data, communicator: Communicator, batch_size: int | None, shuffle: bool, num_workers: int, setting: str
 ) -> Source:
-    problem: UnitrainError | None = None
-    try:
-        source = Source(
+    return _together(
+        communicator,
+        lambda: Source(
             data,
             batch_size=batch_size,
             shuffle=shuffle,
             num_workers=num_workers,
             pin_memory=communicator.device.type == "cuda",
             setting=setting,
-        )
+        ),
+    )
+
+
+def _together(communicator: Communicator, make: Callable[[], _ResultT]) -> _ResultT:
+    """Return what `make` returns, or raise on every rank what it raises on any."""
+    problem: UnitrainError | None = None
+    try:
+        made = make()
     except UnitrainError as error:
         problem = error
     raise_together(communicator, problem)
-    return source
+    return made
 
 
 def _check_alike(what: str, communicator: Communicator, length: int, settings: dict[str, Any]) -> None:

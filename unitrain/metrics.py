@@ -25,6 +25,7 @@ class Means:
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
         self._device = device
+        self._tokens: Tensor
         self._clear()
 
     def add(self, values: Iterable[Tensor | float], samples: int) -> None:
@@ -42,17 +43,29 @@ class Means:
                 self._sums, self._samples = self._added_up()
                 self._waiting.clear()
 
-    def totals(self, communicator: Communicator, *, reset: bool = True) -> tuple[list[float], int]:
-        """Return the sum of each name and the number of samples over all ranks, and start again. All ranks call it.
+    def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None) -> None:
+        """Count the one value of one batch: the mean over its `samples`, or, with a `count`, the sum over so many
+        tokens.
+        """
+        if count is None:
+            self.add((loss,), samples)
+        elif samples:
+            (total,) = self._sums
+            self._sums = [total + loss.detach()]
+            self._tokens = self._tokens + count
 
+    def totals(self, communicator: Communicator, *, reset: bool = True) -> tuple[list[float], float]:
+        """Return the sum of each name and the number of samples, or tokens, over all ranks, and start again.
+
+        All ranks call it.
         With `reset=False` what was collected stays, and later sums are what they would have been without this call.
         """
         sums, samples = self._added_up()
-        here = torch.tensor(samples, dtype=torch.float64, device=self._device)
-        *everywhere, all_samples = communicator.allreduce(torch.stack([*sums, here]), op="sum").tolist()
+        here = self._tokens + samples
+        *everywhere, counted = communicator.allreduce(torch.stack([*sums, here]), op="sum").tolist()
         if reset:
             self._clear()
-        return everywhere, int(all_samples)
+        return everywhere, counted
 
     def reduce(self, communicator: Communicator) -> dict[str, float]:
         """Return the mean of each name over all ranks (nan without any sample), and start again. All ranks call it."""
@@ -77,6 +90,7 @@ class Means:
         self._waiting: list[tuple[int, list[Tensor]]] = []
         self._sums = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in self.names]
         self._samples = 0
+        self._tokens = torch.zeros((), dtype=torch.float64, device=self._device)
 
 
 def _sum(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:

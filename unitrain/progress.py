@@ -23,6 +23,9 @@ class Progress:
     def start(self, steps: int, epochs: int | None) -> None:
         """A run of `steps` more optimizer steps begins; `epochs` is its number of passes, None when steps decide."""
 
+    def note(self, text: str) -> None:
+        """Something to know about the run, said once."""
+
     def step(self, epoch: int, samples: int) -> None:
         """A step over `samples` of all ranks is done, in pass number `epoch`, counted from 1."""
 
@@ -63,6 +66,9 @@ class _Shown(Progress, ABC):
         if now >= self._due:
             self._due = now + self.interval_seconds
             self._show(epoch)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False)
 
     def loss(self, value: float) -> None:
         self._loss = value

@@ -26,7 +26,7 @@ class RunningLoss:
         self._communicator = communicator
         self._every = every
         self._means = Means(("loss",), communicator.device)
-        self._seen: tuple[float, int] = (0.0, 0)
+        self._seen: tuple[float, float] = (0.0, 0.0)
         self._interval = every or 1  # one step tells how long a step takes
         self.start(0)
 
@@ -35,9 +35,12 @@ class RunningLoss:
         self._step, self._since = step, time.perf_counter()
         self._next = step + self._interval
 
-    def add(self, loss: Tensor, samples: int) -> None:
-        """Count the mean `loss` of this rank's `samples` in one micro-step, without waiting for the device."""
-        self._means.add((loss,), samples)
+    def add(self, loss: Tensor, samples: int, count: Tensor | float | None = None) -> None:
+        """Count the mean `loss` of this rank's `samples` in one micro-step, or the sum of `count` tokens' losses.
+
+        It does not wait for the device.
+        """
+        self._means.add_loss(loss, samples, count)
 
     def due(self, step: int) -> bool:
         """Whether it is time to `look`, now that `step` steps are done."""
@@ -45,9 +48,9 @@ class RunningLoss:
 
     def look(self, epoch: int, step: int) -> float:
         """Return the mean since the last look; waits for the device. Raises NonFiniteLossError, on every rank alike."""
-        (total,), samples = self._means.totals(self._communicator, reset=False)
-        mean = _finite(total - self._seen[0], samples - self._seen[1], epoch, step)
-        self._seen = (total, samples)
+        (total,), weight = self._means.totals(self._communicator, reset=False)
+        mean = _finite(total - self._seen[0], weight - self._seen[1], epoch, step)
+        self._seen = (total, weight)
         if self._every is None:
             self._interval = self._steps_until_next(step)
         self._next = step + self._interval
@@ -55,9 +58,9 @@ class RunningLoss:
 
     def finish(self, epoch: int, step: int) -> float:
         """Return the mean over all that was added, and start again. Raises NonFiniteLossError, on every rank alike."""
-        (total,), samples = self._means.totals(self._communicator)
-        self._seen = (0.0, 0)
-        return _finite(total, samples, epoch, step)
+        (total,), weight = self._means.totals(self._communicator)
+        self._seen = (0.0, 0.0)
+        return _finite(total, weight, epoch, step)
 
     def _steps_until_next(self, step: int) -> int:
         now = time.perf_counter()
@@ -67,8 +70,8 @@ class RunningLoss:
         return max(1, round(_LOOK_SECONDS / seconds))
 
 
-def _finite(total: float, samples: int, epoch: int, step: int) -> float:
-    mean = total / samples
+def _finite(total: float, weight: float, epoch: int, step: int) -> float:
+    mean = total / weight if weight else 0.0  # no token in all these batches
     if not abs(mean) < float("inf"):
         raise NonFiniteLossError(
             f"The mean loss became {mean} in epoch {epoch}, by step {step}. "

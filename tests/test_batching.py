@@ -1,0 +1,42 @@
+"""Batch sizes: any two of the three give the third, and what does not fit is told with what would."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from unitrain.batching import Batching, derive_batching
+from unitrain.errors import ConfigError
+
+
+def test_two_give_the_third() -> None:
+    for size, batch_size, accumulate in itertools.product(range(1, 5), (1, 3, 8), (1, 2, 5)):
+        whole = size * batch_size * accumulate
+        expected = Batching(batch_size, accumulate)
+        assert derive_batching(size, batch_size=batch_size, accumulate=accumulate, whole=None) == expected
+        assert derive_batching(size, batch_size=batch_size, accumulate=None, whole=whole) == expected
+        assert derive_batching(size, batch_size=None, accumulate=accumulate, whole=whole) == expected
+        assert derive_batching(size, batch_size=batch_size, accumulate=accumulate, whole=whole) == expected
+
+
+def test_what_is_not_said_is_one_micro_step() -> None:
+    assert derive_batching(4, batch_size=8, accumulate=None, whole=None) == Batching(8, 1)
+    assert derive_batching(4, batch_size=None, accumulate=None, whole=256) == Batching(64, 1)
+    assert derive_batching(4, batch_size=None, accumulate=None, whole=None) == Batching(None, 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "accumulate", "whole", "message"),
+    [
+        (3, 16, None, 100, r"size 100 does not divide by 3 ranks x batch_size 16 = 48\. Use .*=96 or 144\."),
+        (3, None, 2, 100, r"does not divide by 3 ranks x accumulate 2 = 6\. Use global_batch_size=96 or 102\.$"),
+        (4, None, None, 3, r"does not divide by 4 ranks x accumulate 1 = 4\. Use global_batch_size=4\.$"),
+        (2, 8, 2, 64, r"64 is not 2 ranks x batch_size 8 x accumulate 2\. Leave out accumulate, which is then 4, or"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told_with_what_would(
+    size: int, batch_size: int | None, accumulate: int | None, whole: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        derive_batching(size, batch_size=batch_size, accumulate=accumulate, whole=whole)

@@ -1,0 +1,84 @@
+"""Losses that are sums over tokens: in one process they are what the mean over all tokens of a step gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain.backends.local import LocalBackend
+from unitrain.config import TrainConfig
+from unitrain.data import epoch_order
+from unitrain.errors import ModelError
+from unitrain.trainer import Trainer
+
+LOCAL = LocalBackend(torch.device("cpu"))
+IGNORED = -100
+
+
+def sequences(count: int = 10) -> TensorDataset:
+    """Return inputs [count, 5 tokens, 4] and their classes; of sample i, i % 6 tokens are not masked."""
+    generator = torch.Generator().manual_seed(2)
+    targets = torch.randint(0, 3, (count, 5), generator=generator)
+    for sample in range(count):
+        targets[sample, sample % 6 :] = IGNORED
+    return TensorDataset(torch.randn(count, 5, 4, generator=generator), targets)
+
+
+def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    total = nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, int((target != IGNORED).sum())
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def make(model: nn.Module, **settings: object) -> Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    config = TrainConfig(**{"epochs": 2, "progress": "off", **settings})  # type: ignore[arg-type]
+    return Trainer(model, optimizer, sum_and_count, backend=LOCAL, config=config)
+
+
+def test_it_is_the_mean_over_the_tokens_of_a_step() -> None:
+    data = sequences()
+    found = network()
+    results = make(found, batch_size=2, accumulate=2).fit(data, data)
+
+    by_hand, last = network(), 0.0
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
+    inputs, targets = data.tensors
+    for epoch in range(2):
+        losses, tokens = 0.0, 0
+        for chosen in epoch_order(len(data), seed=0, epoch=epoch, shuffle=True).split(4):
+            total, count = sum_and_count(by_hand(inputs[chosen]), targets[chosen])
+            losses, tokens = losses + total.item(), tokens + count
+            if count:
+                (total / count).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        last = losses / tokens
+    for one, other in zip(found.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert results["train_loss"] == pytest.approx(last, rel=1e-6)
+    total, count = sum_and_count(by_hand(inputs), targets)
+    assert results["val_loss"] == pytest.approx(total.item() / count, rel=1e-5)
+
+
+def test_a_step_in_which_all_is_masked_changes_nothing() -> None:
+    inputs, targets = sequences().tensors
+    model = network()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    results = make(model, batch_size=4, epochs=1).fit(TensorDataset(inputs, torch.full_like(targets, IGNORED)))
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    assert results == {"train_loss": 0.0}
+
+
+def test_a_loss_per_sample_is_told_what_to_return() -> None:
+    model = network()
+    trainer = make(model, batch_size=4)
+    trainer.loss_fn = lambda output, target: output.sum((1, 2))
+    with pytest.raises(ModelError, match=r"must be one number, got shape \[4\]\. .*a pair \(loss\.sum\(\), number of"):
+        trainer.fit(sequences())

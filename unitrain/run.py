@@ -1,0 +1,138 @@
+"""How far a run has come, and what it leaves in its folder: checkpoints that it goes on from, and a history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unitrain import checkpoint, randomness
+from unitrain.backends.base import Backend
+from unitrain.buffers import share_buffers
+from unitrain.config import TrainConfig
+from unitrain.data import Cursor, TrainingShare
+from unitrain.errors import CheckpointError
+from unitrain.history import History
+from unitrain.precision import Precision
+
+
+class Run:
+    """The state of a run beside model and optimizer. All ranks use it alike; without an output folder nothing is kept.
+
+    Raises CheckpointError, on every rank alike, when the folder cannot be written to, holds another run, or holds one
+    that this cannot go on from.
+    """
+
+    def __init__(self, config: TrainConfig, backend: Backend) -> None:
+        self.cursor = Cursor()
+        self._config, self._backend = config, backend
+        self._folder = None if config.output_dir is None else Path(config.output_dir)
+        self._generators: dict[str, Any] | None = None
+        self._order: dict[str, Any] | None = None
+        self._seeded = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs or steps that the configuration asks for are done."""
+        epochs, steps = self._config.epochs, self._config.steps
+        return (epochs is not None and self.cursor.epoch >= epochs) or (steps is not None and self.cursor.step >= steps)
+
+    def steps_left(self, share: TrainingShare) -> int:
+        """Return how many optimizer steps are left to do."""
+        if self._config.steps is not None:
+            return max(0, self._config.steps - self.cursor.step)
+        epochs = (self._config.epochs or 0) - self.cursor.epoch
+        return 0 if epochs <= 0 else share.steps_in_epoch(self.cursor.sample) + (epochs - 1) * share.steps_in_epoch()
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, precision: Precision) -> None:
+        """Make the folder, and restore what an earlier run left where the configuration says so.
+
+        It is before the model is wrapped, which passes rank 0's parameters on to the other ranks.
+        """
+        resume = self._config.resume
+        if self._folder is not None:
+            own = resume is True or (resume and Path(resume).resolve() == self._folder.resolve())
+            checkpoint.prepare_folder(self._folder, self._backend, resume=bool(own))
+        if resume:
+            self._restore(model, optimizer, scheduler, precision)
+        # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
+        self._write_history(lambda history: history.rewind(self.cursor.step))
+
+    def begin(self, share: TrainingShare) -> None:
+        """Go on in `share`'s data with this rank's random numbers, which repeat with the seed or are the checkpoint's.
+
+        Raises CheckpointError, on all ranks, where the cursor is inside an epoch of data in another order. From one
+        epoch to the next the data may change.
+        """
+        order, self._order = self._order or share.order, share.order
+        for name in share.order if self.cursor.sample else ():
+            if order[name] != share.order[name]:
+                raise CheckpointError(
+                    f"The run is {self.cursor.sample} samples into epoch {self.cursor.epoch + 1} of training data with "
+                    f"{name}={order[name]}, but this data has {name}={share.order[name]}: samples would repeat or be "
+                    "missed. Go on with the same data, or from a checkpoint at the end of an epoch."
+                )
+        if self._generators is not None:
+            randomness.restore_generators(self._generators, self._backend.device)
+        elif not self._seeded:
+            path = (self.cursor.step, self._backend.rank)
+            seed = randomness.derive_seed(self._config.seed, randomness.Stream.RANK, *path)
+            randomness.seed_generators(seed)
+        self._generators, self._seeded = None, True
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Add `row` to the history."""
+        self._write_history(lambda history: history.append(row))
+
+    def save(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, precision: Precision) -> None:
+        """Write a checkpoint; `model` is the user's own."""
+        if self._folder is None:
+            return
+        share_buffers(model, self._backend)
+        training = {
+            "optimizer": optimizer.state_dict(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "precision": precision.state_dict(),
+            "cursor": asdict(self.cursor),
+            "seed": self._config.seed,
+            "learning_rate": self._learning_rate(),
+            "order": self._order,
+            "generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device)),
+        }
+        checkpoint.save(self._folder, self.cursor.step, model, training, self._backend)
+
+    def _restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, precision: Precision) -> None:
+        config = self._config
+        newest = config.resume is True
+        where = Path(config.output_dir or "") if newest else Path(str(config.resume))
+        training = checkpoint.restore(where, model, optimizer, scheduler, self._backend, required=not newest)
+        if training is None:
+            return
+        if training["seed"] != config.seed:
+            raise CheckpointError(
+                f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
+                f"would come in another order. Use TrainConfig(seed={training['seed']})."
+            )
+        for name, value in training.get("learning_rate", {}).items():
+            if value != getattr(config, name):
+                raise CheckpointError(
+                    f"The run in '{where}' has {name}={value!r}, but TrainConfig.{name} is {getattr(config, name)!r}: "
+                    f"its learning rates would change. Use TrainConfig({name}={value!r})."
+                )
+        self.cursor, self._order = Cursor(**training["cursor"]), training.get("order")
+        precision.load_state_dict(training.get("precision", {}))
+        states = training["generators"]
+        self._generators = states[self._backend.rank] if len(states) == self._backend.size else None
+
+    def _learning_rate(self) -> dict[str, Any]:
+        return {name: getattr(self._config, name) for name in ("lr_scaling", "reference_batch_size", "warmup_steps")}
+
+    def _write_history(self, change: Callable[[History], None]) -> None:
+        if self._folder is not None:
+            history = History(self._folder)
+            task = f"write '{history.path}'"
+            checkpoint.on_rank_zero(self._backend, task, checkpoint.WRITABLE, lambda: change(history))

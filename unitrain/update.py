@@ -1,0 +1,45 @@
+"""The optimizer step, once the gradients are those of the global batch: plain torch, in the one right order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from unitrain.learning_rate import LearningRateFactor
+from unitrain.precision import Precision
+
+
+class Update:
+    """Unscale, clip, step, zero, schedule. Every rank does the same on equal numbers, so nothing is communicated.
+
+    `scheduler` is one that follows steps, or None. A step that fp16 skips does not move it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        precision: Precision,
+        *,
+        clip_norm: float | None,
+        scheduler: LRScheduler | None,
+    ) -> None:
+        self._optimizer, self._parameters, self._precision = optimizer, parameters, precision
+        self._clip_norm, self._scheduler = clip_norm, scheduler
+
+    def __call__(self, step: int, rates: LearningRateFactor | None) -> None:
+        """Update the parameters, with `step` steps done before, at the optimizer's learning rates times `rates`."""
+        if self._clip_norm is not None:
+            self._precision.unscale(self._optimizer)
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        if rates is None:
+            stepped = self._precision.step(self._optimizer)
+        else:
+            with rates.applied(self._optimizer, step):
+                stepped = self._precision.step(self._optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+        if stepped and self._scheduler is not None:
+            self._scheduler.step()
