@@ -115,6 +115,8 @@ def table(results: dict[str, dict[str, Seconds]], ranks: int) -> str:
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and keep it."""
+    # Ended as by Ctrl-C: ranks that are stopped would not notice that nobody is left to wake them.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = {backend: measure(backend, models, rounds, ranks) for backend in backends}
     text = table(results, ranks)
     click.echo(text)
