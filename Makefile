@@ -38,7 +38,7 @@ $(INSTALLED): setup.py constraints.txt
 	touch $@
 
 # The wheel is built once for this torch and compiler and kept outside the checkout: minutes the first time, seconds later.
-$(HOROVOD): $(INSTALLED)
+$(HOROVOD): $(INSTALLED) unitrain/horovod_wheel/patches.py
 	$(BIN)/unitrain horovod build
 	touch $@
 

@@ -129,8 +129,16 @@ def parameters_unused_later(backend: Backend, _: str) -> None:
     parts = nn.ModuleDict({"one": nn.Linear(3, 1), "other": nn.Linear(3, 1)})
     parts.forward = lambda x, names: sum(parts[name](x) for name in names)  # type: ignore[method-assign]
     model = backend.distributed_model(parts)
-    for names in (["one", "other"], ["one"], ["one", "other"]):
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(parts.parameters(), lr=0.1), model)
+    for names in (["one", "other"], ["one"]):
+        before = parts["one"].weight.detach().clone()
         model(torch.ones(2, 3), names).sum().backward()
+        try:
+            optimizer.step()
+        except UnitrainError:
+            assert torch.equal(parts["one"].weight, before)
+            raise
+        optimizer.zero_grad()
 
 
 # What is done wrong, and what the sentences must say: what was found, and what to type.

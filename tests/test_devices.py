@@ -54,11 +54,11 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 
 def test_gpus_of_their_own_are_told_from_one_that_is_shared() -> None:
-    check_gpus_differ([("a", "GPU-0"), ("a", "GPU-1"), ("b", "GPU-0"), ("b", None), ("b", None)])
-    with pytest.raises(ConfigError) as caught:
-        check_gpus_differ([("a", "GPU-0"), ("b", "GPU-0"), ("b", None), ("b", "GPU-0"), ("b", "GPU-0")])
+    check_gpus_differ([("a", "GPU-0"), ("a", "GPU-1"), ("b", "GPU-2"), ("b", None), ("b", None)])
+    with pytest.raises(ConfigError) as caught:  # b and c are containers of one machine
+        check_gpus_differ([("a", "GPU-0"), ("b", "GPU-1"), ("b", None), ("b", "GPU-1"), ("c", "GPU-1")])
     assert str(caught.value) == (
-        "Ranks 1, 3, 4 on host 'b' compute on the same GPU, GPU-0. Start one rank per GPU, or use device='cpu'."
+        "Ranks 1, 3, 4 on host 'b' compute on the same GPU, GPU-1. Start one rank per GPU, or use device='cpu'."
     )
 
 

@@ -139,6 +139,18 @@ def test_a_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, 
         assert launch.process.returncode != 0, output
 
 
+def test_a_launch_in_a_container_that_was_given_a_rank(script: str, tmp_path: Path) -> None:
+    """As Kubernetes' PyTorchJob does: that rank is the container's, not its processes'."""
+    for backend in ("ddp", "horovod"):
+        folder = tmp_path / backend
+        folder.mkdir()
+        command = [*UNITRAIN, "--backend", backend, script, str(folder), "returns"]
+        with started(command, {"RANK": "0", "WORLD_SIZE": "1"}) as launch:
+            output = launch.output()
+        assert launch.process.returncode == 0, output
+        check_two_ranks(folder, backend, "gloo")
+
+
 def test_one_process_without_a_launcher(script: str, tmp_path: Path) -> None:
     for folder, command in (("plain", [PYTHON]), ("launched", [UNITRAIN[0], "launch", "--backend", "local"])):
         (tmp_path / folder).mkdir()

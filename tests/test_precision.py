@@ -86,6 +86,9 @@ def test_the_loss_scale_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     whole, _ = train(LOCAL, 0, {"precision": "fp16"})
     settings = {"precision": "fp16", "output_dir": tmp_path, "resume": True}
     train(LOCAL, 0, {**settings, "steps": 5})
+    resumed = make(LOCAL, Network(), **settings)
+    state = resumed._precision.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (32768.0, 1), "halved once, then one step without an overflow"
     parts, _ = train(LOCAL, None, settings)
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
 

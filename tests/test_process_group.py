@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -275,17 +276,24 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    "launcher", ["horovodrun --gloo", pytest.param("horovodrun --mpi", marks=needs_mpi), "torchrun"]
+    "launcher",
+    [
+        "torchrun --standalone --nproc-per-node 2 --no-python",
+        "horovodrun --gloo -np 2",
+        pytest.param("horovodrun --mpi -np 2", marks=needs_mpi),
+        # As ddp under mpirun is told to be started.
+        pytest.param("mpirun -np 2 --oversubscribe -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT={port}", marks=needs_mpi),
+    ],
+    ids=["torchrun", "horovodrun --gloo", "horovodrun --mpi", "mpirun with an address"],
 )
 def test_an_unmodified_ddp_script_runs_on_horovod(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "plain_ddp.py"
     script.write_text(SCRIPT)
-    bin_folder = Path(sys.executable).parent
-    if launcher == "torchrun":
-        command = [str(bin_folder / "torchrun"), "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)]
-    else:
-        program, controller = launcher.split()
-        command = [str(bin_folder / program), "-np", "2", controller, sys.executable, str(script), str(tmp_path)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    program, *options = launcher.format(port=port).split()
+    beside = Path(sys.executable).with_name(program)
+    command = [str(beside) if beside.exists() else program, *options, sys.executable, str(script), str(tmp_path)]
     subprocess.run(command, env=_environment(), check=True, timeout=120)
     results = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert results[0].startswith("horovod 2 [")

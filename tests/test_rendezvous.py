@@ -92,7 +92,7 @@ def test_the_wait_for_horovodruns_server_has_one_limit(
     began = time.monotonic()
     with pytest.raises(CollectiveTimeoutError) as caught:
         meet(Placement("horovodrun", rank, 2, rank), timedelta(seconds=2))
-    assert 1.9 < time.monotonic() - began < 3.2
+    assert 1.9 < time.monotonic() - began < 8
     assert str(caught.value).startswith(
         f"This rank could not {missed} at horovodrun's server {horovodruns_server} within 2 s: "
     )

@@ -196,6 +196,47 @@ def test_the_loss_is_checked_as_often_as_it_is_shown() -> None:
         trainer.fit(TensorDataset(inputs * float("nan"), targets))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_optimizer_of_a_part_sees_nothing_of_the_rest(precision: str) -> None:
+    """The rest has gradients too: they must not pile up, nor count where the part's are clipped."""
+    results = []
+    for frozen in (True, False):
+        model = network()
+        model[0].requires_grad_(not frozen)  # type: ignore[index]
+        optimizer = momentum(model[3].parameters())  # type: ignore[index]
+        Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL,
+            config=settings(clip_norm=0.05, unused_parameters=True, precision=precision),
+        ).fit(samples())  # fmt: skip
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_fit_that_was_interrupted_goes_on_with_whole_steps(precision: str) -> None:
+    given = {"accumulate": 2, "clip_norm": 0.1, "precision": precision, "shuffle": False}
+    whole = make(settings(**given))
+    results = whole.fit(samples())
+    stopped, calls, loss_fn = make(settings(**given)), 0, nn.CrossEntropyLoss()
+
+    def interrupted(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        loss: Tensor = loss_fn(output, target)
+        return loss
+
+    stopped.loss_fn = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        stopped.fit(samples())
+    assert stopped.run.cursor.step == 1
+    assert stopped.fit(samples())["train_loss"] == results["train_loss"]
+    for one, two in zip(whole.model.parameters(), stopped.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 @pytest.mark.parametrize(
     ("given", "data"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from unitrain.config import TrainConfig
 from unitrain.data import epoch_order
 from unitrain.errors import ModelError
 from unitrain.trainer import Trainer
+from unitrain.weighting import read_loss
 
 LOCAL = LocalBackend(torch.device("cpu"))
 IGNORED = -100
@@ -74,6 +77,30 @@ def test_a_step_in_which_all_is_masked_changes_nothing() -> None:
     results = make(model, batch_size=4, epochs=1).fit(TensorDataset(inputs, torch.full_like(targets, IGNORED)))
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
     assert results == {"train_loss": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ((torch.tensor(1.0), torch.ones(4)), r"^What a summed loss is the sum of must be counted by one number, got"),
+        ((torch.tensor(1.0), "4"), r"counted by one number, got a str\. Let loss_fn return"),
+        ((torch.tensor(1.0), 2, 3), r"^The loss must be one number, got a tuple\. Let loss_fn return"),
+        (1.5, r"^The loss must be one number, got a float\."),
+    ],
+)  # fmt: skip
+def test_what_is_no_loss_is_told(returned: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_loss(returned)
+
+
+def test_many_tokens_fit_into_half_precision() -> None:
+    """A sum over 40,000 tokens does not; the gradient that travels is that of about their mean."""
+    model = network()
+    seen: list[float] = []
+    model.weight.register_hook(lambda gradient: seen.append(float(gradient.abs().max())))
+    inputs = torch.randn(4, 10_000, 4, generator=torch.Generator().manual_seed(3))
+    make(model, batch_size=4, steps=3, epochs=None).fit(TensorDataset(inputs, torch.zeros(4, 10_000, dtype=torch.long)))
+    assert all(0 < value < 2 for value in seen), seen
 
 
 def test_a_loss_per_sample_is_told_what_to_return() -> None:

@@ -30,8 +30,8 @@ class TrainConfig:
     whatever generator a DataLoader has. In its workers they begin anew with every epoch, so that a run resumed between
     two epochs repeats them; persistent workers are seeded only when they start.
 
-    Steps: `precision` is what forward computes in (autocast; with "fp16" the loss is scaled, and a step with an
-    overflow on any rank is skipped on all), `tf32` lets GPUs multiply float32 in TF32, None leaves that as it is.
+    Steps: `precision` is what forward computes in (autocast; with "fp16" the loss is scaled, and a step whose gradient
+    overflows on any rank is skipped on all), `tf32` lets GPUs multiply float32 in TF32, None leaves that as it is.
     `clip_norm` limits the norm of the gradient of the global batch. With `lr_scaling` the optimizer's learning rates
     are those for batches of `reference_batch_size`, and are multiplied by (the root of, for "sqrt") how many times as
     large the global batch is, reached over `warmup_steps`. `monitor` names the result that ReduceLROnPlateau follows,

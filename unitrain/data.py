@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, tee
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from unitrain.backends.base import Communicator, raise_together
+from unitrain.backends.base import Communicator, together
 from unitrain.batching import derive_batching
-from unitrain.errors import DataError, UnitrainError
+from unitrain.errors import DataError
 from unitrain.loading import Data, Source
 from unitrain.randomness import Stream, derive_seed
 
-_ResultT = TypeVar("_ResultT")
 # How many micro-steps are planned at a time.
 _PLANNED = 256
 
@@ -97,7 +96,7 @@ class TrainingShare:
     ) -> None:
         self._rank, self._size = communicator.rank, communicator.size
         loader_size = data.batch_size if isinstance(data, DataLoader) else None
-        batching = _together(
+        batching = together(
             communicator,
             lambda: derive_batching(
                 communicator.size, batch_size=loader_size or batch_size, accumulate=accumulate, whole=global_batch_size
@@ -211,7 +210,7 @@ def input_and_target(batch: Any) -> tuple[Any, Any]:
 def _open(
     data: Data, communicator: Communicator, batch_size: int | None, shuffle: bool, num_workers: int, setting: str
 ) -> Source:
-    return _together(
+    return together(
         communicator,
         lambda: Source(
             data,
@@ -222,17 +221,6 @@ def _open(
             setting=setting,
         ),
     )
-
-
-def _together(communicator: Communicator, make: Callable[[], _ResultT]) -> _ResultT:
-    """Return what `make` returns, or raise on every rank what it raises on any."""
-    problem: UnitrainError | None = None
-    try:
-        made = make()
-    except UnitrainError as error:
-        problem = error
-    raise_together(communicator, problem)
-    return made
 
 
 def _check_alike(what: str, communicator: Communicator, length: int, settings: dict[str, Any]) -> None:

@@ -108,6 +108,12 @@ def inherited() -> dict[str, str]:
     return dict(os.environ)
 
 
+def without_ranks() -> dict[str, str]:
+    """Return a copy of the environment without the RANK and WORLD_SIZE that a cluster gives to every container, as
+    Kubernetes' PyTorchJob does: the launcher that is about to start says its own."""
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
 def without_launcher() -> dict[str, str]:
     """Return a copy of the environment without what a launcher has told this process, for a job to be started in it."""
     told = {name for variables in _LAUNCHERS for name in vars(variables).values()}

@@ -70,6 +70,13 @@ class Precision:
         self._scaler.update()
         return stepped
 
+    def forget_step(self) -> None:
+        """Begin a step anew, after one that was not finished."""
+        if self._scaler is not None:
+            scaler = torch.amp.GradScaler(self._device_type)
+            scaler.load_state_dict(self._scaler.state_dict())
+            self._scaler = scaler
+
     def state_dict(self) -> dict[str, Any]:
         """The scale, for a checkpoint; empty unless the format is fp16."""
         return {} if self._scaler is None else self._scaler.state_dict()

@@ -68,7 +68,7 @@ class Run:
         Raises CheckpointError, on all ranks, where the cursor is inside an epoch of data in another order. From one
         epoch to the next the data may change.
         """
-        order, self._order = self._order or share.order, share.order
+        order = self._order or share.order
         for name in share.order if self.cursor.sample else ():
             if order[name] != share.order[name]:
                 raise CheckpointError(
@@ -76,6 +76,7 @@ class Run:
                     f"{name}={order[name]}, but this data has {name}={share.order[name]}: samples would repeat or be "
                     "missed. Go on with the same data, or from a checkpoint at the end of an epoch."
                 )
+        self._order = share.order
         if self._generators is not None:
             randomness.restore_generators(self._generators, self._backend.device)
         elif not self._seeded:

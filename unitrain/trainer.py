@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Backend, together
 from unitrain.buffers import share_buffers
 from unitrain.config import TrainConfig, check_alike
 from unitrain.data import EvaluationShare, Slice, TrainingShare, input_and_target, to_device
@@ -66,12 +66,12 @@ class Trainer:
                 "Leave monitor out, or give the Trainer a ReduceLROnPlateau."
             )
         self.run = Run(config, backend)
-        self._precision = Precision(config.precision, backend.device)
+        self._precision = together(backend, lambda: Precision(config.precision, backend.device))
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._progress = Progress()
-        self._loss = RunningLoss(backend, config.show_every)
-        self._mean = GlobalMean(backend)
+        self._loss: RunningLoss
+        self._mean: GlobalMean
 
         allow_tf32(config.tf32)
         model.to(backend.device)
@@ -82,10 +82,10 @@ class Trainer:
             model, unused_parameters=config.unused_parameters, compression=config.compression
         )
         self.optimizer = backend.distributed_optimizer(optimizer, self.model)
-        self._parameters = list(model.parameters())
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._update = Update(
             self.optimizer,
-            self._parameters,
+            model,
             self._precision,
             clip_norm=config.clip_norm,
             scheduler=scheduler if config.scheduler_every == "step" else None,
@@ -113,6 +113,7 @@ class Trainer:
         self._check_monitor(val_data is not None)
         validation = None if val_data is None else self._evaluation_share(val_data)
         self.run.begin(share)
+        self._forget_partial_step()
         self.model.train()
         results: dict[str, float] | None = None
         with choose_progress(config.progress, self.backend.rank) as self._progress:
@@ -206,6 +207,13 @@ class Trainer:
         # A DataLoader has its own; anything else is evaluated in batches as large as those that it is trained with.
         batch_size = config.eval_batch_size or (None if isinstance(data, DataLoader) else self._train_batch_size)
         return EvaluationShare(data, self.backend, batch_size=batch_size, num_workers=config.num_workers)
+
+    def _forget_partial_step(self) -> None:
+        """Drop what an earlier `fit`, ended by an exception or Ctrl-C, has left of a step: it is done again."""
+        self.backend.unwrap(self.model).zero_grad(set_to_none=True)
+        self._loss = RunningLoss(self.backend, self.config.show_every)
+        self._mean = GlobalMean(self.backend)
+        self._precision.forget_step()
 
     def _step_scheduler(self, results: dict[str, float]) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,19 +13,24 @@ from unitrain.precision import Precision
 class Update:
     """Unscale, clip, step, zero, schedule. Every rank does the same on equal numbers, so nothing is communicated.
 
-    `scheduler` is one that follows steps, or None. A step that fp16 skips does not move it.
+    What is clipped is the gradient of what `optimizer` holds. `scheduler` is one that follows steps, or None. A step
+    that fp16 skips does not move it.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        parameters: Sequence[nn.Parameter],
+        model: nn.Module,
         precision: Precision,
         *,
         clip_norm: float | None,
         scheduler: LRScheduler | None,
     ) -> None:
-        self._optimizer, self._parameters, self._precision = optimizer, parameters, precision
+        self._optimizer, self._precision = optimizer, precision
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # Those of the model that it does not hold have gradients too, which nobody else would drop.
+        held = set(map(id, self._parameters))
+        self._others = [parameter for parameter in model.parameters() if id(parameter) not in held]
         self._clip_norm, self._scheduler = clip_norm, scheduler
 
     def __call__(self, step: int, rates: LearningRateFactor | None) -> None:
@@ -41,5 +44,7 @@ class Update:
             with rates.applied(self._optimizer, step):
                 stepped = self._precision.step(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._others:
+            parameter.grad = None
         if stepped and self._scheduler is not None:
             self._scheduler.step()

@@ -17,6 +17,9 @@ Count = Tensor | float
 LossOutput = Tensor | tuple[Tensor, Count]
 
 
+_RETURN = "Let loss_fn return the mean over the batch, loss.mean(), or a pair (loss.sum(), number of tokens)."
+
+
 class Loss(NamedTuple):
     """The loss of one batch: a mean over its samples where `tokens` is None, otherwise a sum over so many tokens."""
 
@@ -25,13 +28,14 @@ class Loss(NamedTuple):
 
 
 def read_loss(output: LossOutput) -> Loss:
-    """Take apart what a loss function returned. Raises ModelError unless the loss is one number."""
-    value, tokens = output if isinstance(output, tuple) else (output, None)
-    if value.dim() != 0:
-        raise ModelError(
-            f"The loss must be one number, got shape {list(value.shape)}. "
-            "Let loss_fn return the mean over the batch, loss.mean(), or a pair (loss.sum(), number of tokens)."
-        )
+    """Take apart what a loss function returned. Raises ModelError unless loss and count are one number."""
+    value, tokens = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
+    if not (isinstance(value, Tensor) and value.dim() == 0):
+        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ModelError(f"The loss must be one number, got {found}. {_RETURN}")
+    if not (tokens is None or isinstance(tokens, int | float) or (isinstance(tokens, Tensor) and tokens.dim() == 0)):
+        found = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+        raise ModelError(f"What a summed loss is the sum of must be counted by one number, got {found}. {_RETURN}")
     return Loss(value, tokens)
 
 
@@ -40,12 +44,14 @@ class GlobalMean:
 
     Backends leave the mean over ranks of the sum over micro-steps in every gradient. How many samples a step has is
     known beforehand, so a loss per sample gets its final weight at once. How many tokens it has is known when all ranks
-    have computed its losses, so then the gradients are divided by the number that the ranks agree on.
+    have computed its losses, so then the gradients are divided by the number that the ranks agree on. Until then they
+    are divided by about as many as the step before had: formats of half precision do not hold sums over many tokens.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._tokens: Tensor | None = None
+        self._per_sample: Tensor | None = None
 
     def weighted(self, loss: Loss, part: Slice) -> Tensor:
         """Return what to run backward from; a rank that only stands in for lack of samples weighs nothing."""
@@ -56,15 +62,23 @@ class GlobalMean:
         here = torch.as_tensor(loss.tokens, dtype=torch.float64, device=self._communicator.device)
         tokens = here if part.samples else torch.zeros_like(here)
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
-        return loss.value * (weight if part.samples else 0.0)
+        if self._per_sample is None:
+            self._per_sample = _power_of_two(self._communicator.allreduce(tokens, "sum") / part.step_samples)
+        return loss.value * (weight if part.samples else 0.0) / self._per_sample.to(loss.value.dtype)
 
     def finish_step(self, parameters: Iterable[nn.Parameter], part: Slice) -> None:
         """Divide the gradients, which are global now, by the number of tokens, if it is tokens that count."""
-        if self._tokens is None:
+        if self._tokens is None or self._per_sample is None:
             return
         tokens, self._tokens = self._communicator.allreduce(self._tokens, "sum"), None
         # A step without a token has no gradient to divide.
-        factor = torch.where(tokens > 0, part.step_samples / tokens, 1.0)
+        factor = torch.where(tokens > 0, part.step_samples * self._per_sample / tokens, 1.0)
+        self._per_sample = torch.where(tokens > 0, _power_of_two(tokens / part.step_samples), self._per_sample)
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+
+def _power_of_two(number: Tensor) -> Tensor:
+    """Return one near `number`, 1 for 0: to divide by it and to multiply by it again changes no digit."""
+    return torch.where(number > 0, torch.exp2(torch.log2(number).round()), 1.0)

@@ -18,6 +18,7 @@ Every method of `Communicator`, and those of `Backend` that say so, must be call
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,7 @@ from unitrain.errors import UnitrainError, UnsupportedError
 ReduceOp = Literal["mean", "sum", "min", "max", "product"]
 Compression = Literal["fp16", "bf16"]
 CapabilityT = TypeVar("CapabilityT")
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Backend(Communicator):
 
         Parameters and buffers become rank 0's. With `unused_parameters`, one that a rank did not use counts as zero
         there, and one that no rank used keeps `grad` None; without it that is a ModelError, in the first backward on
-        every rank, and where it happens later on the ranks concerned, at their next forward. `compression` is the
+        every rank, and where it happens later on the ranks concerned, before the optimizer steps. `compression` is the
         format gradients travel in. Raises ModelError for a model without trainable parameters, on every rank.
         """
 
@@ -130,7 +132,8 @@ class Backend(Communicator):
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         """Check that `optimizer` holds parameters of `model`, make its state rank 0's, and return that same object.
 
-        All ranks call it. Raises ModelError when the optimizer holds parameters that are not the model's.
+        From then on a step whose gradients are not those of all ranks is a ModelError. All ranks call it. Raises
+        ModelError when the optimizer holds parameters that are not the model's.
         """
 
     @abstractmethod
@@ -164,6 +167,18 @@ def raise_together(communicator: Communicator, error: UnitrainError | None) -> N
         if found is not None:
             # A copy that travelled has lost its cause and traceback: where the error arose, the original is raised.
             raise error if error is not None and rank == communicator.rank else found
+
+
+def together(communicator: Communicator, make: Callable[[], ResultT]) -> ResultT:
+    """Return what `make` returns here, or raise on every rank the UnitrainError that it raises on any. All ranks call
+    it."""
+    problem: UnitrainError | None = None
+    try:
+        made = make()
+    except UnitrainError as error:
+        problem = error
+    raise_together(communicator, problem)
+    return made
 
 
 def require(backend: Communicator, capability: type[CapabilityT], feature: str) -> CapabilityT:

@@ -35,7 +35,7 @@ class DDPBackend(ProcessGroupBackend):
         transport = options.transport or ("nccl" if device.type == "cuda" else "gloo")
         _check_transport(transport, device)
         meeting = meet(placement, options.timeout)
-        check_gpus(meeting, device)
+        check_gpus(meeting, device, options.device)
         if interface := interface_towards(meeting.host):
             environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(

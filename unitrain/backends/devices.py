@@ -35,21 +35,26 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
     return device
 
 
-def check_gpus(meeting: Meeting, device: torch.device) -> None:
-    """Raise ConfigError, on every rank alike, when two ranks compute on one GPU. All ranks call it."""
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+def check_gpus(meeting: Meeting, device: torch.device, requested: str | torch.device | None) -> None:
+    """Raise ConfigError, on every rank alike, when two ranks compute on one GPU without having asked for it by its
+    number. All ranks call it."""
+    named = requested is not None and torch.device(requested).index is not None
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" and not named else None
     check_gpus_differ(meeting.exchange("gpu", [socket.gethostname(), gpu]))
 
 
 def check_gpus_differ(told: Sequence[Sequence[str | None]]) -> None:
     """Raise ConfigError when two ranks told of the same GPU; each told its host and GPU, in rank order, None for the
-    CPU."""
-    ranks: dict[tuple[str | None, str], list[str]] = {}
-    for rank, (host, gpu) in enumerate(told):
+    CPU. Hosts may be containers of one machine, so it is the GPU that counts."""
+    ranks: dict[str, list[str]] = {}
+    hosts: dict[str, str | None] = {}
+    for rank, (name, gpu) in enumerate(told):
         if gpu is not None:
-            ranks.setdefault((host, gpu), []).append(str(rank))
-    for (host, gpu), sharing in ranks.items():
+            ranks.setdefault(gpu, []).append(str(rank))
+            hosts.setdefault(gpu, name)
+    for gpu, sharing in ranks.items():
         if len(sharing) > 1:
+            host = hosts[gpu]
             raise ConfigError(
                 f"Ranks {', '.join(sharing)} on host {host!r} compute on the same GPU, {gpu}. "
                 "Start one rank per GPU, or use device='cpu'."

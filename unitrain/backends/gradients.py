@@ -8,6 +8,8 @@ reduced too (DDP leaves those gradients local, and the replicas drift apart).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,21 +75,19 @@ class GlobalGradients(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._left:
             return self.module(*inputs, **kwargs)
-        try:
+        with _explained():
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if "Expected to have finished reduction in the prior iteration" not in str(error):
-                raise
-            raise ModelError(
-                "In the last backward, parameters that earlier ones used got no gradient on this rank, so it now "
-                "differs from the others. Use all of them in every loss, or allow it: "
-                "backend.distributed_model(model, unused_parameters=True)."
-            ) from error
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._forwards += 1
             for tensor in gradient_tensors(output):
                 tensor.register_hook(self._prepare_backward)
         return output
+
+    def check_reduced(self, *_: Any) -> None:
+        """Raise ModelError when the last backward left gradients unreduced; for before anything is made of them."""
+        if not self._left:
+            with _explained():
+                self._check_reducer_finalized()  # type: ignore[no-untyped-call]
 
     def _prepare_backward(self, gradient: Tensor) -> None:
         """Arm the reducer for the backward that reaches an output first, where DDP has not.
@@ -115,10 +115,26 @@ class GlobalGradients(DistributedDataParallel):
                 return [
                     parameter.view_as(parameter)
                     for parameter in self._trained
-                    if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+                    if parameter.requires_grad  # the user may have frozen it since
+                    and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
                 ]
         except RuntimeError:  # torch.autograd.grad with respect to parameters, which leaves every .grad alone
             return []
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say in our words what DDP says of a backward that has left buckets unfinished."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction in the prior iteration" not in str(error):
+            raise
+        raise ModelError(
+            "In the last backward, parameters that earlier ones used got no gradient on this rank, so its gradients "
+            "differ from the others'. Use all of them in every loss, or allow it: "
+            "backend.distributed_model(model, unused_parameters=True)."
+        ) from error
 
 
 def check_same_model(communicator: Communicator, model: nn.Module) -> None:

@@ -35,7 +35,7 @@ class HorovodBackend(ProcessGroupBackend):
         device = choose_device(options.device, placement.local_rank)
         _check_operations(device)
         meeting = meet_with_horovod(placement, options.timeout)
-        check_gpus(meeting, device)
+        check_gpus(meeting, device, options.device)
         transport = _transport(device)
         if options.transport not in (None, transport):
             raise ConfigError(

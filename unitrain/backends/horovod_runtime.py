@@ -64,20 +64,15 @@ def tell_torch_where(placement: Placement) -> None:
 
     They are agreed over Horovod itself, which horovodrun and mpirun always let start.
     """
+    environment.export_defaults(
+        {"RANK": str(placement.rank), "WORLD_SIZE": str(placement.size), "LOCAL_RANK": str(placement.local_rank)}
+    )
     if placement.launcher not in ("horovodrun", "mpirun", "none") or environment.setting("MASTER_ADDR"):
         return
     start_horovod(placement, Meeting(placement, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
     own = (_own_address(), free_port()) if placement.rank == 0 else None
     host, port = hvd.broadcast_object(own, 0, name="unitrain.master")
-    environment.export_defaults(
-        {
-            "RANK": str(placement.rank),
-            "WORLD_SIZE": str(placement.size),
-            "LOCAL_RANK": str(placement.local_rank),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-        }
-    )
+    environment.export_defaults({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
 
 
 def _lead_to_each_other(placement: Placement, meeting: Meeting) -> None:

@@ -106,5 +106,8 @@ class LocalBackend(Backend):
     def unwrap(self, model: nn.Module) -> nn.Module:
         return getattr(model, "_orig_mod", model)  # the name torch.compile gives to what it wraps
 
+    def __exit__(self, *error: Any) -> None:
+        self.shutdown()  # also where an exception leaves: there is no other rank that would be blamed
+
     def shutdown(self) -> None:
         LocalBackend._running.discard(self)

@@ -144,6 +144,9 @@ class ProcessGroupBackend(Backend):
         state = self.broadcast_object(optimizer.state_dict())
         if self.rank != 0:
             optimizer.load_state_dict(state)
+        wrapped = getattr(model, "_orig_mod", model)
+        if isinstance(wrapped, GlobalGradients):
+            optimizer.register_step_pre_hook(wrapped.check_reduced)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

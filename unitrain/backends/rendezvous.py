@@ -23,6 +23,8 @@ from unitrain.errors import CollectiveTimeoutError, LauncherMismatchError
 
 _POLL_SECONDS = 0.02
 _meetings = itertools.count()
+# A proxy for the outside world knows nothing of the hosts of a job.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _served: list[Store] = []  # rank 0's stores, kept alive as long as the process: others may still ask
 
 
@@ -164,7 +166,7 @@ def _ask_horovodrun(request: urllib.request.Request, purpose: str, timeout: time
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=max(deadline - time.monotonic(), _POLL_SECONDS)) as reply:
+            with _DIRECT.open(request, timeout=max(deadline - time.monotonic(), _POLL_SECONDS)) as reply:
                 answer: bytes = reply.read()
                 return answer
         except OSError as error:

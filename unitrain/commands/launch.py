@@ -60,7 +60,7 @@ def launch(
     if dry_run:
         return
     sys.stdout.flush()
-    os.execvpe(command.argv[0], command.argv, environment.inherited() | dict(command.environment))
+    os.execvpe(command.argv[0], command.argv, environment.without_ranks() | dict(command.environment))
 
 
 def _command(

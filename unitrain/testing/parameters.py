@@ -104,6 +104,24 @@ def a_graph_that_leaves_parameters_out_may_be_retained(backend: Backend) -> None
 
 
 @contract
+def a_part_may_be_frozen_later_where_unused_ones_are_allowed(backend: Backend) -> None:
+    model, twin = TwoHeads(), TwoHeads()
+    wrapped = backend.distributed_model(model, unused_parameters=True)
+    for module in (model, twin):
+        module.right.requires_grad_(False)
+
+    def run(m: nn.Module, rank: int) -> None:
+        loss = loss_of(m(batch(rank), "left right"))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    for _ in range(2):
+        model.zero_grad()
+        run(wrapped, backend.rank)
+        assert_gradients(model, mean_gradients(backend, twin, run))
+
+
+@contract
 def a_gradient_penalty_is_reduced(backend: Backend) -> None:
     for unused_parameters in (False, True):
         model, twin = build(), build()
