@@ -14,6 +14,7 @@ from unitrain.errors import ConfigError, ModelError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
 from unitrain.testing.models import (
     assert_gradients,
+    assert_reduced,
     backward,
     batch,
     build,
@@ -133,10 +134,7 @@ def two_forwards_then_onebackward(backend: Backend) -> None:
     def run(m: nn.Module, rank: int) -> None:
         (loss_of(m(batch(rank, 0))) + loss_of(m(batch(rank, 1)))).backward()
 
-    for _ in range(2):
-        model.zero_grad()
-        run(wrapped, backend.rank)
-        assert_gradients(model, mean_gradients(backend, twin, run))
+    assert_reduced(backend, wrapped, model, twin, run)
 
 
 @contract
@@ -150,10 +148,7 @@ def a_retained_graph_is_reduced_every_time(backend: Backend) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
 
-    for _ in range(2):
-        model.zero_grad()
-        run(wrapped, backend.rank)
-        assert_gradients(model, mean_gradients(backend, twin, run))
+    assert_reduced(backend, wrapped, model, twin, run)
 
 
 class Recomputed(nn.Module):

@@ -68,6 +68,19 @@ def assert_gradients(actual: nn.Module, expected: dict[str, Tensor | None], tole
         )
 
 
+def assert_reduced(
+    backend: Backend, wrapped: nn.Module, model: nn.Module, twin: nn.Module, run: Callable[[nn.Module, int], Any]
+) -> None:
+    """Assert three times that `run` on `wrapped` leaves `model` the mean over ranks, as `twin` has it by itself.
+
+    In the first step DDP forms its buckets, in the second it forms them anew.
+    """
+    for _ in range(3):
+        model.zero_grad()
+        run(wrapped, backend.rank)
+        assert_gradients(model, mean_gradients(backend, twin, run))
+
+
 def backward(model: nn.Module, rank: int, step: int = 0) -> None:
     """Run forward and backward on the batch of a rank and step."""
     loss_of(model(batch(rank, step))).backward()

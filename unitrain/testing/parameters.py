@@ -12,6 +12,7 @@ from unitrain.testing.cases import contract, raises, same_on_every_rank
 from unitrain.testing.models import (
     FEATURES,
     assert_gradients,
+    assert_reduced,
     backward,
     batch,
     build,
@@ -81,10 +82,7 @@ def one_backward_may_follow_forwards_of_different_parts(backend: Backend) -> Non
         def run(m: nn.Module, rank: int) -> None:
             (loss_of(m(batch(rank, 0), "left")) + loss_of(m(batch(rank, 1), "right"))).backward()
 
-        for _ in range(3):
-            model.zero_grad()
-            run(wrapped, backend.rank)
-            assert_gradients(model, mean_gradients(backend, twin, run))
+        assert_reduced(backend, wrapped, model, twin, run)
 
 
 @contract
@@ -97,10 +95,7 @@ def a_graph_that_leaves_parameters_out_may_be_retained(backend: Backend) -> None
         loss.backward(retain_graph=True)
         loss.backward()
 
-    for _ in range(2):
-        model.zero_grad()
-        run(wrapped, backend.rank)
-        assert_gradients(model, mean_gradients(backend, twin, run))
+    assert_reduced(backend, wrapped, model, twin, run)
 
 
 @contract
@@ -115,10 +110,7 @@ def a_part_may_be_frozen_later_where_unused_ones_are_allowed(backend: Backend) -
         loss.backward(retain_graph=True)
         loss.backward()
 
-    for _ in range(2):
-        model.zero_grad()
-        run(wrapped, backend.rank)
-        assert_gradients(model, mean_gradients(backend, twin, run))
+    assert_reduced(backend, wrapped, model, twin, run)
 
 
 @contract
@@ -133,10 +125,7 @@ def a_gradient_penalty_is_reduced(backend: Backend) -> None:
             (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
             (loss + slope.pow(2).sum()).backward()
 
-        for _ in range(3):
-            model.zero_grad()
-            run(wrapped, backend.rank)
-            assert_gradients(model, mean_gradients(backend, twin, run))
+        assert_reduced(backend, wrapped, model, twin, run)
 
 
 @contract

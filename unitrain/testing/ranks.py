@@ -147,7 +147,7 @@ class RankGroup:
         # Not this process's own place, which it has when it runs inside a job.
         base = environment.without_launcher() | {"OMP_NUM_THREADS": "1", **self._variables}
         base["UNITRAIN_TEST_KEY"] = key.hex()
-        if self._command or self.backend == "local":
+        if self._command:
             return [base]
         from unitrain.backends.network import free_port
 
