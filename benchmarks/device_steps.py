@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain.backends.base import Backend
-from unitrain.data import Cursor
+from unitrain.data.order import Cursor
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _prepared: dict[str, Callable[[], Any]] = {}

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain.backends.base import Backend
-from unitrain.data import Cursor
+from unitrain.data.order import Cursor
 
 BATCH, FEATURES, CLASSES = 32, 64, 10
 # Hidden layers, and the steps of one turn: the tiny model shows overhead, the large one communication.

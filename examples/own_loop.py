@@ -11,8 +11,8 @@ from digits import correct, digits_data, digits_network
 from torch.nn.functional import cross_entropy
 
 import unitrain
-from unitrain.data import EvaluationShare, TrainingShare
-from unitrain.metrics import Means
+from unitrain.data.share import EvaluationShare, TrainingShare
+from unitrain.metrics.means import Means
 
 
 @click.command()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from unitrain.batching import Batching, derive_batching
+from unitrain.data.batching import Batching, derive_batching
 from unitrain.errors import ConfigError
 
 

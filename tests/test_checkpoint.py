@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from unitrain import checkpoint
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
+from unitrain.run import checkpoint
 from unitrain.testing import run_ranks
 from unitrain.trainer import Trainer
 
@@ -415,7 +415,7 @@ KILLED_WHILE_WRITING = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from unitrain import checkpoint
+from unitrain.run import checkpoint
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 

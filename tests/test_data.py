@@ -23,15 +23,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from unitrain.data import (
-    EvaluationShare,
-    Slice,
-    TrainingShare,
-    epoch_order,
-    input_and_target,
-    to_device,
-    training_slices,
-)
+from unitrain.data.batch import input_and_target, to_device
+from unitrain.data.order import Slice, epoch_order, training_slices
+from unitrain.data.share import EvaluationShare, TrainingShare
 from unitrain.errors import ConfigError, DataError
 
 CASES = [(size, batch, accumulate) for size in (1, 2, 3, 4) for batch in (1, 2, 3) for accumulate in (1, 2, 3)]

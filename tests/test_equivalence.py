@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
-from unitrain.data import epoch_order
+from unitrain.data.order import epoch_order
 from unitrain.testing import RankGroup
 
 GLOBAL_BATCH = 12

@@ -9,7 +9,7 @@ import torch
 
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import TensorError
-from unitrain.metrics import Means
+from unitrain.metrics.means import Means
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import NonFiniteLossError
-from unitrain.running_loss import RunningLoss
+from unitrain.metrics.running_loss import RunningLoss
 from unitrain.testing import run_ranks
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -56,7 +56,7 @@ def test_a_number_of_steps_is_kept_to() -> None:
 
 def test_otherwise_it_is_about_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("unitrain.running_loss.time.perf_counter", lambda: now)
+    monkeypatch.setattr("unitrain.metrics.running_loss.time.perf_counter", lambda: now)
     loss = RunningLoss(LOCAL, None)
     due = []
     for step in range(1, 61):

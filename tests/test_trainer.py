@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
-from unitrain.data import epoch_order
+from unitrain.data.order import epoch_order
 from unitrain.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteLossError
 from unitrain.trainer import Trainer
 
@@ -439,7 +439,7 @@ def test_progress_is_one_line_per_epoch_without_a_terminal(capfd: pytest.Capture
 
 def test_progress_can_be_a_bar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("unitrain.progress._Bar.interval_seconds", 0.0)
+    monkeypatch.setattr("unitrain.tracking.progress._Bar.interval_seconds", 0.0)
     make(settings(steps=20, show_every=1, progress="auto")).fit(samples())
     err = capfd.readouterr().err
     assert "20/20" in err

@@ -11,10 +11,10 @@ from torch.utils.data import TensorDataset
 
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
-from unitrain.data import epoch_order
+from unitrain.data.order import epoch_order
 from unitrain.errors import ModelError
+from unitrain.step.weighting import read_loss
 from unitrain.trainer import Trainer
-from unitrain.weighting import read_loss
 
 LOCAL = LocalBackend(torch.device("cpu"))
 IGNORED = -100

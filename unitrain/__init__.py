@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 # Each public name and the module it lives in, imported when the name is first used.
 _EXPORTS = {
     "Backend": "unitrain.backends.base",
+    "Callback": "unitrain.callbacks.callback",
     "CheckpointError": "unitrain.errors",
     "Communicator": "unitrain.backends.base",
     "Placement": "unitrain.environment",
@@ -30,12 +31,13 @@ _EXPORTS = {
     "init": "unitrain.initialise",
     "register_process_group": "unitrain.backends.horovod_registration",
     "require": "unitrain.backends.base",
-    "share_buffers": "unitrain.buffers",
+    "share_buffers": "unitrain.modules.buffers",
 }
 _RENAMED = {"available_backends": "available"}
 
 __all__ = [
     "Backend",
+    "Callback",
     "CheckpointError",
     "Communicator",
     "Placement",
@@ -54,11 +56,12 @@ if TYPE_CHECKING:
     from unitrain.backends.base import Backend, Communicator, require
     from unitrain.backends.horovod_registration import register_process_group
     from unitrain.backends.registry import available as available_backends
-    from unitrain.buffers import share_buffers
+    from unitrain.callbacks.callback import Callback
     from unitrain.config import TrainConfig
     from unitrain.environment import Placement
     from unitrain.errors import CheckpointError, UnitrainError
     from unitrain.initialise import init
+    from unitrain.modules.buffers import share_buffers
     from unitrain.trainer import Trainer
 
 

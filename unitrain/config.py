@@ -37,15 +37,19 @@ class TrainConfig:
     large the global batch is, reached over `warmup_steps`. `monitor` names the result that ReduceLROnPlateau follows,
     by default val_loss, else train_loss.
 
+    Length: `epochs` or `steps`, counted from the very first; `max_seconds` is for one call of `fit`, which stops once
+    it has taken so long, and can be resumed from there.
+
     Output: `steps` and `show_every` count optimizer steps, `checkpoint_every` epochs. `show_every` is how often the
-    exact mean loss over ranks is worked out, shown and checked, without it about every two seconds; that is an
-    allreduce of two numbers, and the only time the loop waits for the device. Without `output_dir` nothing is written.
-    `resume=True` goes on from the newest checkpoint in `output_dir`, or starts from the beginning where there is none;
-    `resume="path"` demands a checkpoint there.
+    exact mean loss over ranks is worked out, shown and checked, without it about every two seconds; with it the ranks
+    agree on whether to stop. It is the only time that the loop waits for the device. Without `output_dir` nothing is
+    written. `resume=True` goes on from the newest checkpoint in `output_dir`, or starts from the beginning where there
+    is none; `resume="path"` demands a checkpoint there.
     """
 
     epochs: int | None = None
     steps: int | None = None
+    max_seconds: float | None = None
     batch_size: int | None = None
     eval_batch_size: int | None = None
     accumulate: int | None = None
@@ -85,9 +89,7 @@ class TrainConfig:
         self._check_choice("progress", get_args(ProgressStyle))
         if self.compression is not None:
             self._check_choice("compression", get_args(Compression))
-        clip = self.clip_norm
-        if clip is not None and not (isinstance(clip, (int, float)) and math.isfinite(clip) and clip > 0):
-            raise ConfigError(f"TrainConfig.clip_norm must be a number above 0, got {clip!r}. Use None not to clip.")
+        self._check_positive("clip_norm", "Use None not to clip")
         if self.resume is True and self.output_dir is None:
             raise ConfigError(
                 "TrainConfig.resume=True looks for checkpoints in output_dir, which is not set. "
@@ -117,6 +119,7 @@ class TrainConfig:
             raise ConfigError(f"TrainConfig takes either epochs or steps, got {found}. Use TrainConfig(epochs=10).")
         self._check_integer("epochs", 1, "Use epochs=1 to pass over the data once", optional=True)
         self._check_integer("steps", 1, "Use steps=1 to change the parameters once", optional=True)
+        self._check_positive("max_seconds", "Use None to train until epochs or steps are done")
 
     def _check_integer(self, name: str, least: int, fix: str, *, optional: bool = False) -> None:
         value: Any = getattr(self, name)
@@ -126,6 +129,12 @@ class TrainConfig:
             raise ConfigError(f"TrainConfig.{name} must be a whole number, got {value!r}. {fix}.")
         if value < least:
             raise ConfigError(f"TrainConfig.{name} must be at least {least}, got {value}. {fix}.")
+
+    def _check_positive(self, name: str, fix: str) -> None:
+        value: Any = getattr(self, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and math.isfinite(value) and value > 0):
+            raise ConfigError(f"TrainConfig.{name} must be a number above 0, got {value!r}. {fix}.")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value: Any = getattr(self, name)

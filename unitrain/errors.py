@@ -18,6 +18,7 @@ mistake.
     ├── CollectiveTimeoutError      (TimeoutError)  ranks that did not come in time
     ├── ModelError                  (ValueError)    a model, optimizer or loss that cannot be trained as given
     │   └── NonFiniteLossError      (ArithmeticError)
+    ├── CallbackError               (RuntimeError)  a callback failed
     ├── DataError                   (ValueError)    a dataset that cannot be shared out
     └── CheckpointError             (OSError)       a checkpoint that cannot be written or restored
 """
@@ -82,6 +83,10 @@ class ModelError(UnitrainError, ValueError):
 
 class NonFiniteLossError(ModelError, ArithmeticError):
     """The loss became NaN or infinite."""
+
+
+class CallbackError(UnitrainError, RuntimeError):
+    """A callback raised an error, which is its cause."""
 
 
 class DataError(UnitrainError, ValueError):

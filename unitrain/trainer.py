@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from unitrain.backends.base import Backend, together
-from unitrain.buffers import share_buffers
+from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.config import TrainConfig, check_alike
-from unitrain.data import EvaluationShare, Slice, TrainingShare, input_and_target, to_device
+from unitrain.data.batch import input_and_target, to_device
+from unitrain.data.loading import Data
+from unitrain.data.order import Slice
+from unitrain.data.share import EvaluationShare, TrainingShare
 from unitrain.errors import ConfigError, did_you_mean
-from unitrain.learning_rate import LearningRateFactor
-from unitrain.loading import Data
-from unitrain.metrics import Means
-from unitrain.precision import Precision, allow_tf32
-from unitrain.progress import Progress, choose_progress
-from unitrain.run import Run
-from unitrain.running_loss import RunningLoss
-from unitrain.update import Update
-from unitrain.weighting import GlobalMean, LossOutput, read_loss
-
-LossFunction = Callable[[Any, Any], LossOutput]
-Metric = Callable[[Any, Any], Tensor | float]
+from unitrain.evaluation import Evaluation, LossFunction, Metric
+from unitrain.metrics.running_loss import RunningLoss
+from unitrain.run.state import Run
+from unitrain.step.learning_rate import LearningRateFactor
+from unitrain.step.precision import Precision, allow_tf32
+from unitrain.step.update import Update
+from unitrain.step.weighting import GlobalMean, read_loss
+from unitrain.tracking.progress import Progress, choose_progress
 
 
 class Trainer:
@@ -51,6 +50,7 @@ class Trainer:
         config: TrainConfig,
         scheduler: LRScheduler | None = None,
         metrics: Mapping[str, Metric] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         check_alike(config, backend)
         if isinstance(scheduler, ReduceLROnPlateau) and config.scheduler_every != "epoch":
@@ -59,17 +59,21 @@ class Trainer:
                 'Use TrainConfig(scheduler_every="epoch").'
             )
         self.backend, self.config = backend, config
-        self.loss_fn, self.scheduler, self.metrics = loss_fn, scheduler, dict(metrics or {})
+        self.loss_fn, self.scheduler = loss_fn, scheduler
         if config.monitor is not None and not isinstance(scheduler, ReduceLROnPlateau):
             raise ConfigError(
                 f"TrainConfig.monitor {config.monitor!r} is what ReduceLROnPlateau follows, and this run has none. "
                 "Leave monitor out, or give the Trainer a ReduceLROnPlateau."
             )
-        self.run = Run(config, backend)
         self._precision = together(backend, lambda: Precision(config.precision, backend.device))
+        self._callbacks = together(backend, lambda: Callbacks(callbacks))
+        self.run = Run(config, backend, {"precision": self._precision, "callbacks": self._callbacks})
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._progress = Progress()
+        self._stop: str | None = None
+        self._started = 0.0
+        self._evaluation = Evaluation(model, loss_fn, metrics or {}, self._precision, backend)
         self._loss: RunningLoss
         self._mean: GlobalMean
 
@@ -77,7 +81,7 @@ class Trainer:
         model.to(backend.device)
         if optimizer.state:  # loaded before the model moved: loading it once more moves it too
             optimizer.load_state_dict(optimizer.state_dict())
-        self.run.prepare(model, optimizer, scheduler, self._precision)
+        self.run.prepare(model, optimizer, scheduler)
         self.model = backend.distributed_model(
             model, unused_parameters=config.unused_parameters, compression=config.compression
         )
@@ -115,20 +119,35 @@ class Trainer:
         self.run.begin(share)
         self._forget_partial_step()
         self.model.train()
-        results: dict[str, float] | None = None
+        self._started, self._stop = time.perf_counter(), None
+        if self.run.finished():
+            return self._validate(validation)
         with choose_progress(config.progress, self.backend.rank) as self._progress:
             self._progress.start(self.run.steps_left(share), config.epochs)
             self._scale_learning_rate(share)
-            while not self.run.finished:
-                results = self._train_epoch(share, validation)
-        return self._validate(validation) if results is None else results
+            try:
+                self._callbacks.call("on_fit_start", self)
+                while True:
+                    results = self._train_epoch(share, validation)
+                    if self.run.finished():
+                        return results
+            finally:
+                self._callbacks.call("on_fit_end", self)
 
     def evaluate(self, data: Data) -> dict[str, float]:
         """Return "loss" and every metric, each the exact mean over all samples of `data`, with the model in eval mode.
 
         Every rank evaluates its own part with rank 0's buffers, and every rank returns the same. All ranks call it.
         """
-        return self._evaluate(self._evaluation_share(data))
+        return self._evaluation.evaluate(self._evaluation_share(data))
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of `fit`, for a `reason` that is shown. One rank is enough; it may be called at any time.
+
+        The ranks agree on it when they next work out the loss, or at the end of the epoch. Then the run is validated
+        and saved as it is, in the middle of an epoch too, and can be resumed there.
+        """
+        self._stop = reason
 
     def _train_epoch(self, share: TrainingShare, validation: EvaluationShare | None) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
@@ -140,13 +159,16 @@ class Trainer:
             if not part.closes_step:
                 continue
             self._mean.finish_step(self._parameters, part)
+            self._callbacks.call("on_gradients", self)
             self._update(cursor.step, self._rates)
             cursor.step += 1
             cursor.sample = part.step_end
             self._progress.step(epoch, part.step_samples)
+            self._callbacks.call("on_step_end", self)
             if self._loss.due(cursor.step):
                 self._progress.loss(self._loss.look(epoch, cursor.step))
-            if cursor.step == config.steps:
+                self._agree_to_stop()
+            if cursor.step == config.steps or self.run.stopped:
                 break
         trained = cursor.sample - first_sample
         # With drop_last and another global batch, a resumed epoch may end before the sample that it had come to.
@@ -162,10 +184,12 @@ class Trainer:
         if config.scheduler_every == "epoch" and cursor.sample == 0:
             self._step_scheduler(results)
         self._progress.epoch(epoch, results)
+        self._callbacks.call("on_epoch_end", self, results)
+        self._agree_to_stop()
         speed = {"learning_rate": learning_rate, "seconds": seconds, "samples_per_second": trained / seconds}
         self.run.record({"epoch": epoch, "step": cursor.step, **results, **speed})
-        if cursor.epoch % config.checkpoint_every == 0 or self.run.finished:
-            self.run.save(self.backend.unwrap(self.model), self.optimizer, self.scheduler, self._precision)
+        if cursor.epoch % config.checkpoint_every == 0 or self.run.finished():
+            self.run.save(self.backend.unwrap(self.model), self.optimizer, self.scheduler)
         return results
 
     def _micro_step(self, batch: Any, part: Slice) -> None:
@@ -180,33 +204,24 @@ class Trainer:
     def _validate(self, validation: EvaluationShare | None) -> dict[str, float]:
         if validation is None:
             return {}
-        return {f"val_{name}": value for name, value in self._evaluate(validation).items()}
-
-    def _evaluate(self, share: EvaluationShare) -> dict[str, float]:
-        model, device = self.backend.unwrap(self.model), self.backend.device
-        share_buffers(model, self.backend)
-        losses, means = Means(("loss",), device), Means(tuple(self.metrics), device)
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                for batch, samples in share:
-                    inputs, targets = input_and_target(to_device(batch, device))
-                    with self._precision.autocast():
-                        output = model(inputs)
-                        loss = read_loss(self.loss_fn(output, targets))
-                    losses.add_loss(loss.value, samples, loss.tokens)
-                    means.add([metric(output, targets) for metric in self.metrics.values()], samples)
-        finally:
-            for module, training in modes:  # one by one: the user may keep a part in eval mode while training
-                module.training = training
-        return {**losses.reduce(self.backend), **(means.reduce(self.backend) if self.metrics else {})}
+        return {f"val_{name}": value for name, value in self._evaluation.evaluate(validation).items()}
 
     def _evaluation_share(self, data: Data) -> EvaluationShare:
         config = self.config
         # A DataLoader has its own; anything else is evaluated in batches as large as those that it is trained with.
         batch_size = config.eval_batch_size or (None if isinstance(data, DataLoader) else self._train_batch_size)
         return EvaluationShare(data, self.backend, batch_size=batch_size, num_workers=config.num_workers)
+
+    def _agree_to_stop(self) -> None:
+        """Stop on every rank where any has asked for it, or has no time left."""
+        limit = self.config.max_seconds
+        if limit is not None and time.perf_counter() - self._started >= limit:
+            self.stop(f"max_seconds={limit:g} are over")
+        asked = torch.tensor(float(self._stop is not None), device=self.backend.device)
+        if self.backend.allreduce(asked, "max").item():
+            reasons = self.backend.allgather_object(self._stop)
+            self.run.stopped = next(reason for reason in reasons if reason is not None)
+            self._progress.note(f"stopped after step {self.run.cursor.step}: {self.run.stopped}")
 
     def _forget_partial_step(self) -> None:
         """Drop what an earlier `fit`, ended by an exception or Ctrl-C, has left of a step: it is done again."""
@@ -224,7 +239,7 @@ class Trainer:
             self.scheduler.step()
 
     def _check_monitor(self, validates: bool) -> None:
-        names = ["train_loss", *(f"val_{name}" for name in ("loss", *self.metrics) if validates)]
+        names = ["train_loss", *(f"val_{name}" for name in self._evaluation.names if validates)]
         if self.config.monitor not in (None, *names):
             raise ConfigError(
                 f"TrainConfig.monitor {self.config.monitor!r} is not a result of this run. "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Communicator
-from unitrain.data import Slice
+from unitrain.data.order import Slice
 from unitrain.errors import ModelError
 
 Count = Tensor | float

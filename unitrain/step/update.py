@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unitrain.learning_rate import LearningRateFactor
-from unitrain.precision import Precision
+from unitrain.step.learning_rate import LearningRateFactor
+from unitrain.step.precision import Precision
 
 
 class Update:

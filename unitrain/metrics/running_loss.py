@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unitrain.backends.base import Communicator
 from unitrain.errors import NonFiniteLossError
-from unitrain.metrics import Means
+from unitrain.metrics.means import Means
 
 # How long the loss goes unseen where nobody says: often enough to watch, too rarely to be felt.
 _LOOK_SECONDS = 2.0

@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
-from unitrain import checkpoint, randomness
+from unitrain import randomness
 from unitrain.backends.base import Backend
-from unitrain.buffers import share_buffers
 from unitrain.config import TrainConfig
-from unitrain.data import Cursor, TrainingShare
+from unitrain.data.order import Cursor
+from unitrain.data.share import TrainingShare
 from unitrain.errors import CheckpointError
-from unitrain.history import History
-from unitrain.precision import Precision
+from unitrain.modules.buffers import share_buffers
+from unitrain.run import checkpoint
+from unitrain.tracking.history import History
+
+
+class Stateful(Protocol):
+    """A part of the run with a state that checkpoints keep; in types that `torch.load(weights_only=True)` takes."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Run:
     """The state of a run beside model and optimizer. All ranks use it alike; without an output folder nothing is kept.
 
+    `parts` are what else has a state. `stopped` is why the run ends before its time, None while it does not.
     Raises CheckpointError, on every rank alike, when the folder cannot be written to, holds another run, or holds one
     that this cannot go on from.
     """
 
-    def __init__(self, config: TrainConfig, backend: Backend) -> None:
+    def __init__(self, config: TrainConfig, backend: Backend, parts: Mapping[str, Stateful]) -> None:
         self.cursor = Cursor()
+        self.stopped: str | None = None
+        self._parts = parts
         self._config, self._backend = config, backend
         self._folder = None if config.output_dir is None else Path(config.output_dir)
         self._generators: dict[str, Any] | None = None
         self._order: dict[str, Any] | None = None
         self._seeded = False
 
-    @property
     def finished(self) -> bool:
-        """Whether all epochs or steps that the configuration asks for are done."""
+        """Whether all epochs or steps that the configuration asks for are done, or the run was stopped before."""
+        if self.stopped is not None:
+            return True
         epochs, steps = self._config.epochs, self._config.steps
         return (epochs is not None and self.cursor.epoch >= epochs) or (steps is not None and self.cursor.step >= steps)
 
@@ -48,7 +61,7 @@ class Run:
         epochs = (self._config.epochs or 0) - self.cursor.epoch
         return 0 if epochs <= 0 else share.steps_in_epoch(self.cursor.sample) + (epochs - 1) * share.steps_in_epoch()
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, precision: Precision) -> None:
+    def prepare(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         """Make the folder, and restore what an earlier run left where the configuration says so.
 
         It is before the model is wrapped, which passes rank 0's parameters on to the other ranks.
@@ -58,7 +71,7 @@ class Run:
             own = resume is True or (resume and Path(resume).resolve() == self._folder.resolve())
             checkpoint.prepare_folder(self._folder, self._backend, resume=bool(own))
         if resume:
-            self._restore(model, optimizer, scheduler, precision)
+            self._restore(model, optimizer, scheduler)
         # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
         self._write_history(lambda history: history.rewind(self.cursor.step))
 
@@ -76,7 +89,7 @@ class Run:
                     f"{name}={order[name]}, but this data has {name}={share.order[name]}: samples would repeat or be "
                     "missed. Go on with the same data, or from a checkpoint at the end of an epoch."
                 )
-        self._order = share.order
+        self._order, self.stopped = share.order, None
         if self._generators is not None:
             randomness.restore_generators(self._generators, self._backend.device)
         elif not self._seeded:
@@ -89,15 +102,15 @@ class Run:
         """Add `row` to the history."""
         self._write_history(lambda history: history.append(row))
 
-    def save(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, precision: Precision) -> None:
+    def save(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         """Write a checkpoint; `model` is the user's own."""
         if self._folder is None:
             return
         share_buffers(model, self._backend)
         training = {
+            **{name: part.state_dict() for name, part in self._parts.items()},
             "optimizer": optimizer.state_dict(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "precision": precision.state_dict(),
             "cursor": asdict(self.cursor),
             "seed": self._config.seed,
             "learning_rate": self._learning_rate(),
@@ -106,7 +119,7 @@ class Run:
         }
         checkpoint.save(self._folder, self.cursor.step, model, training, self._backend)
 
-    def _restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, precision: Precision) -> None:
+    def _restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         config = self._config
         newest = config.resume is True
         where = Path(config.output_dir or "") if newest else Path(str(config.resume))
@@ -125,7 +138,8 @@ class Run:
                     f"its learning rates would change. Use TrainConfig({name}={value!r})."
                 )
         self.cursor, self._order = Cursor(**training["cursor"]), training.get("order")
-        precision.load_state_dict(training.get("precision", {}))
+        for name, part in self._parts.items():
+            part.load_state_dict(training.get(name, {}))
         states = training["generators"]
         self._generators = states[self._backend.rank] if len(states) == self._backend.size else None
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from unitrain.backends.base import Communicator, raise_together
 from unitrain.errors import CheckpointError
-from unitrain.plain_state import plain_state
+from unitrain.run.plain_state import plain_state
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."

@@ -1,0 +1,1 @@
+"""This rank's share of the data: how it is cut up, and how its batches are fetched."""

@@ -1,0 +1,1 @@
+"""What is done to the user's modules beside training them."""

@@ -1,0 +1,1 @@
+"""What a run keeps: its cursor, its checkpoints, its random numbers."""

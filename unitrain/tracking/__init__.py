@@ -1,0 +1,1 @@
+"""Showing and recording how a run goes."""
