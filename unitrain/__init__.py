@@ -23,7 +23,10 @@ _EXPORTS = {
     "Callback": "unitrain.callbacks.callback",
     "CheckpointError": "unitrain.errors",
     "Communicator": "unitrain.backends.base",
+    "EarlyStopping": "unitrain.callbacks.early_stopping",
+    "GradientWatch": "unitrain.callbacks.gradient_watch",
     "Placement": "unitrain.environment",
+    "Profiler": "unitrain.callbacks.profiler",
     "TrainConfig": "unitrain.config",
     "Trainer": "unitrain.trainer",
     "UnitrainError": "unitrain.errors",
@@ -40,7 +43,10 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "Communicator",
+    "EarlyStopping",
+    "GradientWatch",
     "Placement",
+    "Profiler",
     "TrainConfig",
     "Trainer",
     "UnitrainError",
@@ -57,6 +63,9 @@ if TYPE_CHECKING:
     from unitrain.backends.horovod_registration import register_process_group
     from unitrain.backends.registry import available as available_backends
     from unitrain.callbacks.callback import Callback
+    from unitrain.callbacks.early_stopping import EarlyStopping
+    from unitrain.callbacks.gradient_watch import GradientWatch
+    from unitrain.callbacks.profiler import Profiler
     from unitrain.config import TrainConfig
     from unitrain.environment import Placement
     from unitrain.errors import CheckpointError, UnitrainError

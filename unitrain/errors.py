@@ -17,7 +17,8 @@ mistake.
     ├── CollectiveMismatchError     (RuntimeError)  the ranks did not call the same collective alike
     ├── CollectiveTimeoutError      (TimeoutError)  ranks that did not come in time
     ├── ModelError                  (ValueError)    a model, optimizer or loss that cannot be trained as given
-    │   └── NonFiniteLossError      (ArithmeticError)
+    │   ├── NonFiniteLossError      (ArithmeticError)
+    │   └── NonFiniteGradientError  (ArithmeticError)
     ├── CallbackError               (RuntimeError)  a callback failed
     ├── DataError                   (ValueError)    a dataset that cannot be shared out
     └── CheckpointError             (OSError)       a checkpoint that cannot be written or restored
@@ -83,6 +84,10 @@ class ModelError(UnitrainError, ValueError):
 
 class NonFiniteLossError(ModelError, ArithmeticError):
     """The loss became NaN or infinite."""
+
+
+class NonFiniteGradientError(ModelError, ArithmeticError):
+    """A gradient became NaN or infinite."""
 
 
 class CallbackError(UnitrainError, RuntimeError):

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
@@ -37,6 +37,8 @@ class Trainer:
     the mean loss over the batch; or, where it is tokens or pixels that count, a pair of the sum over them and their
     number, on every rank alike. Each of `metrics` returns its mean over the batch, or one value per sample. Batches are
     (inputs, targets) pairs, and `model` is called with the inputs. With `config.resume` the state is restored here.
+    For callbacks: `run.cursor` is how far the run has come, `result_names` what `fit` will return, and `last_loss` what
+    the loss function returned last on this rank.
     Raises ConfigError, ModelError or CheckpointError, on every rank alike.
     """
 
@@ -74,6 +76,8 @@ class Trainer:
         self._stop: str | None = None
         self._started = 0.0
         self._evaluation = Evaluation(model, loss_fn, metrics or {}, self._precision, backend)
+        self.result_names: tuple[str, ...] = ()
+        self.last_loss: Tensor
         self._loss: RunningLoss
         self._mean: GlobalMean
 
@@ -114,25 +118,25 @@ class Trainer:
             num_workers=config.num_workers,
         )
         self._train_batch_size = share.batch_size
-        self._check_monitor(val_data is not None)
+        self.result_names = ("train_loss", *(f"val_{name}" for name in self._evaluation.names if val_data is not None))
+        self._check_monitor()
         validation = None if val_data is None else self._evaluation_share(val_data)
         self.run.begin(share)
         self._forget_partial_step()
         self.model.train()
         self._started, self._stop = time.perf_counter(), None
-        if self.run.finished():
-            return self._validate(validation)
+        results: dict[str, float] | None = None
         with choose_progress(config.progress, self.backend.rank) as self._progress:
             self._progress.start(self.run.steps_left(share), config.epochs)
             self._scale_learning_rate(share)
             try:
                 self._callbacks.call("on_fit_start", self)
-                while True:
+                self._agree_to_stop()
+                while not self.run.finished():
                     results = self._train_epoch(share, validation)
-                    if self.run.finished():
-                        return results
             finally:
                 self._callbacks.call("on_fit_end", self)
+        return self._validate(validation) if results is None else results
 
     def evaluate(self, data: Data) -> dict[str, float]:
         """Return "loss" and every metric, each the exact mean over all samples of `data`, with the model in eval mode.
@@ -199,6 +203,7 @@ class Trainer:
             with self._precision.autocast():
                 loss = read_loss(self.loss_fn(self.model(inputs), targets))
             torch.autograd.backward(self._precision.scale(self._mean.weighted(loss, part)))
+        self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)
 
     def _validate(self, validation: EvaluationShare | None) -> dict[str, float]:
@@ -238,8 +243,8 @@ class Trainer:
         elif self.scheduler is not None:
             self.scheduler.step()
 
-    def _check_monitor(self, validates: bool) -> None:
-        names = ["train_loss", *(f"val_{name}" for name in self._evaluation.names if validates)]
+    def _check_monitor(self) -> None:
+        names = self.result_names
         if self.config.monitor not in (None, *names):
             raise ConfigError(
                 f"TrainConfig.monitor {self.config.monitor!r} is not a result of this run. "

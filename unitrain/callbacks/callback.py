@@ -20,7 +20,7 @@ class Callback:
     """
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """`fit` is about to train, from `trainer.run.cursor` on; it is not called where nothing is left to do."""
+        """`fit` is about to train, from `trainer.run.cursor` on, if anything is left to do."""
 
     def on_gradients(self, trainer: Trainer) -> None:
         """The gradients of a step are complete: those of the global batch, before they are clipped.

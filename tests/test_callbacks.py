@@ -1,0 +1,312 @@
+"""Callbacks: when they are called, what their errors say, and those that ship: stopping early, profiling, watching."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain import Callback, EarlyStopping, GradientWatch, Profiler, TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.errors import CallbackError, ConfigError, DataError, NonFiniteGradientError
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+STEPS_PER_EPOCH = 4
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
+
+
+def make(backend: Backend, callbacks: list[Callback], **settings: Any) -> Trainer:
+    """Return a trainer of four steps per epoch, on any number of ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    metrics = settings.pop("metrics", None)
+    loss_fn = settings.pop("loss_fn", nn.functional.cross_entropy)
+    if "steps" not in settings:
+        settings.setdefault("epochs", 2)
+    config = TrainConfig(batch_size=12 // backend.size, progress="off", **settings)
+    return Trainer(model, optimizer, loss_fn, backend=backend, config=config, metrics=metrics, callbacks=callbacks)
+
+
+def parameters(trainer: Trainer) -> Tensor:
+    return nn.utils.parameters_to_vector(trainer.backend.unwrap(trainer.model).parameters()).detach()
+
+
+class Journal(Callback):
+    """Writes down when it is called."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.lines.append(f"start {trainer.run.cursor.step}")
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        assert all(parameter.grad is not None for parameter in trainer.model.parameters())
+        self.lines.append(f"gradients {trainer.run.cursor.step}")
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        assert all(parameter.grad is None for parameter in trainer.model.parameters())
+        self.lines.append(f"step {trainer.run.cursor.step}")
+
+    def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
+        assert set(results) == set(trainer.result_names)
+        self.lines.append(f"epoch {trainer.run.cursor.epoch}")
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self.lines.append(f"end {trainer.run.cursor.step}")
+
+
+def scripted(values: list[float]) -> dict[str, Any]:
+    """Return a metric that has these values in one evaluation after the other, of a batch each."""
+    left = iter(values)
+    return {"scripted": lambda output, target: next(left)}
+
+
+def test_each_is_called_at_its_moment() -> None:
+    journal = Journal()
+    make(LOCAL, [journal], accumulate=2).fit(data(), data())  # two micro-steps each, so two steps per epoch
+    steps = [["gradients 0", "step 1", "gradients 1", "step 2"], ["gradients 2", "step 3", "gradients 3", "step 4"]]
+    assert journal.lines == ["start 0", *steps[0], "epoch 1", *steps[1], "epoch 2", "end 4"]
+
+
+def test_gradients_are_seen_before_they_are_clipped() -> None:
+    class Norm(Callback):
+        def on_gradients(self, trainer: Trainer) -> None:
+            self.norm = float(nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]))
+
+    norms = Norm()
+    make(LOCAL, [norms], steps=1, clip_norm=1e-3).fit(data())
+    assert norms.norm > 0.1
+
+
+def test_an_error_in_one_names_it() -> None:
+    class Broken(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.run.cursor.step == 3:
+                raise ZeroDivisionError("by nought")
+
+    journal = Journal()
+    with pytest.raises(CallbackError, match=r"Broken\.on_step_end failed on rank 0, after step 3: ZeroDivi.*: by") as e:
+        make(LOCAL, [Broken(), journal]).fit(data())
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+    assert journal.lines[-1] == "end 3"  # what is to be closed is closed
+
+
+def test_a_deliberate_error_stays_what_it_is() -> None:
+    class Refusing(Callback):
+        def on_fit_start(self, trainer: Trainer) -> None:
+            raise DataError("No such data. Give some.")
+
+    with pytest.raises(DataError, match="No such data"):
+        make(LOCAL, [Refusing()]).fit(data())
+
+
+def test_something_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must be a unitrain\.Callback, got .*EarlyStopping"):
+        make(LOCAL, [EarlyStopping])  # the class instead of one of it
+
+
+def epochs_until_stopped(values: list[float], **settings: Any) -> int:
+    stopping = EarlyStopping("val_scripted", **settings)
+    trainer = make(LOCAL, [stopping], epochs=len(values), metrics=scripted(values), eval_batch_size=48)
+    trainer.fit(data(), data())
+    return trainer.run.cursor.epoch
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "epochs"),
+    [
+        ([3.0, 2.0, 1.0, 0.5, 0.4], {"patience": 1}, 5),
+        ([3.0, 2.0, 2.0, 1.0, 0.5], {"patience": 1}, 3),
+        ([3.0, 2.0, 2.5, 1.0, 1.5, 1.5, 0.0], {"patience": 2}, 6),
+        ([1.0, 2.0, 3.0, 4.0, 4.0], {"patience": 1, "mode": "max"}, 5),
+        ([1.0, 2.0, 1.0, 4.0, 4.0], {"patience": 1, "mode": "max"}, 3),
+        ([3.0, 2.95, 2.91, 1.0], {"patience": 2, "min_delta": 0.1}, 3),
+        ([3.0, math.nan, math.nan, 1.0], {"patience": 2}, 3),
+        ([math.nan, 3.0, 2.0, 1.0], {"patience": 2}, 4),
+    ],
+)
+def test_early_stopping(values: list[float], settings: dict[str, Any], epochs: int) -> None:
+    assert epochs_until_stopped(values, **settings) == epochs
+
+
+def test_early_stopping_says_why_and_remembers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def again(epochs: int, values: list[float], patience: int = 2) -> Trainer:
+        stopping = EarlyStopping("val_scripted", patience=patience)
+        settings: dict[str, Any] = {"output_dir": tmp_path, "resume": True, "eval_batch_size": 48}
+        trainer = make(LOCAL, [stopping], epochs=epochs, metrics=scripted(values), **settings)
+        object.__setattr__(trainer.config, "progress", "lines")
+        trainer.fit(data(), data())
+        return trainer
+
+    assert again(2, [2.0, 2.5]).run.cursor.epoch == 2  # one epoch without a gain so far, interrupted here
+    assert again(9, [2.5, 0.0]).run.cursor.epoch == 3  # the second one: the first was not forgotten
+    assert "stopped after step 12: val_scripted has not become better for 2 epochs; the best was 2" in (
+        capsys.readouterr().err
+    )
+    assert again(9, [0.0]).run.cursor.epoch == 3  # stays stopped
+    assert again(5, [1.0, 1.0], patience=3).run.cursor.epoch == 5  # unless it may wait longer
+
+
+def test_early_stopping_refuses_what_it_cannot_follow() -> None:
+    with pytest.raises(ConfigError, match=r"'val_los' is not a result of this run\. Did you mean 'val_loss'\?"):
+        make(LOCAL, [EarlyStopping("val_los")]).fit(data(), data())
+    with pytest.raises(ConfigError, match=r"'val_loss' is not a result of this run\..*Available: train_loss"):
+        make(LOCAL, [EarlyStopping()]).fit(data())
+    for wrong in ({"patience": 0}, {"patience": 1.5}, {"mode": "least"}, {"min_delta": -1.0}, {"min_delta": math.nan}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            EarlyStopping(**wrong)
+
+
+def test_max_seconds_ends_in_the_middle_and_is_resumed_from_there(tmp_path: Path) -> None:
+    class Slow(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            time.sleep(0.02)
+
+    whole = make(LOCAL, [])
+    whole.fit(data())
+    settings: dict[str, Any] = {"output_dir": tmp_path, "resume": True, "show_every": 1}
+    first = make(LOCAL, [Slow()], max_seconds=0.05, **settings)
+    first.fit(data())
+    assert 0 < first.run.cursor.sample < 48
+    assert "max_seconds=0.05" in str(first.run.stopped)
+    second = make(LOCAL, [], **settings)
+    second.fit(data())
+    assert second.run.cursor.epoch == 2
+    assert torch.equal(parameters(second), parameters(whole))
+    with pytest.raises(ConfigError, match=r"TrainConfig\.max_seconds must be a number above 0, got 0"):
+        TrainConfig(epochs=1, max_seconds=0)
+
+
+def test_the_watch_names_the_first_bad_parameter() -> None:
+    class Poison(Callback):
+        def on_gradients(self, trainer: Trainer) -> None:
+            if trainer.run.cursor.step == 2:
+                list(trainer.model.parameters())[2].grad[0, 0] = math.inf
+
+    with pytest.raises(NonFiniteGradientError, match=r"'2\.weight' became inf in step 3, the first of 1 of 4 param"):
+        make(LOCAL, [Poison(), GradientWatch()]).fit(data())
+    trainer = make(LOCAL, [Poison(), GradientWatch(every=3)])  # looks at steps 1 and 4
+    with pytest.raises(NonFiniteGradientError, match=r"'0\.weight' became nan in step 4"):
+        trainer.fit(data())
+    with pytest.raises(ConfigError, match=r"GradientWatch\.every"):
+        GradientWatch(every=0)
+
+
+def test_the_watch_lets_fp16_find_its_scale_and_no_more() -> None:
+    class Poison(Callback):
+        def __init__(self, steps: int) -> None:
+            self.steps = steps
+
+        def on_gradients(self, trainer: Trainer) -> None:
+            if trainer.run.cursor.step < self.steps:
+                next(trainer.model.parameters()).grad[0, 0] = math.inf
+
+    make(LOCAL, [Poison(19), GradientWatch()], epochs=6, precision="fp16").fit(data())
+    with pytest.raises(NonFiniteGradientError, match="in step 20"):
+        make(LOCAL, [Poison(99), GradientWatch()], epochs=6, precision="fp16").fit(data())
+
+
+def events(trace: Path) -> list[str]:
+    with gzip.open(trace, "rt") as file:
+        return [event.get("name", "") for event in json.load(file)["traceEvents"]]
+
+
+@pytest.mark.parametrize(("skip", "steps", "traced"), [(2, 3, 3), (0, 1, 1), (6, 5, 2)])
+def test_the_profiler_traces_its_window(tmp_path: Path, skip: int, steps: int, traced: int) -> None:
+    make(LOCAL, [Profiler(skip=skip, steps=steps)], output_dir=tmp_path).fit(data())  # 8 steps
+    assert events(tmp_path / "profile" / "rank-0.json.gz").count("Optimizer.step#SGD.step") == traced
+
+
+def test_the_profiler_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'Use Profiler\(folder="runs/profile"\)'):
+        make(LOCAL, [Profiler()]).fit(data())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write to .*file"):
+        make(LOCAL, [Profiler(folder=tmp_path / "file")]).fit(data())
+    with pytest.raises(ConfigError, match=r"Profiler\.steps"):
+        Profiler(steps=0)
+
+
+# -- on several ranks -------------------------------------------------------------------------------------------------
+
+
+class StopHere(Callback):
+    """Asks for the end after step 3, on rank 1 only."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.run.cursor.step == 3 and trainer.backend.rank == 1:
+            trainer.stop("rank 1 has had enough")
+
+
+def loss_of(rank: int) -> Any:
+    calls = iter(range(10**6))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(output, target)
+        return loss * math.nan if next(calls) == 2 and rank == 1 else loss
+
+    return loss_fn
+
+
+def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    trainer = make(backend, [StopHere()], show_every=2)
+    trainer.fit(data())
+    found["stopped"] = (trainer.run.cursor.step, trainer.run.stopped)
+    try:
+        make(backend, [GradientWatch()], loss_fn=loss_of(backend.rank)).fit(data())
+    except NonFiniteGradientError as error:
+        found["watch"] = str(error)
+    stopping = EarlyStopping("val_scripted", patience=1)
+    trainer = make(backend, [stopping], epochs=9, metrics=scripted([1.0, 0.5, 0.5, 0.5]), eval_batch_size=48)
+    trainer.fit(data(), data())
+    found["early"] = (trainer.run.cursor.epoch, stopping.best)
+    make(backend, [Profiler(skip=1, steps=2, folder=folder)]).fit(data())
+    return found
+
+
+@pytest.fixture(scope="module", params=[("ddp", 2), ("horovod", 2), ("ddp", 3)], ids=lambda one: f"{one[0]}-{one[1]}")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Any], Path]]:
+    folder = tmp_path_factory.mktemp("profile")
+    with RankGroup(*request.param) as group:
+        yield group.run(on_ranks, str(folder), timeout_seconds=120), folder
+
+
+def test_one_rank_may_stop_all(ranks: tuple[list[Any], Path]) -> None:
+    for found in ranks[0]:
+        assert found["stopped"] == (4, "rank 1 has had enough")  # agreed on after every second step
+
+
+def test_every_rank_hears_which_one_had_no_number(ranks: tuple[list[Any], Path]) -> None:
+    assert len({found["watch"] for found in ranks[0]}) == 1
+    assert "'0.weight' became nan in step 3" in ranks[0][0]["watch"]
+    assert "the loss was not a number on rank 1." in ranks[0][0]["watch"]
+
+
+def test_all_ranks_stop_early_alike(ranks: tuple[list[Any], Path]) -> None:
+    assert {found["early"] for found in ranks[0]} == {(3, 0.5)}
+
+
+def test_every_rank_has_its_trace(ranks: tuple[list[Any], Path]) -> None:
+    found, folder = ranks
+    traces = sorted(folder.iterdir())
+    assert [trace.name for trace in traces] == [f"rank-{rank}.json.gz" for rank in range(len(found))]
+    for trace in traces:
+        assert events(trace).count("Optimizer.step#SGD.step") == 2
