@@ -1,0 +1,106 @@
+"""A small GPT learns to write like Python's own manual, character by character, on any backend.
+
+python examples/gpt.py
+torchrun --nproc-per-node 2 examples/gpt.py --precision bf16
+horovodrun -np 2 python examples/gpt.py --backend horovod
+"""
+
+from __future__ import annotations
+
+from pydoc_data.topics import topics
+
+import click
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset, random_split
+
+import unitrain
+
+LENGTH = 64
+PAD = 0
+SHOWN = [chr(PAD), "\n", *map(chr, range(32, 127))]  # what the network can read and write
+
+
+class GPT(nn.Module):
+    """Maps characters [n, length] to scores of the one after each, [n, length, characters]."""
+
+    def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(len(SHOWN), width)
+        self.positions = nn.Embedding(LENGTH, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.scores = nn.Linear(width, len(SHOWN), bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Look at each character and those before it."""
+        length = text.shape[1]
+        hidden = self.characters(text) + self.positions(torch.arange(length, device=text.device))
+        later = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
+        scores: Tensor = self.scores(self.layers(hidden, mask=later, is_causal=True))
+        return scores
+
+
+def encode(text: str) -> list[int]:
+    """Return the number of each character that the network knows."""
+    return [SHOWN.index(character) for character in text if character in SHOWN]
+
+
+def paragraphs() -> TensorDataset:
+    """Cut Python's manual into paragraphs, and these into pieces; what a short one leaves is padding."""
+    pieces = []
+    for paragraph in "\n\n".join(topics.values()).split("\n\n"):
+        text = encode(" ".join(paragraph.split()) + "\n")
+        pieces += [text[start : start + LENGTH + 1] for start in range(0, len(text) - 1, LENGTH)]
+    table = torch.full((len(pieces), LENGTH + 1), PAD)
+    for row, piece in zip(table, pieces, strict=True):
+        row[: len(piece)] = torch.tensor(piece)
+    return TensorDataset(table[:, :-1].clone(), table[:, 1:].clone())
+
+
+def loss_per_character(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum over the characters that are no padding, and their number: each weighs the same, on all ranks."""
+    total = cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
+    return total, (targets != PAD).sum()
+
+
+@torch.no_grad()
+def write(model: nn.Module, beginning: str, length: int, device: torch.device) -> str:
+    """Go on from `beginning`, always with a likely character."""
+    generator = torch.Generator().manual_seed(0)
+    text = encode(beginning)
+    for _ in range(length):
+        scores = model(torch.tensor([text[-LENGTH:]], device=device))[0, -1].float().cpu()
+        text.append(int(torch.multinomial((scores / 0.7).softmax(0), 1, generator=generator)))
+    return "".join(SHOWN[character] for character in text)
+
+
+@click.command()
+@click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
+@click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
+@click.option("--steps", default=500, show_default=True)
+@click.option("--global-batch-size", default=64, show_default=True, help="Pieces per step, over all ranks.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+def main(backend: str | None, device: str | None, steps: int, global_batch_size: int, precision: str) -> None:
+    """Train on Python's manual, and write a little."""
+    with unitrain.init(backend, device=device) as ranks:
+        train, validation = random_split(paragraphs(), [0.97, 0.03], generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(0)  # the same first weights in every run
+        model = GPT()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps + 1, pct_start=0.1)
+        config = unitrain.TrainConfig(
+            steps=steps, global_batch_size=global_batch_size, clip_norm=1.0, precision=precision
+        )
+        trainer = unitrain.Trainer(
+            model, optimizer, loss_per_character, backend=ranks, config=config, scheduler=schedule
+        )
+        results = trainer.fit(train, validation)
+        if ranks.rank == 0:
+            print(write(model.eval(), "The statement ", 200, ranks.device))
+            print(f"final train_loss={results['train_loss']:.4f} val_loss={results['val_loss']:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The examples as their reader starts them: whatever launcher and backend they run on, they print the same numbers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launches import started
+
+BIN = Path(sys.executable).parent
+EXAMPLES = Path(__file__).parent.parent / "examples"
+BACKENDS = ("ddp", "horovod")
+
+
+def by_hand(backend: str, script: str, *arguments: str | Path, options: tuple[str, ...] = ()) -> list[str]:
+    """Return the command that starts an example on two ranks, as its first lines say."""
+    if backend == "ddp":
+        start = ["torchrun", "--standalone", "--nproc-per-node", "2", *options, EXAMPLES / script]
+    else:
+        start = ["horovodrun", "-np", "2", sys.executable, EXAMPLES / script]
+    return [str(BIN / str(start[0])), *map(str, start[1:]), "--backend", backend, *map(str, arguments)]
+
+
+def run(command: list[str]) -> str:
+    """Return what was printed, without the marks that horovodrun sets before the lines of a rank."""
+    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 0, output
+    # A mark may come before the end of the line before its own: it passes on what it has read so far.
+    return re.sub(r"\[1,\d\]<(stdout|stderr)>:", "", output)
+
+
+def final(output: str) -> list[float]:
+    """Return the numbers of the line in which one rank, and no other, tells the result."""
+    (line,) = re.findall(r"final((?: \w+=\d+\.\d+)+)", output)
+    return [float(number) for number in re.findall(r"=(\d+\.\d+)", line)]
+
+
+def test_digits() -> None:
+    commands = [
+        [str(BIN / "unitrain"), "launch", "-np", "2", str(EXAMPLES / "digits.py"), "--device", "cpu"],
+        *(by_hand(backend, "digits.py", "--device", "cpu") for backend in BACKENDS),
+    ]
+    expected, *others = [final(run(command)) for command in commands]
+    assert others == [expected] * len(others)
+    accuracy, _ = expected
+    assert accuracy >= 0.97
+
+
+def test_sharding_shows_every_sample_once() -> None:
+    ddp, horovod = (run(by_hand(backend, "sharding.py", "--samples", "11")) for backend in BACKENDS)
+    shown = re.findall(r"^(?:training|evaluation|  rank|  each|mean).*$", ddp, flags=re.MULTILINE)
+    assert re.findall(r"^(?:training|evaluation|  rank|  each|mean).*$", horovod, flags=re.MULTILINE) == shown
+    assert [line for line in shown if line.startswith("  each")] == ["  each exactly once: yes"] * 3
+    orders = [line for line in shown if line.startswith("  rank 0")]
+    assert len(orders) == len(set(orders)) == 3  # two epochs and the evaluation
+    assert shown[-1].startswith("mean of all numbers 5.0000;")
+
+
+def test_gpt_learns_alike() -> None:
+    arguments = ("--device", "cpu", "--steps", "20", "--global-batch-size", "16")
+    train_loss, val_loss = alone = final(run([sys.executable, str(EXAMPLES / "gpt.py"), *arguments]))
+    assert 1.0 < train_loss < 4.2  # guessing costs log(97) = 4.57 per character
+    assert 1.0 < val_loss < 3.7
+    for backend in BACKENDS:
+        assert final(run(by_hand(backend, "gpt.py", *arguments))) == pytest.approx(alone, abs=3e-4)
+
+
+def test_snapshots_go_on(tmp_path: Path) -> None:
+    whole, restarted, again = (tmp_path / name for name in ("whole.pt", "restarted.pt", "again.pt"))
+    epochs = ("--device", "cpu", "--epochs", "4")
+    expected = run(by_hand("ddp", "snapshots.py", "--snapshot", whole, *epochs))
+    assert "going on" not in expected
+
+    failing = ("--snapshot", restarted, *epochs, "--fail-in-epoch", "3")
+    output = run(by_hand("ddp", "snapshots.py", *failing, options=("--max-restarts", "1")))
+    assert "fails in epoch 3" in output  # torchrun starts both ranks again, and it was not the first epoch
+    assert f"going on from '{restarted}' after epoch 2" in output
+    assert final(output) == final(expected)
+
+    run(by_hand("horovod", "snapshots.py", "--snapshot", again, "--device", "cpu", "--epochs", "1"))
+    output = run(by_hand("horovod", "snapshots.py", "--snapshot", again, *epochs))
+    assert f"going on from '{again}' after epoch 1" in output
+    assert final(output) == final(expected)
