@@ -56,10 +56,11 @@ def _prepare(backend: Backend, way: str, model: str) -> Turn:
     torch.manual_seed(1)
     samples = steps * BATCH * backend.size
     data = TensorDataset(torch.randn(samples, FEATURES), torch.randint(0, CLASSES, (samples,)))
-    return WAYS[way](backend, _network(hidden), data)
+    return WAYS[way](backend, network(hidden), data)
 
 
-def _network(hidden: list[int]) -> nn.Sequential:
+def network(hidden: list[int]) -> nn.Sequential:
+    """Return the network with these hidden layers."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise([FEATURES, *hidden, CLASSES]):
         layers += [nn.Linear(before, after), nn.ReLU()]
