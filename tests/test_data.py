@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from unitrain.data.batch import input_and_target, to_device
 from unitrain.data.order import Slice, epoch_order, training_slices
 from unitrain.data.share import EvaluationShare, TrainingShare
 from unitrain.errors import ConfigError, DataError
@@ -330,24 +328,3 @@ def test_ranks_with_different_data_are_told_so() -> None:
         TrainingShare(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
     with pytest.raises(DataError, match=r"^The evaluation data has not the same number"):
         EvaluationShare(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
-
-
-def test_a_batch_moves_whatever_it_is_made_of() -> None:
-    pair = namedtuple("pair", "left right")
-    one = torch.ones(1)
-    moved = to_device({"a": [one, (one, "text")], "b": pair(one, 3)}, torch.device("meta"))
-    assert moved["a"][0].is_meta
-    assert moved["a"][1][0].is_meta
-    assert moved["a"][1][1] == "text"
-    assert isinstance(moved["b"], pair)
-    assert moved["b"].left.is_meta
-    assert moved["b"].right == 3
-    assert not one.is_meta
-
-
-@pytest.mark.parametrize(
-    ("batch", "found"), [(torch.ones(2), "a Tensor"), ([1, 2, 3], "a list of 3"), ({"x": 1}, "a dict of 1")]
-)
-def test_a_batch_must_be_a_pair(batch: Any, found: str) -> None:
-    with pytest.raises(DataError, match=rf"^A batch must be a pair \(inputs, targets\), got {found}\."):
-        input_and_target(batch)

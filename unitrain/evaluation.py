@@ -1,4 +1,4 @@
-"""What a model is worth on data: the exact means over all samples of all ranks."""
+"""What a model is worth on data, the exact means over all samples of all ranks; and what it predicts for them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Communicator
-from unitrain.data.batch import input_and_target, to_device
+from unitrain.backends.base import Communicator, together
+from unitrain.data.prefetch import Prefetch
 from unitrain.data.share import EvaluationShare
 from unitrain.metrics.means import Means
 from unitrain.modules.buffers import share_buffers
+from unitrain.prediction import Outputs
+from unitrain.step.forward import Forward
 from unitrain.step.precision import Precision
 from unitrain.step.weighting import LossOutput, read_loss
 
@@ -22,18 +24,23 @@ Metric = Callable[[Any, Any], Tensor | float]
 
 
 class Evaluation:
-    """Evaluates `model`, the user's own, in eval mode and with rank 0's buffers. All ranks use it alike."""
+    """Evaluates `model`, the user's own, in eval mode and with rank 0's buffers. All ranks use it alike.
+
+    Ranks have different shares, even none, so an error that one of them finds is raised on all.
+    """
 
     def __init__(
         self,
         model: nn.Module,
+        forward: Forward,
         loss_fn: LossFunction,
         metrics: Mapping[str, Metric],
         precision: Precision,
+        prefetch: Prefetch,
         communicator: Communicator,
     ) -> None:
-        self._model, self._loss_fn, self._metrics = model, loss_fn, dict(metrics)
-        self._precision, self._communicator = precision, communicator
+        self._model, self._forward, self._loss_fn, self._metrics = model, forward, loss_fn, dict(metrics)
+        self._precision, self._prefetch, self._communicator = precision, prefetch, communicator
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -44,15 +51,36 @@ class Evaluation:
         """Return the mean of the loss and of every metric over all samples, the same on every rank."""
         device = self._communicator.device
         losses, means = Means(("loss",), device), Means(tuple(self._metrics), device)
-        with self._evaluating():
-            for batch, samples in share:
-                inputs, targets = input_and_target(to_device(batch, device))
+
+        def evaluate_own() -> None:
+            for batch, samples in self._batches(share):
                 with self._precision.autocast():
-                    output = self._model(inputs)
-                    loss = read_loss(self._loss_fn(output, targets))
+                    output, target = self._forward(self._model, batch)
+                    loss = read_loss(self._loss_fn(output, target))
                 losses.add_loss(loss.value, samples, loss.tokens)
-                means.add([metric(output, targets) for metric in self._metrics.values()], samples)
+                means.add([metric(output, target) for metric in self._metrics.values()], samples)
+            means.add_up()
+
+        with self._evaluating():
+            together(self._communicator, evaluate_own)
         return {**losses.reduce(self._communicator), **(means.reduce(self._communicator) if self._metrics else {})}
+
+    def predict(self, share: EvaluationShare) -> Any:
+        """Return the model's outputs for all samples, in the dataset's order, the same on every rank."""
+        outputs = Outputs()
+
+        def predict_own() -> None:
+            for batch, samples in self._batches(share):
+                with self._precision.autocast():
+                    output = self._forward.output(self._model, batch)
+                outputs.add(output, samples)
+
+        with self._evaluating():
+            together(self._communicator, predict_own)
+        return outputs.gather(self._communicator)
+
+    def _batches(self, share: EvaluationShare) -> Iterator[tuple[Any, int]]:
+        return self._prefetch(share, ahead=share.fetches_apart)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

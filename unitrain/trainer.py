@@ -15,14 +15,15 @@ from torch.utils.data import DataLoader
 from unitrain.backends.base import Backend, together
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.config import TrainConfig, check_alike
-from unitrain.data.batch import input_and_target, to_device
 from unitrain.data.loading import Data
 from unitrain.data.order import Slice
+from unitrain.data.prefetch import Prefetch
 from unitrain.data.share import EvaluationShare, TrainingShare
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.evaluation import Evaluation, LossFunction, Metric
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.run.state import Run
+from unitrain.step.forward import Forward, ForwardFunction
 from unitrain.step.learning_rate import LearningRateFactor
 from unitrain.step.precision import Precision, allow_tf32
 from unitrain.step.update import Update
@@ -36,7 +37,9 @@ class Trainer:
     The optimizer and the scheduler are the user's own, built on `model`'s parameters. `loss_fn(output, target)` returns
     the mean loss over the batch; or, where it is tokens or pixels that count, a pair of the sum over them and their
     number, on every rank alike. Each of `metrics` returns its mean over the batch, or one value per sample. Batches are
-    (inputs, targets) pairs, and `model` is called with the inputs. With `config.resume` the state is restored here.
+    (inputs, targets) pairs, and `model` is called with the inputs; where they are something else, or the model takes
+    something else, `forward(model, batch)` calls it and returns (output, target). The model that it is given is the one
+    to call: in training the wrapped one. With `config.resume` the state is restored here.
     For callbacks: `run.cursor` is how far the run has come, `result_names` what `fit` will return, and `last_loss` what
     the loss function returned last on this rank.
     Raises ConfigError, ModelError or CheckpointError, on every rank alike.
@@ -52,6 +55,7 @@ class Trainer:
         config: TrainConfig,
         scheduler: LRScheduler | None = None,
         metrics: Mapping[str, Metric] | None = None,
+        forward: ForwardFunction | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         check_alike(config, backend)
@@ -69,13 +73,17 @@ class Trainer:
             )
         self._precision = together(backend, lambda: Precision(config.precision, backend.device))
         self._callbacks = together(backend, lambda: Callbacks(callbacks))
+        self._forward = together(backend, lambda: Forward(forward))
+        self._prefetch = Prefetch(backend.device)
         self.run = Run(config, backend, {"precision": self._precision, "callbacks": self._callbacks})
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._progress = Progress()
         self._stop: str | None = None
         self._started = 0.0
-        self._evaluation = Evaluation(model, loss_fn, metrics or {}, self._precision, backend)
+        self._evaluation = Evaluation(
+            model, self._forward, loss_fn, metrics or {}, self._precision, self._prefetch, backend
+        )
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         self._loss: RunningLoss
@@ -145,6 +153,17 @@ class Trainer:
         """
         return self._evaluation.evaluate(self._evaluation_share(data))
 
+    def predict(self, data: Data) -> Any:
+        """Return the model's outputs for all samples of `data` in its own order, in eval mode, on every rank's CPU.
+
+        They are nested as the model, or `forward`, returns them: tensors whose first dimension is the sample, in lists,
+        tuples, mappings and dataclasses. Targets are not looked at, and without `forward` may be missing. Every rank
+        computes its own part with rank 0's buffers, keeps it on the CPU, and gets the others' at the end: the outputs
+        of the whole data must fit into the memory of the host once per rank on it. All ranks call it.
+        Raises DataError, ConfigError or, for outputs that cannot be put together, ModelError, on every rank.
+        """
+        return self._evaluation.predict(self._evaluation_share(data))
+
     def stop(self, reason: str) -> None:
         """Ask for the end of `fit`, for a `reason` that is shown. One rank is enough; it may be called at any time.
 
@@ -158,7 +177,7 @@ class Trainer:
         config, cursor = self.config, self.run.cursor
         epoch, started, first_sample = cursor.epoch + 1, time.perf_counter(), cursor.sample
         self._loss.start(cursor.step)
-        for batch, part in share.epoch(cursor.epoch, cursor.sample):
+        for batch, part in self._prefetch(share.epoch(cursor.epoch, cursor.sample), ahead=share.fetches_apart):
             self._micro_step(batch, part)
             if not part.closes_step:
                 continue
@@ -198,10 +217,9 @@ class Trainer:
 
     def _micro_step(self, batch: Any, part: Slice) -> None:
         """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""
-        inputs, targets = input_and_target(to_device(batch, self.backend.device))
         with nullcontext() if part.closes_step else self.backend.no_sync(self.model):
             with self._precision.autocast():
-                loss = read_loss(self.loss_fn(self.model(inputs), targets))
+                loss = read_loss(self.loss_fn(*self._forward(self.model, batch)))
             torch.autograd.backward(self._precision.scale(self._mean.weighted(loss, part)))
         self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)

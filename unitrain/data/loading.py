@@ -54,6 +54,15 @@ class Source:
         self._loader = _loader(data, self._indices, num_workers, pin_memory, self._generator)
         self._tensors = _tensors(dataset) if self._is_plain() else None
 
+    @property
+    def fetches_apart(self) -> bool:
+        """Whether no code of the user's runs in this process to make a batch, which may then be made early.
+
+        Early it would draw its random numbers before what the model draws in the step before, and leave generators
+        ahead of the step that a checkpoint is of.
+        """
+        return self._tensors is not None or self._loader.num_workers > 0
+
     def batches(self, order: Tensor, positions: Iterator[slice], worker_seed: int) -> Iterator[Any]:
         """Yield the batch of samples order[part] for each part of `positions`, none of which is empty.
 

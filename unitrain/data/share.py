@@ -78,6 +78,11 @@ class TrainingShare:
         """What decides, beside the seed, which sample is at a position of an epoch."""
         return {"length": self._source.length, "shuffle": self._source.shuffle}
 
+    @property
+    def fetches_apart(self) -> bool:
+        """Whether a batch may be fetched before it is asked for: nothing else would change."""
+        return self._source.fetches_apart
+
     def steps_in_epoch(self, start: int = 0) -> int:
         """Return the number of optimizer steps from position `start` to the end of an epoch, 0 past it."""
         return max(0, -(-(self.samples_per_epoch - start) // self.global_batch_size))
@@ -115,6 +120,11 @@ class EvaluationShare:
         _check_alike("The evaluation data", communicator, self._source.length, {})
         length, rank, size = self._source.length, communicator.rank, communicator.size
         self._first, self._last = rank * length // size, (rank + 1) * length // size
+
+    @property
+    def fetches_apart(self) -> bool:
+        """Whether a batch may be fetched before it is asked for: nothing else would change."""
+        return self._source.fetches_apart
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Yield (batch, number of samples in it)."""

@@ -25,6 +25,8 @@ class Means:
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
         self._device = device
+        self._sums: list[Tensor]
+        self._samples: int
         self._tokens: Tensor
         self._clear()
 
@@ -40,8 +42,7 @@ class Means:
             ]
             self._waiting.append((samples, taken))
             if len(self._waiting) == _WAITING:
-                self._sums, self._samples = self._added_up()
-                self._waiting.clear()
+                self.add_up()
 
     def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None) -> None:
         """Count the one value of one batch: the mean over its `samples`, or, with a `count`, the sum over so many
@@ -53,6 +54,11 @@ class Means:
             (total,) = self._sums
             self._sums = [total + loss.detach()]
             self._tokens = self._tokens + count
+
+    def add_up(self) -> None:
+        """Add up what waits. A TensorError that `add` has put off is raised now, on this rank alone."""
+        self._sums, self._samples = self._added_up()
+        self._waiting.clear()
 
     def totals(self, communicator: Communicator, *, reset: bool = True) -> tuple[list[float], float]:
         """Return the sum of each name and the number of samples, or tokens, over all ranks, and start again.

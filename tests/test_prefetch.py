@@ -1,0 +1,276 @@
+"""Batches one ahead: the order of things, which is the same wherever the copy goes, and that a run is the same with it.
+
+What only a GPU can show, that no copy overwrites what is still computed with, is in benchmarks/gpu_check.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_rank import rank_of
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.local import LocalBackend
+from unitrain.data import prefetch
+from unitrain.data.prefetch import Prefetch, one_ahead
+from unitrain.data.share import EvaluationShare, TrainingShare
+
+LOCAL = LocalBackend(torch.device("cpu"))
+
+
+class Log(list[str]):
+    """What happened, in order."""
+
+    def source(self, length: int, fails_at: int | None = None) -> Iterator[tuple[int, str]]:
+        try:
+            for number in range(length):
+                if number == fails_at:
+                    raise OSError(f"cannot read {number}")
+                self.append(f"load {number}")
+                yield number, f"part {number}"
+        finally:
+            self.append("closed")
+
+    def begin(self, item: tuple[Any, str]) -> tuple[Any, str]:
+        self.append(f"copy {item[0]}")
+        return item
+
+    def arrive(self) -> None:
+        self.append("arrive")
+
+    def ahead(self, length: int, fails_at: int | None = None) -> Iterator[tuple[int, str]]:
+        return one_ahead(self.source(length, fails_at), self.begin, self.arrive)
+
+
+def test_the_next_one_is_copied_before_the_current_one_is_used_and_no_other() -> None:
+    log = Log()
+    for number, part in log.ahead(3):
+        assert part == f"part {number}"
+        log.append(f"use {number}")
+    assert log == [
+        "load 0", "copy 0",
+        "arrive", "load 1", "copy 1", "use 0",
+        "arrive", "load 2", "copy 2", "use 1",
+        "arrive", "closed", "use 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 5])
+def test_it_ends_where_the_source_ends(length: int) -> None:
+    log = Log()
+    items = log.ahead(length)
+    assert [number for number, _ in items] == list(range(length))
+    assert next(items, None) is None
+    assert log.count("closed") == 1
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_an_error_of_the_loader_comes_in_its_turn(fails_at: int) -> None:
+    used = []
+    with pytest.raises(OSError, match=f"cannot read {fails_at}"):
+        for number, _ in Log().ahead(3, fails_at):
+            used.append(number)
+    assert used == list(range(fails_at))
+
+
+def test_an_error_of_the_copy_comes_in_its_turn() -> None:
+    def begin(item: tuple[int, str]) -> tuple[int, str]:
+        if item[0] == 2:
+            raise RuntimeError("out of memory")
+        return item
+
+    used = []
+    with pytest.raises(RuntimeError, match="out of memory"):
+        for number, _ in one_ahead(Log().source(4), begin, lambda: None):
+            used.append(number)
+    assert used == [0, 1]
+
+
+def test_an_error_behind_the_last_that_is_used_is_not_seen() -> None:
+    for number, _ in Log().ahead(3, fails_at=2):
+        if number == 1:
+            break
+
+
+def test_leaving_early_closes_the_loader() -> None:
+    log = Log()
+    for number, _ in log.ahead(9):
+        if number == 1:
+            break
+    assert log[-1] == "closed"
+    assert "load 3" not in log
+
+
+def test_a_batch_is_held_by_who_uses_it_alone() -> None:
+    alive = set[int]()
+
+    class Batch:
+        def __init__(self, number: int) -> None:
+            self.number = number
+            alive.add(number)
+
+        def __del__(self) -> None:
+            alive.discard(self.number)
+
+    for batch, number in one_ahead(((Batch(number), number) for number in range(4)), lambda item: item, lambda: None):
+        del batch
+        assert alive == ({number + 1} if number < 3 else set())
+
+
+def test_the_cpu_gets_the_loader_itself() -> None:
+    items = Log().source(3)
+    assert Prefetch(torch.device("cpu"))(items, ahead=True) is items
+
+
+def test_a_device_without_streams_gets_batches_as_they_are_asked_for() -> None:
+    made = []
+
+    def source() -> Iterator[tuple[Tensor, int]]:
+        for number in range(3):
+            made.append(number)
+            yield torch.ones(2), number
+
+    for batch, number in Prefetch(torch.device("meta"))(source(), ahead=True):
+        assert batch.is_meta
+        assert made == list(range(number + 1))
+
+
+class _Stream:
+    """A stream that writes down what waits and where copies are made."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_streams_wait_for_each_other_so_that_no_copy_is_read_too_early_or_overwrites_what_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    compute, current = _Stream(log, "compute"), []
+
+    @contextmanager
+    def stream(entered: _Stream) -> Iterator[None]:
+        current.append(entered.name)
+        yield
+        current.pop()
+
+    def source() -> Iterator[tuple[int, None]]:
+        for number in range(3):
+            assert not current, "the loader runs on the stream of the user"
+            yield number, None
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream(log, "side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(prefetch, "to_device", lambda batch, device: log.append(f"copy {batch} on {current[-1]}"))
+    for number, _ in enumerate(Prefetch(torch.device("cuda", 0))(source(), ahead=True)):
+        log.append(f"compute {number}")
+    # A copy waits for what is computed before it is begun, which is all that may still read the memory that it gets;
+    # what is computed with it waits for the copy; and the copy of the next is begun before the current is computed.
+    assert log == [
+        "side waits for compute", "copy 0 on side",
+        "compute waits for side", "side waits for compute", "copy 1 on side", "compute 0",
+        "compute waits for side", "side waits for compute", "copy 2 on side", "compute 1",
+        "compute waits for side", "compute 2",
+    ]  # fmt: skip
+
+
+class Drawn(Dataset[tuple[Tensor, Tensor]]):
+    """Samples with a random augmentation, drawn where they are loaded; notes which."""
+
+    def __init__(self, length: int) -> None:
+        self.inputs, self.targets = samples(length).tensors
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.loaded.append(index)
+        return self.inputs[index] + 0.1 * torch.randn(6), self.targets[index]
+
+
+def samples(length: int = 22) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(length, 6, generator=generator), torch.randint(3, (length,), generator=generator))
+
+
+@pytest.mark.parametrize(
+    ("data", "apart"),
+    [
+        (samples(), True),
+        (Subset(samples(), range(9)), True),
+        (DataLoader(samples(), batch_size=4), True),
+        (DataLoader(samples(), batch_size=4, collate_fn=lambda rows: rows), False),
+        (Drawn(9), False),
+        (DataLoader(Drawn(9), batch_size=4, num_workers=1), True),
+    ],
+)
+def test_a_batch_is_made_early_only_where_no_code_of_the_user_runs_here(data: Any, apart: bool) -> None:
+    size = None if isinstance(data, DataLoader) else 4
+    assert TrainingShare(data, rank_of(0, 1), batch_size=size).fetches_apart is apart
+    assert EvaluationShare(data, rank_of(0, 1), batch_size=size).fetches_apart is apart
+
+
+class Early(Prefetch):
+    """Runs one ahead on the CPU as on a GPU, with copies that are copies."""
+
+    def __call__(self, items: Any, *, ahead: bool) -> Iterator[Any]:
+        if not ahead:
+            return iter(items)
+        return one_ahead(iter(items), lambda item: (copy.deepcopy(item[0]), item[1]), lambda: None)
+
+
+def train(make_data: Callable[[], Any], early: bool, **settings: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = TrainConfig(**{"epochs": 3, "accumulate": 2, "progress": "off", **settings})
+    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=LOCAL, config=config)
+    if early:
+        trainer._prefetch = trainer._evaluation._prefetch = Early(LOCAL.device)
+    results = trainer.fit(make_data(), samples(9))
+    return model.state_dict(), results
+
+
+DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "tensors": (samples, {"batch_size": 4}),
+    "workers": (lambda: DataLoader(Drawn(22), batch_size=4, shuffle=True, num_workers=1), {"eval_batch_size": 4}),
+    "here": (lambda: Drawn(22), {"batch_size": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_a_run_is_bit_equal_with_it(kind: str) -> None:
+    data, settings = DATA[kind]
+    (one, results), (other, found) = (train(data, early, **settings) for early in (False, True))
+    assert results == found
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_a_run_that_is_resumed_is_bit_equal_with_it(kind: str, tmp_path: Path) -> None:
+    data, settings = DATA[kind]
+    whole, _ = train(data, early=False, **{**settings, "epochs": None, "steps": 8})
+    stops = 6 if kind == "workers" else 4  # inside an epoch; but workers draw anew from where they start
+    first = {**settings, "epochs": None, "steps": stops, "output_dir": tmp_path, "resume": True}
+    train(data, early=True, **first)
+    parts, _ = train(data, early=True, **{**first, "steps": 8})
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+
+def test_what_is_loaded_here_is_loaded_when_it_is_asked_for() -> None:
+    data = Drawn(22)
+    train(lambda: data, early=True, batch_size=4, epochs=None, steps=1)
+    assert len(data.loaded) == 8
