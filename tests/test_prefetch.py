@@ -74,10 +74,9 @@ def test_it_ends_where_the_source_ends(length: int) -> None:
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_an_error_of_the_loader_comes_in_its_turn(fails_at: int) -> None:
-    used = []
+    used: list[int] = []
     with pytest.raises(OSError, match=f"cannot read {fails_at}"):
-        for number, _ in Log().ahead(3, fails_at):
-            used.append(number)
+        used.extend(number for number, _ in Log().ahead(3, fails_at))
     assert used == list(range(fails_at))
 
 
@@ -87,10 +86,9 @@ def test_an_error_of_the_copy_comes_in_its_turn() -> None:
             raise RuntimeError("out of memory")
         return item
 
-    used = []
+    used: list[int] = []
     with pytest.raises(RuntimeError, match="out of memory"):
-        for number, _ in one_ahead(Log().source(4), begin, lambda: None):
-            used.append(number)
+        used.extend(number for number, _ in one_ahead(Log().source(4), begin, lambda: None))
     assert used == [0, 1]
 
 

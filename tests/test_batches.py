@@ -1,0 +1,385 @@
+"""Batches of any shape: moved to the device whatever they are made of, and taken apart by `forward`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, Mapping
+from dataclasses import InitVar, dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.data.batch import to_device
+from unitrain.errors import ConfigError, DataError, ModelError, UnitrainError
+from unitrain.testing import RankGroup
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+LOCAL = LocalBackend(CPU)
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Plain:
+    values: Tensor
+    label: str = "kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    values: Tensor
+    inner: Plain
+
+
+@dataclass
+class Derived:
+    """Its constructor takes something else than its fields."""
+
+    scale: InitVar[float]
+    values: Tensor
+    scaled: Tensor = field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        self.scaled = self.values * scale
+
+
+class Graph:
+    """Moves itself into a new object, as those of PyTorch Geometric do."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Graph:
+        assert non_blocking
+        return Graph(self.values.to(device))
+
+
+class Encoding(UserDict[str, Any]):
+    """Moves itself in place and takes nothing but a device, as BatchEncoding of older transformers does."""
+
+    def to(self, device: torch.device) -> Encoding:
+        self.data = {name: value.to(device) for name, value in self.data.items()}
+        return self
+
+
+class Silent:
+    """Moves itself in place and returns nothing."""
+
+    def __init__(self) -> None:
+        self.values = torch.ones(1)
+
+    def to(self, device: torch.device) -> None:
+        self.values = self.values.to(device)
+
+
+def test_containers_move_with_their_tensors_and_stay_what_they_are() -> None:
+    one = torch.ones(1)
+    counted = defaultdict(list, {"one": [one]})
+    moved = to_device(
+        {"list": [one, (one, "text")], "pair": Pair(one, 3), "ordered": OrderedDict(a=one), "counted": counted}, META
+    )
+    assert moved["list"][0].is_meta
+    assert moved["list"][1][0].is_meta
+    assert moved["list"][1][1] == "text"
+    assert isinstance(moved["pair"], Pair)
+    assert moved["pair"].left.is_meta
+    assert moved["pair"].right == 3
+    assert isinstance(moved["ordered"], OrderedDict)
+    assert moved["ordered"]["a"].is_meta
+    assert moved["counted"]["one"][0].is_meta
+    assert moved["counted"]["more"] == []
+    assert not one.is_meta
+    assert not counted["one"][0].is_meta, "the loader's own batch is left alone"
+    assert to_device(MappingProxyType({"a": one}), META)["a"].is_meta
+    assert to_device(UserDict(a=one), META)["a"].is_meta
+
+
+def test_dataclasses_move_with_their_tensors() -> None:
+    one = torch.ones(1)
+    plain, derived = Plain(one), Derived(3.0, one)
+    frozen = to_device(Frozen(one, plain), META)
+    assert isinstance(frozen, Frozen)
+    assert frozen.values.is_meta
+    assert isinstance(frozen.inner, Plain)
+    assert frozen.inner.values.is_meta
+    assert frozen.inner.label == "kept"
+    moved = to_device(derived, META)
+    assert moved.values.is_meta
+    assert moved.scaled.is_meta
+    assert not any(tensor.is_meta for tensor in (plain.values, derived.values, derived.scaled))
+
+
+def test_objects_that_can_move_themselves_do() -> None:
+    graph, encoding, silent = to_device((Graph(torch.ones(1)), Encoding(ids=torch.ones(1)), Silent()), META)
+    assert graph.values.is_meta
+    assert isinstance(encoding, Encoding)
+    assert encoding["ids"].is_meta
+    assert silent.values.is_meta
+    packed = to_device(pack_sequence([torch.ones(3), torch.ones(2)]), META)
+    assert packed.data.is_meta
+    assert packed.batch_sizes.device == CPU, "it says how to read the data, and must stay"
+
+
+def test_an_error_of_an_object_that_moves_itself_is_its_own() -> None:
+    class Broken:
+        def to(self, device: torch.device) -> None:
+            raise TypeError("no such part")
+
+    with pytest.raises(TypeError, match="no such part"):
+        to_device([Broken()], META)
+
+
+def test_what_is_not_known_is_kept() -> None:
+    for thing in (None, "text", 3, np.ones(2), Graph, Plain, {1, 2}):
+        assert to_device([thing], META)[0] is thing
+
+
+def test_on_the_cpu_a_batch_is_itself() -> None:
+    for batch in ([torch.ones(1)], Graph(torch.ones(1)), Plain(torch.ones(1))):
+        assert to_device(batch, CPU) is batch
+
+
+@dataclass
+class Sample:
+    """What a `collate_fn` of one's own makes a batch of."""
+
+    left: Tensor
+    right: Tensor
+    target: Tensor
+
+
+class Rows(Dataset[Any]):
+    """The same samples in the shape that is asked for."""
+
+    def __init__(self, kind: str, length: int = 26) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.kind = kind
+        self.inputs = torch.randn(length, 6, generator=generator)
+        self.targets = torch.randint(3, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self.inputs[index], self.targets[index]
+        left, right = inputs[:2], inputs[2:]
+        if self.kind == "mapping":
+            return {"left": left, "right": right, "target": target}
+        return (inputs, target) if self.kind == "pair" else (left, right, target)
+
+
+def collate_samples(rows: list[tuple[Tensor, Tensor, Tensor]]) -> Sample:
+    return Sample(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+class Model(nn.Module):
+    """Takes two inputs, or both in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, left: Tensor, right: Tensor | None = None) -> Tensor:
+        result: Tensor = self.layers(left if right is None else torch.cat([left, right], 1))
+        return result
+
+
+def of_mapping(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return model(batch["left"], right=batch["right"]), batch["target"]
+
+
+def of_three(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return model(*batch[:-1]), batch[-1]
+
+
+def of_dataclass(model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
+    return model(batch.left, batch.right), batch.target
+
+
+SHAPES: dict[str, Any] = {"pair": None, "mapping": of_mapping, "three": of_three, "dataclass": of_dataclass}
+
+
+def make(backend: Backend, forward: Any = None, **settings: Any) -> Trainer:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = TrainConfig(**{"epochs": 3, "progress": "off", **settings})
+    return Trainer(
+        model, optimizer, nn.functional.cross_entropy, backend=backend, config=config, forward=forward,
+        metrics={"accuracy": lambda output, target: output.argmax(1) == target},
+    )  # fmt: skip
+
+
+def data(kind: str, batch_size: int, length: int = 26) -> DataLoader[Any]:
+    collate: Any = collate_samples if kind == "dataclass" else None
+    return DataLoader(Rows(kind, length), batch_size=batch_size, shuffle=True, collate_fn=collate)
+
+
+def trained(backend: Backend, kind: str) -> tuple[list[Tensor], dict[str, float], list[tuple[bool, bool]]]:
+    """Return parameters, results, and of every call of `forward` whether the model trained and was the wrapped one."""
+    calls: list[tuple[bool, bool]] = []
+
+    def watched(model: nn.Module, batch: Any) -> Any:
+        calls.append((model.training, model is trainer.model))
+        return SHAPES[kind](model, batch)
+
+    size = 12 // backend.size
+    accumulate = 2 if backend.size < 3 else 1  # of what a rank takes, so that all take the same steps of 12
+    trainer = make(backend, watched if SHAPES[kind] else None, accumulate=accumulate)
+    results = trainer.fit(data(kind, size // accumulate), data(kind, 5, 7))
+    return (
+        [parameter.detach().clone() for parameter in trainer.backend.unwrap(trainer.model).parameters()],
+        results,
+        calls,
+    )
+
+
+def trained_in_every_shape(backend: Backend) -> dict[str, Any]:
+    return {kind: trained(backend, kind) for kind in SHAPES}
+
+
+def by_hand() -> tuple[list[Tensor], float]:
+    """Plain torch on whole batches of 12: the parameters, and the loss on the first seven samples."""
+    from unitrain.data.order import epoch_order
+
+    model, rows = Model(), Rows("pair")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(3):
+        for part in epoch_order(26, seed=0, epoch=epoch, shuffle=True).split(12):
+            nn.functional.cross_entropy(model(rows.inputs[part]), rows.targets[part]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    test = Rows("pair", 7)
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(test.inputs), test.targets)
+    return [parameter.detach() for parameter in model.parameters()], loss.item()
+
+
+def check(runs: list[dict[str, Any]]) -> None:
+    expected, loss = by_hand()
+    for run in runs:
+        for kind, (parameters, results, calls) in run.items():
+            for one, pair, wanted in zip(parameters, runs[0]["pair"][0], expected, strict=True):
+                assert torch.equal(one, pair), kind
+                torch.testing.assert_close(one, wanted, rtol=0, atol=1e-6)
+            assert results == runs[0]["pair"][1], kind
+            assert results["val_loss"] == pytest.approx(loss, abs=1e-6)
+            if kind != "pair":
+                assert {training for training, _ in calls} == {True, False}
+                assert all(wrapped for training, wrapped in calls if training)
+
+
+def test_a_batch_of_any_shape_trains_alike_in_one_process() -> None:
+    check([trained_in_every_shape(LOCAL)])
+
+
+@pytest.fixture(scope="module", params=[("ddp", 2), ("horovod", 3)], ids=str)
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+def test_a_batch_of_any_shape_trains_alike_on_ranks(group: RankGroup) -> None:
+    runs = group.run(trained_in_every_shape)
+    check(runs)
+    for run in runs:
+        for kind in SHAPES:
+            plain = [wrapped for training, wrapped in run[kind][2] if not training]
+            assert not any(plain), "evaluation calls the model itself"
+
+
+def test_a_batch_that_is_no_pair_is_told_what_forward_could_be() -> None:
+    def refusal(batch: Any) -> str:
+        with pytest.raises(DataError) as caught:
+            make(LOCAL, batch_size=2)._forward(nn.Identity(), batch)
+        found, fix = str(caught.value).split(". Tell the Trainer what to do with another: ")
+        assert found.startswith("A batch must be a pair (inputs, targets), got ")
+        return f"{found.removeprefix('A batch must be a pair (inputs, targets), got ')} -> {fix}"
+
+    def forward(body: str) -> str:
+        return f"Trainer(..., forward=lambda model, batch: {body})."
+
+    expected = {
+        "a list of 3": ([1, 2, 3], "(model(*batch[:-1]), batch[-1])"),
+        "a list of 1": ([1], "(model(batch[0]), batch[0])"),
+        "a dict with 'ids', 'mask', 'label'": (
+            dict.fromkeys(("ids", "mask", "label")),
+            "(model(batch['ids']), batch['label'])",
+        ),
+        "a dict with 'x'": ({"x": 1}, "(model(batch['x']), batch['x'])"),
+        "a Tensor of shape [2, 3]": (torch.ones(2, 3), "(model(batch), batch)"),
+        "a Graph": (Graph(torch.ones(1)), "(model(batch.x), batch.y)"),
+    }
+    for found, (batch, body) in expected.items():
+        assert refusal(batch) == f"{found} -> {forward(body)}"
+
+
+def test_what_forward_must_be_and_return() -> None:
+    with pytest.raises(ConfigError, match=r"^Trainer\(forward=\.\.\.\) takes a function, got 'mean'\. Use forward="):
+        make(LOCAL, "mean")
+    for result, found in (
+        (torch.ones(2, 3), r"a Tensor of shape \[2, 3\]"),
+        (None, "a NoneType"),
+        ((1, 2, 3), "a tuple of 3"),
+        ({"loss": 1}, "a dict with 'loss'"),
+    ):
+        trainer = make(LOCAL, lambda model, batch, result=result: result)
+        with pytest.raises(
+            ModelError, match=rf"^forward must return a pair \(output, target\), got {found}\. End it wi"
+        ):
+            trainer.fit(data("pair", 4))
+
+
+def refusals(backend: Backend) -> list[str]:
+    """What is refused on data of which only the first rank, or the last, has a sample."""
+
+    def short(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0])
+
+    three = TensorDataset(*[torch.ones(1, 3)] * 3)
+    pair = TensorDataset(torch.ones(1, 6), torch.zeros(1, dtype=torch.long))
+    shapeless = make(backend, batch_size=2)
+    shapeless._evaluation._metrics["accuracy"] = lambda output, target: torch.ones(5)
+    attempts = [
+        lambda: make(backend, 3, batch_size=2),
+        lambda: make(backend, batch_size=2).fit(TensorDataset(*[torch.ones(6, 3)] * 3)),
+        lambda: make(backend, short, batch_size=2).fit(Rows("pair")),
+        lambda: make(backend, batch_size=2).evaluate(three),
+        lambda: make(backend, short, batch_size=2).evaluate(pair),
+        lambda: shapeless.evaluate(pair),
+        lambda: make(backend, batch_size=2).predict(three),
+        lambda: make(backend, short, batch_size=2).predict(pair),
+    ]
+    texts = []
+    for attempt in attempts:
+        try:
+            attempt()
+            texts.append("accepted")
+        except UnitrainError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_the_same_refusal_on_every_rank_though_one_has_all_the_samples(group: RankGroup) -> None:
+    here, *others = group.run(refusals)
+    assert all(texts == here for texts in others)
+    starts = [
+        "ConfigError: Trainer(forward=...) takes a function, got 3.",
+        "DataError: A batch must be a pair (inputs, targets), got a list of 3.",
+        "ModelError: forward must return a pair (output, target), got a Tensor of shape",
+        "DataError: A batch must be a pair (inputs, targets), got a list of 3.",
+        "ModelError: forward must return a pair (output, target), got a Tensor of shape [1, 3].",
+        "TensorError: accuracy of a batch of 1 must be one number or 1, got shape [5].",
+        "DataError: A batch must be a pair (inputs, targets), got a list of 3.",
+        "ModelError: forward must return a pair (output, target), got a Tensor of shape [1, 3].",
+    ]
+    for text, start in zip(here, starts, strict=True):
+        assert text.startswith(start), text

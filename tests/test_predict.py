@@ -1,0 +1,382 @@
+"""Evaluation and prediction are exact: every sample once, in the dataset's order, on any number of ranks.
+
+Drawn by hypothesis: an example gives every size of data, from 0 to 3N + 1 samples on N ranks, a batch size and a kind.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from one_rank import rank_of
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from unitrain import TrainConfig, Trainer, prediction
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.data.share import EvaluationShare
+from unitrain.errors import DataError, ModelError, UnitrainError
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+SIZES = (1, 2, 3, 4)
+# Reproducible, and without a folder of examples. Two examples are 28 datasets on 4 ranks.
+DRAWN = settings(max_examples=2, deadline=None, derandomize=True, database=None)
+KINDS = ("tensors", "indexed", "loader", "shuffled")
+Case = tuple[int, int, str]  # samples, batch size, kind of data
+
+
+class Indexed(Dataset[tuple[Tensor, Tensor, int]]):
+    """Samples of a class that nobody can look into."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+
+def samples(length: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(length)
+    inputs = torch.randn(length, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(3, (length,), generator=generator), torch.arange(length))
+
+
+class Model(nn.Module):
+    """In float64, with a running mean, and random while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.head = nn.BatchNorm1d(5), nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3))
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.head(self.norm(inputs))
+        return result
+
+
+Nested = namedtuple("Nested", "index flags")
+
+
+def forward(model: nn.Module, batch: list[Tensor]) -> tuple[Any, Tensor]:
+    inputs, target, index = batch
+    logits = model(inputs)
+    return {"logits": logits, "rest": [Nested(index, logits > 0), None]}, target
+
+
+def make(backend: Backend, **given: Any) -> Trainer:
+    model = given.pop("model", None) or Model()
+    config = TrainConfig(**{"epochs": 1, "progress": "off", **given.pop("config", {})})
+    parts: dict[str, Any] = {
+        "forward": forward,
+        "metrics": {
+            "index": lambda output, target: output["rest"][0].index,
+            "accuracy": lambda output, target: (output["logits"].argmax(1) == target).double().mean(),
+        },
+        "loss_fn": lambda output, target: nn.functional.cross_entropy(output["logits"], target),
+        **given,
+    }
+    return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), backend=backend, config=config, **parts)
+
+
+def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
+    """Return of each case what evaluation and prediction gave here, and the samples seen here; or the refusals."""
+    seen: list[int] = []
+
+    def watched(model: nn.Module, batch: list[Tensor]) -> tuple[Any, Tensor]:
+        seen.extend(batch[2].tolist())
+        return forward(model, batch)
+
+    trainer = make(backend, forward=watched)
+    # Ranks gather statistics of their own while they train; rank 0's count.
+    trainer.backend.unwrap(trainer.model).norm.running_mean.fill_(0.25 + backend.rank)
+    results: list[Any] = []
+    for length, batch_size, kind in cases:
+        data: Any = samples(length) if kind == "tensors" else Indexed(samples(length))
+        if kind in ("tensors", "indexed"):
+            trainer.config = TrainConfig(epochs=1, eval_batch_size=batch_size)
+        else:  # what shuffling there would be in training is not for evaluation
+            data = DataLoader(data, batch_size, shuffle=kind == "shuffled" and length > 0, drop_last=True)
+            trainer.config = TrainConfig(epochs=1)
+        try:
+            seen.clear()
+            values = trainer.evaluate(data)
+            evaluated = list(seen)
+            seen.clear()
+            results.append((values, trainer.predict(data), evaluated, list(seen)))
+        except DataError as error:
+            refused = str(error)
+            with pytest.raises(DataError) as caught:
+                trainer.predict(data)
+            results.append((refused, str(caught.value)))
+    return results
+
+
+def expected(length: int) -> tuple[dict[str, float], Tensor]:
+    """Return the numbers and the output of plain torch on the whole dataset at once."""
+    inputs, targets, index = samples(length).tensors
+    model = Model().eval()
+    model.norm.running_mean.fill_(0.25)
+    with torch.no_grad():
+        logits = model(inputs)
+    accuracy = (logits.argmax(1) == targets).double().mean().item()
+    loss = nn.functional.cross_entropy(logits, targets).item()
+    return {"loss": loss, "index": index.double().mean().item(), "accuracy": accuracy}, logits
+
+
+def check(case: Case, found: list[Any]) -> None:
+    """Check what all ranks found."""
+    length = case[0]
+    if length == 0:
+        empty = "The evaluation data is empty. Give a dataset with at least one sample."
+        assert found == [(empty, empty)] * len(found)
+        return
+    numbers, logits = expected(length)
+    for values, outputs, *_ in found:
+        assert values == found[0][0], "the same on every rank"
+        assert values == pytest.approx(numbers, rel=0, abs=1e-12)
+        assert list(outputs) == ["logits", "rest"]
+        (index, flags), nothing = outputs["rest"]
+        assert index.tolist() == list(range(length)), "in the dataset's order"
+        assert isinstance(outputs["rest"][0], Nested)
+        assert nothing is None
+        assert outputs["logits"].dtype == torch.float64
+        torch.testing.assert_close(outputs["logits"], logits, rtol=0, atol=1e-12)
+        assert torch.equal(outputs["logits"], found[0][1]["logits"])
+        assert flags.dtype == torch.bool
+        assert torch.equal(flags, outputs["logits"] > 0)
+    for rank_by_rank in zip(*(one[2:] for one in found), strict=True):
+        assert [number for here in rank_by_rank for number in here] == list(range(length)), "each sample once"
+
+
+class Formats(nn.Module):
+    """Returns its input in every number format, and shapes of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Any:
+        row = inputs.view(-1, 1)
+        formats = {str(dtype): row.expand(-1, 2).to(dtype) for dtype in DTYPES}
+        return {**formats, "vector": inputs, "none": inputs.new_empty(len(inputs), 0, 3), "last": inputs.view(-1, 1, 1)}
+
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def predicted_as_bytes(backend: Backend, length: int) -> dict[str, tuple[Any, ...]]:
+    """Predict in every format, a few bytes at a time; return formats, shapes and bytes."""
+    before, prediction._PIECE_BYTES = prediction._PIECE_BYTES, 24
+    try:
+        outputs = make(backend, model=Formats(), forward=None).predict(
+            DataLoader(TensorDataset(torch.arange(length) - 2.0), 2)
+        )
+    finally:
+        prediction._PIECE_BYTES = before
+    return {name: raw(output) for name, output in outputs.items()}
+
+
+def as_bytes(length: int) -> dict[str, tuple[Any, ...]]:
+    return {name: raw(output) for name, output in Formats()(torch.arange(length) - 2.0).items()}
+
+
+def raw(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def examples(size: int) -> Any:
+    """Draw a batch size and a kind for each size of data."""
+    lengths = range(3 * size + 2)
+    one = st.tuples(st.integers(1, 5), st.sampled_from(KINDS))
+    drawn = st.tuples(*[one] * len(lengths))
+    return drawn.map(lambda cases: [(length, *case) for length, case in zip(lengths, cases, strict=True)])
+
+
+def test_it_is_exact_in_one_process() -> None:
+    @settings(DRAWN, max_examples=10)
+    @given(examples(4))
+    def run(cases: list[Case]) -> None:
+        for case, found in zip(cases, results_of(LOCAL, cases), strict=True):
+            check(case, [found])
+
+    run()
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_exact_on_ranks(backend: str, size: int) -> None:
+    with RankGroup(backend, size) as group:
+
+        @DRAWN
+        @given(examples(size))
+        def run(cases: list[Case]) -> None:
+            by_rank = group.run(results_of, cases)
+            for case, found in zip(cases, zip(*by_rank, strict=True), strict=True):
+                check(case, list(found))
+
+        run()
+        expected_bytes = as_bytes(7)
+        for found in group.run(predicted_as_bytes, 7):
+            assert found == expected_bytes
+        if size == 2:
+            told, other = group.run(ragged)
+            assert told == other
+            assert "they differ between ranks: output: float32 [1] (per sample) and output: float32 [2]. Let" in told
+
+
+@settings(DRAWN, max_examples=300)
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9))
+def test_shares_are_the_dataset_in_the_order_of_ranks(size: int, length: int, batch_size: int) -> None:
+    shares = [EvaluationShare(samples(length), rank_of(rank, size), batch_size=batch_size) for rank in range(size)]
+    parts = [list(share) for share in shares]
+    assert [int(i) for batches in parts for (_, _, index), _ in batches for i in index] == list(range(length))
+    totals = [sum(count for _, count in batches) for batches in parts]
+    assert max(totals) - min(totals) <= 1
+    assert all(count <= batch_size for batches in parts for _, count in batches)
+
+
+def test_every_format_comes_back_as_it_was() -> None:
+    assert predicted_as_bytes(LOCAL, 7) == as_bytes(7)
+
+
+def test_outputs_are_nested_as_the_model_returns_them() -> None:
+    @dataclass(frozen=True)
+    class Scores:
+        logits: Tensor
+        best: Tensor
+
+    def nested(model: nn.Module, batch: list[Tensor]) -> tuple[Any, None]:
+        logits = model(batch[0])
+        return (Scores(logits, logits.argmax(1)), OrderedDict(a=[logits]), None), None
+
+    with torch.no_grad():
+        logits = Model().eval()(samples(5).tensors[0])
+    plain = make(LOCAL, forward=lambda model, batch: (model(batch[0]), None)).predict(DataLoader(samples(5), 2))
+    torch.testing.assert_close(plain, logits, rtol=0, atol=1e-12)
+    scores, mapping, nothing = make(LOCAL, forward=nested).predict(DataLoader(samples(5), 2))
+    assert isinstance(scores, Scores)
+    assert torch.equal(scores.logits, plain)
+    assert torch.equal(scores.best, logits.argmax(1))
+    assert isinstance(mapping, OrderedDict)
+    assert torch.equal(mapping["a"][0], plain)
+    assert nothing is None
+    assert make(LOCAL, forward=lambda model, batch: (None, None)).predict(DataLoader(samples(5), 2)) is None
+
+
+class Named(Dataset[dict[str, Tensor]]):
+    """Inputs in a dictionary, and no target."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": samples(5).tensors[0][index]}
+
+
+class OfMapping(Model):
+    def forward(self, inputs: Any) -> Tensor:
+        return super().forward(inputs["x"])
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        (Model, TensorDataset(*samples(5).tensors[:2])),
+        (Model, TensorDataset(samples(5).tensors[0])),
+        (Model, list(samples(5).tensors[0])),
+        (OfMapping, Named()),
+    ],
+    ids=["pairs", "tensors", "inputs", "mappings"],
+)
+def test_targets_may_be_missing(model: type[nn.Module], data: Any) -> None:
+    with torch.no_grad():
+        logits = Model().eval()(samples(5).tensors[0])
+    found = make(LOCAL, model=model(), forward=None, config={"eval_batch_size": 2}).predict(data)
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-12)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Model()
+    model.norm.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    outputs = make(LOCAL, model=model).predict(DataLoader(samples(7), 2))
+    assert (model.training, model.norm.training, model.head.training) == (True, False, True)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not outputs["logits"].requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_output_is_memory_of_its_own() -> None:
+    """A first token, or a buffer that the model writes to again, must not keep or change what was predicted."""
+    buffer = torch.zeros(2, 1000)
+
+    def reused(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, None]:
+        buffer[:, 0] = batch[2].double()
+        return buffer[:, 0], None
+
+    outputs = make(LOCAL, forward=reused).predict(DataLoader(samples(6), 2))
+    assert outputs.tolist() == list(range(6))
+    assert outputs.untyped_storage().nbytes() == 6 * outputs.element_size()
+
+
+def test_it_predicts_in_the_precision_of_the_run() -> None:
+    model = nn.Linear(5, 3)
+    data = TensorDataset(samples(5).tensors[0].float())
+    found = make(LOCAL, model=model, forward=None, config={"precision": "bf16"}).predict(DataLoader(data, 2))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = model(data.tensors[0])
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wanted)
+
+
+def test_what_cannot_be_put_together_is_named() -> None:
+    def predict(make_output: Any) -> Any:
+        return make(LOCAL, forward=lambda model, batch: (make_output(batch[2]), None)).predict(
+            DataLoader(samples(5), 2)
+        )
+
+    mean: Any = lambda index: {"loss": index.double().mean()}  # noqa: E731
+    with pytest.raises(
+        ModelError,
+        match=r"^predict collects tensors with one row per sample, and output\['loss'\] has shape \[\] for a batch of 2\. "
+        r"Leave it out of what forward returns, or bring",
+    ):
+        predict(mean)
+    with pytest.raises(ModelError, match=r"and output\[1\]\.index has shape \[3, 2\] for a batch of 2\."):
+        predict(lambda index: (index, Nested(torch.ones(3, 2), index)))
+    with pytest.raises(ModelError, match=r"^predict collects tensors, and output\[0\] is a str\. Leave it out"):
+        predict(lambda index: ["text", index])
+    with pytest.raises(ModelError, match=r"^predict collects dense tensors, and output has layout torch\.sparse_coo"):
+        predict(lambda index: index.double().to_sparse())
+    with pytest.raises(
+        ModelError,
+        match=r"they differ between batches: output: float32 \[1\] \(per sample\) and output: float32 \[3\]\. Let "
+        r"forward return the same for every batch, for example padded",
+    ):
+        predict(lambda index: torch.ones(len(index), int(index[0]) + 1))
+    with pytest.raises(ModelError, match=r"output\['b'\]: int64 \[\] \(per sample\) and nothing more\."):
+        predict(lambda index: {"a": index, "b": index} if index[0] == 0 else {"a": index})
+
+
+def ragged(backend: Backend) -> str:
+    """Predict what is as wide as the number of the rank."""
+    trainer = make(backend, forward=lambda model, batch: (torch.ones(len(batch[2]), backend.rank + 1), None))
+    try:
+        trainer.predict(DataLoader(samples(5), 2))
+    except UnitrainError as error:
+        return str(error)
+    return "accepted"
