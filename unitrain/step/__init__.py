@@ -1,1 +1,1 @@
-"""What becomes of a loss: its weight, its number format, the learning rate, and the update."""
+"""From a batch to an update: forward, the weight of the loss, its number format, the learning rate, and the step."""
