@@ -24,7 +24,9 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
-from unitrain.run import checkpoint
+from unitrain.run import checkpoint, checkpoint_files
+from unitrain.run.retention import Retention
+from unitrain.run.writer import CheckpointWriter
 from unitrain.testing import run_ranks
 from unitrain.trainer import Trainer
 
@@ -50,6 +52,10 @@ def trainer(output: Path | None, optimizer: str = "AdamW", **settings: Any) -> T
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(made, T_max=30)
     config = TrainConfig(batch_size=4, output_dir=output, progress="off", **settings)
     return Trainer(model, made, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler)
+
+
+def save(folder: Path, step: int, model: nn.Module, training: dict[str, Any]) -> None:
+    CheckpointWriter(folder, LOCAL, Retention(None), asynchronous=False).save(step, model, training, {"step": step})
 
 
 def state(one: Trainer) -> dict[str, Tensor]:
@@ -184,7 +190,7 @@ def test_tied_and_strided_parameters_survive(tmp_path: Path) -> None:
 
     saved, loaded, plain = Tied(), Tied(), Tied()
     training = {"scheduler": None, "optimizer": torch.optim.SGD(saved.parameters(), lr=0.1).state_dict()}
-    checkpoint.save(tmp_path, 1, saved, training, LOCAL)
+    save(tmp_path, 1, saved, training)
     optimizer = torch.optim.SGD(loaded.parameters(), lr=0.5)
     checkpoint.restore(tmp_path, loaded, optimizer, None, LOCAL, required=True)
     load_model(plain, str(tmp_path / "step-000000001" / "model.safetensors"))
@@ -227,7 +233,7 @@ def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path) -> None:
     assert_same(state(whole), state(resumed))
 
     given = [np.int64(3), np.bool_(True), np.array(2.5), {np.int64(1): np.float32(0.5)}, (np.str_("a"),)]
-    checkpoint.save(tmp_path, 1, network(), {"given": given}, LOCAL)
+    save(tmp_path, 1, network(), {"given": given})
     loaded = torch.load(tmp_path / "step-000000001" / "training.pt", weights_only=True)["given"]
     assert loaded == [3, True, 2.5, {1: 0.5}, ("a",)]
     assert [type(value) for value in loaded[:3]] == [int, bool, float]
@@ -257,7 +263,7 @@ def test_state_that_torch_loads_safely_is_written_as_it_is(tmp_path: Path) -> No
         "parameter": nn.Parameter(torch.ones(2)), "size": torch.Size([2, 3]), "dtype": torch.float16, "set": {1, 2},
         "device": torch.device("cpu"), "ordered": OrderedDict(a=1), "bytes": b"\xff", "many": Counter("aab"),
     }  # fmt: skip
-    checkpoint.save(tmp_path, 1, network(), given, LOCAL)
+    save(tmp_path, 1, network(), given)
     loaded = torch.load(tmp_path / "step-000000001" / "training.pt", weights_only=True)
     assert torch.equal(loaded.pop("parameter"), given.pop("parameter"))
     assert loaded == given
@@ -305,7 +311,7 @@ def test_a_damaged_newest_falls_back_and_is_replaced(
     assert caplog.messages[0].startswith(f"Checkpoint '{newest}' is skipped: ")
     resumed.fit(samples())
     assert_same(state(whole), state(resumed))
-    assert checkpoint.damage(newest) is None
+    assert checkpoint_files.damage(newest) is None
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
 
 
@@ -395,27 +401,27 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path)
 
 def test_a_failed_write_is_an_error_and_leaves_the_older_one(tmp_path: Path) -> None:
     model = nn.Linear(200, 200)
-    checkpoint.save(tmp_path, 1, model, {"step": 1}, LOCAL)
+    save(tmp_path, 1, model, {"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # no file may be longer, as on a disk that is full
     try:
         with pytest.raises(
             CheckpointError, match=r"^Cannot write checkpoint '.*step-000000002': .*File too large.*room"
         ):
-            checkpoint.save(tmp_path, 2, model, {"step": 2}, LOCAL)
+            save(tmp_path, 2, model, {"step": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000001"]
-    assert checkpoint.damage(tmp_path / "step-000000001") is None
-    checkpoint.save(tmp_path, 2, model, {"step": 2}, LOCAL)
-    assert checkpoint.damage(tmp_path / "step-000000002") is None
+    assert checkpoint_files.damage(tmp_path / "step-000000001") is None
+    save(tmp_path, 2, model, {"step": 2})
+    assert checkpoint_files.damage(tmp_path / "step-000000002") is None
 
 
 KILLED_WHILE_WRITING = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from unitrain.run import checkpoint
+from unitrain.run import checkpoint, checkpoint_files
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 
@@ -431,17 +437,19 @@ for attempt in range(20):
             step += 1
             with torch.no_grad():
                 model.weight.fill_(step)
-            checkpoint.save(folder, step, model, {"step": step}, local)
+            checkpoint_files.write(
+                checkpoint_files.checkpoint_path(folder, step), model.state_dict(), {"step": step}, {"step": step}
+            )
     time.sleep(random.uniform(0.01, 0.2))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     unfinished += len(list(folder.glob(".*.unfinished")))
     written = sorted(folder.glob("step-*"))
     for path in written:
-        assert checkpoint.damage(path) is None, (path, checkpoint.damage(path))
+        assert checkpoint_files.damage(path) is None, (path, checkpoint_files.damage(path))
     if written:
         other = torch.nn.Linear(300, 300)
-        checkpoint.load_model(other, str(written[-1] / "model.safetensors"))
+        checkpoint_files.load_model(other, str(written[-1] / "model.safetensors"))
         assert (other.weight == torch.load(written[-1] / "training.pt", weights_only=True)["step"]).all()
     checkpoint.prepare_folder(folder, local, resume=True)
     assert not list(folder.glob(".*"))

@@ -13,6 +13,7 @@ from unitrain.errors import ConfigError, did_you_mean
 SchedulerUnit = Literal["step", "epoch"]
 ProgressStyle = Literal["auto", "bar", "lines", "off"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
+BestMode = Literal["min", "max"]
 LrScaling = Literal["none", "linear", "sqrt"]
 
 
@@ -40,11 +41,15 @@ class TrainConfig:
     Length: `epochs` or `steps`, counted from the very first; `max_seconds` is for one call of `fit`, which stops once
     it has taken so long, and can be resumed from there.
 
-    Output: `steps` and `show_every` count optimizer steps, `checkpoint_every` epochs. `show_every` is how often the
+    Output: `steps`, `show_every` and `checkpoint_every_steps` count optimizer steps, `checkpoint_every` epochs.
+    Checkpoints are written beside the training, which waits for a copy in host memory only, unless
+    `asynchronous_checkpoints` is off. All are kept, or the `keep_last` ones, and beside them that of every
+    `keep_every`-th epoch and that in which the result `keep_best` was lowest, or highest with `keep_best_mode` "max".
+    `show_every` is how often the
     exact mean loss over ranks is worked out, shown and checked, without it about every two seconds; with it the ranks
     agree on whether to stop. It is the only time that the loop waits for the device. Without `output_dir` nothing is
-    written. `resume=True` goes on from the newest checkpoint in `output_dir`, or starts from the beginning where there
-    is none; `resume="path"` demands a checkpoint there.
+    written. `resume=True`, or "auto", goes on from the newest sound checkpoint in `output_dir`, or starts from the
+    beginning where there is none; `resume="path"` demands a checkpoint there.
     """
 
     epochs: int | None = None
@@ -69,6 +74,12 @@ class TrainConfig:
     compression: Compression | None = None
     output_dir: str | Path | None = None
     checkpoint_every: int = 1
+    checkpoint_every_steps: int | None = None
+    asynchronous_checkpoints: bool = True
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: str | None = None
+    keep_best_mode: BestMode = "min"
     resume: bool | str | Path = False
     progress: ProgressStyle = "auto"
     show_every: int | None = None
@@ -83,6 +94,10 @@ class TrainConfig:
         self._check_integer("seed", 0, "Use 0")
         self._check_integer("num_workers", 0, "Use 0 to load the data in the training process")
         self._check_integer("checkpoint_every", 1, "Use 1 to write a checkpoint after every epoch")
+        self._check_integer(
+            "checkpoint_every_steps", 1, "Leave it out to write a checkpoint after epochs only", optional=True
+        )
+        self._check_retention()
         self._check_integer("show_every", 1, "Leave it out to show the loss every two seconds", optional=True)
         self._check_choice("precision", get_args(PrecisionName))
         self._check_choice("scheduler_every", get_args(SchedulerUnit))
@@ -90,6 +105,8 @@ class TrainConfig:
         if self.compression is not None:
             self._check_choice("compression", get_args(Compression))
         self._check_positive("clip_norm", "Use None not to clip")
+        if self.resume == "auto":
+            object.__setattr__(self, "resume", True)
         if self.resume is True and self.output_dir is None:
             raise ConfigError(
                 "TrainConfig.resume=True looks for checkpoints in output_dir, which is not set. "
@@ -112,6 +129,17 @@ class TrainConfig:
                 f"TrainConfig.{name} says how to scale the learning rate, which lr_scaling 'none' does not do. "
                 f"Use TrainConfig(lr_scaling='linear', ...), or leave {name} out and give the Trainer a scheduler."
             )
+
+    def _check_retention(self) -> None:
+        self._check_integer("keep_last", 1, "Leave it out to keep every checkpoint", optional=True)
+        self._check_integer("keep_every", 1, "Use 10 to keep that of every tenth epoch too", optional=True)
+        self._check_choice("keep_best_mode", get_args(BestMode))
+        for name in ("keep_every", "keep_best"):
+            if self.keep_last is None and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"TrainConfig.{name}={getattr(self, name)!r} says what is kept beside the last checkpoints, but "
+                    f"without keep_last all are kept. Use TrainConfig(keep_last=3, {name}={getattr(self, name)!r})."
+                )
 
     def _check_length(self) -> None:
         if (self.epochs is None) == (self.steps is None):

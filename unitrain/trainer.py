@@ -142,6 +142,7 @@ class Trainer:
                 self._agree_to_stop()
                 while not self.run.finished():
                     results = self._train_epoch(share, validation)
+                self.run.finish()
             finally:
                 self._callbacks.call("on_fit_end", self)
         return self._validate(validation) if results is None else results
@@ -188,6 +189,8 @@ class Trainer:
             cursor.sample = part.step_end
             self._progress.step(epoch, part.step_samples)
             self._callbacks.call("on_step_end", self)
+            if config.checkpoint_every_steps and cursor.step % config.checkpoint_every_steps == 0:
+                self._save({})
             if self._loss.due(cursor.step):
                 self._progress.loss(self._loss.look(epoch, cursor.step))
                 self._agree_to_stop()
@@ -212,8 +215,11 @@ class Trainer:
         speed = {"learning_rate": learning_rate, "seconds": seconds, "samples_per_second": trained / seconds}
         self.run.record({"epoch": epoch, "step": cursor.step, **results, **speed})
         if cursor.epoch % config.checkpoint_every == 0 or self.run.finished():
-            self.run.save(self.backend.unwrap(self.model), self.optimizer, self.scheduler)
+            self._save(results)
         return results
+
+    def _save(self, results: dict[str, float]) -> None:
+        self.run.save(self.backend.unwrap(self.model), self.optimizer, self.scheduler, results)
 
     def _micro_step(self, batch: Any, part: Slice) -> None:
         """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""

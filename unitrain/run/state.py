@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,8 @@ from unitrain.data.share import TrainingShare
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import share_buffers
 from unitrain.run import checkpoint
+from unitrain.run.retention import Retention
+from unitrain.run.writer import CheckpointWriter
 from unitrain.tracking.history import History
 
 
@@ -43,6 +46,12 @@ class Run:
         self._parts = parts
         self._config, self._backend = config, backend
         self._folder = None if config.output_dir is None else Path(config.output_dir)
+        self._writer: CheckpointWriter | None = None
+        if self._folder is not None:
+            retention = Retention(config.keep_last, config.keep_every, config.keep_best, config.keep_best_mode)
+            self._writer = CheckpointWriter(
+                self._folder, backend, retention, asynchronous=config.asynchronous_checkpoints
+            )
         self._generators: dict[str, Any] | None = None
         self._order: dict[str, Any] | None = None
         self._seeded = False
@@ -102,9 +111,9 @@ class Run:
         """Add `row` to the history."""
         self._write_history(lambda history: history.append(row))
 
-    def save(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
-        """Write a checkpoint; `model` is the user's own."""
-        if self._folder is None:
+    def save(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, results: Mapping[str, float]) -> None:
+        """Write a checkpoint, or begin to; `model` is the user's own, `results` are those of the epoch so far."""
+        if self._writer is None:
             return
         share_buffers(model, self._backend)
         training = {
@@ -117,7 +126,19 @@ class Run:
             "order": self._order,
             "generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device)),
         }
-        checkpoint.save(self._folder, self.cursor.step, model, training, self._backend)
+        about = {
+            **asdict(self.cursor),
+            "results": {name: value if math.isfinite(value) else None for name, value in results.items()},
+            "config": {
+                name: str(value) if isinstance(value, Path) else value for name, value in asdict(self._config).items()
+            },
+        }
+        self._writer.save(self.cursor.step, model, training, about)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written. Raises CheckpointError, on every rank, if one was not."""
+        if self._writer is not None:
+            self._writer.wait()
 
     def _restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         config = self._config

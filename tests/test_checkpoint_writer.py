@@ -1,0 +1,205 @@
+"""Checkpoints that are written beside the training, and which of them are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.errors import CheckpointError, ConfigError
+from unitrain.run import checkpoint_files as files
+from unitrain.run.host_copy import host_copy
+from unitrain.run.retention import Retention
+from unitrain.run.writer import CheckpointWriter
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+
+
+def trainer(backend: Backend, output: Path | None, **settings: Any) -> Trainer:
+    """Return one that has four steps in an epoch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    metrics = settings.pop("metrics", None)
+    config = TrainConfig(batch_size=12 // backend.size, output_dir=output, progress="off", **settings)
+    return Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, metrics=metrics)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
+
+
+def parameters(one: Trainer) -> Tensor:
+    return nn.utils.parameters_to_vector(one.model.parameters()).detach()
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def test_a_copy_in_host_memory_is_apart_and_keeps_what_is_shared() -> None:
+    weight = torch.arange(12.0).reshape(3, 4)
+    large = torch.zeros(10_000)
+    state = {"a": weight, "tied": weight, "row": [weight[1], 3], "t": (weight.t(), None), "view": large[5:7]}
+    copy = host_copy(state)
+    expected = weight.clone()
+    weight.fill_(-1)
+    assert torch.equal(copy["a"], expected)
+    assert torch.equal(copy["t"][0], expected.t())
+    assert not copy["t"][0].is_contiguous()
+    assert torch.equal(copy["row"][0], expected[1])
+    assert copy["a"].data_ptr() == copy["tied"].data_ptr() == copy["t"][0].data_ptr()
+    assert copy["view"].untyped_storage().nbytes() == 8
+    assert copy["row"][1] == 3
+    assert copy["t"][1] is None
+
+
+class Gate:
+    """Stands for a slow disk: `files.write` waits until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.entered, self._write = threading.Event(), threading.Event(), files.write
+        monkeypatch.setattr(files, "write", self.write)
+
+    def write(self, *arguments: Any) -> None:
+        self.entered.set()
+        assert self.opened.wait(30)
+        self._write(*arguments)
+
+
+def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    writer = CheckpointWriter(tmp_path, LOCAL, Retention(None), asynchronous=True)
+    model = nn.Linear(4, 4)
+    saved = model.weight.detach().clone()
+    writer.save(1, model, {"step": 1}, {"step": 1})
+    assert gate.entered.wait(10)
+    with torch.no_grad():
+        model.weight.fill_(7)  # the next step, while the first is on its way to the disk
+    assert steps(tmp_path) == []
+    threading.Timer(0.5, gate.opened.set).start()
+    started = time.perf_counter()
+    writer.save(2, model, {"step": 2}, {"step": 2})  # one at a time: waits for the first
+    assert time.perf_counter() - started > 0.3
+    writer.wait()
+    assert steps(tmp_path) == [1, 2]
+    other = nn.Linear(4, 4)
+    files.load_model(other, str(files.checkpoint_path(tmp_path, 1) / files.MODEL))
+    assert torch.equal(other.weight, saved)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_fit_ends_when_the_last_is_written(tmp_path: Path, asynchronous: bool) -> None:
+    trainer(LOCAL, tmp_path, epochs=2, asynchronous_checkpoints=asynchronous).fit(data())
+    assert steps(tmp_path) == [4, 8]
+    assert [files.damage(path) for path in files.candidates(tmp_path)] == [None, None]
+
+
+def test_checkpoints_within_an_epoch_resume_bit_for_bit(tmp_path: Path) -> None:
+    whole = trainer(LOCAL, None, epochs=2)
+    whole.fit(data())
+    first = trainer(LOCAL, tmp_path, steps=7, checkpoint_every_steps=3)
+    first.fit(data())
+    assert steps(tmp_path) == [3, 4, 6, 7]
+    for step in (7, 4):  # as if it had died before they were written
+        files.checkpoint_path(tmp_path, step).rename(tmp_path / f"gone-{step}")
+    resumed = trainer(LOCAL, tmp_path, epochs=2, resume="auto")
+    assert resumed.run.cursor.step == 6
+    resumed.fit(data())
+    assert torch.equal(parameters(resumed), parameters(whole))
+
+
+def test_one_at_the_end_of_an_epoch_has_its_results(tmp_path: Path) -> None:
+    trainer(LOCAL, tmp_path, epochs=1, checkpoint_every_steps=2).fit(data(), data())
+    manifest = files.read_manifest(files.checkpoint_path(tmp_path, 4))
+    assert set(manifest["results"]) == {"train_loss", "val_loss"}
+    assert (manifest["epoch"], manifest["step"], manifest["sample"]) == (1, 4, 0)
+    assert manifest["config"]["output_dir"] == str(tmp_path)
+    assert manifest["torch"] == torch.__version__
+    assert files.read_manifest(files.checkpoint_path(tmp_path, 2))["sample"] == 24
+
+
+def scripted(values: list[float]) -> dict[str, Any]:
+    left = iter(values)
+    return {"score": lambda output, target: next(left)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, [4, 8, 12, 16, 20, 24]),
+        ({"keep_last": 1}, [24]),
+        ({"keep_last": 2}, [20, 24]),
+        ({"keep_last": 1, "keep_every": 2}, [8, 16, 24]),
+        ({"keep_last": 1, "keep_best": "val_score"}, [12, 24]),
+        ({"keep_last": 1, "keep_best": "val_score", "keep_best_mode": "max"}, [16, 24]),
+        ({"keep_last": 2, "keep_every": 4, "keep_best": "val_score"}, [12, 16, 20, 24]),
+    ],
+)
+def test_which_are_kept(tmp_path: Path, settings: dict[str, Any], kept: list[int]) -> None:
+    metrics = scripted([3.0, 2.0, 1.0, 5.0, math.nan, 4.0])
+    trainer(LOCAL, tmp_path, epochs=6, metrics=metrics, eval_batch_size=48, **settings).fit(data(), data())
+    assert steps(tmp_path) == kept
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_damaged_one_does_not_push_out_a_sound_one(tmp_path: Path) -> None:
+    trainer(LOCAL, tmp_path, epochs=2).fit(data())
+    (files.checkpoint_path(tmp_path, 8) / files.MANIFEST).unlink()
+    assert Retention(1).obsolete(tmp_path) == []
+
+
+def test_what_is_kept_beside_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"keep_best='val_loss' says .* without keep_last all are kept\. Use .*=3"):
+        TrainConfig(epochs=1, keep_best="val_loss")
+    with pytest.raises(ConfigError, match=r"TrainConfig\.keep_last must be at least 1, got 0"):
+        TrainConfig(epochs=1, keep_last=0)
+
+
+def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
+    """Write for longer than a collective may take; then fail to write, in the run and at its end."""
+    found: dict[str, Any] = {}
+    write = files.write
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(5)
+        write(*arguments)
+
+    def fail(*arguments: Any) -> None:
+        raise OSError("no room")
+
+    files.write = slow
+    trainer(backend, Path(folder, "slow"), epochs=1).fit(data())
+    files.write = fail
+    for name, epochs in (("in the run", 3), ("at its end", 1)):
+        try:
+            trainer(backend, Path(folder, name), epochs=epochs).fit(data())
+        except CheckpointError as error:
+            found[name] = str(error)
+    files.write = write
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_on_ranks_a_slow_disk_is_waited_for_and_a_full_one_is_told(tmp_path: Path, backend: str) -> None:
+    with RankGroup(backend, 2, backend_timeout_seconds=3) as group:
+        ranks = group.run(on_ranks, str(tmp_path), timeout_seconds=100)
+    assert steps(tmp_path / "slow") == [4]
+    for found in ranks:
+        for name in ("in the run", "at its end"):
+            target = tmp_path / name / "step-000000004"
+            assert found[name].startswith(f"Cannot write checkpoint '{target}': no room. Check that the folder")
+    assert json.loads((tmp_path / "slow" / "step-000000004" / "manifest.json").read_text())["step"] == 4

@@ -1,0 +1,177 @@
+"""The files of a checkpoint, which plain torch and safetensors read too.
+
+A checkpoint is a folder `step-000000123` with three files. `model.safetensors` holds the parameters and buffers under
+the user's own names, `training.pt` the rest (read it with `torch.load(..., weights_only=True)`), and `manifest.json`
+the size and sha256 of both, beside what a reader wants to know first: versions, step, epoch, results, configuration. It
+is written under another name and renamed when it is complete, so a folder of that name is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+from unitrain import __version__
+from unitrain.errors import CheckpointError
+from unitrain.run.plain_state import plain_state
+
+MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+_FORMAT = 1
+
+_log = logging.getLogger(__name__)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of `step` is, or would be."""
+    return folder / f"step-{step:09d}"
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder`, newest first."""
+    return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of checkpoint `path`; empty where it cannot be read."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def damage(path: Path) -> str | None:
+    """Return what is wrong with the files of checkpoint `path`, or None when all are there and unchanged."""
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+        for name in (MODEL, TRAINING):
+            if (found := (path / name).stat().st_size) != files[name]["bytes"]:
+                return f"{name} has {found} bytes instead of {files[name]['bytes']}"
+            if _sha256(path / name) != files[name]["sha256"]:
+                return f"the content of {name} has changed since it was written"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def newest_sound(where: Path, *, required: bool) -> Path | None:
+    """Return the newest checkpoint in `where` that is whole, or `where` itself; None without any unless `required`.
+
+    What it passes over is logged. Raises CheckpointError where none is sound, or one is of a later format.
+    """
+    found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else candidates(where)
+    for path in found:
+        _refuse_newer(path)
+        wrong = damage(path)
+        if wrong is None:
+            return path
+        _log.warning("Checkpoint '%s' is skipped: %s.", path, wrong)
+    if found:
+        raise CheckpointError(
+            f"None of the {len(found)} checkpoints in '{where}' is sound; in the newest, {damage(found[0])}. "
+            "Restore the files from a copy, or start again in another output_dir."
+        )
+    if required:
+        raise CheckpointError(f"There is no checkpoint in '{where}'. Give the output_dir of an earlier run.")
+    return None
+
+
+def _refuse_newer(path: Path) -> None:
+    """Raise CheckpointError for a checkpoint of a later format, instead of going on from an older one beside it."""
+    written = read_manifest(path).get("format")
+    if isinstance(written, int) and written > _FORMAT:
+        raise CheckpointError(
+            f"Checkpoint '{path}' was written by a newer unitrain, in format {written}; this one knows {_FORMAT}. "
+            "Update unitrain, or start again in another output_dir."
+        )
+
+
+def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], about: dict[str, Any]) -> None:
+    """Write a checkpoint, whole or not at all; `about` is what its manifest says beside versions and checksums,
+    in types that JSON has.
+
+    Raises CheckpointError for state that would not load back, OSError and what safetensors raises for the rest.
+    """
+    place = ("step", "epoch", "sample")
+    if damage(target) is None and all(read_manifest(target).get(name) == about.get(name) for name in place):
+        return  # of the same run at the same place: it was resumed there and had nothing left to do
+    training = plain_state(training)
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    save_model(_Weights(model), str(unfinished / MODEL))  # type: ignore[arg-type]
+    torch.save(training, unfinished / TRAINING)
+    files = {
+        name: {"bytes": (unfinished / name).stat().st_size, "sha256": _sha256(unfinished / name)}
+        for name in (MODEL, TRAINING)
+    }
+    versions = {"format": _FORMAT, "unitrain": __version__, "torch": torch.__version__}
+    manifest = {**versions, **about, "files": files}
+    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    for name in (MODEL, TRAINING, MANIFEST, "."):
+        _flush(unfinished / name)
+    replaced = unfinished.with_name(f".{target.name}.replaced.unfinished")
+    if target.exists():  # damaged, or written at the last step of an epoch before its results were known
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    unfinished.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
+    _flush(target.parent)
+
+
+class _Weights:
+    """What safetensors asks of a module, which it writes without the copies that share memory."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._state)
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    """Load a sound checkpoint into these, and return the rest of its training state.
+
+    Raises CheckpointError where it does not fit them.
+    """
+    training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+    if (training["scheduler"] is None) != (scheduler is None):
+        has, lacks = ("no", "one") if scheduler is not None else ("a", "none")
+        raise CheckpointError(
+            f"Checkpoint '{path}' has {has} scheduler and this run has {lacks}. Build the run that wrote it."
+        )
+    try:
+        load_model(model, str(path / MODEL), strict=True)
+        optimizer.load_state_dict(training.pop("optimizer"))
+        if scheduler is not None:
+            scheduler.load_state_dict(training["scheduler"])
+    except (RuntimeError, ValueError, LookupError) as error:
+        found = " ".join(str(error).split())
+        raise CheckpointError(
+            f"Checkpoint '{path}' does not fit {type(model).__name__} with {type(optimizer).__name__}: {found}. "
+            "Build the model and the optimizer that wrote it."
+        ) from error
+    return training
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Wait until `path`, a file or a folder, is on the disk and not only in its cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

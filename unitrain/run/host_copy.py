@@ -1,0 +1,43 @@
+"""A copy of state in host memory, which training may go on changing meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+StateT = TypeVar("StateT")
+
+
+def host_copy(state: StateT) -> StateT:
+    """Return `state` with every tensor copied to host memory, through dictionaries, lists and tuples.
+
+    Tensors that share memory share it in the copy too, so that what is tied stays tied, and travels once.
+    """
+    copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+    result: StateT = _copy(state, copied)
+    return result
+
+
+def _copy(value: Any, copied: dict[tuple[torch.device, int], torch.UntypedStorage]) -> Any:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return _copy_tensor(value, copied) if value.layout == torch.strided else value.detach().cpu().clone()
+    if isinstance(value, dict):
+        pairs = [(key, _copy(inner, copied)) for key, inner in value.items()]
+        return kind(pairs) if kind.__init__ is dict.__init__ or kind.__module__ == "collections" else dict(pairs)
+    if kind in (list, tuple):
+        return kind(_copy(inner, copied) for inner in value)
+    return value
+
+
+def _copy_tensor(tensor: Tensor, copied: dict[tuple[torch.device, int], torch.UntypedStorage]) -> Tensor:
+    storage = tensor.untyped_storage()
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or storage.nbytes() > 2 * tensor.nbytes:
+        return tensor.detach().to("cpu", copy=True)  # a view of little of something large
+    key = (storage.device, storage.data_ptr())
+    if key not in copied:
+        copied[key] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(copied[key], tensor.storage_offset(), tensor.shape, tensor.stride())

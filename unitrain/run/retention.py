@@ -1,0 +1,56 @@
+"""Which checkpoints of a run are kept."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from unitrain.run import checkpoint_files as files
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keeps the `last` ones, beside them the one in which result `best` was best, and one every `every` epochs.
+
+    All are kept where `last` is None.
+    """
+
+    last: int | None
+    every: int | None = None
+    best: str | None = None
+    mode: Mode = "min"
+
+    def obsolete(self, folder: Path) -> list[Path]:
+        """Return the checkpoints in `folder` that need not be kept, oldest first; damaged ones count as if absent."""
+        if self.last is None:
+            return []
+        whole = [path for path in files.candidates(folder) if files.read_manifest(path)]
+        kept = {*whole[: self.last], *self._milestones(whole), *self._best(whole)}
+        return [path for path in reversed(whole) if path not in kept]
+
+    def apply(self, folder: Path) -> None:
+        """Remove what is obsolete; what is half removed is not taken for a checkpoint."""
+        for path in self.obsolete(folder):
+            removed = path.with_name(f".{path.name}.unfinished")
+            shutil.rmtree(removed, ignore_errors=True)
+            path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+    def _milestones(self, whole: list[Path]) -> list[Path]:
+        if self.every is None:
+            return []
+        places = [(path, files.read_manifest(path)) for path in whole]
+        return [path for path, place in places if not place.get("sample") and place.get("epoch", 1) % self.every == 0]
+
+    def _best(self, whole: list[Path]) -> list[Path]:
+        found = {path: files.read_manifest(path).get("results", {}).get(self.best) for path in whole}
+        numbers = {path: value for path, value in found.items() if value is not None and math.isfinite(value)}
+        if not numbers:
+            return []
+        # The first of equals is the newest.
+        return [(min if self.mode == "min" else max)(numbers, key=lambda path: numbers[path])]

@@ -1,0 +1,76 @@
+"""Writing checkpoints beside the training: the loop waits for a copy in host memory, and not for the disk."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from unitrain.backends.base import Communicator, raise_together
+from unitrain.errors import CheckpointError
+from unitrain.run import checkpoint_files as files
+from unitrain.run.checkpoint import WRITABLE
+from unitrain.run.host_copy import host_copy
+from unitrain.run.retention import Retention
+
+# How long the other ranks are left waiting in one collective while rank 0's disk is busy.
+_PATIENCE_SECONDS = 1.0
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time on rank 0, then removes those that need not be kept. All ranks use it alike."""
+
+    def __init__(self, folder: Path, communicator: Communicator, retention: Retention, *, asynchronous: bool) -> None:
+        self._folder, self._communicator = folder, communicator
+        self._retention, self._asynchronous = retention, asynchronous
+        self._busy = False
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+
+    def save(self, step: int, model: nn.Module, training: dict[str, Any], about: dict[str, Any]) -> None:
+        """Begin to write the checkpoint of `step`, once the one before is written; rank 0's arguments count.
+
+        All ranks call it. Raises CheckpointError on every rank where that one failed, or where this one does and
+        writing is not asynchronous.
+        """
+        self.wait()
+        self._busy = True
+        if self._communicator.rank == 0:
+            state = (model.state_dict(), training)
+            weights, rest = host_copy(state) if self._asynchronous else state
+            target = files.checkpoint_path(self._folder, step)
+            # No daemon: a program that ends now still finishes what it has begun to write.
+            self._thread = threading.Thread(
+                target=self._write, args=(target, weights, rest, about), name="unitrain checkpoint"
+            )
+            self._thread.start()
+        if not self._asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return once nothing is being written. All ranks call it. Raises CheckpointError on all where it failed."""
+        if not self._busy:
+            return
+        # The other ranks hear now and then that rank 0 still writes: a large model takes longer than a collective may.
+        while self._communicator.broadcast_object(self._is_writing()):
+            pass
+        self._busy, error, self._error = False, self._error, None
+        raise_together(self._communicator, error)
+
+    def _is_writing(self) -> bool:
+        if self._thread is None:
+            return False
+        self._thread.join(_PATIENCE_SECONDS)
+        return self._thread.is_alive()
+
+    def _write(self, target: Path, model: dict[str, Any], training: dict[str, Any], about: dict[str, Any]) -> None:
+        try:
+            files.write(target, model, training, about)
+            self._retention.apply(self._folder)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # whatever it is, the other ranks would wait for ever if it were lost in a thread
+            self._error = CheckpointError(f"Cannot write checkpoint '{target}': {error}. {WRITABLE}")
+            self._error.__cause__ = error
