@@ -47,7 +47,7 @@ FORBIDDEN = [
     # trainer -> run -> data, step, tracking, metrics, modules -> config
     ("*", ["unitrain.trainer"], []),
     ("unitrain/config.py", ["unitrain"], ["unitrain.backends.base", "unitrain.errors"]),
-    ("unitrain/* -unitrain/run/* -unitrain/trainer.py", ["unitrain.run"], []),
+    ("unitrain/* -unitrain/run/* -unitrain/trainer.py -unitrain/commands/*", ["unitrain.run"], []),
     ("unitrain/data/*", ["unitrain.step", "unitrain.tracking", "unitrain.metrics", "unitrain.modules"], []),
     ("unitrain/step/* unitrain/modules/*", ["unitrain.tracking", "unitrain.metrics"], []),
     ("unitrain/metrics/*", ["unitrain.tracking", "unitrain.data"], []),

@@ -20,6 +20,11 @@ OPTIONS = {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "--dry-run",
         "SCRIPT", "ARGS",
     },
+    "unitrain ckpt": set(),
+    "unitrain ckpt convert": {"SOURCE", "FOLDER", "--strip-prefix", "--epoch", "--step"},
+    "unitrain ckpt ls": {"FOLDER", "--json"},
+    "unitrain ckpt show": {"CHECKPOINT"},
+    "unitrain ckpt verify": {"FOLDER"},
     "unitrain horovod": set(),
     "unitrain horovod build": {
         "--with-mpi", "--without-mpi", "--with-cuda", "--without-cuda", "--jobs", "--cache-dir", "--no-install",
@@ -164,7 +169,7 @@ def test_all_slots_are_used_unless_fewer_are_asked_for(script: str) -> None:
 
 def test_what_is_refused_says_what_to_type(script: str) -> None:
     assert "Did you mean 'build'?" in refused("horovod", "biuld")
-    assert refused("lunch") == "Unknown command 'lunch'. Did you mean 'launch'? Available: horovod, launch."
+    assert refused("lunch") == "Unknown command 'lunch'. Did you mean 'launch'? Available: ckpt, horovod, launch."
     assert refused("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."
     )

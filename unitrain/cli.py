@@ -10,6 +10,7 @@ from unitrain import __version__
 from unitrain.errors import did_you_mean
 
 _COMMANDS = {
+    "ckpt": ("unitrain.commands.ckpt", "List, verify, show and convert checkpoints."),
     "horovod": ("unitrain.commands.horovod", "Build Horovod for the installed torch, and see what it can do."),
     "launch": ("unitrain.commands.launch", "Run a training script on several ranks."),
 }

@@ -85,6 +85,6 @@ def restore(
     fix = "Read it with the versions of torch and unitrain that wrote it."
     training: dict[str, Any] | None = on_rank_zero(communicator, f"restore from '{where}'", fix, load)
     training = communicator.broadcast_object(training)
-    if training is not None and scheduler is not None and communicator.rank != 0:
+    if training is not None and "scheduler" in training and scheduler is not None and communicator.rank != 0:
         scheduler.load_state_dict(training["scheduler"])
     return training

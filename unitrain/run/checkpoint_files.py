@@ -144,15 +144,18 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
     Raises CheckpointError where it does not fit them.
     """
     training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
-    if (training["scheduler"] is None) != (scheduler is None):
+    # A converted checkpoint may lack what its program did not save; that begins anew.
+    known = "scheduler" in training
+    if known and (training["scheduler"] is None) != (scheduler is None):
         has, lacks = ("no", "one") if scheduler is not None else ("a", "none")
         raise CheckpointError(
             f"Checkpoint '{path}' has {has} scheduler and this run has {lacks}. Build the run that wrote it."
         )
     try:
         load_model(model, str(path / MODEL), strict=True)
-        optimizer.load_state_dict(training.pop("optimizer"))
-        if scheduler is not None:
+        if (state := training.pop("optimizer")) is not None:
+            optimizer.load_state_dict(state)
+        if scheduler is not None and known:
             scheduler.load_state_dict(training["scheduler"])
     except (RuntimeError, ValueError, LookupError) as error:
         found = " ".join(str(error).split())

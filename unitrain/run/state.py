@@ -147,7 +147,7 @@ class Run:
         training = checkpoint.restore(where, model, optimizer, scheduler, self._backend, required=not newest)
         if training is None:
             return
-        if training["seed"] != config.seed:
+        if training.get("seed", config.seed) != config.seed:
             raise CheckpointError(
                 f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
                 f"would come in another order. Use TrainConfig(seed={training['seed']})."
@@ -161,7 +161,7 @@ class Run:
         self.cursor, self._order = Cursor(**training["cursor"]), training.get("order")
         for name, part in self._parts.items():
             part.load_state_dict(training.get(name, {}))
-        states = training["generators"]
+        states = training.get("generators", [])
         self._generators = states[self._backend.rank] if len(states) == self._backend.size else None
 
     def _learning_rate(self) -> dict[str, Any]:

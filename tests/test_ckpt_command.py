@@ -1,0 +1,195 @@
+"""`unitrain ckpt`: listing, verifying and showing checkpoints, and going on from those of other programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.local import LocalBackend
+from unitrain.cli import unitrain
+from unitrain.errors import CheckpointError
+
+LOCAL = LocalBackend(torch.device("cpu"))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
+
+
+def trainer(model: nn.Module, scheduled: bool = True, **settings: Any) -> Trainer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = StepLR(optimizer, 2) if scheduled else None
+    config = TrainConfig(batch_size=12, progress="off", **settings)
+    return Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler)
+
+
+def ckpt(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(unitrain, ["ckpt", *map(str, arguments)])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    trainer(network(), epochs=3, output_dir=tmp_path / "run").fit(data(), data())
+    return tmp_path / "run"
+
+
+def test_they_are_listed_with_their_results(run: Path) -> None:
+    done = ckpt("ls", run)
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.output.splitlines() if line.strip().startswith("step-")]
+    history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert [row[:3] for row in rows] == [
+        [f"step-{step:09d}", str(epoch), str(step)] for epoch, step in ((1, 4), (2, 8), (3, 12))
+    ]
+    assert [float(row[4]) for row in rows] == pytest.approx([one["val_loss"] for one in history], rel=1e-3)
+    (*_, last) = [json.loads(line) for line in ckpt("ls", run, "--json").output.splitlines()]
+    assert last["results"]["val_loss"] == history[-1]["val_loss"]
+
+
+def test_a_damaged_one_is_found(run: Path) -> None:
+    assert ckpt("verify", run).output == "".join(f"step-{step:09d}  sound\n" for step in (4, 8, 12))
+    file = run / "step-000000008" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    done = ckpt("verify", run)
+    assert done.exit_code == 1
+    assert "step-000000008  DAMAGED: the content of model.safetensors has changed since it was written\n" in done.output
+    assert "1 of 3 checkpoints cannot be relied on." in done.output
+    assert ckpt("verify", run / "step-000000012").exit_code == 0
+
+
+def test_one_is_shown(run: Path) -> None:
+    done = ckpt("show", run)
+    assert done.exit_code == 0, done.output
+    assert '"checkpoint": "' + str(run / "step-000000012") in done.output
+    assert "0.weight  F32 [16, 6]\n" in done.output
+
+
+def test_a_folder_without_any_says_so(tmp_path: Path) -> None:
+    for command in ("ls", "show"):
+        done = ckpt(command, tmp_path)
+        assert done.exit_code == 1
+        assert done.output.startswith(f"Error: There is no checkpoint in '{tmp_path}'.")
+
+
+def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
+    """Return what a script of one's own has after some steps over the same data."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = StepLR(optimizer, 2)
+    for _ in range(steps):
+        nn.functional.cross_entropy(model(data().tensors[0]), data().tensors[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+MODEL, OPTIMIZER, SCHEDULER = trained(5)
+STATE = MODEL.state_dict()
+PREFIXED = {f"module.{name}": value for name, value in STATE.items()}
+WHOLE = {"optimizer": OPTIMIZER.state_dict(), "scheduler": SCHEDULER.state_dict()}
+# What is written, and how much of the run it holds beside the model.
+SOURCES: dict[str, tuple[Any, set[str], tuple[int, int]]] = {
+    "state_dict.pt": (STATE, set(), (0, 0)),
+    "ddp.pt": (PREFIXED, set(), (0, 0)),
+    "snapshot.pt": ({"MODEL_STATE": STATE, "EPOCHS_RUN": 7}, set(), (7, 0)),  # as the torchrun tutorial
+    "horovod.pth.tar": ({"model": STATE, "epoch": 2, "optimizer": WHOLE["optimizer"]}, {"optimizer"}, (2, 0)),
+    "imagenet.pt": ({"state_dict": PREFIXED, "arch": "net", "step": 5, **WHOLE}, {"optimizer", "scheduler"}, (0, 5)),
+    "lightning.ckpt": (
+        {
+            "pytorch-lightning_version": "2.5.0", "epoch": 1, "global_step": 5, "loops": {}, "callbacks": {},
+            "state_dict": {f"net.{name}": value for name, value in STATE.items()},
+            "optimizer_states": [WHOLE["optimizer"]], "lr_schedulers": [WHOLE["scheduler"]],
+        },
+        {"optimizer", "scheduler"},
+        (1, 5),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_other_programs_wrote_is_gone_on_from(tmp_path: Path, name: str) -> None:
+    content, has, (epoch, step) = SOURCES[name]
+    torch.save(content, tmp_path / name)
+    strip = ["--strip-prefix", "net."] if name == "lightning.ckpt" else []
+    done = ckpt("convert", tmp_path / name, tmp_path / "converted", *strip)
+    assert done.exit_code == 0, done.output
+    assert f"; epoch {epoch}, step {step}\n" in done.output
+    going_on = trainer(network(), epochs=9, resume=str(tmp_path / "converted"), output_dir=tmp_path / "run")
+    assert (going_on.run.cursor.epoch, going_on.run.cursor.step) == (epoch, step)
+    assert all(torch.equal(value, STATE[key]) for key, value in going_on.model.state_dict().items())
+    moments = going_on.optimizer.state_dict()["state"]
+    assert bool(moments) == ("optimizer" in has)
+    for index, values in moments.items():
+        assert torch.equal(values["exp_avg"], WHOLE["optimizer"]["state"][index]["exp_avg"])
+    assert going_on.scheduler.last_epoch == (5 if "scheduler" in has else 0)
+    going_on.fit(data())
+    assert going_on.run.cursor.epoch == 9
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_a_folder_of_accelerate_is_gone_on_from(tmp_path: Path, weights: str) -> None:
+    folder = tmp_path / "checkpoint_0"
+    folder.mkdir()
+    (save_file if weights.endswith("safetensors") else torch.save)(STATE, folder / weights)
+    for name, state in WHOLE.items():
+        torch.save(state, folder / f"{name}.bin")
+    done = ckpt("convert", folder, tmp_path / "converted", "--epoch", "1", "--step", "5")
+    assert done.output.startswith("Accelerate folder: 4 tensors, optimizer, scheduler; epoch 1, step 5\n")
+    going_on = trainer(network(), epochs=2, resume=str(tmp_path / "converted"))
+    assert going_on.optimizer.param_groups[0]["lr"] == OPTIMIZER.param_groups[0]["lr"]
+
+
+class Code:
+    """What would run if it were unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise SystemExit('it ran')",)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ([1, 2], "holds a list, not a dictionary"),
+        ({"epoch": 1, "lr": 0.1}, "has no state dictionary of a model under a usual name; it has: epoch, lr"),
+        ({"model": STATE, "hook": Code()}, "cannot be read without running code in it"),
+        (network(), "cannot be read without running code in it"),
+        (
+            {"model": STATE, "optimizer_states": [WHOLE["optimizer"]] * 2},
+            "has 2 optimizers or schedulers, and a run has one",
+        ),
+    ],
+)
+def test_what_cannot_be_converted_is_told(tmp_path: Path, content: Any, found: str) -> None:
+    torch.save(content, tmp_path / "file.pt")
+    done = ckpt("convert", tmp_path / "file.pt", tmp_path / "converted")
+    assert done.exit_code == 1
+    assert found in done.output
+    assert not (tmp_path / "converted").exists()
+
+
+def test_a_converted_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    torch.save({f"net.{name}": value for name, value in STATE.items()}, tmp_path / "file.pt")
+    assert "No name begins with 'body.'; the first are net.0.weight" in (
+        ckpt("convert", tmp_path / "file.pt", tmp_path / "no", "--strip-prefix", "body.").output
+    )
+    assert ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").exit_code == 0
+    with pytest.raises(CheckpointError, match=r"does not fit Sequential with AdamW: .*net\.0\.weight"):
+        trainer(network(), epochs=1, resume=str(tmp_path / "converted"))
+    assert "is there already" in ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").output
