@@ -37,10 +37,11 @@ def init(
     """Join the other ranks that the launcher started and return the backend; use it as a context manager.
 
     The backend is the argument, else UNITRAIN_BACKEND, else what the launcher implies (torchrun: ddp, horovodrun:
-    horovod), else `local`. `device` and `transport` are chosen from what the machine has unless given. No wait, here or
-    in any later collective, is longer than `timeout_seconds`. All ranks call it, and may do so again once the backend
-    is shut down. Raises UnknownBackendError, BackendUnavailableError, LauncherMismatchError, ConfigError for a second
-    backend beside the first, or CollectiveTimeoutError naming the ranks that did not come.
+    horovod), else `local`. `transport` is the argument, else UNITRAIN_TRANSPORT; it and `device` are otherwise chosen
+    from what the machine has. No wait, here or in any later collective, is longer than `timeout_seconds`. All ranks
+    call it, and may do so again once the backend is shut down. Raises UnknownBackendError, BackendUnavailableError,
+    LauncherMismatchError, ConfigError for a second backend beside the first, or CollectiveTimeoutError naming the ranks
+    that did not come.
     """
     if not 0 < timeout_seconds <= _LONGEST_SECONDS:
         raise ConfigError(
@@ -50,6 +51,7 @@ def init(
     placement = environment.detect()
     name = backend or environment.setting("UNITRAIN_BACKEND") or _IMPLIED[placement.launcher]
     backend_class = registry.load(name)
+    transport = transport or environment.setting("UNITRAIN_TRANSPORT")
 
     from unitrain.backends.base import StartOptions
 

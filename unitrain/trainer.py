@@ -29,6 +29,7 @@ from unitrain.step.precision import Precision, allow_tf32
 from unitrain.step.update import Update
 from unitrain.step.weighting import GlobalMean, read_loss
 from unitrain.tracking.progress import Progress, choose_progress
+from unitrain.verify.recorder import Recorder
 
 
 class Trainer:
@@ -59,6 +60,9 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         check_alike(config, backend)
+        if (recorder := Recorder.asked_for()) is not None:  # `unitrain verify` runs this script
+            overridden = recorder.take_part(model, loss_fn, config, callbacks, forward, backend)
+            loss_fn, config, callbacks, forward = overridden
         if isinstance(scheduler, ReduceLROnPlateau) and config.scheduler_every != "epoch":
             raise ConfigError(
                 'ReduceLROnPlateau needs the results of an epoch, and TrainConfig.scheduler_every is "step". '
@@ -229,6 +233,7 @@ class Trainer:
             torch.autograd.backward(self._precision.scale(self._mean.weighted(loss, part)))
         self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)
+        self._callbacks.call("on_micro_step", self, batch, part, loss)
 
     def _validate(self, validation: EvaluationShare | None) -> dict[str, float]:
         if validation is None:

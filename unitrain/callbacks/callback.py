@@ -1,4 +1,4 @@
-"""What can be hooked into a run: five moments, and a state that its checkpoints keep."""
+"""What can be hooked into a run: six moments, and a state that its checkpoints keep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 from unitrain.errors import CallbackError, ConfigError, UnitrainError
 
 if TYPE_CHECKING:
+    from unitrain.data.order import Slice
+    from unitrain.step.weighting import Loss
     from unitrain.trainer import Trainer
+
+_MOMENTS = ("on_fit_start", "on_micro_step", "on_gradients", "on_step_end", "on_epoch_end", "on_fit_end")
 
 
 class Callback:
@@ -21,6 +25,13 @@ class Callback:
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """`fit` is about to train, from `trainer.run.cursor` on, if anything is left to do."""
+
+    def on_micro_step(self, trainer: Trainer, batch: Any, part: Slice, loss: Loss) -> None:
+        """Forward and backward of a micro-step are done, for this rank's `batch`, which is on its device.
+
+        `part.samples` of it count, none on a rank that only stands in for lack of samples. `loss.value` is the mean
+        over them; where loss_fn counts tokens, the sum over `loss.tokens`.
+        """
 
     def on_gradients(self, trainer: Trainer) -> None:
         """The gradients of a step are complete: those of the global batch, before they are clipped.
@@ -63,7 +74,7 @@ class Callbacks:
             moment: tuple(
                 callback for callback in callbacks if getattr(type(callback), moment) is not getattr(Callback, moment)
             )
-            for moment in ("on_fit_start", "on_gradients", "on_step_end", "on_epoch_end", "on_fit_end")
+            for moment in _MOMENTS
         }
 
     def call(self, moment: str, trainer: Trainer, *arguments: Any) -> None:

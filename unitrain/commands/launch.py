@@ -14,8 +14,8 @@ from unitrain.backends import registry
 from unitrain.errors import ConfigError, did_you_mean
 
 # The launcher that a backend's users know, and the other way round.
-_LAUNCHER_OF = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}
-_BACKEND_OF = {launcher: backend for backend, launcher in _LAUNCHER_OF.items()}
+LAUNCHER_OF = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}
+_BACKEND_OF = {launcher: backend for backend, launcher in LAUNCHER_OF.items()}
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -78,19 +78,11 @@ def _command(
     if launcher is None:
         # --gloo and --mpi are horovodrun's, so they choose it where nothing else does.
         implied = "horovodrun" if controller is not None and backend is None else "torchrun"
-        launcher = _LAUNCHER_OF.get(backend or "", implied)
+        launcher = LAUNCHER_OF.get(backend or "", implied)
     if backend is None:
         backend = _BACKEND_OF.get(launcher)
-    if not script.is_file():
-        near = did_you_mean(script.name, [path.name for path in script.parent.glob("*.py")])
-        found = "is not a file" if script.exists() else "does not exist"
-        raise launchers.LaunchError(f"Script '{script}' {found}. {near}Options of unitrain go before the script.")
-    placement = environment.detect()
-    if placement.launcher in ("torchrun", "horovodrun", "mpirun"):
-        raise launchers.LaunchError(
-            f"{placement.launcher} has started this process already ({', '.join(placement.evidence)}). "
-            f"Run the script itself: python {script}"
-        )
+    check_script(script)
+    check_not_launched(f"Run the script itself: python {script}")
     parsed = launchers.parse_hosts(hosts) if hosts is not None else ()
     if num_processes is None:
         num_processes = sum(host.slots for host in parsed) or 1
@@ -103,3 +95,20 @@ def _command(
         controller=controller,
     )
     return launchers.build(launcher, spec)
+
+
+def check_script(script: Path) -> None:
+    """Raise LaunchError unless `script` is a file."""
+    if not script.is_file():
+        near = did_you_mean(script.name, [path.name for path in script.parent.glob("*.py")])
+        found = "is not a file" if script.exists() else "does not exist"
+        raise launchers.LaunchError(f"Script '{script}' {found}. {near}Options of unitrain go before the script.")
+
+
+def check_not_launched(fix: str) -> None:
+    """Raise LaunchError, with the `fix`, where this process is a launcher's."""
+    placement = environment.detect()
+    if placement.launcher in ("torchrun", "horovodrun", "mpirun"):
+        raise launchers.LaunchError(
+            f"{placement.launcher} has started this process already ({', '.join(placement.evidence)}). {fix}"
+        )

@@ -27,6 +27,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_parts(lambda _, part: to_device(part, device), batch)
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], whole: Any) -> Any:
+    """Return `whole` with what `function` makes of each tensor that `map_parts` comes to."""
+    return (
+        function(whole) if isinstance(whole, Tensor) else map_parts(lambda _, part: map_tensors(function, part), whole)
+    )
+
+
 def map_parts(function: Callable[[str, Any], Any], whole: Any) -> Any:
     """Return `whole` with each part replaced by what `function` makes of (how Python reaches it, such as "[0]", it).
 

@@ -1,0 +1,196 @@
+"""What takes part in a run that `unitrain verify` started: it notes what every step did, and ends the run in time."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from unitrain import environment, randomness
+from unitrain.callbacks.callback import Callback
+from unitrain.config import TrainConfig
+from unitrain.data.batch import map_tensors
+from unitrain.verify.record import FOLDER, TENSORS, RankRecord, Request, StepRecord
+from unitrain.verify.samples import digest_of_samples, digest_of_tensor
+
+if TYPE_CHECKING:
+    from unitrain.backends.base import Backend
+    from unitrain.data.order import Slice
+    from unitrain.step.weighting import Loss
+    from unitrain.trainer import Trainer
+
+
+class Recorder(Callback):
+    """The last callback of a run that is verified, so that it sees what the others have done.
+
+    When the steps that were asked for are done, or the run is, it writes its record and ends the process with
+    SystemExit: nothing that the script does with a trained model happens to one that is not.
+    """
+
+    @classmethod
+    def asked_for(cls) -> Recorder | None:
+        """Return a recorder where `unitrain verify` started this process, else None."""
+        folder = environment.setting(FOLDER)
+        return None if folder is None else cls(Path(folder))
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._request = folder, Request.read(folder)
+        self._steps: list[StepRecord] = []
+        self._fixed_batch = self._written = False
+        self._forget_step()
+
+    def take_part(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        config: TrainConfig,
+        callbacks: Sequence[Callback],
+        forward: Callable[..., Any] | None,
+        backend: Backend,
+    ) -> tuple[Callable[..., Any], TrainConfig, Sequence[Callback], Callable[..., Any] | None]:
+        """Return the loss function, configuration, callbacks and forward to train with instead of the user's.
+
+        The run's length stays the user's, so that all that depends on it does.
+        """
+        changes: dict[str, Any] = {"max_seconds": None}
+        if config.output_dir is not None:
+            changes["output_dir"] = self._folder / "output"
+        self._fixed_batch = config.global_batch_size is not None
+        if not self._fixed_batch and backend.size < self._request.as_ranks:
+            changes["accumulate"] = (config.accumulate or 1) * self._request.as_ranks // backend.size
+        if self._request.float64:
+            changes["precision"] = "fp32"  # which is to say: no autocast
+            loss_fn, forward = _in_double(model, loss_fn, forward)
+        return loss_fn, replace(config, **changes), [*callbacks, self], forward
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._start = _digests(trainer)
+        self._generators = _generators(trainer.backend.device)
+
+    def on_micro_step(self, trainer: Trainer, batch: Any, part: Slice, loss: Loss) -> None:
+        if not part.samples:  # it only stands in for lack of samples
+            return
+        value = float(loss.value.detach())
+        self._losses.append(value * part.samples if loss.tokens is None else value)
+        self._weights.append(float(part.samples if loss.tokens is None else loss.tokens))
+        self._samples.append(part.samples)
+        self._digest += digest_of_samples(map_tensors(Tensor.cpu, batch), part.samples)
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        self._rates[:] = [float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group]
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self._steps.append(
+            StepRecord(
+                loss=sum(self._losses),
+                weight=sum(self._weights),
+                samples=self._samples,
+                digest=self._digest,
+                learning_rates=self._rates,
+            )
+        )
+        self._forget_step()
+        if len(self._steps) == self._request.steps:
+            self._end(trainer)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if trainer.run.finished() and not self._written:  # else an exception is on its way, or `_end` itself
+            self._end(trainer)
+
+    def _forget_step(self) -> None:
+        self._losses: list[float] = []
+        self._weights: list[float] = []
+        self._samples: list[int] = []
+        self._rates: list[float] = []
+        self._digest = 0
+
+    def _end(self, trainer: Trainer) -> NoReturn:
+        self._written = True
+        backend = trainer.backend
+        before, after = self._generators, _generators(backend.device)
+        modules = list(backend.unwrap(trainer.model).modules())
+        record = RankRecord(
+            rank=backend.rank,
+            size=backend.size,
+            backend=backend.name,
+            transport=backend.transport,
+            device=str(backend.device),
+            optimizer=type(trainer.optimizer).__name__,
+            steps=self._steps,
+            start=self._start,
+            end=_digests(trainer),
+            random=[name for name in before if before[name] != after[name]],
+            fixed_batch=self._fixed_batch,
+            batch_statistics=any(
+                isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+                for module in modules
+            ),
+        )
+        if backend.rank == 0:
+            save_file(_tensors(trainer), self._folder / TENSORS)
+        record.write(self._folder)
+        backend.barrier()
+        atexit.register(backend.shutdown)
+        raise SystemExit(0)
+
+
+def _parameters(trainer: Trainer) -> dict[str, Tensor]:
+    return dict(trainer.backend.unwrap(trainer.model).named_parameters())
+
+
+def _digests(trainer: Trainer) -> dict[str, str]:
+    return {name: digest_of_tensor(parameter) for name, parameter in _parameters(trainer).items()}
+
+
+def _generators(device: torch.device) -> dict[str, str]:
+    """Return a digest of the state of each of this process's generators."""
+    states = randomness.capture_generators(device)
+    return {
+        name: digest_of_tensor(state) if isinstance(state, Tensor) else hashlib.sha256(repr(state).encode()).hexdigest()
+        for name, state in states.items()
+    }
+
+
+def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Return copies of the parameters, as "parameter NAME", and the optimizer's state, as "state NAME KEY"."""
+    parameters = _parameters(trainer)
+    found = {f"parameter {name}": _saved(parameter) for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"state {name} {key}"] = _saved(value)
+            elif isinstance(value, int | float):
+                found[f"state {name} {key}"] = torch.tensor(value, dtype=torch.float64)
+    return found
+
+
+def _saved(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _in_double(
+    model: nn.Module, loss_fn: Callable[..., Any], forward: Callable[..., Any] | None
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """Let `model` compute in double precision; return a loss function and a forward that do."""
+    model.double()
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: (map_tensors(_double, args), map_tensors(_double, kwargs)), with_kwargs=True
+    )
+    if isinstance(loss_fn, nn.Module):
+        loss_fn.double()
+    return (
+        lambda output, target: loss_fn(output, map_tensors(_double, target)),
+        None if forward is None else lambda model, batch: forward(model, map_tensors(_double, batch)),
+    )
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor

@@ -1,0 +1,165 @@
+"""The verdict as a table, and as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from unitrain.verify.difference import Difference, Furthest
+from unitrain.verify.verdict import Group, Row, Verdict
+
+_WIDTH = 120
+_STYLES = {"same numbers": "green", "differs": "red", "failed": "red", "by design": "yellow"}
+
+
+def show(verdict: Verdict, title: str) -> None:
+    """Print a table with a part for each number of ranks, what is to be said of its rows, and the verdict."""
+    terminal = Console(highlight=False, soft_wrap=True)
+    console = terminal if terminal.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDTH)
+    table = Table(
+        title=f"{title}\nΔ is the largest difference from the reference",
+        title_justify="left",
+        title_style="",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for heading in ("ranks", "backend", "transport"):
+        table.add_column(heading)
+    for heading in ("Δ parameters", "Δ optimizer", "Δ loss"):
+        table.add_column(heading, justify="right")
+    for heading in ("samples", "replicas", ""):
+        table.add_column(heading)
+    for group in verdict.groups:
+        for row in group.rows:
+            table.add_row(*_cells(row), end_section=row is group.rows[-1])
+    console.print(table)
+    for group in verdict.groups:
+        for row in group.rows:
+            _explain(console, group, row)
+    for what, why in verdict.skipped:
+        console.print(f"[bold]skipped[/bold] {what}: ", end="")
+        console.print(why, markup=False)
+    console.print(_sentence(verdict), markup=False, style="bold green" if verdict.same else "bold red")
+
+
+def write_json(verdict: Verdict, settings: Mapping[str, Any], path: Path) -> None:
+    """Write all that is known to `path`; numbers that are not finite become null."""
+    report = {
+        **settings,
+        "same": verdict.same,
+        "groups": [{"ranks": group.ranks, "rows": [_as_data(row) for row in group.rows]} for group in verdict.groups],
+        "skipped": [{"what": what, "why": why} for what, why in verdict.skipped],
+    }
+    path.write_text(json.dumps(_finite(report), indent=2) + "\n")
+
+
+def _cells(row: Row) -> list[str]:
+    outcome, found = row.outcome, row.difference
+    style = _STYLES.get(row.status)
+    status = f"[{style}]{row.status}[/{style}]" if style else row.status
+    who = [str(outcome.run.processes), outcome.run.backend, outcome.transport]
+    if outcome.record is None:
+        return [*who, "", "", "", "", "", status]
+    replica = outcome.record.unlike_rank_zero()
+    alone = outcome.record.first.size == 1
+    replicas = "" if alone else "bit-equal" if replica is None else f"rank {replica[0]} differs"
+    if found is None:
+        return [*who, "", "", "", "", replicas, status]
+    data = "same" if found.first_data is None else f"other, step {found.first_data}"
+    numbers = [_number(part) for part in (found.parameters, found.state, found.loss)]
+    return [*who, *numbers, data, replicas, status]
+
+
+def _explain(console: Console, group: Group, row: Row) -> None:
+    """Say what the table has no room for."""
+    if row.status in ("reference", "same numbers"):
+        return
+    ranks = "1 process" if row.outcome.run.processes == 1 else f"{row.outcome.run.processes} ranks"
+    console.print(f"[bold]{row.outcome.name}, {ranks}[/bold]: ", end="")
+    parts = [*row.reasons]
+    if row.status == "differs" and row.difference is not None:
+        parts = [*_where(row.difference), *parts]
+    if row.status == "by design":
+        parts.append(f"so only runs on {group.ranks} ranks are compared")
+    console.print("; ".join(parts) + ".", markup=False)
+    for line in row.outcome.words:
+        console.print(f"    {line}", markup=False)
+
+
+def _where(found: Difference) -> list[str]:
+    said = []
+    if found.first_loss is not None:
+        said.append(f"losses differ from step {found.first_loss}")
+    for kind, part in (("parameter", found.parameters), ("state", found.state)):
+        if not part.within:
+            said.append(f"the {kind} furthest off is {part.where}")
+    return said
+
+
+def _sentence(verdict: Verdict) -> str:
+    rows = [row for group in verdict.groups for row in group.rows]
+    counts = {status: sum(row.status == status for row in rows) for status in ("differs", "failed", "by design")}
+    if verdict.same:
+        kept_apart = ", except where they differ by design" if counts["by design"] else ""
+        return f"Verdict: the same numbers{kept_apart}."
+    said = [
+        f"{count} {'differ' if status == 'differs' and count > 1 else status}"
+        for status, count in counts.items()
+        if count
+    ]
+    return (
+        f"Verdict: not the same numbers; of {len(rows)} runs {', '.join(said)}."
+        if said
+        else "Verdict: nothing was compared."
+    )
+
+
+def _number(part: Furthest) -> str:
+    return f"{part.delta:.1e}" if part.delta else "0"
+
+
+def _as_data(row: Row) -> dict[str, Any]:
+    outcome = row.outcome
+    record = outcome.record
+    recorded = (
+        {}
+        if record is None
+        else {
+            "device": record.first.device,
+            "optimizer": record.first.optimizer,
+            "steps": record.steps,
+            "losses": record.losses(),
+            "data": [f"{digest:016x}" for digest in record.data()],
+            "global_batch_sizes": record.global_batch(),
+            "learning_rates": record.learning_rates(),
+            "random_numbers": record.first.random,
+            "replicas_bit_equal": record.unlike_rank_zero() is None,
+        }
+    )
+    return {
+        "backend": outcome.run.backend,
+        "transport": outcome.transport,
+        "processes": outcome.run.processes,
+        "status": row.status,
+        "reasons": list(row.reasons),
+        "seconds": round(outcome.seconds, 1),
+        "difference": None if row.difference is None else dataclasses.asdict(row.difference),
+        "output": list(outcome.words),
+        **recorded,
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
