@@ -46,6 +46,11 @@ FORBIDDEN = [
     ),
     # trainer -> run -> data, step, tracking, metrics, modules -> config
     ("*", ["unitrain.trainer"], []),
+    # A run that is verified is recorded in its own processes, and compared by the command; nothing else knows of it.
+    ("unitrain/* -unitrain/verify/* -unitrain/commands/* -unitrain/trainer.py", ["unitrain.verify"], []),
+    ("unitrain/trainer.py", ["unitrain.verify"], ["unitrain.verify.recorder"]),
+    ("unitrain/verify/* -unitrain/verify/recorder.py", ["unitrain.callbacks", "unitrain.data", "unitrain.config"], []),
+    ("unitrain/verify/*", ["unitrain.run", "unitrain.step", "unitrain.tracking", "unitrain.metrics"], []),
     ("unitrain/config.py", ["unitrain"], ["unitrain.backends.base", "unitrain.errors"]),
     ("unitrain/* -unitrain/run/* -unitrain/trainer.py -unitrain/commands/*", ["unitrain.run"], []),
     ("unitrain/data/*", ["unitrain.step", "unitrain.tracking", "unitrain.metrics", "unitrain.modules"], []),
@@ -185,6 +190,11 @@ RULES: list[tuple[Rule, str, str]] = [
     (imports_go_one_way, "unitrain/config.py", "from unitrain.data.order import Slice"),
     (imports_go_one_way, "unitrain/metrics/x.py", "from unitrain.run import checkpoint"),
     (imports_go_one_way, "unitrain/data/x.py", "from unitrain.step.update import Update"),
+    (imports_go_one_way, "unitrain/run/x.py", "from unitrain.verify.recorder import Recorder"),
+    (imports_go_one_way, "unitrain/trainer.py", "from unitrain.verify import report"),
+    (imports_go_one_way, "unitrain/verify/report.py", "from unitrain.callbacks.callback import Callback"),
+    (imports_go_one_way, "unitrain/verify/recorder.py", "from unitrain.run.state import Run"),
+    (imports_go_one_way, "unitrain/verify/processes.py", "import launchers"),
     (imports_go_one_way, "unitrain/initialise.py", "from unitrain.backends.ddp import DDPBackend"),
     (imports_go_one_way, "unitrain/commands/x.py", "from unitrain.backends.ddp import DDPBackend"),
     (imports_go_one_way, "unitrain/testing/x.py", "from unitrain.backends.ddp import DDPBackend"),

@@ -25,6 +25,10 @@ OPTIONS = {
     "unitrain ckpt ls": {"FOLDER", "--json"},
     "unitrain ckpt show": {"CHECKPOINT"},
     "unitrain ckpt verify": {"FOLDER"},
+    "unitrain verify": {
+        "-np", "-n", "--num-processes", "--steps", "--backends", "--tolerance", "--float64", "--cpu",
+        "--timeout-seconds", "--json", "TARGET", "ARGS",
+    },
     "unitrain horovod": set(),
     "unitrain horovod build": {
         "--with-mpi", "--without-mpi", "--with-cuda", "--without-cuda", "--jobs", "--cache-dir", "--no-install",
@@ -104,12 +108,12 @@ def test_the_options_are_frozen() -> None:
 
 
 def test_nothing_here_imports_torch(script: str) -> None:
-    lines = ["--help", "--version", "launch --help", "horovod --help", "horovod build --help"]
+    lines = ["--help", "--version", "launch --help", "verify --help", "horovod --help", "horovod build --help"]
     lines += [f"launch --dry-run --backend {name} -np 2 {script}" for name in ("ddp", "horovod")]
     source = QUICK.format(lines="".join(f"{line!r}," for line in lines))
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Usage: ") == 4, done.stdout
+    assert done.stdout.count("Usage: ") == 5, done.stdout
     assert done.stdout.count("--nproc-per-node 2") == 1
     assert done.stdout.count("horovodrun -np 2 --gloo") == 1
 

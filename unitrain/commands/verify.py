@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -107,6 +108,8 @@ def verify(
     if tolerance is None:
         tolerance = 1e-10 if float64 else 1e-6
     controllers, skipped = _available(names)
+    # Without it SIGTERM would leave the ranks behind; this way the run at hand is ended first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="unitrain-verify-") as folder:
         job = _Job(
             script=str(_FACTORY) if is_function else target,
@@ -235,16 +238,20 @@ def _outcome(job: _Job, run: Run) -> Outcome:
     ranks = "1 process" if run.processes == 1 else f"{run.processes} ranks"
     name = f"{run.backend} over {chosen}" if (chosen := run.transport or run.controller) else run.backend
     click.echo(f"{name}, {ranks} ... ", nl=False, err=True)
-    output = folder / "output.txt"
-    variables = environment.without_launcher() | dict(command.environment)
-    ended = processes.run(command.argv, variables, FOLDER, output, job.limit_seconds)
+    ended = processes.run(
+        command.argv,
+        environment.without_launcher() | dict(command.environment),
+        mark=FOLDER,
+        script=job.script,
+        output=folder / "output.txt",
+        limit_seconds=job.limit_seconds,
+    )
     click.echo(f"{ended.seconds:.0f} s", err=True)
     record = Record.read(folder)
     problem = _problem(ended.code, job, run, record)
     if problem is None:
         return Outcome(run=run, seconds=ended.seconds, record=record)
-    words = processes.last_words(output.read_text(errors="replace"))
-    return Outcome(run=run, seconds=ended.seconds, problem=problem, words=words)
+    return Outcome(run=run, seconds=ended.seconds, problem=problem, words=processes.last_words(ended.output))
 
 
 def _spec(job: _Job, run: Run, folder: Path) -> launchers.LaunchSpec:

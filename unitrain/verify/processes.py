@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import signal
 import subprocess
 import time
@@ -12,74 +14,102 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TERM_SECONDS = 5.0
-# From here on it is the launcher that tells what it made of a rank's end.
-_LAUNCHERS_WORDS = (
-    "torch/distributed/elastic/",
-    "Process name: [",
-    "mpirun noticed that",
-    "mpirun detected that",
-    "Primary job  terminated",
+_STACK_SECONDS = 1.0
+# With it, Python prints the stacks of its threads when it is aborted, and when it crashes.
+_TELLS_STACKS = {"PYTHONFAULTHANDLER": "1"}
+# How a line begins from which on it is the launcher that tells what it made of a rank's end.
+_LAUNCHER_TELLS = re.compile(
+    r"[EWI]\d{4} .* torch/distributed/elastic/"  # torchrun
+    r"|Process \d+ exit with status code"  # horovodrun
+    r"|-{50,}$"  # mpirun
 )
-_OMITTED = ("*****", "Setting OMP_NUM_THREADS")
+_PREFIX = re.compile(r"\[[\d,]+\]<std(err|out)>:")  # of a rank under horovodrun
+_OMITTED = ("Extension modules: ", "Fatal Python error: Aborted")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit code (None where its time was over), and how long it took."""
+    """How a command ended: its exit code (None where its time was over), how long it took, and what it printed until
+    then."""
 
     code: int | None
     seconds: float
+    output: str
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], mark: str, output: Path, limit_seconds: float) -> Ended:
-    """Run `command` with this environment and write what it prints to `output`.
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    mark: str,
+    script: str,
+    output: Path,
+    limit_seconds: float,
+) -> Ended:
+    """Run `command`, which runs `script`, with this environment, and keep what it prints in the file `output`.
 
-    It is ended after `limit_seconds`, and with it, always, whatever it has started: its process group, and every
-    process that has the variable `mark` with the same value, because launchers give their ranks groups of their own.
+    It is ended after `limit_seconds`, its ranks telling where they are. And with it, always, ends whatever it has
+    started: its process group, and every process that has the variable `mark` with the same value, because launchers
+    give their ranks groups of their own.
     """
     started = time.monotonic()
+    tag = f"{mark}={environment[mark]}".encode()
     with output.open("wb") as file:
         process = subprocess.Popen(
             command,
-            env=dict(environment),
+            env={**environment, **_TELLS_STACKS},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        code: int | None = None
+        code, told = None, None
         try:
             code = process.wait(limit_seconds)
         except subprocess.TimeoutExpired:
+            _ask_for_stacks(tag, script)
+            told = output.read_text(errors="replace")
             process.terminate()  # which launchers pass on to their ranks
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TERM_SECONDS)
         finally:
-            _end_all(process, f"{mark}={environment[mark]}".encode())
-    return Ended(code, time.monotonic() - started)
+            _end_all(process, tag)
+    return Ended(code, time.monotonic() - started, output.read_text(errors="replace") if told is None else told)
 
 
-def last_words(output: str, most: int = 15) -> list[str]:
+def last_words(output: str, most: int = 16) -> list[str]:
     """Return the last lines of what a command printed before its launcher told that a rank had ended."""
-    lines = [line for line in output.splitlines() if line.strip() and not line.startswith(_OMITTED)]
-    end = next((number for number, line in enumerate(lines) if any(word in line for word in _LAUNCHERS_WORDS)), None)
+    lines = [line for line in output.splitlines() if _PREFIX.sub("", line).strip()]
+    lines = [line for line in lines if not any(text in line for text in _OMITTED)]
+    end = next((number for number, line in enumerate(lines) if _LAUNCHER_TELLS.match(line)), None)
     return (lines[:end] or lines)[-most:]
 
 
-def _end_all(process: subprocess.Popen[bytes], mark: bytes) -> None:
+def _ask_for_stacks(tag: bytes, script: str) -> None:
+    """Let the ranks, which are of no more use, print their stacks."""
+    for pid in _marked(tag):
+        with contextlib.suppress(OSError):
+            program, *arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            if "python" in program and next((one for one in arguments if not one.startswith("-")), None) == script:
+                resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+                os.kill(pid, signal.SIGABRT)
+    time.sleep(_STACK_SECONDS)
+
+
+def _end_all(process: subprocess.Popen[bytes], tag: bytes) -> None:
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + _TERM_SECONDS
-    while (living := list(_marked(mark))) and time.monotonic() < deadline:  # again: they may have started others
+    while (living := list(_marked(tag))) and time.monotonic() < deadline:  # again: they may have started others
         for pid in living:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
-def _marked(mark: bytes) -> Iterator[int]:
-    """Yield the processes with `mark` in their environment; none where there is no /proc to read it from."""
+def _marked(tag: bytes) -> Iterator[int]:
+    """Yield the processes with `tag` in their environment; none where there is no /proc to read it from."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
+            if tag in (folder / "environ").read_bytes().split(b"\0"):
                 yield int(folder.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from unitrain.verify.difference import Difference, Furthest
-from unitrain.verify.verdict import Group, Row, Verdict
+from unitrain.verify.verdict import Group, Row, Status, Verdict
 
-_WIDTH = 120
+_WIDTH = 200  # where there is no terminal: no cell is broken into lines
+_VERBS = {"differs": "differs", "failed": "failed", "by design": "differs by design"}
+_COUNTED: dict[Status, tuple[str, str]] = {
+    "differs": ("differs from its reference", "differ from their reference"),
+    "failed": ("failed", "failed"),
+}
 _STYLES = {"same numbers": "green", "differs": "red", "failed": "red", "by design": "yellow"}
 
 
@@ -33,7 +39,7 @@ def show(verdict: Verdict, title: str) -> None:
     )
     for heading in ("ranks", "backend", "transport"):
         table.add_column(heading)
-    for heading in ("Δ parameters", "Δ optimizer", "Δ loss"):
+    for heading in ("global batch", "Δ parameters", "Δ optimizer", "Δ loss"):
         table.add_column(heading, justify="right")
     for heading in ("samples", "replicas", ""):
         table.add_column(heading)
@@ -67,7 +73,8 @@ def _cells(row: Row) -> list[str]:
     status = f"[{style}]{row.status}[/{style}]" if style else row.status
     who = [str(outcome.run.processes), outcome.run.backend, outcome.transport]
     if outcome.record is None:
-        return [*who, "", "", "", "", "", status]
+        return [*who, "", "", "", "", "", "", status]
+    who.append(str(outcome.record.global_batch()[0]))
     replica = outcome.record.unlike_rank_zero()
     alone = outcome.record.first.size == 1
     replicas = "" if alone else "bit-equal" if replica is None else f"rank {replica[0]} differs"
@@ -83,43 +90,33 @@ def _explain(console: Console, group: Group, row: Row) -> None:
     if row.status in ("reference", "same numbers"):
         return
     ranks = "1 process" if row.outcome.run.processes == 1 else f"{row.outcome.run.processes} ranks"
-    console.print(f"[bold]{row.outcome.name}, {ranks}[/bold]: ", end="")
+    console.print(f"[bold]{row.outcome.name}, {ranks}[/bold] {_VERBS[row.status]}:")
     parts = [*row.reasons]
     if row.status == "differs" and row.difference is not None:
-        parts = [*_where(row.difference), *parts]
+        parts += _where(row.difference)
     if row.status == "by design":
-        parts.append(f"so only runs on {group.ranks} ranks are compared")
-    console.print("; ".join(parts) + ".", markup=False)
-    for line in row.outcome.words:
-        console.print(f"    {line}", markup=False)
+        parts.append(f"only runs on {group.ranks} ranks can be compared")
+    for line in [*(f"{part}." for part in parts), *(f"| {line}" for line in row.outcome.words)]:
+        console.print(f"  {line}", markup=False)
 
 
 def _where(found: Difference) -> list[str]:
-    said = []
-    if found.first_loss is not None:
-        said.append(f"losses differ from step {found.first_loss}")
-    for kind, part in (("parameter", found.parameters), ("state", found.state)):
+    said = [] if found.first_loss is None else [f"losses differ from step {found.first_loss} on"]
+    for kind, part in (("parameter", found.parameters), ("state of the optimizer", found.state)):
         if not part.within:
-            said.append(f"the {kind} furthest off is {part.where}")
+            said.append(f"the {kind} that is furthest off is {part.where}")
     return said
 
 
 def _sentence(verdict: Verdict) -> str:
     rows = [row for group in verdict.groups for row in group.rows]
-    counts = {status: sum(row.status == status for row in rows) for status in ("differs", "failed", "by design")}
+    count = Counter(row.status for row in rows)
     if verdict.same:
-        kept_apart = ", except where they differ by design" if counts["by design"] else ""
-        return f"Verdict: the same numbers{kept_apart}."
-    said = [
-        f"{count} {'differ' if status == 'differs' and count > 1 else status}"
-        for status, count in counts.items()
-        if count
-    ]
-    return (
-        f"Verdict: not the same numbers; of {len(rows)} runs {', '.join(said)}."
-        if said
-        else "Verdict: nothing was compared."
-    )
+        return f"Verdict: the same numbers{', except where they differ by design' if count['by design'] else ''}."
+    said = [f"{n} {texts[n > 1]}" for status, texts in _COUNTED.items() if (n := count[status])]
+    if said:
+        return f"Verdict: not the same numbers. Of {len(rows)} runs {' and '.join(said)}."
+    return "Verdict: nothing was compared, which takes two backends on the same number of ranks. Leave --backends out."
 
 
 def _number(part: Furthest) -> str:
