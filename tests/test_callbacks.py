@@ -18,7 +18,9 @@ from torch.utils.data import TensorDataset
 from unitrain import Callback, EarlyStopping, GradientWatch, Profiler, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
+from unitrain.data.order import Slice
 from unitrain.errors import CallbackError, ConfigError, DataError, NonFiniteGradientError
+from unitrain.step.weighting import Loss
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -56,6 +58,11 @@ class Journal(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         self.lines.append(f"start {trainer.run.cursor.step}")
 
+    def on_micro_step(self, trainer: Trainer, batch: Any, part: Slice, loss: Loss) -> None:
+        assert [len(tensor) for tensor in batch] == [part.samples] * 2
+        assert (loss.value is trainer.last_loss, loss.tokens) == (True, None)
+        self.lines.append(f"micro-step {trainer.run.cursor.step}")
+
     def on_gradients(self, trainer: Trainer) -> None:
         assert all(parameter.grad is not None for parameter in trainer.model.parameters())
         self.lines.append(f"gradients {trainer.run.cursor.step}")
@@ -81,8 +88,8 @@ def scripted(values: list[float]) -> dict[str, Any]:
 def test_each_is_called_at_its_moment() -> None:
     journal = Journal()
     make(LOCAL, [journal], accumulate=2).fit(data(), data())  # two micro-steps each, so two steps per epoch
-    steps = [["gradients 0", "step 1", "gradients 1", "step 2"], ["gradients 2", "step 3", "gradients 3", "step 4"]]
-    assert journal.lines == ["start 0", *steps[0], "epoch 1", *steps[1], "epoch 2", "end 4"]
+    steps = [[*[f"micro-step {done}"] * 2, f"gradients {done}", f"step {done + 1}"] for done in range(4)]
+    assert journal.lines == ["start 0", *steps[0], *steps[1], "epoch 1", *steps[2], *steps[3], "epoch 2", "end 4"]
 
 
 def test_gradients_are_seen_before_they_are_clipped() -> None:
