@@ -35,6 +35,7 @@ _EXPORTS = {
     "register_process_group": "unitrain.backends.horovod_registration",
     "require": "unitrain.backends.base",
     "share_buffers": "unitrain.modules.buffers",
+    "sync_batch_norm": "unitrain.modules.sync_batch_norm",
 }
 _RENAMED = {"available_backends": "available"}
 
@@ -56,6 +57,7 @@ __all__ = [
     "register_process_group",
     "require",
     "share_buffers",
+    "sync_batch_norm",
 ]
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from unitrain.errors import CheckpointError, UnitrainError
     from unitrain.initialise import init
     from unitrain.modules.buffers import share_buffers
+    from unitrain.modules.sync_batch_norm import sync_batch_norm
     from unitrain.trainer import Trainer
 
 

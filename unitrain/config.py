@@ -71,6 +71,7 @@ class TrainConfig:
     shuffle: bool = True
     num_workers: int = 0
     unused_parameters: bool = False
+    sync_batch_norm: bool = False
     compression: Compression | None = None
     output_dir: str | Path | None = None
     checkpoint_every: int = 1

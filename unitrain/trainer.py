@@ -22,6 +22,7 @@ from unitrain.data.share import EvaluationShare, TrainingShare
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.evaluation import Evaluation, LossFunction, Metric
 from unitrain.metrics.running_loss import RunningLoss
+from unitrain.modules.sync_batch_norm import shared_statistics, sync_batch_norm
 from unitrain.run.state import Run
 from unitrain.step.forward import Forward, ForwardFunction
 from unitrain.step.learning_rate import LearningRateFactor
@@ -97,6 +98,9 @@ class Trainer:
         model.to(backend.device)
         if optimizer.state:  # loaded before the model moved: loading it once more moves it too
             optimizer.load_state_dict(optimizer.state_dict())
+        if config.sync_batch_norm:
+            together(backend, lambda: sync_batch_norm(model, backend))
+        self._statistics = shared_statistics(model)
         self.run.prepare(model, optimizer, scheduler)
         self.model = backend.distributed_model(
             model, unused_parameters=config.unused_parameters, compression=config.compression
@@ -227,6 +231,8 @@ class Trainer:
 
     def _micro_step(self, batch: Any, part: Slice) -> None:
         """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""
+        for statistics in self._statistics:
+            statistics.counts = part.samples > 0
         with nullcontext() if part.closes_step else self.backend.no_sync(self.model):
             with self._precision.autocast():
                 loss = read_loss(self.loss_fn(*self._forward(self.model, batch)))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -29,7 +30,7 @@ _wrapped_models = 0
 
 
 class GlobalGradients(DistributedDataParallel):
-    """DDP that keeps unitrain's contract; `module` is the user's model."""
+    """DDP that keeps unitrain's contract; `module` is the user's model, and gradients travel in `group`."""
 
     def __init__(
         self,
@@ -39,10 +40,12 @@ class GlobalGradients(DistributedDataParallel):
         *,
         unused_parameters: bool,
         compression: Compression | None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             model,
             device_ids=[device] if device.type == "cuda" else None,
+            process_group=group,
             find_unused_parameters=unused_parameters,
             gradient_as_bucket_view=True,
         )

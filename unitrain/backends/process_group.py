@@ -56,6 +56,7 @@ class ProcessGroupBackend(Backend):
         self._calls = 0
         self._ended = False
         self._wrapped: WeakSet[GlobalGradients] = WeakSet()
+        self._gradient_group: dist.ProcessGroup | None = None
         own = meeting.seats[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
@@ -133,8 +134,17 @@ class ProcessGroupBackend(Backend):
     ) -> nn.Module:
         self._raise_together(lambda: checks.check_model(model, compression, self.device))
         check_same_model(self, model)
+        if unused_parameters and self._gradient_group is None:
+            # Ranks that leave different parameters out send their gradients earlier or later than other ranks do,
+            # relative to the collectives that run inside their backward. Within one group those would meet each other.
+            self._gradient_group = dist.new_group()
         wrapped = GlobalGradients(
-            model, self.device, self._meeting, unused_parameters=unused_parameters, compression=compression
+            model,
+            self.device,
+            self._meeting,
+            unused_parameters=unused_parameters,
+            compression=compression,
+            group=self._gradient_group if unused_parameters else None,
         )
         self._wrapped.add(wrapped)
         return wrapped
@@ -162,6 +172,7 @@ class ProcessGroupBackend(Backend):
         # the interpreter goes abort the process now and then (pytorch#179291).
         for model in self._wrapped:
             model.leave_group()
+        self._gradient_group = None
         if not self._ended and dist.is_initialized():
             dist.destroy_process_group()
         self._ended = True  # another backend's group may be there by the time of a second call

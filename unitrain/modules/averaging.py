@@ -1,0 +1,64 @@
+"""A moving average of a model's weights, which often generalises better than the weights themselves.
+
+Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging (1992); the exponential form as in Tarvainen
+and Valpola, Mean teachers (arXiv 1703.01780).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class WeightAverage:
+    """Follows the weights of `model`: after each step, average = decay * average + (1 - decay) * weight.
+
+    The first step's average is the weights themselves, as with torch's AveragedModel; buffers are copied. `model` is a
+    copy of the user's module, under the same names. Weights are the same on every rank, so nothing is communicated.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._followed, self.model = model, copy.deepcopy(model).requires_grad_(False)
+        self._average = get_ema_multi_avg_fn(decay)
+        self._weights, self._averaged = list(model.parameters()), list(self.model.parameters())
+        self._steps = 0
+
+    def begin(self) -> None:
+        """Take the weights over, now that they are rank 0's, unless an average was loaded."""
+        if not self._steps:
+            self._copy_weights()
+            self._copy_buffers()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Take in the weights after a step."""
+        if self._steps:
+            self._average(self._averaged, self._weights, self._steps)
+        else:
+            self._copy_weights()
+        self._copy_buffers()
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average, under the user's own names, and of how many steps it is."""
+        return {"steps": self._steps, "model": self.model.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's average; one that has none leaves it to `begin`."""
+        if state:
+            self.model.load_state_dict(state["model"])
+            self._steps = state["steps"]
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        for averaged, weight in zip(self._averaged, self._weights, strict=True):
+            averaged.copy_(weight)
+
+    @torch.no_grad()
+    def _copy_buffers(self) -> None:
+        for copied, buffer in zip(self.model.buffers(), self._followed.buffers(), strict=True):
+            copied.copy_(buffer)
