@@ -37,6 +37,17 @@ from unitrain.errors import ConfigError
             {"epochs": 1, "precision": "fp8"},
             r"Unknown TrainConfig\.precision 'fp8'\. Available: fp32, bf16, fp16\.$",
         ),
+        (
+            {"epochs": 1, "ema_decay": 0},
+            r"ema_decay must be a number above 0, got 0\. Use 0\.999, or None not to average",
+        ),
+        ({"epochs": 1, "ema_decay": 1.0}, r"ema_decay must be below 1, got 1\.0: at 1 the average never moves\."),
+        ({"epochs": 1, "sync_batch_norm": "yes"}, r"sync_batch_norm must be True or False, got 'yes'\."),
+        ({"epochs": 1, "channels_last": 1}, r"channels_last must be True or False, got 1\."),
+        (
+            {"epochs": 1, "compile": "max"},
+            r"Unknown TrainConfig\.compile 'max'\. .*Available: default, reduce-overhead",
+        ),
         ({"epochs": 1, "global_batch_size": 0}, r"global_batch_size must be at least 1, got 0\."),
         ({"epochs": 1, "lr_scaling": "liner"}, r"Unknown TrainConfig\.lr_scaling 'liner'\. Did you mean 'linear'\?"),
         (

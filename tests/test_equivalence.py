@@ -25,7 +25,9 @@ GLOBAL_BATCH = 12
 STEPS = 100
 IGNORED = -100
 OPTIMIZERS = {"sgd": (torch.float32, 1e-6), "adamw": (torch.float64, 1e-9)}
-VARIANTS = ("plain", "accumulate", "clip", "uneven", "tokens", "tokens accumulated", "learning rate")
+VARIANTS = (
+    "plain", "accumulate", "clip", "uneven", "tokens", "tokens accumulated", "learning rate", "batch norm", "average",
+)  # fmt: skip
 CASES = list(itertools.product(OPTIMIZERS, VARIANTS))
 GROUPS = [("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
 Run = tuple[list[Tensor], float]
@@ -38,13 +40,16 @@ def masked_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
-    """Train a small network and return its parameters and its last training loss."""
+    """Train a small network and return its parameters, or its buffers or averages too, and its last training loss."""
     dtype, _ = OPTIMIZERS[optimizer_name]
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(10, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)).to(dtype)
+    normalise: list[nn.Module] = [nn.LayerNorm(16)]
+    if variant == "batch norm":  # of 4 values per sample, or a batch of 2 would magnify rounding without end
+        normalise = [nn.Unflatten(1, (4, 4)), nn.BatchNorm1d(4), nn.Flatten()]
+    model = nn.Sequential(nn.Linear(10, 16), *normalise, nn.ReLU(), nn.Linear(16, 4)).to(dtype)
     generator = torch.Generator().manual_seed(2)
     # 62 samples leave a last batch of 2: with three ranks, one of them has none.
-    count = 62 if variant == "uneven" or "tokens" in variant else 60
+    count = 62 if variant in ("uneven", "batch norm") or "tokens" in variant else 60
     inputs = torch.randn(count, 10, generator=generator, dtype=torch.float64).to(dtype)
     targets = torch.randint(0, 4, (count,), generator=generator)
     if optimizer_name == "sgd":
@@ -63,6 +68,8 @@ def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
         batch_size=GLOBAL_BATCH // (backend.size * accumulate),
         accumulate=accumulate,
         clip_norm=0.5 if variant == "clip" else None,
+        sync_batch_norm=variant == "batch norm",
+        ema_decay=0.9 if variant == "average" else None,
         seed=3,
         progress="off",
         **(scaling if variant == "learning rate" else {}),
@@ -70,7 +77,10 @@ def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
     loss_fn = masked_loss if "tokens" in variant else nn.functional.cross_entropy
     trainer = Trainer(model, optimizer, loss_fn, backend=backend, config=config)
     results = trainer.fit(TensorDataset(inputs, targets))
-    return [parameter.detach().clone() for parameter in model.parameters()], results["train_loss"]
+    tensors = [*model.parameters(), *model.buffers()]
+    if trainer.averaged_model is not None:
+        tensors += trainer.averaged_model.parameters()
+    return [tensor.detach().clone() for tensor in tensors], results["train_loss"]
 
 
 def train_all(backend: Backend) -> dict[tuple[str, str], Run]:
@@ -118,4 +128,7 @@ def test_the_variants_are_different_runs(alone) -> None:
         assert largest_difference(alone[optimizer, "uneven"], plain) > 1e-4
         assert largest_difference(alone[optimizer, "tokens"], alone[optimizer, "uneven"]) > 1e-4
         assert largest_difference(alone[optimizer, "learning rate"], plain) > 1e-4
+        average, half = alone[optimizer, "average"][0], len(plain[0])
+        assert largest_difference((average[half:], 0.0), plain) > 1e-4
+        assert largest_difference((average[:half], 0.0), plain) == 0.0
         assert largest_difference(alone[optimizer, "accumulate"], plain) == 0.0  # in one process they are the same run

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,20 +14,18 @@ import torch
 from one_rank import rank_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.errors import ModelError
+from unitrain.errors import CollectiveMismatchError, ModelError
+from unitrain.modules.sync_batch_norm import standing_in
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
 CHANNELS = 3
-GLOBAL_BATCH, SAMPLES, STEPS = 12, 62, 100  # the last batch of an epoch is of 2: with three ranks, one has none
-# Samples per rank: of 2, 3 and 1 ranks; a rank may have none.
-COUNTS = {1: [7], 2: [4, 3], 3: [4, 0, 3]}
+COUNTS = {1: [7], 2: [4, 3], 3: [4, 0, 3]}  # samples per rank, by number of ranks
+FORMATS = [(torch.float64, None, 1e-11), (torch.float32, None, 3e-5), (torch.float64, torch.channels_last, 1e-11)]
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.BatchNorm2d(CHANNELS),
@@ -60,13 +60,13 @@ def weights(x: Tensor) -> Tensor:
 
 
 def run_layer(
-    module: nn.Module, name: str, part: slice, *, dtype: torch.dtype = torch.float64, fmt: Any = None
+    module: nn.Module, name: str, part: slice, *, dtype: torch.dtype = torch.float64, memory_format: Any = None
 ) -> list[Tensor]:
     """Return outputs, gradients and buffers of two training steps on `part` of the samples, then of an evaluation."""
     found = []
     for step in range(2):
         whole = values(name, step, dtype=dtype)
-        x = whole[part].clone(memory_format=fmt or torch.preserve_format).requires_grad_()
+        x = whole[part].clone(memory_format=memory_format or torch.preserve_format).requires_grad_()
         y = module(x)
         (y * weights(whole)[part]).sum().backward()
         assert x.grad is not None
@@ -89,37 +89,198 @@ def whole_run(name: str, dtype: torch.dtype = torch.float64) -> tuple[list[Tenso
     return found, [parameter.grad for parameter in module.parameters()], module.state_dict()
 
 
-def check_layers(backend: Backend) -> None:
+def assert_near(found: Tensor, wanted: Tensor, tolerance: float, *what: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")
+
+
+def part_of(backend: Backend) -> slice:
+    """Return which of the samples are this rank's; with three ranks, one has none."""
     counts = COUNTS[backend.size]
     start = sum(counts[: backend.rank])
-    part = slice(start, start + counts[backend.rank])
-    for name in LAYERS:
-        for dtype, fmt, tolerance in (
-            (torch.float64, None, 1e-11),
-            (torch.float32, None, 3e-5),
-            (torch.float64, torch.channels_last, 1e-11),
-        ):
-            if fmt is not None and SHAPES.get(name):
+    return slice(start, start + counts[backend.rank])
+
+
+def check_layers(backend: Backend) -> None:
+    part = part_of(backend)
+    for name, (dtype, memory_format, tolerance) in itertools.product(LAYERS, FORMATS):
+        if memory_format is not None and name in SHAPES:
+            continue
+        what = (name, dtype, memory_format)
+        module = layer(name, dtype)
+        tensors = [*module.parameters(), *module.buffers()]
+        assert unitrain.sync_batch_norm(module, backend) is module
+        assert all(a is b for a, b in zip(tensors, [*module.parameters(), *module.buffers()], strict=True))
+        expected, gradients, state = whole_run(name, dtype)
+        found = run_layer(module, name, part, dtype=dtype, memory_format=memory_format)
+        if name == "untracked":  # evaluates each rank's samples by their own statistics, and says nothing to the others
+            expected.pop()
+            found.pop()
+        for one, other in zip(found, expected, strict=True):
+            assert_near(one, other[part], tolerance, what)
+        for parameter, wanted in zip(module.parameters(), gradients, strict=True):
+            assert_near(backend.allreduce(parameter.grad, "sum"), wanted, 10 * tolerance, what)
+        assert list(module.state_dict()) == list(state), what
+        for key, value in module.state_dict().items():
+            assert_near(value, state[key], tolerance, what, key)
+
+
+def check_autocast(backend: Backend) -> None:
+    """In half precision a layer stays as near to one process as the format is."""
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
+        found = []
+        for device, part in ((backend, part_of(backend)), (LOCAL, slice(None))):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Conv2d(CHANNELS, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+            unitrain.sync_batch_norm(model, device)
+            whole = values("plain", 0, dtype=torch.float32) - 20
+            with torch.autocast("cpu", dtype):
+                y = model(whole[part])
+            (y.float() * weights(whole[:, :2])[part]).sum().backward()
+            found.append([y.float().detach(), *model[1].buffers(), *[p.grad for p in model.parameters()]])
+        mine, alone = found
+        assert_near(mine[0], alone[0][part_of(backend)], 10 * tolerance, dtype)
+        for one, other in zip(mine[1:4], alone[1:4], strict=True):
+            assert_near(one, other, tolerance, dtype)
+        for one, other in zip(mine[4:], alone[4:], strict=True):
+            scale = float(other.abs().max()) + 1.0
+            assert_near(backend.allreduce(one, "sum"), other, 10 * tolerance * scale, dtype)
+    half = layer("plain").bfloat16()
+    unitrain.sync_batch_norm(half, backend)
+    y = half(values("plain", 0).bfloat16()[part_of(backend)])
+    y.float().square().sum().backward()
+    assert y.dtype == half.weight.grad.dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
+class Block(nn.Module):
+    """Calls one layer twice, and is recomputed in backward where it is told so."""
+
+    def __init__(self, *, recomputed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix, self.norm = nn.Conv2d(CHANNELS, CHANNELS, 1).double(), nn.BatchNorm2d(CHANNELS).double()
+        self.recomputed = recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        def twice(x: Tensor) -> Tensor:
+            result: Tensor = self.norm(self.mix(self.norm(x).sin()))
+            return result
+
+        result: Tensor = checkpoint(twice, x, use_reentrant=False) if self.recomputed else twice(x)
+        return result
+
+
+def check_uses(backend: Backend) -> None:
+    """Twice in one forward, recomputed in backward, in a copy, a pickled copy, and a compiled model."""
+    part = part_of(backend)
+    for recomputed, use in itertools.product((False, True), ("as it is", "copied", "compiled")):
+        if use == "compiled" and backend.size == 1:
+            continue  # plain torch, which moves running statistics once where uncompiled it recomputes them too
+        found = []
+        for device, samples in ((backend, part), (LOCAL, slice(None))):
+            model: Any = unitrain.sync_batch_norm(Block(recomputed=recomputed), device)
+            if use == "copied":
+                model = copy.deepcopy(model)
+            called = torch.compile(model, backend="aot_eager") if use == "compiled" and device is backend else model
+            whole = values("plain", 0)
+            x = whole[samples].clone().requires_grad_()
+            y = called(x)
+            (y * weights(whole)[samples]).sum().backward()
+            found.append([y.detach(), x.grad, *model.buffers(), *[p.grad for p in model.parameters()]])
+        mine, alone = found
+        for one, other in zip(mine[:2], alone[:2], strict=True):
+            assert_near(one, other[part], 1e-10, recomputed, use)
+        for one, other in zip(mine[2:5], alone[2:5], strict=True):
+            assert_near(one, other, 1e-10, recomputed, use)
+        for one, other in zip(mine[5:], alone[5:], strict=True):
+            assert_near(backend.allreduce(one, "sum"), other, 1e-9, recomputed, use)
+
+
+class Deep(nn.Module):
+    """Many layers, of which a forward leaves out what it is told; the BatchNorms are always called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.ModuleList(nn.Linear(160, 160).double() for _ in range(40))
+        self.norm = nn.ModuleList(nn.BatchNorm1d(160).double() for _ in range(40))
+
+    def forward(self, x: Tensor, left_out: set[int]) -> Tensor:
+        for number, (linear, norm) in enumerate(zip(self.linear, self.norm, strict=True)):
+            x = norm(x if number in left_out else x + linear(x).tanh())
+        return x
+
+
+def left_out(rank: int, step: int, unused: bool) -> set[int]:
+    return {(7 * rank + step) % 40, (3 * rank + 11 * step) % 40, 39 - rank} if unused else set()
+
+
+def check_deep(backend: Backend) -> None:
+    """Many collectives in forward and backward, among the buckets of gradients: they neither mix nor wait for ever."""
+    for unused in (False, True):
+        model, twin = unitrain.sync_batch_norm(Deep(), backend), Deep()
+        wrapped = backend.distributed_model(model, unused_parameters=unused)
+        for step in range(5):
+            parts = [
+                torch.randn(6, 160, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+                for rank in range(backend.size)
+            ]
+            model.zero_grad()
+            wrapped(parts[backend.rank], left_out(backend.rank, step, unused)).sin().sum().backward()
+            if unused:  # what each rank leaves out, one process cannot
                 continue
-            if fmt is not None and name == "1d flat":
-                continue
-            module = layer(name, dtype)
-            before = list(module.parameters()), list(module.buffers())
-            assert unitrain.sync_batch_norm(module, backend) is module
-            assert all(one is two for one, two in zip(before[0], module.parameters(), strict=True))
-            assert all(one is two for one, two in zip(before[1], module.buffers(), strict=True))
-            expected, gradients, state = whole_run(name, dtype)
-            what = (name, dtype, fmt)
-            found = run_layer(module, name, part, dtype=dtype, fmt=fmt)
-            evaluated = not (name == "untracked")  # which by design is normalised by each rank's own samples
-            for one, other in list(zip(found, expected, strict=True))[: None if evaluated else -1]:
-                torch.testing.assert_close(one, other[part], rtol=0, atol=tolerance, msg=lambda t: f"{what}: {t}")
-            for parameter, wanted in zip(module.parameters(), gradients, strict=True):
-                total = backend.allreduce(parameter.grad, "sum")
-                torch.testing.assert_close(total, wanted, rtol=0, atol=10 * tolerance, msg=lambda t: f"{what}: {t}")
-            assert list(module.state_dict()) == list(state), what
-            for key, value in module.state_dict().items():
-                torch.testing.assert_close(value, state[key], rtol=0, atol=tolerance, msg=lambda t: f"{what} {key}: {t}")
+            twin.zero_grad()
+            (twin(torch.cat(parts), set()).sin().sum() / backend.size).backward()
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert_near(one.grad, other.grad, 1e-9, step)
+        everywhere = backend.allgather_object([float(p.grad.sum()) for p in model.parameters() if p.grad is not None])
+        assert all(other == everywhere[0] for other in everywhere)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        result: Tensor = self.branches[branch](x)
+        return result
+
+
+def check_errors(backend: Backend) -> None:
+    """What is wrong is the same error on every rank, and they can go on."""
+    model = unitrain.sync_batch_norm(Branches(), backend)
+    with pytest.raises(
+        CollectiveMismatchError, match=rf"This rank is in BatchNorm 'branches\.{backend.rank % 2}' while"
+    ):
+        model(torch.randn(5, 4), backend.rank % 2)
+    with pytest.raises(ModelError, match=r"BatchNorm 'branches\.0' got 1 values per channel over all ranks, and a var"):
+        model(torch.randn(1 if backend.rank == 0 else 0, 4), 0)
+    model.eval()
+    if backend.rank == 0:  # communicates nothing
+        model(torch.randn(1, 4), 0)
+    x = torch.randn(3, 4, requires_grad=True)
+    (slope,) = torch.autograd.grad(model.train()(x, 0).sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()
+
+
+def check_stand_in(backend: Backend) -> None:
+    """A rank that only stands in is in no statistics, neither in forward nor in backward."""
+    if backend.size == 1:
+        return
+    stands_in = backend.rank == backend.size - 1
+    model = unitrain.sync_batch_norm(nn.BatchNorm1d(4).double(), backend)
+    x = (torch.randn(3, 4).double() + 100 * backend.rank).requires_grad_()
+    with standing_in(model) if stands_in else nullcontext():
+        (model(x).sin().sum() * (0.0 if stands_in else 1.0)).backward()
+    whole = backend.allgather(x)[:-3].clone().requires_grad_()
+    twin = nn.BatchNorm1d(4).double()
+    twin(whole).sin().sum().backward()
+    assert whole.grad is not None
+    wanted = torch.cat([whole.grad, torch.zeros(3, 4).double()])[3 * backend.rank :][:3]
+    assert_near(x.grad, wanted, 1e-9)
+    for one, other in zip(model.buffers(), twin.buffers(), strict=True):
+        assert_near(one, other, 1e-9)
 
 
 GROUPS = [("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
@@ -131,5 +292,62 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-def test_a_layer_equals_batch_norm_on_the_whole_batch(group: RankGroup) -> None:
-    group.run(check_layers)
+@pytest.mark.parametrize(
+    "check", [check_layers, check_autocast, check_uses, check_deep, check_stand_in], ids=lambda check: check.__name__
+)
+def test_it_is_batch_norm_on_the_whole_batch(group: RankGroup, check: Callable[[Backend], None]) -> None:
+    group.run(check, timeout_seconds=120)
+
+
+def test_a_mistake_is_the_same_error_on_every_rank(group: RankGroup) -> None:
+    if group.size > 1:
+        group.run(check_errors)
+
+
+def test_a_checkpoint_goes_to_a_plain_model_and_back() -> None:
+    model, plain = (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(2))
+    names = list(model.state_dict())
+    unitrain.sync_batch_norm(model, LOCAL)
+    model(torch.randn(5, 3))
+    assert list(model.state_dict()) == names
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+    assert isinstance(model[1], nn.BatchNorm1d)
+
+
+def test_a_pickled_model_is_alone() -> None:
+    model: Any = unitrain.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(4)), rank_of(0, 2))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert isinstance(loaded[0], nn.BatchNorm1d)
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(loaded(x), nn.BatchNorm1d(4)(x))
+    assert copy.deepcopy(model)[0].shared_statistics is model[0].shared_statistics
+
+
+class WithActivation(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (WithActivation(3), r"^norm is a WithActivation, which has a forward of its own .*BatchNorm1d, 2d or 3d there"),
+        (
+            nn.LazyBatchNorm2d(),
+            r"^norm is a LazyBatchNorm2d, which does not know its channels yet\. Call the model once",
+        ),
+    ],
+)
+def test_a_layer_that_cannot_be_synchronised_is_refused(module: nn.Module, message: str) -> None:
+    model = nn.Sequential()
+    model.add_module("norm", module)
+    with pytest.raises(ModelError, match=message):
+        unitrain.sync_batch_norm(model, LOCAL)
+    group_of_some = nn.SyncBatchNorm(3)
+    group_of_some.process_group = "some"
+    with pytest.raises(ModelError, match=r"^the model itself is a SyncBatchNorm with a process_group"):
+        unitrain.sync_batch_norm(group_of_some, LOCAL)

@@ -15,6 +15,7 @@ ProgressStyle = Literal["auto", "bar", "lines", "off"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 BestMode = Literal["min", "max"]
 LrScaling = Literal["none", "linear", "sqrt"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,11 @@ class TrainConfig:
     Data: `seed` decides its order, and each rank's random numbers (dropout, augmentation) from the first step on,
     whatever generator a DataLoader has. In its workers they begin anew with every epoch, so that a run resumed between
     two epochs repeats them; persistent workers are seeded only when they start.
+
+    The model: `sync_batch_norm` lets BatchNorm normalise over the samples of all ranks in a micro-step.
+    `channels_last` lays out images and 4-d parameters so. `compile` is True, or a mode of torch.compile: a batch of
+    another size is compiled once more, for any size. With `ema_decay` an average follows the weights, and whatever is
+    evaluated is it: average = ema_decay * average + (1 - ema_decay) * weight after each step; buffers are copied.
 
     Steps: `precision` is what forward computes in (autocast; with "fp16" the loss is scaled, and a step whose gradient
     overflows on any rank is skipped on all), `tf32` lets GPUs multiply float32 in TF32, None leaves that as it is.
@@ -72,6 +78,9 @@ class TrainConfig:
     num_workers: int = 0
     unused_parameters: bool = False
     sync_batch_norm: bool = False
+    ema_decay: float | None = None
+    channels_last: bool = False
+    compile: bool | CompileMode = False
     compression: Compression | None = None
     output_dir: str | Path | None = None
     checkpoint_every: int = 1
@@ -106,6 +115,15 @@ class TrainConfig:
         if self.compression is not None:
             self._check_choice("compression", get_args(Compression))
         self._check_positive("clip_norm", "Use None not to clip")
+        self._check_positive("ema_decay", "Use 0.999, or None not to average")
+        if self.ema_decay is not None and self.ema_decay >= 1:
+            raise ConfigError(
+                f"TrainConfig.ema_decay must be below 1, got {self.ema_decay}: at 1 the average never moves. Use 0.999."
+            )
+        for name in ("sync_batch_norm", "channels_last"):
+            self._check_switch(name)
+        if not isinstance(self.compile, bool):
+            self._check_choice("compile", get_args(CompileMode))
         if self.resume == "auto":
             object.__setattr__(self, "resume", True)
         if self.resume is True and self.output_dir is None:
@@ -164,6 +182,13 @@ class TrainConfig:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and math.isfinite(value) and value > 0):
             raise ConfigError(f"TrainConfig.{name} must be a number above 0, got {value!r}. {fix}.")
+
+    def _check_switch(self, name: str) -> None:
+        value: Any = getattr(self, name)
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"TrainConfig.{name} must be True or False, got {value!r}. Use {name}=True to turn it on."
+            )
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value: Any = getattr(self, name)

@@ -22,8 +22,11 @@ from unitrain.data.share import EvaluationShare, TrainingShare
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.evaluation import Evaluation, LossFunction, Metric
 from unitrain.metrics.running_loss import RunningLoss
-from unitrain.modules.sync_batch_norm import shared_statistics, sync_batch_norm
-from unitrain.run.state import Run
+from unitrain.modules.averaging import WeightAverage
+from unitrain.modules.compiled import compile_forward
+from unitrain.modules.memory_format import use_channels_last
+from unitrain.modules.sync_batch_norm import standing_in, sync_batch_norm
+from unitrain.run.state import Run, Stateful
 from unitrain.step.forward import Forward, ForwardFunction
 from unitrain.step.learning_rate import LearningRateFactor
 from unitrain.step.precision import Precision, allow_tf32
@@ -42,6 +45,7 @@ class Trainer:
     (inputs, targets) pairs, and `model` is called with the inputs; where they are something else, or the model takes
     something else, `forward(model, batch)` calls it and returns (output, target). The model that it is given is the one
     to call: in training the wrapped one. With `config.resume` the state is restored here.
+    `averaged_model` has the averaged weights, with `config.ema_decay`; whatever evaluates then uses it.
     For callbacks: `run.cursor` is how far the run has come, `result_names` what `fit` will return, and `last_loss` what
     the loss function returned last on this rank.
     Raises ConfigError, ModelError or CheckpointError, on every rank alike.
@@ -80,15 +84,11 @@ class Trainer:
         self._callbacks = together(backend, lambda: Callbacks(callbacks))
         self._forward = together(backend, lambda: Forward(forward))
         self._prefetch = Prefetch(backend.device)
-        self.run = Run(config, backend, {"precision": self._precision, "callbacks": self._callbacks})
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._progress = Progress()
         self._stop: str | None = None
         self._started = 0.0
-        self._evaluation = Evaluation(
-            model, self._forward, loss_fn, metrics or {}, self._precision, self._prefetch, backend
-        )
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         self._loss: RunningLoss
@@ -98,13 +98,27 @@ class Trainer:
         model.to(backend.device)
         if optimizer.state:  # loaded before the model moved: loading it once more moves it too
             optimizer.load_state_dict(optimizer.state_dict())
+        if config.channels_last:
+            use_channels_last(model)
         if config.sync_batch_norm:
             together(backend, lambda: sync_batch_norm(model, backend))
-        self._statistics = shared_statistics(model)
-        self.run.prepare(model, optimizer, scheduler)
+        self._average = together(backend, lambda: WeightAverage.of(backend.unwrap(model), config.ema_decay))
+        self.averaged_model = None if self._average is None else self._average.model
+        if config.compile:
+            compile_forward(model, self.averaged_model, mode=config.compile)
+        evaluated = model if self.averaged_model is None else self.averaged_model
+        self._evaluation = Evaluation(
+            evaluated, self._forward, loss_fn, metrics or {}, self._precision, self._prefetch, backend
+        )
+
+        parts: dict[str, Stateful] = {"precision": self._precision, "callbacks": self._callbacks}
+        self.run = Run(config, backend, parts if self._average is None else {**parts, "average": self._average})
+        self.run.prepare(backend.unwrap(model), optimizer, scheduler)
         self.model = backend.distributed_model(
             model, unused_parameters=config.unused_parameters, compression=config.compression
         )
+        if self._average is not None:
+            self._average.begin()
         self.optimizer = backend.distributed_optimizer(optimizer, self.model)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._update = Update(
@@ -112,6 +126,7 @@ class Trainer:
             model,
             self._precision,
             clip_norm=config.clip_norm,
+            average=self._average,
             scheduler=scheduler if config.scheduler_every == "step" else None,
         )
 
@@ -231,9 +246,8 @@ class Trainer:
 
     def _micro_step(self, batch: Any, part: Slice) -> None:
         """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""
-        for statistics in self._statistics:
-            statistics.counts = part.samples > 0
-        with nullcontext() if part.closes_step else self.backend.no_sync(self.model):
+        stands_in = nullcontext() if part.samples else standing_in(self.model)
+        with stands_in, nullcontext() if part.closes_step else self.backend.no_sync(self.model):
             with self._precision.autocast():
                 loss = read_loss(self.loss_fn(*self._forward(self.model, batch)))
             torch.autograd.backward(self._precision.scale(self._mean.weighted(loss, part)))

@@ -12,7 +12,8 @@ The rules below hold on every backend alike; `unitrain.testing` turns each of th
 5. A mistake in a collective's arguments raises the same error on every rank, before any data moves.
 6. The same run gives the same parameters on every backend.
 
-Every method of `Communicator`, and those of `Backend` that say so, must be called by all ranks in the same order.
+Every method of `Communicator`, and those of `Backend` that say so, must be called by all ranks in the same order. It
+may be in the middle of a backward, whose gradients are on their way meanwhile.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class ProcessGroupBackend(Backend):
         self._calls = 0
         self._ended = False
         self._wrapped: WeakSet[GlobalGradients] = WeakSet()
-        self._gradient_group: dist.ProcessGroup | None = None
+        self._gradient_group: Any = None
         own = meeting.seats[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes

@@ -7,11 +7,13 @@ and Valpola, Mean teachers (arXiv 1703.01780).
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from unitrain.errors import ModelError
 
 
 class WeightAverage:
@@ -22,10 +24,16 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._followed, self.model = model, copy.deepcopy(model).requires_grad_(False)
+        """Raise ModelError for a model that cannot be copied."""
+        self._followed, self.model = model, _copy(model)
         self._average = get_ema_multi_avg_fn(decay)
         self._weights, self._averaged = list(model.parameters()), list(self.model.parameters())
         self._steps = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, decay: float | None) -> Self | None:
+        """Return what follows `model`, None without a decay."""
+        return None if decay is None else cls(model, decay)
 
     def begin(self) -> None:
         """Take the weights over, now that they are rank 0's, unless an average was loaded."""
@@ -62,3 +70,13 @@ class WeightAverage:
     def _copy_buffers(self) -> None:
         for copied, buffer in zip(self.model.buffers(), self._followed.buffers(), strict=True):
             copied.copy_(buffer)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model).requires_grad_(False)
+    except Exception as error:  # whatever the model's own parts raise
+        raise ModelError(
+            f"ema_decay averages into a copy of the model, and {type(model).__name__} cannot be copied: {error}. "
+            "Let copy.deepcopy(model) work, or leave ema_decay out."
+        ) from error

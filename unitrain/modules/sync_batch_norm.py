@@ -7,6 +7,8 @@ ranks. Each layer takes one allreduce in forward and one in backward.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,29 +33,41 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     its own. In eval mode nothing is communicated. Call it on every rank, before training; one rank alone computes what
     it did before. Raises ModelError for a layer that has a forward of its own, or a group of some of the ranks.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    layers = {name: layer for name, layer in layers.items() if not isinstance(layer, SyncedForward)}
+    layers: dict[str, Any] = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncedForward)
+    }
     for name, layer in layers.items():
         _check(name or "the model itself", layer)
     statistics = SharedStatistics(communicator, tuple(layers))
     for number, layer in enumerate(layers.values()):
-        layer.__class__ = _synced(type(layer))
+        kind: Any = type(layer)
+        layer.__class__ = _synced(kind)
         layer.shared_statistics, layer.number = statistics, number
     return model
 
 
-def shared_statistics(model: nn.Module) -> list[SharedStatistics]:
-    """Return what the layers of `model` share, one for each call of `sync_batch_norm` that has met it."""
-    found = [module.shared_statistics for module in model.modules() if isinstance(module, SyncedForward)]
-    return list(dict.fromkeys(found))
+@contextmanager
+def standing_in(model: nn.Module) -> Iterator[None]:
+    """Inside it, this rank's samples are in no statistics of `model`, neither in forward nor in backward.
+
+    It is for a rank that has no samples and borrows some, because the others wait for its gradients.
+    """
+    shared = {module.shared_statistics for module in model.modules() if isinstance(module, SyncedForward)}
+    for statistics in shared:
+        statistics.counts = False
+    try:
+        yield
+    finally:
+        for statistics in shared:
+            statistics.counts = True
 
 
 class SharedStatistics:
     """What all layers of a model share: who the other ranks are, and whether this rank's samples count.
 
-    While `counts` is False, this rank only stands in for lack of samples: it normalises by the others' statistics, and
-    its samples are in none, neither here nor in backward. Copies of a model share it too; a model that is unpickled is
-    alone, and normalises like any other.
+    Copies of the model share it too; a model that is unpickled is alone, and normalises like any other.
     """
 
     def __init__(self, communicator: Communicator | None, names: tuple[str, ...]) -> None:
@@ -71,7 +85,7 @@ class SharedStatistics:
         return self.communicator.allreduce(tensor, "sum")
 
     def gather(self, mean: Tensor, squares: Tensor, count: int, number: int, *, check: bool) -> tuple[Tensor, ...]:
-        """Return mean, variance (both float64 [channels]) and number (float64 []) of the values that count on all ranks.
+        """Return mean and variance, float64 [channels], and number, float64 [], of the values that count on all ranks.
 
         `mean` and `squares`, the sum of squared distances from it, are of this rank's `count` values per channel.
         `check` says that it may wait for the device, to find out that the ranks are in different layers or have fewer
@@ -134,11 +148,11 @@ class SyncedForward:
 
 
 @functools.cache
-def _synced(kind: type[nn.Module]) -> type[nn.Module]:
+def _synced(kind: Any) -> Any:
     return type(f"Synced{kind.__name__}", (SyncedForward, kind), {"plain": kind})
 
 
-def _restore(kind: type[nn.Module]) -> nn.Module:
+def _restore(kind: Any) -> Any:
     synced = _synced(kind)
     return synced.__new__(synced)
 

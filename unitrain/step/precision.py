@@ -51,7 +51,7 @@ class Precision:
     def step(self, optimizer: Optimizer) -> bool:
         """Let `optimizer` step unless a gradient is inf or nan in fp16; return whether it did.
 
-        A fused optimizer decides that on the device, and counts as having stepped.
+        A fused optimizer decides that on the device, so this has to wait for it, as for any other.
         """
         if self._scaler is None:
             optimizer.step()
@@ -67,6 +67,8 @@ class Precision:
             self._scaler.step(optimizer)
         finally:
             handle.remove()
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # the mark by which GradScaler knows them
+            stepped = not any(found.item() for found in self._scaler._found_inf_per_device(optimizer).values())
         self._scaler.update()
         return stepped
 

@@ -6,15 +6,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from unitrain.modules.averaging import WeightAverage
 from unitrain.step.learning_rate import LearningRateFactor
 from unitrain.step.precision import Precision
 
 
 class Update:
-    """Unscale, clip, step, zero, schedule. Every rank does the same on equal numbers, so nothing is communicated.
+    """Unscale, clip, step, zero, schedule, average. Ranks do the same on equal numbers, so nothing is communicated.
 
-    What is clipped is the gradient of what `optimizer` holds. `scheduler` is one that follows steps, or None. A step
-    that fp16 skips does not move it.
+    What is clipped is the gradient of what `optimizer` holds. `scheduler` is one that follows steps, or None, and
+    `average` follows the weights. A step that fp16 skips moves neither.
     """
 
     def __init__(
@@ -25,13 +26,14 @@ class Update:
         *,
         clip_norm: float | None,
         scheduler: LRScheduler | None,
+        average: WeightAverage | None = None,
     ) -> None:
         self._optimizer, self._precision = optimizer, precision
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # Those of the model that it does not hold have gradients too, which nobody else would drop.
         held = set(map(id, self._parameters))
         self._others = [parameter for parameter in model.parameters() if id(parameter) not in held]
-        self._clip_norm, self._scheduler = clip_norm, scheduler
+        self._clip_norm, self._scheduler, self._average = clip_norm, scheduler, average
 
     def __call__(self, step: int, rates: LearningRateFactor | None) -> None:
         """Update the parameters, with `step` steps done before, at the optimizer's learning rates times `rates`."""
@@ -48,3 +50,5 @@ class Update:
             parameter.grad = None
         if stepped and self._scheduler is not None:
             self._scheduler.step()
+        if stepped and self._average is not None:
+            self._average.follow()

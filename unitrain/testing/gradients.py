@@ -173,6 +173,58 @@ def activation_checkpointing_is_reduced(backend: Backend) -> None:
         assert_gradients(model, mean_gradients(backend, twin, backward))
 
 
+class _SumInBackward(torch.autograd.Function):
+    """Changes nothing, and lets backward wait for a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backend: Backend) -> Tensor:
+        ctx.backend = backend
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = ctx.backend.allreduce(gradient.new_ones(3), "sum")
+        assert total.tolist() == [ctx.backend.size] * 3
+        return gradient, None
+
+
+class _Deep(nn.Module):
+    """Layers that fill a bucket of gradients each, with a collective in each one's backward where there is a backend.
+
+    A forward leaves out the layers that it is told.
+    """
+
+    def __init__(self, backend: Backend | None) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers = nn.ModuleList(nn.Linear(400, 400).double() for _ in range(8))
+        self.backend = backend
+
+    def forward(self, x: Tensor, left_out: set[int]) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number in left_out else layer(x).tanh()
+            x = x if self.backend is None else _SumInBackward.apply(x, self.backend)
+        return x
+
+
+@contract
+def collectives_may_run_inside_backward(backend: Backend) -> None:
+    """Also where ranks leave different parameters out, so that their gradients are complete at other times."""
+    for unused_parameters in (False, True):
+        model, twin = _Deep(backend), _Deep(None)
+        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+        for step in range(4):
+
+            def run(m: nn.Module, rank: int, step: int = step, unused_parameters: bool = unused_parameters) -> None:
+                left_out = {(2 * rank + step) % 8, (rank + 5 * step) % 8} if unused_parameters else set()
+                x = torch.randn(2, 400, generator=torch.Generator().manual_seed(rank)).double().requires_grad_()
+                m(x, left_out).sin().sum().backward()
+
+            model.zero_grad()
+            run(wrapped, backend.rank)
+            assert_gradients(model, mean_gradients(backend, twin, run), 1e-10)
+
+
 @contract
 def zero_grad_may_keep_or_drop_the_tensors(backend: Backend) -> None:
     model, twin = build(), build()

@@ -1,0 +1,190 @@
+"""The average of the weights: what torch's AveragedModel has, evaluated, kept and gone on from on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.data.order import epoch_order
+from unitrain.errors import ModelError
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+DECAY, SAMPLES, GLOBAL_BATCH, EPOCHS = 0.9, 50, 12, 4
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 8), nn.Unflatten(1, (4, 2)), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(8, 3))
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(6)
+    return TensorDataset(
+        torch.randn(SAMPLES, 6, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+    )
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def make(backend: Backend, model: nn.Module, **settings: Any) -> Trainer:
+    config = TrainConfig(
+        **{
+            "epochs": EPOCHS,
+            "batch_size": GLOBAL_BATCH // backend.size,
+            "ema_decay": DECAY,
+            "sync_batch_norm": True,
+            "progress": "off",
+            **settings,
+        }
+    )
+    return Trainer(model, optimizer_of(model), nn.functional.cross_entropy, backend=backend, config=config)
+
+
+def loss_of(model: nn.Module) -> float:
+    model.eval()
+    with torch.no_grad():
+        inputs, targets = data().tensors
+        return nn.functional.cross_entropy(model(inputs), targets).item()
+
+
+def by_hand(epochs: int = EPOCHS) -> tuple[nn.Module, nn.Module]:
+    """The loop one would write in one process; returns the model and torch's average of it."""
+    model = network()
+    optimizer = optimizer_of(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    inputs, targets = data().tensors
+    for epoch in range(epochs):
+        for part in epoch_order(SAMPLES, seed=0, epoch=epoch, shuffle=True).split(GLOBAL_BATCH):
+            nn.functional.cross_entropy(model(inputs[part]), targets[part]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+    module: nn.Module = average.module
+    return model, module
+
+
+def states(backend: Backend, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """Train; return the model's state, the average's, and the loss that the validation gave."""
+    trainer = make(backend, network(), **settings)
+    results = trainer.fit(data(), data())
+    assert trainer.averaged_model is not None
+    raw = backend.unwrap(trainer.model).state_dict()
+    assert trainer.evaluate(data())["loss"] == results["val_loss"]
+    return raw, trainer.averaged_model.state_dict(), results["val_loss"]
+
+
+def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+@pytest.fixture(scope="module", params=[("local", 1), ("ddp", 2), ("horovod", 2), ("ddp", 3), ("horovod", 3)], ids=str)
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+def test_it_equals_torchs_average_and_is_what_is_evaluated(group: RankGroup) -> None:
+    model, average = by_hand()
+    for raw, averaged, loss in group.run(states, {}):
+        assert_near(raw, model.state_dict())
+        assert_near(averaged, average.state_dict())
+        assert loss == pytest.approx(loss_of(average), abs=1e-6)
+    assert abs(loss_of(model) - loss_of(average)) > 1e-3, "the run could not tell them apart"
+
+
+def test_it_goes_on_from_a_checkpoint_of_another_backend(group: RankGroup, tmp_path: Path) -> None:
+    settings = {"output_dir": str(tmp_path), "resume": True}
+    make(LOCAL, network(), **settings, epochs=2).fit(data())
+    _, average = by_hand()
+    results = group.run(states, settings)
+    for _, averaged, _ in results:
+        assert_near(averaged, average.state_dict())
+    back = make(LOCAL, network(), **settings)
+    assert back.averaged_model is not None
+    assert_near(back.averaged_model.state_dict(), results[0][1], 0)
+
+
+def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
+    whole = states(LOCAL, {})
+    settings = {"output_dir": tmp_path, "resume": True}
+    states(LOCAL, {**settings, "epochs": 2})
+    resumed = states(LOCAL, settings)
+    assert_near(resumed[0], whole[0], 0)
+    assert_near(resumed[1], whole[1], 0)
+
+
+def test_before_the_first_step_it_is_the_model_and_each_run_may_begin_to_average(tmp_path: Path) -> None:
+    trainer = make(LOCAL, network())
+    assert trainer.averaged_model is not None
+    assert_near(trainer.averaged_model.state_dict(), network().state_dict(), 0)
+    settings = {"output_dir": tmp_path, "resume": True}
+    raw = make(LOCAL, network(), **settings, ema_decay=None, epochs=2)
+    assert raw.averaged_model is None
+    raw.fit(data())
+    begins = make(LOCAL, network(), **settings)
+    assert begins.averaged_model is not None
+    assert_near(begins.averaged_model.state_dict(), raw.model.state_dict(), 0)
+
+
+class Overflowing(nn.Module):
+    """Makes the gradient infinite in the steps that it is told."""
+
+    def __init__(self, overflows: set[int]) -> None:
+        super().__init__()
+        self.inner, self.overflows, self.backwards = nn.Linear(6, 3), overflows, 0
+        nn.init.constant_(self.inner.weight, 0.1)
+        nn.init.zeros_(self.inner.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)
+        if output.requires_grad:
+            output.register_hook(self._overflow)
+        return output
+
+    def _overflow(self, gradient: Tensor) -> Tensor | None:
+        self.backwards += 1
+        return gradient * float("inf") if self.backwards - 1 in self.overflows else None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_fp16_skips_does_not_move_it(fused: bool) -> None:
+    model = Overflowing({2, 3})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    config = TrainConfig(steps=6, batch_size=8, precision="fp16", ema_decay=0.5, progress="off")
+    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=LOCAL, config=config)
+    average, steps = trainer._average, []
+    assert average is not None
+    follow = average.follow
+
+    def counted() -> None:
+        steps.append(trainer.run.cursor.step)
+        follow()
+
+    average.follow = counted  # type: ignore[method-assign]
+    trainer.fit(data())
+    assert steps == [0, 1, 4, 5]
+
+
+class Uncopyable(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("it holds a file")
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"Uncopyable cannot be copied: it holds a file\. Let copy\.deepcopy"):
+        make(LOCAL, Uncopyable(6, 3))

@@ -1,0 +1,69 @@
+"""torch.compile in the Trainer: the same numbers, the user's own names, and few compilations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.data import TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+SAMPLES, GLOBAL_BATCH = 50, 12  # batches of 12 and of 2, and evaluations of 12 and 2
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3))
+
+
+def train(backend: Backend, settings: dict[str, Any], by_user: bool = False) -> tuple[dict[str, Tensor], float, int]:
+    """Return the state of the user's module, the last validation loss, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    generator = torch.Generator().manual_seed(6)
+    data = TensorDataset(
+        torch.randn(SAMPLES, 6, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+    )
+    model = network()
+    given: Any = torch.compile(model) if by_user else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    config = TrainConfig(**{"epochs": 4, "batch_size": GLOBAL_BATCH // backend.size, "progress": "off", **settings})
+    trainer = Trainer(given, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
+    results = trainer.fit(data, data)
+    assert backend.unwrap(trainer.model) is model
+    return model.state_dict(), results["val_loss"], counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture(scope="module", params=[("local", 1), ("ddp", 2), ("horovod", 2)], ids=str)
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+def test_it_computes_the_same_and_compiles_few_times(group: RankGroup, tmp_path: Path) -> None:
+    expected, loss, graphs = train(LOCAL, {})
+    assert graphs == 0
+    for number, (settings, by_user) in enumerate(
+        [({"compile": True}, False), ({}, True), ({"compile": True, "ema_decay": 0.5}, False)]
+    ):
+        output = {"output_dir": str(tmp_path / str(number)), "resume": True}
+        group.run(train, {**settings, **output, "epochs": 2}, by_user, timeout_seconds=240)
+        for state, found_loss, graphs in group.run(train, {**settings, **output}, by_user, timeout_seconds=240):
+            assert 0 < graphs <= 6, "a graph each for training and evaluation, of the first size and of any size"
+            assert list(state) == list(expected)
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6)
+            assert "ema_decay" in settings or found_loss == pytest.approx(loss, abs=1e-6)
+        (saved,) = tmp_path.glob(f"{number}/step-000000020/model.safetensors")
+        assert list(load_file(saved)) == sorted(expected)

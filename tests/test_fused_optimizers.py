@@ -1,0 +1,101 @@
+"""Fused optimizers and those that are not: the same run, on every backend, with all that a step may be asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+SCALING: dict[str, Any] = {"lr_scaling": "linear", "reference_batch_size": 6, "warmup_steps": 5}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped, scaled": {"clip_norm": 0.5, **SCALING},
+    "fp16": {"precision": "fp16"},
+    "fp16, clipped, scaled": {"precision": "fp16", "clip_norm": 0.5, **SCALING},
+}
+KINDS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+CASES = list(itertools.product(KINDS, VARIANTS))
+
+
+class Network(nn.Module):
+    """Makes its gradient infinite in the fourth step of a run in fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.backwards = nn.Linear(6, 16), nn.Linear(16, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        if hidden.dtype == torch.float16 and hidden.requires_grad:
+            hidden.register_hook(self._overflow)
+        result: Tensor = self.second(hidden)
+        return result
+
+    def _overflow(self, gradient: Tensor) -> Tensor | None:
+        self.backwards += 1
+        return gradient * float("inf") if self.backwards == 4 else None
+
+
+def train(backend: Backend, kind: str, settings: dict[str, Any], **options: Any) -> tuple[list[Tensor], int]:
+    """Return the parameters, and how often the scheduler stepped."""
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
+    model = Network()
+    more: dict[str, Any] = {"momentum": 0.9} if kind == "sgd" else {"eps": 1e-4}
+    optimizer = KINDS[kind](model.parameters(), lr=0.02, **more, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.95)
+    config = TrainConfig(**{"epochs": 3, "batch_size": 12 // backend.size, "progress": "off", **settings})
+    trainer = Trainer(
+        model, optimizer, nn.functional.cross_entropy, backend=backend, config=config, scheduler=scheduler
+    )
+    trainer.fit(data)
+    return [parameter.detach().clone() for parameter in model.parameters()], scheduler.last_epoch
+
+
+def train_all(backend: Backend, folder: str) -> dict[tuple[str, str], list[tuple[list[Tensor], int]]]:
+    """Run every case fused, for each loop over parameters, and fused with a resume in between."""
+    found = {}
+    for kind, variant in CASES:
+        settings = VARIANTS[variant]
+        found[kind, variant] = [
+            train(backend, kind, settings, **options) for options in ({"fused": True}, {"foreach": True})
+        ]
+        if "precision" not in settings:  # where the overflow would come again
+            output = {"output_dir": f"{folder}/{backend.name}{backend.size}-{kind}-{variant}", "resume": True}
+            train(backend, kind, {**settings, **output, "epochs": 1}, fused=True)
+            found[kind, variant].append(train(backend, kind, {**settings, **output}, fused=True))
+    return found
+
+
+@pytest.fixture(scope="module", params=[("local", 1), ("ddp", 2), ("horovod", 2), ("ddp", 3)], ids=str)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+    with RankGroup(*request.param) as group:
+        yield group.run(train_all, str(tmp_path_factory.mktemp("runs")), timeout_seconds=120)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_it_equals_the_optimizer_that_is_not_fused(runs: list[Any], case: tuple[str, str]) -> None:
+    kind, variant = case
+    alone, steps = train(LOCAL, kind, VARIANTS[variant], foreach=False, fused=False)
+    fp16 = "precision" in VARIANTS[variant]
+    assert steps == (11 if fp16 else 12), "the scheduler follows the steps that were taken"
+    for rank in runs:
+        for parameters, scheduled in rank[case]:
+            assert scheduled == steps
+            for found, wanted in zip(parameters, alone, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=5e-3 if fp16 else 1e-6)
+        fused, loops = rank[case][:2]
+        for found, wanted in zip(fused[0], loops[0], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
