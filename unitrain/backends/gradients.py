@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -55,18 +56,22 @@ class GlobalGradients(DistributedDataParallel):
         self.broadcast_buffers = False
         if compression is not None:
             self.register_comm_hook(None, _HOOKS[compression])
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._everything = list(model.parameters())
+        self._trains = [parameter.requires_grad for parameter in self._everything]
         self._forwards = 0  # with gradients, that no backward has followed yet
         self._backward = -1
         self._left = False
+        global _wrapped_models
+        _wrapped_models += 1
+        self._meeting, self._key, self._changes = meeting, f"model/{_wrapped_models}", 0
         if not unused_parameters:
             # Over the store, because ranks that wait for a missing gradient have collectives of this backward in
             # flight.
-            global _wrapped_models
-            _wrapped_models += 1
-            key = f"unused_parameters/{_wrapped_models}"
             watch_first_backward(
-                self, model, lambda names: meeting.exchange(key, names), lambda: self.require_backward_grad_sync
+                self,
+                model,
+                lambda names: meeting.exchange(f"{self._key}/unused", names),
+                lambda: self.require_backward_grad_sync,
             )
 
     def leave_group(self) -> None:
@@ -78,6 +83,10 @@ class GlobalGradients(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._left:
             return self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            trains = [parameter.requires_grad for parameter in self._everything]
+            if trains != self._trains and any(trains):  # a model that is all frozen has no gradients to reduce
+                self._follow_freezing(trains)
         with _explained():
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
@@ -91,6 +100,35 @@ class GlobalGradients(DistributedDataParallel):
         if not self._left:
             with _explained():
                 self._check_reducer_finalized()  # type: ignore[no-untyped-call]
+
+    @_disable_dynamo
+    def _follow_freezing(self, trains: list[bool]) -> None:
+        """Reduce the gradients of those parameters that the user trains from now on, and wait for no others.
+
+        DDP knows those that required a gradient when it was made; of one that does so later, each rank would keep its
+        own. All ranks come here; raises ModelError on all where they do not train the same.
+        """
+        if self.find_unused_parameters and not any(
+            now and not then for now, then in zip(trains, self._trains, strict=True)
+        ):
+            return  # what was frozen counts as unused, until it is trained again
+        self._changes += 1
+        told = self._meeting.exchange(f"{self._key}/trains/{self._changes}", trains)
+        names = [name for name, _ in self.module.named_parameters()]
+        for rank, other in enumerate(told):
+            if other != told[0]:
+                name = next(name for name, one, two in zip(names, told[0], other, strict=True) if one != two)
+                state, opposite = ("trained", "frozen") if told[0][names.index(name)] else ("frozen", "trained")
+                raise ModelError(
+                    f"Parameter {name!r} is {state} on rank 0 and {opposite} on rank {rank}. "
+                    "Freeze and unfreeze alike on every rank: parameter.requires_grad_(...)."
+                )
+        self._trains = trains
+        # As when a wrapped model is unpickled; the reducer before goes, and its hooks with it.
+        parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, sparse, {}, self.static_graph)  # type: ignore[no-untyped-call]
+        for hook, hook_state in self._comm_hooks:
+            dist._register_comm_hook(self.reducer, hook_state, hook)
 
     def _prepare_backward(self, gradient: Tensor) -> None:
         """Arm the reducer for the backward that reaches an output first, where DDP has not.
@@ -117,9 +155,8 @@ class GlobalGradients(DistributedDataParallel):
             with torch.enable_grad():
                 return [
                     parameter.view_as(parameter)
-                    for parameter in self._trained
-                    if parameter.requires_grad  # the user may have frozen it since
-                    and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+                    for parameter in self._everything
+                    if parameter.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
                 ]
         except RuntimeError:  # torch.autograd.grad with respect to parameters, which leaves every .grad alone
             return []

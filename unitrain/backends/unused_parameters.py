@@ -42,8 +42,10 @@ def watch_first_backward(
     def finished() -> None:
         nonlocal watching
         # Backwards are numbered as they begin, those that run inside another one after it.
-        unused = [parameter for parameter in names if last_used.get(parameter, -1) < watched]
-        if not watching or len(unused) == len(names):
+        reached = [parameter for parameter in names if last_used.get(parameter, -1) >= watched]
+        # The user may have frozen some since.
+        unused = [p for p in names if p.requires_grad and last_used.get(p, -1) < watched]
+        if not watching or not reached:
             return
         watching = False
         for handle in handles:

@@ -42,7 +42,8 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
         _check(name or "the model itself", layer)
     statistics = SharedStatistics(communicator, tuple(layers))
     for number, layer in enumerate(layers.values()):
-        kind: Any = type(layer)
+        # What torch's own has to do with the wrapped model is no longer so.
+        kind: Any = BatchNorm if isinstance(layer, nn.SyncBatchNorm) else type(layer)
         layer.__class__ = _synced(kind)
         layer.shared_statistics, layer.number = statistics, number
     return model
@@ -124,6 +125,16 @@ class SharedStatistics:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedStatistics, (None, self.names)
+
+
+class BatchNorm(_BatchNorm):
+    """Takes any number of dimensions from two on, as torch's SyncBatchNorm does, which becomes one of these."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ModelError(
+                f"BatchNorm takes [samples, channels, ...], got shape {list(input.shape)}. Add the samples: x[None]."
+            )
 
 
 class SyncedForward:

@@ -114,6 +114,51 @@ def a_part_may_be_frozen_later_where_unused_ones_are_allowed(backend: Backend) -
 
 
 @contract
+def parts_may_be_frozen_and_unfrozen_at_any_time(backend: Backend) -> None:
+    """As in fine-tuning: first the head, then more and more, then only the trunk; the gradients stay those of all."""
+    for unused_parameters in (False, True):
+        model, twin = build(), build()
+        for module in (model, twin):
+            module[0].requires_grad_(False)  # type: ignore[index]
+        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+        optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
+        for step, trained in enumerate(([3], [3], [1, 3], [0, 1, 3], [0, 1, 3], [0, 1], [3], [0, 1, 3])):
+            for module in (model, twin):
+                for number, layer in enumerate(module.children()):
+                    layer.requires_grad_(number in trained)
+            model.zero_grad()
+            if step % 2:
+                with backend.no_sync(wrapped):
+                    backward(wrapped, backend.rank, step)
+            backward(wrapped, backend.rank, step + 7)
+
+            def run(m: nn.Module, rank: int, step: int = step) -> None:
+                if step % 2:
+                    backward(m, rank, step)
+                backward(m, rank, step + 7)
+
+            assert_gradients(model, mean_gradients(backend, twin, run))
+            optimizer.step()
+            twin.load_state_dict(model.state_dict())
+        same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+
+
+@contract
+def ranks_that_freeze_different_parts_are_told(backend: Backend) -> None:
+    if backend.size == 1:
+        return
+    model = build()
+    wrapped = backend.distributed_model(model)
+    backward(wrapped, backend.rank)
+    model[0 if backend.rank == backend.size - 1 else 3].requires_grad_(False)  # type: ignore[index]
+    text = raises(
+        ModelError, f"is trained on rank 0 and frozen on rank {backend.size - 1}", lambda: backward(wrapped, 0)
+    )
+    assert "'0.weight'" in text
+    same_on_every_rank(backend, text)
+
+
+@contract
 def a_gradient_penalty_is_reduced(backend: Backend) -> None:
     for unused_parameters in (False, True):
         model, twin = build(), build()
