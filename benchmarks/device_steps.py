@@ -1,9 +1,9 @@
-"""What a rank does for the device check: collectives, training in three precisions, and throughput."""
+"""What a rank does for the device check: collectives, prefetching, training in three precisions, and throughput."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain.backends.base import Backend
 from unitrain.data.order import Cursor
+from unitrain.data.prefetch import Prefetch
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _prepared: dict[str, Callable[[], Any]] = {}
@@ -41,6 +42,62 @@ def collectives(backend: Backend) -> int:
                 assert torch.equal(result, tensor), (dtype, shape)
                 checked += 1
     return checked
+
+
+def prefetched(backend: Backend) -> int:
+    """Check that batches which come one ahead hold what the loader gave them; return how many were checked.
+
+    The host is far ahead of the device, so that each is read long after the host has let go of it: a copy that took its
+    memory too early, or was read too early, would show.
+    """
+    device, count = backend.device, 200
+    on_gpu = device.type == "cuda"
+    length = 1 << 20 if on_gpu else 1 << 8
+    side = 4096 if on_gpu else 8
+    delay = torch.randn(side, side, device=device)
+
+    def batches() -> Iterator[tuple[Any, int]]:
+        for number in range(count):
+            values, others = torch.full((length,), number), torch.full((length // 3,), float(number))
+            yield {"values": values.pin_memory() if on_gpu else values, "others": [others]}, number
+
+    equal = []
+    for batch, number in Prefetch(device)(batches(), ahead=True):
+        for _ in range(5):
+            delay = torch.tanh(delay @ delay)
+        values, (others,) = batch["values"], batch["others"]
+        assert values.device == others.device == delay.device
+        equal.append((values == number).all() & (others == number).all())  # after the delay, in the stream's order
+        del batch, values, others
+    wrong = [number for number, right in enumerate(torch.stack(equal).tolist()) if not right]
+    assert not wrong, f"batches {wrong} hold what is not theirs"
+    return count
+
+
+class OnDemand(Prefetch):
+    """No batch ahead."""
+
+    def __call__(self, items: Any, *, ahead: bool) -> Iterator[Any]:
+        return super().__call__(items, ahead=False)
+
+
+def prefetch_difference(backend: Backend) -> float:
+    """Return the largest difference of a parameter, or prediction, between a run with and one without prefetching."""
+    ours, plain = (_trained_from_host(backend, make(backend.device)) for make in (Prefetch, OnDemand))
+    return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+
+
+def _trained_from_host(backend: Backend, prefetch: Prefetch) -> list[Tensor]:
+    torch.manual_seed(6)
+    wide = 2048 if backend.device.type == "cuda" else 32
+    net = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Dropout(0.1), nn.Linear(wide, 10))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    data = TensorDataset(torch.randn(2048, wide), torch.randint(0, 10, (2048,)))
+    config = unitrain.TrainConfig(epochs=2, batch_size=32, progress="off")
+    trainer = unitrain.Trainer(net, optimizer, cross_entropy, backend=backend, config=config)
+    trainer._prefetch = trainer._evaluation._prefetch = prefetch
+    trainer.fit(data)
+    return [*(parameter.detach().cpu() for parameter in net.parameters()), trainer.predict(data)]
 
 
 def trained(backend: Backend, precision: str) -> float:

@@ -1,7 +1,8 @@
 """What only a machine with a GPU can show: each backend on the device, at size 1, against plain torch.
 
-Collectives in every dtype, 20 steps in fp32, bf16 and fp16 (GradScaler, clipping), and the throughput and peak memory
-of a torchvision model by the Trainer against a loop by hand in the same process, in turns.
+Collectives in every dtype, batches copied one ahead, a run with and without that, 20 steps in fp32, bf16 and fp16
+(GradScaler, clipping), and the throughput and peak memory of a torchvision model by the Trainer against a loop by hand
+in the same process, in turns.
 
     python benchmarks/gpu_check.py                # writes benchmarks/results/gpu_check.md
     python benchmarks/gpu_check.py --device cpu   # the same steps, to see that the check itself runs
@@ -15,7 +16,15 @@ from pathlib import Path
 
 import click
 import torch
-from device_steps import PRECISIONS, collectives, describe, throughput, trained
+from device_steps import (
+    PRECISIONS,
+    collectives,
+    describe,
+    prefetch_difference,
+    prefetched,
+    throughput,
+    trained,
+)
 
 from unitrain.testing import RankGroup
 
@@ -31,7 +40,12 @@ def check(backend: str, device: str, model: str, batch_size: int, steps: int, ro
         lines = [f"| {backend} | device, transport | {about['device']}, {about['transport']} | |"]
         (count,) = group.run(collectives)
         lines.append(f"| {backend} | collectives equal to their definition | {count} | ok |")
-        well = True
+        (count,) = group.run(prefetched)
+        lines.append(f"| {backend} | prefetched batches equal to the loader's | {count} | ok |")
+        (difference,) = group.run(prefetch_difference)
+        well = difference == 0.0
+        verdict = "ok" if well else "**not equal**"
+        lines.append(f"| {backend} | with and without prefetch, largest difference | {difference:.1e} | {verdict} |")
         for precision in PRECISIONS:
             (difference,) = group.run(trained, precision)
             fine = difference <= TOLERANCE[precision]

@@ -36,5 +36,7 @@ def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
     table = (tmp_path / "gpu_check.md").read_text()
     for backend in ("local", "ddp", "horovod"):
         assert f"| {backend} | collectives equal to their definition | 126 | ok |" in table
+        assert f"| {backend} | prefetched batches equal to the loader's | 200 | ok |" in table
+        assert f"| {backend} | with and without prefetch, largest difference | 0.0e+00 | ok |" in table
         for precision in ("fp32", "bf16", "fp16"):
             assert re.search(rf"^\| {backend} \| {precision}, 20 steps, .* \| ok \|$", table, re.M)
