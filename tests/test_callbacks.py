@@ -192,7 +192,7 @@ def test_max_seconds_ends_in_the_middle_and_is_resumed_from_there(tmp_path: Path
     first = make(LOCAL, [Slow()], max_seconds=0.05, **settings)
     first.fit(data())
     assert 0 < first.run.cursor.sample < 48
-    assert "max_seconds=0.05" in str(first.run.stopped)
+    assert "max_seconds=0.05" in str(first.run.stopping.reason)
     second = make(LOCAL, [], **settings)
     second.fit(data())
     assert second.run.cursor.epoch == 2
@@ -276,7 +276,7 @@ def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     trainer = make(backend, [StopHere()], show_every=2)
     trainer.fit(data())
-    found["stopped"] = (trainer.run.cursor.step, trainer.run.stopped)
+    found["stopped"] = (trainer.run.cursor.step, trainer.run.stopping.reason)
     try:
         make(backend, [GradientWatch()], loss_fn=loss_of(backend.rank)).fit(data())
     except NonFiniteGradientError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -45,7 +46,9 @@ class TrainConfig:
     by default val_loss, else train_loss.
 
     Length: `epochs` or `steps`, counted from the very first; `max_seconds` is for one call of `fit`, which stops once
-    it has taken so long, and can be resumed from there.
+    it has taken so long, and can be resumed from there. So it is after one of `preemption_signals` on any rank, where
+    there is an `output_dir`: all ranks stop at the same step within about two seconds, save, and exit with 75; a second
+    signal ends its process at once.
 
     Output: `steps`, `show_every` and `checkpoint_every_steps` count optimizer steps, `checkpoint_every` epochs.
     Checkpoints are written beside the training, which waits for a copy in host memory only, unless
@@ -61,6 +64,7 @@ class TrainConfig:
     epochs: int | None = None
     steps: int | None = None
     max_seconds: float | None = None
+    preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
     batch_size: int | None = None
     eval_batch_size: int | None = None
     accumulate: int | None = None
@@ -166,6 +170,13 @@ class TrainConfig:
             raise ConfigError(f"TrainConfig takes either epochs or steps, got {found}. Use TrainConfig(epochs=10).")
         self._check_integer("epochs", 1, "Use epochs=1 to pass over the data once", optional=True)
         self._check_integer("steps", 1, "Use steps=1 to change the parameters once", optional=True)
+        for name in self.preemption_signals:
+            if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+                near = did_you_mean(name, signal.Signals.__members__)
+                raise ConfigError(
+                    f"TrainConfig.preemption_signals has {name!r}, which is no signal that a program can handle. {near}"
+                    'Use preemption_signals=("SIGTERM", "SIGUSR1"), or () to leave all of them alone.'
+                )
         self._check_positive("max_seconds", "Use None to train until epochs or steps are done")
 
     def _check_integer(self, name: str, least: int, fix: str, *, optional: bool = False) -> None:

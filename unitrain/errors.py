@@ -102,6 +102,17 @@ class CheckpointError(UnitrainError, OSError):
     """A checkpoint cannot be written, or does not fit what it is loaded into."""
 
 
+class Preempted(SystemExit):
+    """A run was stopped by a signal and has left a checkpoint; the program ends with 75, "try again later".
+
+    It is EX_TEMPFAIL of sysexits.h, and no UnitrainError: nothing went wrong.
+    """
+
+    def __init__(self, reason: str | None) -> None:
+        super().__init__(75)
+        self.reason = reason
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """The sentence part that suggests the nearest of `choices`, or an empty string; ends in a space when not empty."""
     near = difflib.get_close_matches(name, list(choices), n=1)

@@ -19,7 +19,7 @@ from unitrain.data.loading import Data
 from unitrain.data.order import Slice
 from unitrain.data.prefetch import Prefetch
 from unitrain.data.share import EvaluationShare, TrainingShare
-from unitrain.errors import ConfigError, did_you_mean
+from unitrain.errors import ConfigError, Preempted, did_you_mean
 from unitrain.evaluation import Evaluation, LossFunction, Metric
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.modules.averaging import WeightAverage
@@ -87,8 +87,6 @@ class Trainer:
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._progress = Progress()
-        self._stop: str | None = None
-        self._started = 0.0
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         self._loss: RunningLoss
@@ -135,7 +133,9 @@ class Trainer:
 
         These are the train_loss of the last epoch and, with `val_data`, what `evaluate` found after it, as val_loss and
         so on: all exact means over the samples of all ranks. When nothing was left to do, `val_data` is evaluated and
-        there is no train_loss. Raises DataError, ConfigError, CheckpointError or NonFiniteLossError, on every rank.
+        there is no train_loss. Raises DataError, ConfigError, CheckpointError or NonFiniteLossError, on every rank; and
+        Preempted, which ends the program with exit code 75, where one of `config.preemption_signals` came to any rank,
+        after a checkpoint.
         """
         config = self.config
         share = TrainingShare(
@@ -155,9 +155,9 @@ class Trainer:
         self.run.begin(share)
         self._forget_partial_step()
         self.model.train()
-        self._started, self._stop = time.perf_counter(), None
         results: dict[str, float] | None = None
-        with choose_progress(config.progress, self.backend.rank) as self._progress:
+        progress = choose_progress(config.progress, self.backend.rank)
+        with self.run.stopping as stopping, progress as self._progress:
             self._progress.start(self.run.steps_left(share), config.epochs)
             self._scale_learning_rate(share)
             try:
@@ -168,6 +168,8 @@ class Trainer:
                 self.run.finish()
             finally:
                 self._callbacks.call("on_fit_end", self)
+            if stopping.preempted:
+                raise Preempted(stopping.reason)
         return self._validate(validation) if results is None else results
 
     def evaluate(self, data: Data) -> dict[str, float]:
@@ -191,16 +193,17 @@ class Trainer:
     def stop(self, reason: str) -> None:
         """Ask for the end of `fit`, for a `reason` that is shown. One rank is enough; it may be called at any time.
 
-        The ranks agree on it when they next work out the loss, or at the end of the epoch. Then the run is validated
-        and saved as it is, in the middle of an epoch too, and can be resumed there.
+        The ranks agree on it when they next work out the loss, at least about every two seconds, and at the end of the
+        epoch. Then the run is validated and saved as it is, in the middle of an epoch too, and can be resumed there.
         """
-        self._stop = reason
+        self.run.stopping.request(reason)
 
     def _train_epoch(self, share: TrainingShare, validation: EvaluationShare | None) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
         config, cursor = self.config, self.run.cursor
         epoch, started, first_sample = cursor.epoch + 1, time.perf_counter(), cursor.sample
         self._loss.start(cursor.step)
+        self.run.stopping.begin(cursor.step)
         for batch, part in self._prefetch(share.epoch(cursor.epoch, cursor.sample), ahead=share.fetches_apart):
             self._micro_step(batch, part)
             if not part.closes_step:
@@ -214,10 +217,11 @@ class Trainer:
             self._callbacks.call("on_step_end", self)
             if config.checkpoint_every_steps and cursor.step % config.checkpoint_every_steps == 0:
                 self._save({})
-            if self._loss.due(cursor.step):
+            if looks := self._loss.due(cursor.step):
                 self._progress.loss(self._loss.look(epoch, cursor.step))
+            if looks or self.run.stopping.due(cursor.step):
                 self._agree_to_stop()
-            if cursor.step == config.steps or self.run.stopped:
+            if cursor.step == config.steps or self.run.stopping.reason is not None:
                 break
         trained = cursor.sample - first_sample
         # With drop_last and another global batch, a resumed epoch may end before the sample that it had come to.
@@ -229,7 +233,9 @@ class Trainer:
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         if self._rates is not None:
             learning_rate *= self._rates.at(cursor.step)
-        results = {**losses, **self._validate(validation)}
+        # A machine that is about to be taken away leaves no time for a validation in the middle of an epoch.
+        hurries = self.run.stopping.preempted and cursor.sample > 0
+        results = {**losses, **({} if hurries else self._validate(validation))}
         if config.scheduler_every == "epoch" and cursor.sample == 0:
             self._step_scheduler(results)
         self._progress.epoch(epoch, results)
@@ -267,15 +273,10 @@ class Trainer:
         return EvaluationShare(data, self.backend, batch_size=batch_size, num_workers=config.num_workers)
 
     def _agree_to_stop(self) -> None:
-        """Stop on every rank where any has asked for it, or has no time left."""
-        limit = self.config.max_seconds
-        if limit is not None and time.perf_counter() - self._started >= limit:
-            self.stop(f"max_seconds={limit:g} are over")
-        asked = torch.tensor(float(self._stop is not None), device=self.backend.device)
-        if self.backend.allreduce(asked, "max").item():
-            reasons = self.backend.allgather_object(self._stop)
-            self.run.stopped = next(reason for reason in reasons if reason is not None)
-            self._progress.note(f"stopped after step {self.run.cursor.step}: {self.run.stopped}")
+        stopping, step = self.run.stopping, self.run.cursor.step
+        stopping.agree(step)
+        if stopping.reason is not None:
+            self._progress.note(f"stopped after step {step}: {stopping.reason}")
 
     def _forget_partial_step(self) -> None:
         """Drop what an earlier `fit`, ended by an exception or Ctrl-C, has left of a step: it is done again."""

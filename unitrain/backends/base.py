@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.environment import Placement
-from unitrain.errors import UnitrainError, UnsupportedError
+from unitrain.errors import Preempted, UnitrainError, UnsupportedError
 
 ReduceOp = Literal["mean", "sum", "min", "max", "product"]
 Compression = Literal["fp16", "bf16"]
@@ -155,7 +155,7 @@ class Backend(Communicator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is None or issubclass(kind, Preempted):
             self.shutdown()
 
 

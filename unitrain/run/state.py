@@ -20,6 +20,7 @@ from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import share_buffers
 from unitrain.run import checkpoint
 from unitrain.run.retention import Retention
+from unitrain.run.stopping import Stopping
 from unitrain.run.writer import CheckpointWriter
 from unitrain.tracking.history import History
 
@@ -35,14 +36,18 @@ class Stateful(Protocol):
 class Run:
     """The state of a run beside model and optimizer. All ranks use it alike; without an output folder nothing is kept.
 
-    `parts` are what else has a state. `stopped` is why the run ends before its time, None while it does not.
+    `parts` are what else has a state. `stopping` is how the run ends before its time.
     Raises CheckpointError, on every rank alike, when the folder cannot be written to, holds another run, or holds one
     that this cannot go on from.
     """
 
     def __init__(self, config: TrainConfig, backend: Backend, parts: Mapping[str, Stateful]) -> None:
         self.cursor = Cursor()
-        self.stopped: str | None = None
+        self.stopping = Stopping(
+            backend,
+            max_seconds=config.max_seconds,
+            signals=() if config.output_dir is None else config.preemption_signals,
+        )
         self._parts = parts
         self._config, self._backend = config, backend
         self._folder = None if config.output_dir is None else Path(config.output_dir)
@@ -58,7 +63,7 @@ class Run:
 
     def finished(self) -> bool:
         """Whether all epochs or steps that the configuration asks for are done, or the run was stopped before."""
-        if self.stopped is not None:
+        if self.stopping.reason is not None:
             return True
         epochs, steps = self._config.epochs, self._config.steps
         return (epochs is not None and self.cursor.epoch >= epochs) or (steps is not None and self.cursor.step >= steps)
@@ -98,7 +103,7 @@ class Run:
                     f"{name}={order[name]}, but this data has {name}={share.order[name]}: samples would repeat or be "
                     "missed. Go on with the same data, or from a checkpoint at the end of an epoch."
                 )
-        self._order, self.stopped = share.order, None
+        self._order = share.order
         if self._generators is not None:
             randomness.restore_generators(self._generators, self._backend.device)
         elif not self._seeded:

@@ -1,0 +1,164 @@
+"""A machine that is about to be taken away: all ranks stop at one step, save, exit with 75, and are gone on from."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launches import Launch, started
+
+from unitrain.config import TrainConfig
+from unitrain.errors import ConfigError, Preempted
+from unitrain.run.preemption import Preemption
+
+BIN = Path(sys.executable).parent
+DIGITS = str(Path(__file__).parent.parent / "examples" / "digits.py")
+EPOCHS = ["--epochs", "12", "--device", "cpu"]
+
+
+def command(launcher: str, output: Path, *more: str) -> list[str]:
+    start = {
+        "none": [sys.executable],
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
+        "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2", sys.executable],
+    }[launcher]
+    return [*start, DIGITS, *EPOCHS, "--output", str(output), *more]
+
+
+def wait_for(path: Path, seconds: float = 150) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)
+
+
+def final(text: str) -> str:
+    (line,) = re.findall(r"final val_accuracy=\d\.\d{4} val_loss=\d\.\d{4}", text)
+    return str(line)
+
+
+def run(arguments: list[str]) -> str:
+    with started(arguments, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 0, output
+    return final(output)
+
+
+def a_rank_of(launch: Launch) -> int:
+    """Return the process of one of horovodrun's ranks, and not of the launcher or a shell between the two."""
+    for pid in launch.living():
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        ranked = b"HOROVOD_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+        if ranked and words[0].endswith(b"python") and DIGITS.encode() in words:
+            return pid
+    raise LookupError("no rank is there")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run(command("torchrun", tmp_path_factory.mktemp("whole") / "run"))
+
+
+# Who gets the signal, and what then comes back: torchrun and horovodrun end with codes of their own.
+CASES = {
+    "none": (signal.SIGTERM, "launcher", {75}),
+    "torchrun": (signal.SIGTERM, "launcher", {1}),
+    "horovodrun": (signal.SIGUSR1, "one rank", {1, 75}),
+}
+
+
+@pytest.mark.parametrize("launcher", CASES)
+def test_a_signal_saves_and_the_run_goes_on_from_there(launcher: str, tmp_path: Path, uninterrupted: str) -> None:
+    number, target, codes = CASES[launcher]
+    with started(command(launcher, tmp_path / "run"), {"OMP_NUM_THREADS": "1"}) as launch:
+        wait_for(tmp_path / "run" / "history.jsonl")
+        time.sleep(0.3)
+        pid = launch.process.pid if target == "launcher" else a_rank_of(launch)
+        os.kill(pid, number)
+        output = launch.output()
+        launch.wait_until_none_lives(10)
+    assert launch.process.returncode in codes, output
+    assert re.search(rf"stopped after step \d+: {number.name} came to rank \d", output), output
+    assert "Traceback" not in output.split("stopped after step")[0]
+    done = len((tmp_path / "run" / "history.jsonl").read_text().splitlines())
+    assert 1 < done < 12
+    resumed = run(command("torchrun" if launcher == "none" else launcher, tmp_path / "run", "--resume"))
+    if launcher != "none":  # one process steps over smaller batches, so it is another run
+        assert resumed == uninterrupted
+
+
+TWICE = """
+import sys, time
+from unitrain.run.preemption import Preemption
+with Preemption(["SIGTERM"]) as preemption:
+    print("ready", flush=True)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        if preemption.received:
+            print(preemption.received, flush=True)
+            preemption.received = preemption.received
+            time.sleep(0.05)
+"""
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    process = subprocess.Popen([sys.executable, "-c", TWICE], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "SIGTERM\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_the_user_handles_is_left_alone() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with Preemption(["SIGUSR1", "SIGUSR2"]) as preemption:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.1)
+            assert (heard, preemption.received) == ([signal.SIGUSR1], None)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(0.1)
+            assert preemption.received == "SIGUSR2"
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert not [one for one in threading.enumerate() if one.name == "unitrain preemption"]
+
+
+def test_outside_of_the_main_thread_nothing_is_handled() -> None:
+    found = []
+
+    def body() -> None:
+        with Preemption(["SIGUSR2"]):
+            found.append(signal.getsignal(signal.SIGUSR2))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]
+
+
+def test_it_ends_the_program_with_75() -> None:
+    assert Preempted("SIGTERM came").code == 75
+    assert not issubclass(Preempted, Exception)  # `except Exception` does not keep the program alive
+
+
+def test_no_such_signal() -> None:
+    with pytest.raises(ConfigError, match=r"preemption_signals has 'SIGTREM'.*Did you mean 'SIGTERM'\?"):
+        TrainConfig(epochs=1, preemption_signals=("SIGTREM",))
+    with pytest.raises(ConfigError, match="'SIGKILL', which is no signal that a program can handle"):
+        TrainConfig(epochs=1, preemption_signals=("SIGKILL",))

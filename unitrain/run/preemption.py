@@ -1,0 +1,68 @@
+"""Noticing that the machine is about to be taken away, also while the training waits for other ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Self
+
+
+class Preemption:
+    """Inside it, the first of these signals is only noted, as `received`; a second one ends the process at once.
+
+    A handler in Python would not run while the main thread waits for other ranks, so a thread of its own is woken
+    through a socket. Signals that the user handles are left alone, and all are outside of the main thread, where
+    Python does not let anyone handle them.
+    """
+
+    def __init__(self, signals: Sequence[str]) -> None:
+        self._signals = [signal.Signals[name] for name in signals]
+        self.received: str | None = None
+        self._handled: set[signal.Signals] = set()
+
+    def __enter__(self) -> Self:
+        self.received = None
+        free = [one for one in self._signals if signal.getsignal(one) == signal.SIG_DFL]
+        if not free or threading.current_thread() is not threading.main_thread():
+            return self
+        self._ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        self._theirs = theirs
+        self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="unitrain preemption", daemon=True)
+        self._thread.start()
+        for one in free:
+            signal.signal(one, _noted)
+            self._handled.add(one)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._handled:
+            return
+        for one in self._handled:
+            signal.signal(one, signal.SIG_DFL)
+        self._handled.clear()
+        signal.set_wakeup_fd(self._wakeup)
+        self._theirs.close()  # the thread reads the end
+        self._thread.join()
+        self._ours.close()
+
+    def _watch(self) -> None:
+        """Read the numbers of the signals that arrive, until the other end is closed."""
+        while numbers := self._ours.recv(16):
+            for number in numbers:
+                if number not in self._handled:
+                    continue
+                if self.received is not None:
+                    os._exit(128 + number)
+                self.received = signal.Signals(number).name
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Do nothing: that there is a handler is what lets the process live, and the thread be woken."""

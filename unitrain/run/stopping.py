@@ -1,0 +1,73 @@
+"""Ending a run before its time, at the same step on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from unitrain.backends.base import Communicator
+from unitrain.run.preemption import Preemption
+
+# How long a request may go unheard on the other ranks.
+_AGREE_SECONDS = 2.0
+
+
+class Stopping:
+    """Collects this rank's reasons to stop, and agrees with the others. All ranks use it alike, one call of `fit` long.
+
+    `reason` is what was agreed on, None while the run goes on; `preempted` is whether a signal was it.
+    """
+
+    def __init__(self, communicator: Communicator, *, max_seconds: float | None, signals: Sequence[str]) -> None:
+        self._communicator, self._max_seconds = communicator, max_seconds
+        self._preemption = Preemption(signals)
+        self.reason: str | None = None
+        self.preempted = False
+        self._requested: str | None = None
+        self._started = 0.0
+
+    def __enter__(self) -> Self:
+        self.reason, self.preempted, self._requested = None, False, None
+        self._started = time.perf_counter()
+        self._preemption.__enter__()
+        self._next, self._agreed_at = 1, (0, self._started)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._preemption.__exit__(kind, error, trace)
+
+    def begin(self, step: int) -> None:
+        """Training begins, with `step` steps done."""
+        self._agreed_at, self._next = (step, time.perf_counter()), step + 1
+
+    def request(self, reason: str) -> None:
+        """Ask for the end, on this rank."""
+        self._requested = reason
+
+    def due(self, step: int) -> bool:
+        """Whether it is time to `agree`, now that `step` steps are done: about every two seconds."""
+        return step >= self._next
+
+    def agree(self, step: int) -> None:
+        """Stop on every rank where any has asked for it, has no time left, or has had a signal. All ranks call it."""
+        now = time.perf_counter()
+        limit, signalled = self._max_seconds, self._preemption.received
+        if limit is not None and now - self._started >= limit:
+            self.request(f"max_seconds={limit:g} are over")
+        if signalled is not None:
+            self.request(f"{signalled} came to rank {self._communicator.rank}")
+        before, then = self._agreed_at
+        pace = (now - then) / max(1, step - before)
+        here = torch.tensor([self._requested is not None, pace], dtype=torch.float64)
+        asked, slowest = self._communicator.allreduce(here.to(self._communicator.device), "max").tolist()
+        self._agreed_at, self._next = (step, now), step + max(1, round(_AGREE_SECONDS / max(slowest, 1e-9)))
+        if asked:
+            reasons = self._communicator.allgather_object((self._requested, signalled is not None))
+            self.reason = next(reason for reason, _ in reasons if reason is not None)
+            self.preempted = any(preempted for _, preempted in reasons)
