@@ -21,6 +21,7 @@ import unitrain
 from unitrain.backends.base import StartOptions
 from unitrain.backends.local import LocalBackend
 from unitrain.cli import unitrain as command
+from unitrain.commands.verify import _available as available
 from unitrain.environment import Placement
 from unitrain.verify.processes import last_words
 from unitrain.verify.record import FOLDER, Record, Request
@@ -245,6 +246,15 @@ def test_a_bad_call_is_refused(arguments: list[str], said: str, script: str) -> 
     result = CliRunner().invoke(command, ["verify", *(one.format(script=script) for one in arguments)])
     assert result.exit_code == 2, result.output
     assert said in result.stderr
+
+
+def test_what_cannot_run_here_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    controllers, skipped = available(["ddp", "horovod", "local"])
+    assert controllers == {"ddp": [None], "horovod": ["gloo"], "local": [None]}
+    ((what, why),) = skipped
+    assert what == "horovod over mpi"
+    assert why in ("mpirun is not on PATH.", "Horovod was built without it.")
 
 
 # From here on in this process, on one rank.
