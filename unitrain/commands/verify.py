@@ -49,7 +49,7 @@ class _Job:
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
-    help="Largest |difference|, relative to values above 1. [default: 1e-6, with --float64 1e-10]",
+    help="Largest |difference|, relative to values above 1. [default: 1e-6, with --float64 1e-8]",
 )
 @click.option("--float64", is_flag=True, help="Train in double precision, where rounding is out of the question.")
 @click.option("--cpu", is_flag=True, help="Hide the GPUs.")
@@ -106,7 +106,7 @@ def verify(
     from unitrain.verify.verdict import Verdict, judge
 
     if tolerance is None:
-        tolerance = 1e-10 if float64 else 1e-6
+        tolerance = 1e-8 if float64 else 1e-6
     controllers, skipped = _available(names)
     # Without it SIGTERM would leave the ranks behind; this way the run at hand is ended first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

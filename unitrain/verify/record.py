@@ -54,7 +54,7 @@ class RankRecord:
     """What one rank did. `start` and `end` are the digests of its parameters before the first step and after the last.
 
     `random` names the generators that gave numbers in between, `fixed_batch` tells that the script states its global
-    batch itself, and `batch_statistics` that the model has layers which compute over a rank's own micro-batch.
+    batch itself, and `batch_statistics` whose samples of a micro-step BatchNorm computes over: "rank", "all" or "none".
     """
 
     rank: int
@@ -68,7 +68,7 @@ class RankRecord:
     end: dict[str, str]
     random: Sequence[str]
     fixed_batch: bool
-    batch_statistics: bool
+    batch_statistics: str
 
     def write(self, folder: Path) -> None:
         """Leave it in `folder`, whole or not at all."""
@@ -122,9 +122,18 @@ class Record:
         """Return the number of samples of each step."""
         return [sum(sum(one.samples) for one in parts) for parts in self._by_step()]
 
-    def micro_batches(self) -> list[list[int]]:
-        """Return how each step's samples were split up, largest part first."""
-        return [sorted((count for one in parts for count in one.samples), reverse=True) for parts in self._by_step()]
+    def normalised(self) -> list[list[int]]:
+        """Return over how many samples at a time BatchNorm computes in each step, largest first."""
+        whole = self.first.batch_statistics == "all"
+        return [
+            sorted(
+                map(sum, zip(*(one.samples for one in parts), strict=True))
+                if whole
+                else (count for one in parts for count in one.samples if count),
+                reverse=True,
+            )
+            for parts in self._by_step()
+        ]
 
     def learning_rates(self) -> list[Sequence[float]]:
         """Return the optimizer's learning rates at each step, one of each group."""

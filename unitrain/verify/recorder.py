@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +17,7 @@ from unitrain import environment, randomness
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.data.batch import map_tensors
+from unitrain.modules.sync_batch_norm import SyncedForward
 from unitrain.verify.record import FOLDER, TENSORS, RankRecord, Request, StepRecord
 from unitrain.verify.samples import digest_of_samples, digest_of_tensor
 
@@ -64,7 +65,10 @@ class Recorder(Callback):
             changes["output_dir"] = self._folder / "output"
         self._fixed_batch = config.global_batch_size is not None
         if not self._fixed_batch and backend.size < self._request.as_ranks:
-            changes["accumulate"] = (config.accumulate or 1) * self._request.as_ranks // backend.size
+            # A layer that normalises over the samples of all ranks is to have as many at once here.
+            at_once = config.batch_size is not None and (config.sync_batch_norm or _batch_statistics(model) == "all")
+            name = "batch_size" if at_once else "accumulate"
+            changes[name] = (getattr(config, name) or 1) * self._request.as_ranks // backend.size
         if self._request.float64:
             changes["precision"] = "fp32"  # which is to say: no autocast
             loss_fn, forward = _in_double(model, loss_fn, forward)
@@ -75,12 +79,12 @@ class Recorder(Callback):
         self._generators = _generators(trainer.backend.device)
 
     def on_micro_step(self, trainer: Trainer, batch: Any, part: Slice, loss: Loss) -> None:
+        self._samples.append(part.samples)
         if not part.samples:  # it only stands in for lack of samples
             return
         value = float(loss.value.detach())
         self._losses.append(value * part.samples if loss.tokens is None else value)
         self._weights.append(float(part.samples if loss.tokens is None else loss.tokens))
-        self._samples.append(part.samples)
         self._digest += digest_of_samples(map_tensors(Tensor.cpu, batch), part.samples)
 
     def on_gradients(self, trainer: Trainer) -> None:
@@ -115,7 +119,6 @@ class Recorder(Callback):
         self._written = True
         backend = trainer.backend
         before, after = self._generators, _generators(backend.device)
-        modules = list(backend.unwrap(trainer.model).modules())
         record = RankRecord(
             rank=backend.rank,
             size=backend.size,
@@ -128,10 +131,7 @@ class Recorder(Callback):
             end=_digests(trainer),
             random=[name for name in before if before[name] != after[name]],
             fixed_batch=self._fixed_batch,
-            batch_statistics=any(
-                isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-                for module in modules
-            ),
+            batch_statistics=_batch_statistics(backend.unwrap(trainer.model)),
         )
         if backend.rank == 0:
             save_file(_tensors(trainer), self._folder / TENSORS)
@@ -143,6 +143,14 @@ class Recorder(Callback):
 
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     return dict(trainer.backend.unwrap(trainer.model).named_parameters())
+
+
+def _batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
+    """Return whose samples of a micro-step the layers of `model` normalise over: nobody's, each rank's own, or all."""
+    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if not layers:
+        return "none"
+    return "all" if all(isinstance(layer, SyncedForward | nn.SyncBatchNorm) for layer in layers) else "rank"
 
 
 def _digests(trainer: Trainer) -> dict[str, str]:
