@@ -12,6 +12,7 @@ assert version, "unitrain/__init__.py states the version"
 examples = ["scikit-learn>=1.3", "torchvision>=0.21"]
 # Horovod itself is not named: no release of it builds against a current torch, `unitrain horovod build` makes one.
 horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
+torchmetrics = ["torchmetrics>=1.4"]
 dev = ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.6"]
 
 setup(
@@ -27,7 +28,8 @@ setup(
     extras_require={
         "horovod": horovod,
         "examples": examples,
-        "dev": [*dev, *horovod, *examples],
+        "torchmetrics": torchmetrics,
+        "dev": [*dev, *horovod, *examples, *torchmetrics],
     },
     entry_points={"console_scripts": ["unitrain = unitrain.cli:unitrain"]},
 )

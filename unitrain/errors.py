@@ -20,6 +20,8 @@ mistake.
     │   ├── NonFiniteLossError      (ArithmeticError)
     │   └── NonFiniteGradientError  (ArithmeticError)
     ├── CallbackError               (RuntimeError)  a callback failed
+    ├── LoggerError                 (RuntimeError)  a logger cannot be started
+    ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or gave no numbers
     ├── DataError                   (ValueError)    a dataset that cannot be shared out
     └── CheckpointError             (OSError)       a checkpoint that cannot be written or restored
 """
@@ -92,6 +94,14 @@ class NonFiniteGradientError(ModelError, ArithmeticError):
 
 class CallbackError(UnitrainError, RuntimeError):
     """A callback raised an error, which is its cause."""
+
+
+class LoggerError(UnitrainError, RuntimeError):
+    """A logger cannot be started."""
+
+
+class MetricError(UnitrainError, RuntimeError):
+    """A torchmetrics object failed, or its result is not made of numbers."""
 
 
 class DataError(UnitrainError, ValueError):

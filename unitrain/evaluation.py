@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unitrain.backends.base import Communicator, together
 from unitrain.data.prefetch import Prefetch
 from unitrain.data.share import EvaluationShare
 from unitrain.metrics.means import Means
+from unitrain.metrics.user_metrics import Metric, UserMetrics
 from unitrain.modules.buffers import share_buffers
 from unitrain.prediction import Outputs
 from unitrain.step.forward import Forward
@@ -20,7 +21,6 @@ from unitrain.step.precision import Precision
 from unitrain.step.weighting import LossOutput, read_loss
 
 LossFunction = Callable[[Any, Any], LossOutput]
-Metric = Callable[[Any, Any], Tensor | float]
 
 
 class Evaluation:
@@ -34,36 +34,38 @@ class Evaluation:
         model: nn.Module,
         forward: Forward,
         loss_fn: LossFunction,
-        metrics: Mapping[str, Metric],
+        metrics: Mapping[str, Metric] | nn.Module,
         precision: Precision,
         prefetch: Prefetch,
         communicator: Communicator,
     ) -> None:
-        self._model, self._forward, self._loss_fn, self._metrics = model, forward, loss_fn, dict(metrics)
+        self._model, self._forward, self._loss_fn = model, forward, loss_fn
         self._precision, self._prefetch, self._communicator = precision, prefetch, communicator
+        self._metrics = UserMetrics(metrics, communicator)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The results that there will be."""
-        return ("loss", *self._metrics)
+        return ("loss", *self._metrics.names)
 
     def evaluate(self, share: EvaluationShare) -> dict[str, float]:
         """Return the mean of the loss and of every metric over all samples, the same on every rank."""
         device = self._communicator.device
-        losses, means = Means(("loss",), device), Means(tuple(self._metrics), device)
+        losses = Means(("loss",), device)
 
         def evaluate_own() -> None:
+            self._metrics.start()
             for batch, samples in self._batches(share):
                 with self._precision.autocast():
                     output, target = self._forward(self._model, batch)
                     loss = read_loss(self._loss_fn(output, target))
                 losses.add_loss(loss.value, samples, loss.tokens)
-                means.add([metric(output, target) for metric in self._metrics.values()], samples)
-            means.add_up()
+                self._metrics.add(output, target, samples)
+            self._metrics.add_up()
 
         with self._evaluating():
             together(self._communicator, evaluate_own)
-        return {**losses.reduce(self._communicator), **(means.reduce(self._communicator) if self._metrics else {})}
+        return {**losses.reduce(self._communicator), **self._metrics.reduce()}
 
     def predict(self, share: EvaluationShare) -> Any:
         """Return the model's outputs for all samples, in the dataset's order, the same on every rank."""

@@ -20,8 +20,9 @@ from unitrain.data.order import Slice
 from unitrain.data.prefetch import Prefetch
 from unitrain.data.share import EvaluationShare, TrainingShare
 from unitrain.errors import ConfigError, Preempted, did_you_mean
-from unitrain.evaluation import Evaluation, LossFunction, Metric
+from unitrain.evaluation import Evaluation, LossFunction
 from unitrain.metrics.running_loss import RunningLoss
+from unitrain.metrics.user_metrics import Metric
 from unitrain.modules.averaging import WeightAverage
 from unitrain.modules.compiled import compile_forward
 from unitrain.modules.memory_format import use_channels_last
@@ -41,10 +42,11 @@ class Trainer:
 
     The optimizer and the scheduler are the user's own, built on `model`'s parameters. `loss_fn(output, target)` returns
     the mean loss over the batch; or, where it is tokens or pixels that count, a pair of the sum over them and their
-    number, on every rank alike. Each of `metrics` returns its mean over the batch, or one value per sample. Batches are
-    (inputs, targets) pairs, and `model` is called with the inputs; where they are something else, or the model takes
-    something else, `forward(model, batch)` calls it and returns (output, target). The model that it is given is the one
-    to call: in training the wrapped one. With `config.resume` the state is restored here.
+    number, on every rank alike. Each of `metrics` returns its mean over the batch, or one value per sample; or it is a
+    torchmetrics object, merged over ranks exactly. Batches are (inputs, targets) pairs, and `model` is called with the
+    inputs; where they are something else, or the model takes something else, `forward(model, batch)` calls it and
+    returns (output, target). The model that it is given is the one to call: in training the wrapped one. With
+    `config.resume` the state is restored here.
     `averaged_model` has the averaged weights, with `config.ema_decay`; whatever evaluates then uses it.
     For callbacks: `run.cursor` is how far the run has come, `result_names` what `fit` will return, and `last_loss` what
     the loss function returned last on this rank.
@@ -60,7 +62,7 @@ class Trainer:
         backend: Backend,
         config: TrainConfig,
         scheduler: LRScheduler | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric] | nn.Module | None = None,
         forward: ForwardFunction | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
@@ -105,8 +107,11 @@ class Trainer:
         if config.compile:
             compile_forward(model, self.averaged_model, mode=config.compile)
         evaluated = model if self.averaged_model is None else self.averaged_model
-        self._evaluation = Evaluation(
-            evaluated, self._forward, loss_fn, metrics or {}, self._precision, self._prefetch, backend
+        self._evaluation = together(
+            backend,
+            lambda: Evaluation(
+                evaluated, self._forward, loss_fn, metrics or {}, self._precision, self._prefetch, backend
+            ),
         )
 
         parts: dict[str, Stateful] = {"precision": self._precision, "callbacks": self._callbacks}

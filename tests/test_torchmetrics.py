@@ -1,0 +1,289 @@
+"""Metrics of torchmetrics: on any number of ranks what one metric gives that has seen all samples in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchmetrics import classification, regression, retrieval, wrappers
+
+from unitrain import EarlyStopping, TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.errors import ConfigError, MetricError
+from unitrain.testing import RankGroup
+
+CLASSES, BATCH = 3, 4
+COUNTS = (29, 2)  # with two samples and three ranks, the first rank has none
+
+
+class States(torchmetrics.Metric):
+    """Has a state of every kind, and results that depend on the order where that can matter."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.add_state("total", torch.full((2,), 100.0, dtype=torch.float64), "sum")  # which begins above zero
+        self.add_state("largest", torch.tensor(-torch.inf, dtype=torch.float64), "max")
+        self.add_state("smallest", torch.tensor(torch.inf, dtype=torch.float64), "min")
+        self.add_state("mean", torch.tensor(0.0, dtype=torch.float64), "mean")
+        self.add_state("rows", [], "cat")
+        self.add_state("words", [], None)
+        self.add_state("lengths", torch.zeros(0, dtype=torch.float64), "cat")
+        self.add_state("squares", torch.tensor(0.0, dtype=torch.float64), lambda stacked: stacked.sum(0))
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        values = output.double().sum(dim=1)
+        self.total = self.total + torch.stack([values.sum(), values.abs().sum()])
+        self.largest = torch.maximum(self.largest, values.max())
+        self.smallest = torch.minimum(self.smallest, values.min())
+        updates = self._update_count  # this one counted
+        self.mean = (self.mean * (updates - 1) + values.mean()) / updates
+        self.rows.append(values)
+        self.words += [str(int(one)) for one in target[: 1 + int(target[0])]]  # a list longer on some ranks
+        self.lengths = torch.cat([self.lengths, torch.tensor([float(len(target))], dtype=torch.float64)])
+        self.squares = self.squares + (values**2).sum()
+
+    def compute(self) -> dict[str, Any]:
+        rows = torch.cat(self.rows)
+        order = torch.arange(1, len(rows) + 1, dtype=torch.float64)
+        return {
+            "total": self.total,
+            "largest": self.largest,
+            "smallest": self.smallest,
+            "mean": self.mean,
+            "ordered": (rows * order).sum(),
+            "words": float(int("".join(self.words)) % 1000003),
+            "batches": (self.lengths * torch.arange(1, len(self.lengths) + 1)).sum(),
+            "squares": self.squares,
+        }
+
+
+class Indexed(retrieval.RetrievalMAP):
+    """Takes the target as the query too: its states are lists that nothing reduces."""
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        super().update(output[:, 0], (output[:, 1] > 0).long(), target)
+
+
+class Likely(regression.PearsonCorrCoef):
+    """Correlates two columns: its states are tensors that nothing reduces."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.set_dtype(torch.float64)
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        super().update(output[:, 0].double(), output[:, 1].double() + output[:, 0].double())
+
+
+class Squared(torchmetrics.MeanSquaredError):
+    """Computes in double precision, so that the order of addition is not seen."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.set_dtype(torch.float64)
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        super().update(output[:, 0], target.to(output))
+
+
+def collection(**settings: Any) -> torchmetrics.MetricCollection:
+    """Return some metrics, of which all but the last share their state."""
+    return torchmetrics.MetricCollection(
+        {
+            "precision": classification.MulticlassPrecision(CLASSES),
+            "recall": classification.MulticlassRecall(CLASSES),
+            "worst": classification.MulticlassF1Score(CLASSES, average=None),
+            "squared": Squared(),
+        },
+        **settings,
+    )
+
+
+METRICS: dict[str, Callable[[], Any]] = {
+    "states": States,
+    "f1": lambda: torchmetrics.F1Score("multiclass", num_classes=CLASSES, average="macro"),
+    "of_classes": lambda: classification.MulticlassAccuracy(CLASSES, average=None),
+    "labelled": lambda: wrappers.ClasswiseWrapper(
+        classification.MulticlassRecall(CLASSES, average=None), ["a", "b", "c"]
+    ),
+    "area": lambda: classification.MulticlassAUROC(CLASSES),
+    "ranked": Indexed,
+    "correlation": Likely,
+    "composed": lambda: classification.MulticlassAccuracy(CLASSES) * 2 + Squared(sync_on_compute=False),
+    "several": collection,
+}
+
+
+class Scaled(nn.Module):
+    """Gives what it is given: its output for a sample does not depend on the batch that it comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def data(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(count)
+    inputs = torch.randn(count, CLASSES, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(CLASSES, (count,), generator=generator))
+
+
+def make(backend: Backend, metrics: Any, **settings: Any) -> Trainer:
+    model = Scaled()
+    config = TrainConfig(**{"epochs": 1, "batch_size": BATCH, "progress": "off", **settings})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, metrics=metrics)
+
+
+def evaluate(backend: Backend) -> list[dict[str, float]]:
+    """Evaluate data of every size twice, and check how the metrics are left behind."""
+    metrics = {name: make_one() for name, make_one in METRICS.items()}
+    trainer = make(backend, metrics)
+    results = [trainer.evaluate(data(count)) for count in (*COUNTS, *COUNTS)]
+    for name, metric in metrics.items():
+        for part in metric.modules():
+            # These two have no state of their own, and leave their count as it is.
+            outer = isinstance(part, wrappers.ClasswiseWrapper | torchmetrics.metric.CompositionalMetric)
+            if isinstance(part, torchmetrics.Metric) and not outer:
+                assert part.update_count == 0, name
+                assert part._to_sync == part.sync_on_compute, name
+                assert not part._is_synced
+                for state, default in part._defaults.items():
+                    found = getattr(part, state)
+                    assert found == [] if isinstance(default, list) else torch.equal(found, default), (name, state)
+    assert metrics["composed"].metric_b.sync_on_compute is False
+    return results
+
+
+def expected(count: int, size: int) -> dict[str, float]:
+    """Return what plain torchmetrics gives in one process, for the batches of all ranks in the ranks' order."""
+    inputs, targets = data(count).tensors
+    found: dict[str, float] = {"loss": nn.functional.cross_entropy(inputs, targets).item()}
+    for name, make_one in METRICS.items():
+        metric = make_one()
+        for rank in range(size):
+            first, last = rank * count // size, (rank + 1) * count // size
+            for begin in range(first, last, BATCH):
+                part = slice(begin, min(begin + BATCH, last))
+                metric.update(inputs[part], targets[part])
+        found |= flat(name, metric.compute())
+    return found
+
+
+def flat(name: str, value: Any) -> dict[str, float]:
+    if isinstance(value, dict):
+        return {key: one for inner, part in value.items() for key, one in flat(f"{name}_{inner}", part).items()}
+    if isinstance(value, Tensor) and value.dim():
+        return {f"{name}_{index}": float(one) for index, one in enumerate(value)}
+    return {name: float(value)}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("local", 1), ("ddp", 2), ("horovod", 2), ("ddp", 3), ("horovod", 3)],
+    ids=lambda group: f"{group[0]}-{group[1]}",
+)
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+@pytest.mark.filterwarnings("ignore:No positive samples:UserWarning")  # in two samples of three classes
+def test_equal_one_metric_that_has_seen_everything(group: RankGroup) -> None:
+    everywhere = group.run(evaluate, timeout_seconds=120)
+    for results in everywhere:
+        assert repr(results) == repr(everywhere[0])  # nan is among them
+    for found, count in zip(everywhere[0], (*COUNTS, *COUNTS), strict=True):
+        wanted = expected(count, len(everywhere))
+        assert list(found) == list(wanted)
+        for name, value in wanted.items():
+            if (name, count) == ("correlation", 2):
+                continue  # of two ranks with a sample each, torchmetrics' own formula makes 0 / 0
+            tolerance = 1e-7 if name == "loss" else 1e-12  # the loss is a mean over batches computed one by one
+            assert found[name] == pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True), (name, count)
+
+
+class Failing(torchmetrics.MeanMetric):
+    """Fails where it is told to, on the last rank."""
+
+    def __init__(self, backend: Backend, where: str) -> None:
+        super().__init__()
+        self.where = where if backend.rank == backend.size - 1 else ""
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        if self.where == "update":
+            raise ValueError("target is wrong")
+        super().update(output)
+
+    def compute(self) -> Any:
+        if not self.update_called:
+            raise ValueError("nothing to compute")  # so that this is not found out before there are samples
+        return torch.zeros(2, 2)
+
+
+def refused(backend: Backend) -> list[tuple[str, str]]:
+    """Return what is said of metrics that cannot be used, and check that evaluating goes on afterwards."""
+    said = []
+    trainer = make(backend, {"broken": Failing(backend, "update")})
+    for _ in range(2):
+        try:
+            trainer.evaluate(data(29))
+        except MetricError as error:
+            said.append(("update", str(error)))
+    for name, metric in (
+        ("compute", Failing(backend, "")),
+        ("confusion", classification.MulticlassConfusionMatrix(CLASSES)),
+        ("running", wrappers.Running(torchmetrics.MeanMetric())),
+        ("several", collection()),
+    ):
+        metrics = {name: metric, "several_squared": lambda output, target: 0.0}
+        try:
+            make(backend, metrics).evaluate(data(29))
+        except (MetricError, ConfigError) as error:
+            said.append((name, f"{type(error).__name__}: {error}"))
+    trainer = make(backend, {"f1": METRICS["f1"]()})
+    said.append(("fine", "" if trainer.evaluate(data(29))["f1"] > 0 else "nothing"))
+    return said
+
+
+def test_what_cannot_be_used_is_the_same_error_on_every_rank(group: RankGroup) -> None:
+    everywhere = group.run(refused)
+    assert all(said == everywhere[0] for said in everywhere)
+    first, again, compute, confusion, running, several, fine = everywhere[0]
+    assert first == again
+    last = len(everywhere) - 1
+    assert first[1].startswith(
+        f"Metric 'broken', a torchmetrics Failing, could not be updated with a batch on rank {last}: ValueError: "
+        "target is wrong. "
+    )
+    assert compute[1].startswith("MetricError: Metric 'compute' gives a tensor of shape [2, 2], and a result is ")
+    assert confusion[1].startswith("MetricError: Metric 'confusion' gives a tensor of shape [3, 3], ")
+    assert running[1].startswith("ConfigError: Metric 'running' is torchmetrics' Running, ")
+    assert several[1].startswith("ConfigError: Two metrics give a result called 'several_squared'. ")
+    assert fine == ("fine", "")
+
+
+def fitted(backend: Backend) -> tuple[dict[str, float], tuple[str, ...], int]:
+    """Train with a collection in place of the metrics, and stop early for one of its results."""
+    trainer = make(backend, collection(prefix="of_"), epochs=5)
+    trainer._callbacks = type(trainer._callbacks)([EarlyStopping("val_of_worst_1", mode="max", patience=2)])
+    return trainer.fit(data(29), data(29)), trainer.result_names, trainer.run.cursor.epoch
+
+
+def test_results_of_a_collection_can_be_followed(group: RankGroup) -> None:
+    everywhere = group.run(fitted)
+    assert all(one == everywhere[0] for one in everywhere)
+    results, names, epochs = everywhere[0]
+    assert tuple(results) == names
+    assert names[2:] == tuple(
+        f"val_of_{name}" for name in ("precision", "recall", "squared", "worst_0", "worst_1", "worst_2")
+    )
+    assert epochs == 3
