@@ -125,8 +125,10 @@ class Backend(Communicator):
 
         Parameters and buffers become rank 0's. With `unused_parameters`, one that a rank did not use counts as zero
         there, and one that no rank used keeps `grad` None; without it that is a ModelError, in the first backward on
-        every rank, and where it happens later on the ranks concerned, before the optimizer steps. `compression` is the
-        format gradients travel in. Raises ModelError for a model without trainable parameters, on every rank.
+        every rank, and where it happens later on the ranks concerned, before the optimizer steps. Parameters may be
+        frozen and unfrozen later, by the next forward and alike on every rank; where they are not, that is a ModelError
+        too. `compression` is the format gradients travel in. Raises ModelError for a model without trainable
+        parameters, on every rank.
         """
 
     @abstractmethod
