@@ -174,7 +174,7 @@ def test_it_is_read_without_unitrain(tmp_path: Path) -> None:
     assert_same(dict(done.model.state_dict()), dict(model.state_dict()))
     training = torch.load(folder / "training.pt", weights_only=True)
     torch.optim.AdamW(model.parameters()).load_state_dict(training["optimizer"])
-    assert training["cursor"] == {"epoch": 1, "step": 6, "sample": 0}
+    assert training["cursor"] == {"epoch": 1, "step": 6, "sample": 0, "position": 0}
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["files"]["training.pt"]["bytes"] == (folder / "training.pt").stat().st_size
 

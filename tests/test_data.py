@@ -10,15 +10,11 @@ import torch
 from one_rank import rank_of
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     Subset,
     TensorDataset,
-    WeightedRandomSampler,
     get_worker_info,
 )
 
@@ -279,22 +275,9 @@ class OwnIteration(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (Stream(), r"^Stream is an IterableDataset, which has no indices to share out over ranks\."),
-        (DataLoader(Stream(), batch_size=2), r"^Stream is an IterableDataset"),
+        (Stream(), r"^Got data of type Stream, which has no __len__ and __getitem__ to share out\."),
+        (DataLoader(Stream(), batch_size=2), r"^Got data of type Stream"),
         (iter([1]), r"^Got data of type list_iterator, which has no __len__ and __getitem__ to share out\."),
-        (DataLoader(Numbers(5), batch_size=None), r"^A DataLoader with batch_size=None cannot be shared out exactly"),
-        (
-            DataLoader(Numbers(5), batch_sampler=BatchSampler(SequentialSampler(Numbers(5)), 2, False)),
-            r"^A DataLoader with batch_sampler=BatchSampler cannot",
-        ),
-        (
-            DataLoader(Numbers(5), batch_size=2, sampler=WeightedRandomSampler([1.0] * 5, 5)),
-            r"^A DataLoader with sampler=WeightedRandomSampler cannot .* Use DataLoader\(dataset, batch_size=32, ",
-        ),
-        (
-            DataLoader(Numbers(5), batch_size=2, sampler=RandomSampler(Numbers(5), replacement=True)),
-            r"^A DataLoader with RandomSampler\(replacement=True, num_samples=5\) cannot",
-        ),
         (OwnIteration(Numbers(5), batch_size=2), r"^A DataLoader with an iteration of its own, in OwnIteration"),
         (Numbers(0), r"^The training data is empty\. Give a dataset with at least one sample\.$"),
         (

@@ -17,6 +17,8 @@ PrecisionName = Literal["fp32", "bf16", "fp16"]
 BestMode = Literal["min", "max"]
 LrScaling = Literal["none", "linear", "sqrt"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+StreamKind = Literal["shared", "own"]
+Uneven = Literal["weight", "drop", "pad"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,17 @@ class TrainConfig:
     Data: `seed` decides its order, and each rank's random numbers (dropout, augmentation) from the first step on,
     whatever generator a DataLoader has. In its workers they begin anew with every epoch, so that a run resumed between
     two epochs repeats them; persistent workers are seeded only when they start.
+
+    `stream` says what an IterableDataset is, which has no indices to share out. "shared": it yields the same items
+    everywhere, and each rank and worker takes its own of them, so that none is taken twice or lost; it is given the
+    same random numbers everywhere, and takes no part of its own because it is in a worker. "own": what it yields
+    belongs to the rank and worker that it is on, such as random episodes or a dataset that shards itself; nothing is
+    skipped, and each has random numbers of its own. A dataset or sampler with `set_epoch` is told the epoch.
+
+    `uneven` says what happens where ranks have unequal numbers of batches, as in such data and with a batch_sampler.
+    "weight": all are trained on, each sample once; a rank that is out stands in with weight 0. "drop": the epoch ends
+    when the first rank has no batch left for each micro-step of a step. "pad": ranks that are out begin their batches
+    again, and these count, until all ranks are out.
 
     The model: `sync_batch_norm` lets BatchNorm normalise over the samples of all ranks in a micro-step.
     `channels_last` lays out images and 4-d parameters so. `compile` is True, or a mode of torch.compile: a batch of
@@ -80,6 +93,8 @@ class TrainConfig:
     seed: int = 0
     shuffle: bool = True
     num_workers: int = 0
+    stream: StreamKind = "shared"
+    uneven: Uneven = "weight"
     unused_parameters: bool = False
     sync_batch_norm: bool = False
     ema_decay: float | None = None
@@ -116,6 +131,8 @@ class TrainConfig:
         self._check_choice("precision", get_args(PrecisionName))
         self._check_choice("scheduler_every", get_args(SchedulerUnit))
         self._check_choice("progress", get_args(ProgressStyle))
+        self._check_choice("stream", get_args(StreamKind))
+        self._check_choice("uneven", get_args(Uneven))
         if self.compression is not None:
             self._check_choice("compression", get_args(Compression))
         self._check_positive("clip_norm", "Use None not to clip")

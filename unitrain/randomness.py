@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from enum import IntEnum
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ class Stream(IntEnum):
     ORDER = 1
     WORKERS = 2
     RANK = 3
+    SHARED = 4
+    SAMPLER = 5
 
 
 def derive_seed(seed: int, stream: Stream, *path: int) -> int:
@@ -50,3 +53,41 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
     key = np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
     random.setstate(state["python"])
+
+
+class OwnGenerators:
+    """Random numbers of torch's CPU, numpy and Python that begin with `seed`, apart from the rest of the process.
+
+    Inside `with` the global generators are these; outside they go on as if nobody had drawn in between.
+    """
+
+    def __init__(self, seed: int) -> None:
+        outer = _global_states()
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        self._own = _global_states()
+        _set_global_states(outer)
+
+    def __enter__(self) -> None:
+        self._outer = _global_states()
+        _set_global_states(self._own)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._own = _global_states()
+        _set_global_states(self._outer)
+
+
+_States = tuple[torch.Tensor, Any, Any]
+
+
+def _global_states() -> _States:
+    return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+
+
+def _set_global_states(states: _States) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])

@@ -18,7 +18,8 @@ from unitrain.config import TrainConfig, check_alike
 from unitrain.data.loading import Data
 from unitrain.data.order import Slice
 from unitrain.data.prefetch import Prefetch
-from unitrain.data.share import EvaluationShare, TrainingShare
+from unitrain.data.share import EvaluationShare, open_training_data
+from unitrain.data.training_data import TrainingData
 from unitrain.errors import ConfigError, Preempted, did_you_mean
 from unitrain.evaluation import Evaluation, LossFunction
 from unitrain.metrics.running_loss import RunningLoss
@@ -143,16 +144,7 @@ class Trainer:
         after a checkpoint.
         """
         config = self.config
-        share = TrainingShare(
-            train_data,
-            self.backend,
-            batch_size=config.batch_size,
-            accumulate=config.accumulate,
-            global_batch_size=config.global_batch_size,
-            seed=config.seed,
-            shuffle=config.shuffle,
-            num_workers=config.num_workers,
-        )
+        share = open_training_data(train_data, self.backend, config)
         self._train_batch_size = share.batch_size
         self.result_names = ("train_loss", *(f"val_{name}" for name in self._evaluation.names if val_data is not None))
         self._check_monitor()
@@ -203,13 +195,13 @@ class Trainer:
         """
         self.run.stopping.request(reason)
 
-    def _train_epoch(self, share: TrainingShare, validation: EvaluationShare | None) -> dict[str, float]:
+    def _train_epoch(self, share: TrainingData, validation: EvaluationShare | None) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
         config, cursor = self.config, self.run.cursor
         epoch, started, first_sample = cursor.epoch + 1, time.perf_counter(), cursor.sample
         self._loss.start(cursor.step)
         self.run.stopping.begin(cursor.step)
-        for batch, part in self._prefetch(share.epoch(cursor.epoch, cursor.sample), ahead=share.fetches_apart):
+        for batch, part in self._prefetch(share.epoch(cursor.epoch, cursor.position), ahead=share.fetches_apart):
             self._micro_step(batch, part)
             if not part.closes_step:
                 continue
@@ -217,7 +209,8 @@ class Trainer:
             self._callbacks.call("on_gradients", self)
             self._update(cursor.step, self._rates)
             cursor.step += 1
-            cursor.sample = part.step_end
+            cursor.sample += part.step_samples
+            cursor.position = part.step_end
             self._progress.step(epoch, part.step_samples)
             self._callbacks.call("on_step_end", self)
             if config.checkpoint_every_steps and cursor.step % config.checkpoint_every_steps == 0:
@@ -232,8 +225,8 @@ class Trainer:
         # With drop_last and another global batch, a resumed epoch may end before the sample that it had come to.
         losses = {"train_loss": self._loss.finish(epoch, cursor.step)} if trained else {}
         seconds = time.perf_counter() - started
-        if cursor.sample >= share.samples_per_epoch:
-            cursor.epoch, cursor.sample = cursor.epoch + 1, 0
+        if share.is_over(cursor.position):
+            cursor.epoch, cursor.sample, cursor.position = cursor.epoch + 1, 0, 0
 
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         if self._rates is not None:
@@ -275,7 +268,9 @@ class Trainer:
         config = self.config
         # A DataLoader has its own; anything else is evaluated in batches as large as those that it is trained with.
         batch_size = config.eval_batch_size or (None if isinstance(data, DataLoader) else self._train_batch_size)
-        return EvaluationShare(data, self.backend, batch_size=batch_size, num_workers=config.num_workers)
+        return EvaluationShare(
+            data, self.backend, batch_size=batch_size, num_workers=config.num_workers, stream=config.stream
+        )
 
     def _agree_to_stop(self) -> None:
         stopping, step = self.run.stopping, self.run.cursor.step
@@ -306,9 +301,15 @@ class Trainer:
                 f"{did_you_mean(str(self.config.monitor), names)}Available: {', '.join(names)}."
             )
 
-    def _scale_learning_rate(self, share: TrainingShare) -> None:
+    def _scale_learning_rate(self, share: TrainingData) -> None:
         config = self.config
         if config.lr_scaling != "none":
+            if share.global_batch_size is None:
+                raise ConfigError(
+                    f"TrainConfig.lr_scaling {config.lr_scaling!r} goes by the samples of a step, which nobody knows "
+                    "where the dataset or a batch_sampler makes whole batches. "
+                    "Use lr_scaling='none', and scale the rate that the optimizer is given."
+                )
             self._rates = LearningRateFactor(
                 config.lr_scaling, config.reference_batch_size, share.global_batch_size, config.warmup_steps
             )

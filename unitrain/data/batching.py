@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
+from torch.utils.data import DataLoader
+
+from unitrain.backends.base import Communicator, together
+from unitrain.data.loading import Data
 from unitrain.errors import ConfigError
 
 
@@ -12,6 +16,32 @@ class Batching(NamedTuple):
 
     batch_size: int | None
     accumulate: int
+
+
+def batching_of(
+    data: Data, communicator: Communicator, *, batch_size: int | None, accumulate: int | None, whole: int | None
+) -> Batching:
+    """Return `derive_batching` for `data`, of which a DataLoader has a batch size of its own. All ranks call it.
+
+    The batch size is the one to ask of the data: for a DataLoader what the user asked for beside. Raises ConfigError,
+    on all ranks, also for a `whole` where the data makes batches of its own sizes.
+    """
+
+    def derive() -> Batching:
+        if not isinstance(data, DataLoader):
+            return derive_batching(communicator.size, batch_size=batch_size, accumulate=accumulate, whole=whole)
+        if data.batch_size is None and whole is not None:
+            maker = data.dataset if data.batch_sampler is None else data.batch_sampler
+            raise ConfigError(
+                f"TrainConfig.global_batch_size {whole} cannot be kept, because {type(maker).__name__} decides how "
+                "large a batch is. Leave it out, and use accumulate for larger steps."
+            )
+        derived = derive_batching(
+            communicator.size, batch_size=data.batch_size or batch_size, accumulate=accumulate, whole=whole
+        )
+        return Batching(batch_size, derived.accumulate)
+
+    return together(communicator, derive)
 
 
 def derive_batching(size: int, *, batch_size: int | None, accumulate: int | None, whole: int | None) -> Batching:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
     TensorDataset,
     default_collate,
 )
 
+from unitrain.data.sampling import own_sampler
 from unitrain.errors import ConfigError, DataError
 
 Data = Dataset[Any] | DataLoader[Any]
@@ -27,27 +27,24 @@ Data = Dataset[Any] | DataLoader[Any]
 class Source:
     """A dataset that can be asked for any batch by its indices.
 
-    `batch_size` is per rank, `shuffle` and `drop_last` are what the user asked of the training order. Raises DataError
-    for data that has no indices to share out, ConfigError for a batch size that is missing or not the DataLoader's;
-    `setting` is where TrainConfig has it.
+    `batch_size` is per rank, `shuffle` and `drop_last` are what the user asked of the training order. `sampler` is what
+    a DataLoader has to decide it, if that is not one of torch's plain ones; without a batch size it makes whole
+    batches. Raises DataError for data that has no indices to share out, ConfigError for a batch size that is missing or
+    not the DataLoader's; `setting` is where TrainConfig has it.
     """
 
     def __init__(
         self, data: Data, *, batch_size: int | None, shuffle: bool, num_workers: int, pin_memory: bool, setting: str
     ) -> None:
-        if isinstance(data, DataLoader):
-            _check_loader(data, batch_size, setting)
-            batch_size, shuffle = data.batch_size, isinstance(data.sampler, RandomSampler)
-        if batch_size is None:
-            raise ConfigError(
-                f"A {type(data).__name__} was given without a batch size. Use TrainConfig({setting}=32), "
-                "or give a DataLoader."
-            )
+        self.batch_size = own_batch_size(data, batch_size, setting)
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
-        self.batch_size: int = batch_size
+        self.sampler: Iterable[Any] | None = None
+        if isinstance(data, DataLoader):
+            self.sampler = own_sampler(data)
+            shuffle = self.sampler is None and isinstance(data.sampler, RandomSampler)
         self.shuffle = shuffle
         self.drop_last: bool = isinstance(data, DataLoader) and data.drop_last
-        self.length = _length(dataset)
+        self.length = _length(data)
         # Workers are seeded from it when they start, so that their augmentations repeat; the global one is spared.
         self._generator = torch.Generator()
         self._indices = _Indices()
@@ -63,16 +60,24 @@ class Source:
         """
         return self._tensors is not None or self._loader.num_workers > 0
 
-    def batches(self, order: Tensor, positions: Iterator[slice], worker_seed: int) -> Iterator[Any]:
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a dataset that asks for it the epoch; workers that persist have a copy, which does not hear of it."""
+        if hasattr(self._loader.dataset, "set_epoch"):
+            self._loader.dataset.set_epoch(epoch)
+
+    def batches(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> Iterator[Any]:
         """Yield the batch of samples order[part] for each part of `positions`, none of which is empty.
+
+        An order that is a list has keys that are no integers.
 
         Workers that start now, as all do that do not persist, are seeded with `worker_seed`; a loader's generator has
         no say. Persistent workers are those of the first call, and go on with the random numbers that they had.
         """
-        if self._tensors is not None:
+        if self._tensors is not None and isinstance(order, Tensor):
             return self._gather(*self._tensors, order, positions)
         self._generator.manual_seed(worker_seed)
-        self._indices.batches = (order[part].tolist() for part in positions)
+        taken = (order[part] for part in positions)
+        self._indices.batches = (part.tolist() if isinstance(part, Tensor) else part for part in taken)
         return iter(self._loader)
 
     def _is_plain(self) -> bool:
@@ -141,48 +146,49 @@ def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
     return None
 
 
-def _check_loader(loader: DataLoader[Any], batch_size: int | None, setting: str) -> None:
-    if isinstance(loader.dataset, IterableDataset):
-        _refuse_iterable(loader.dataset)
-    if loader.batch_size is None:
-        batch_sampler = loader.batch_sampler
-        found = "batch_size=None" if batch_sampler is None else f"batch_sampler={type(batch_sampler).__name__}"
-        _refuse_loader(found)
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        _refuse_loader(f"an iteration of its own, in {type(loader).__name__}.__iter__")
-    sampler = loader.sampler
-    if type(sampler) is RandomSampler:
-        if sampler.replacement or sampler.num_samples != _length(loader.dataset):
-            _refuse_loader(f"RandomSampler(replacement={sampler.replacement}, num_samples={sampler.num_samples})")
-    elif type(sampler) is not SequentialSampler:
-        _refuse_loader(f"sampler={type(sampler).__name__}")
-    if batch_size is not None and batch_size != loader.batch_size:
+def own_batch_size(data: Data, batch_size: int | None, setting: str) -> int | None:
+    """Return how many samples a batch of `data` has: those of a DataLoader, if it is one, else `batch_size`.
+
+    None where the DataLoader's dataset or batch_sampler makes whole batches. Raises DataError for a DataLoader that
+    cannot be taken apart; ConfigError for a size that is missing, or asked for beside a DataLoader's own.
+    """
+    if isinstance(data, DataLoader):
+        if type(data).__iter__ is not DataLoader.__iter__:
+            raise DataError(
+                f"A DataLoader with an iteration of its own, in {type(data).__name__}.__iter__, cannot be shared out "
+                "exactly. Use DataLoader(dataset, batch_size=32, shuffle=True), or move what it does into the dataset."
+            )
+        if batch_size not in (None, data.batch_size):
+            found = (
+                f"batch_size={data.batch_size}" if data.batch_sampler is None or data.batch_size else "a batch_sampler"
+            )
+            raise ConfigError(
+                f"A batch size of {batch_size} was asked for, but the DataLoader was built with {found}. "
+                f"Leave one of them out: a DataLoader needs no TrainConfig.{setting}."
+            )
+        return data.batch_size
+    if batch_size is None:
         raise ConfigError(
-            f"A batch size of {batch_size} was asked for, but the DataLoader was built with batch_size="
-            f"{loader.batch_size}. Leave one of them out: a DataLoader needs no TrainConfig.{setting}."
+            f"A {type(data).__name__} was given without a batch size. Use TrainConfig({setting}=32), "
+            "or give a DataLoader."
         )
+    return batch_size
 
 
-def _refuse_loader(found: str) -> NoReturn:
-    raise DataError(
-        f"A DataLoader with {found} cannot be shared out exactly, because its order is its own. "
-        "Use DataLoader(dataset, batch_size=32, shuffle=True): every rank then gets its own part of one seeded order."
-    )
+def comes_in_turn(data: Any) -> bool:
+    """Whether `data` has no indices that could be shared out, or those of batches whose sizes nobody knows before."""
+    if isinstance(data, DataLoader):
+        return comes_in_turn(data.dataset) or (data.batch_size is None and data.batch_sampler is None)
+    # Those of Hugging Face are no subclass of torch's. What is its own iterator can be passed over only once.
+    alike = hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not hasattr(data, "__next__")
+    return isinstance(data, IterableDataset) or alike
 
 
-def _refuse_iterable(dataset: Any) -> NoReturn:
-    raise DataError(
-        f"{type(dataset).__name__} is an IterableDataset, which has no indices to share out over ranks. "
-        "Give a Dataset with __len__ and __getitem__."
-    )
-
-
-def _length(dataset: Any) -> int:
-    if isinstance(dataset, IterableDataset):
-        _refuse_iterable(dataset)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+def _length(data: Data) -> int:
+    dataset: Any = data.dataset if isinstance(data, DataLoader) else data
+    if comes_in_turn(data) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"Got data of type {type(dataset).__name__}, which has no __len__ and __getitem__ to share out. "
-            "Give a Dataset, such as TensorDataset(inputs, targets), or a DataLoader."
+            "Give a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader."
         )
     return len(dataset)

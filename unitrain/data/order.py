@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from unitrain.config import Uneven
 from unitrain.randomness import Stream, derive_seed
 
 
 @dataclass
 class Cursor:
-    """How far a run has come: whole epochs, optimizer steps, and samples (of all ranks) of the epoch it is in."""
+    """How far a run has come: whole epochs, optimizer steps, and samples (of all ranks) of the epoch it is in.
+
+    `position` is where the epoch's data goes on, in what that counts: samples of its order, items of a stream.
+    """
 
     epoch: int = 0
     step: int = 0
     sample: int = 0
+    position: int = 0
 
 
 class Slice(NamedTuple):
@@ -62,3 +68,34 @@ def training_slices(start: int, end: int, *, batch_size: int, accumulate: int, r
             # It borrows the step's first sample, which rank 0 trains on anyway, so it brings in no nan of its own.
             positions = slice(first, first + samples) if samples else slice(block, block + 1)
             yield Slice(positions, samples, total, block + total, share + size >= micro_steps * size)
+
+
+def batch_slices(
+    bounds: Sequence[int], start: int, *, accumulate: int, rank: int, size: int, uneven: Uneven
+) -> Iterator[Slice]:
+    """Yield this rank's micro-steps over batches that are whole: batch i has the positions bounds[i] to bounds[i + 1].
+
+    In each micro-step every rank takes the next batch, from position `start` on, where a batch begins. What becomes of
+    the last step, where there are too few for all ranks, is said by `uneven` as in TrainConfig.
+    """
+    count = len(bounds) - 1
+    per_step = size * accumulate
+    for first in range(bisect_left(bounds, start), count, per_step):
+        after = min(first + per_step, count)
+        if uneven == "drop" and after < first + per_step:
+            return
+        micro_steps = -(-(after - first) // size)
+        padding = range(count, first + micro_steps * size) if uneven == "pad" else range(0)
+        total = bounds[after] - bounds[first] + sum(_length_of(bounds, batch % count) for batch in padding)
+        for micro_step in range(micro_steps):
+            batch = first + micro_step * size + rank
+            if batch < count or uneven == "pad":
+                positions = slice(bounds[batch % count], bounds[batch % count + 1])
+                samples = positions.stop - positions.start
+            else:
+                positions, samples = slice(bounds[first], bounds[first] + 1), 0
+            yield Slice(positions, samples, total, bounds[after], micro_step == micro_steps - 1)
+
+
+def _length_of(bounds: Sequence[int], batch: int) -> int:
+    return bounds[batch + 1] - bounds[batch]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import chain, islice, tee
+from contextlib import suppress
+from itertools import chain, islice, pairwise, tee
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from unitrain.backends.base import Communicator, together
-from unitrain.data.batching import derive_batching
-from unitrain.data.loading import Data, Source
-from unitrain.data.order import Slice, epoch_order, training_slices
+from unitrain.config import StreamKind, TrainConfig, Uneven
+from unitrain.data.alike import check_alike
+from unitrain.data.batching import batching_of
+from unitrain.data.loading import Data, Source, comes_in_turn
+from unitrain.data.order import Slice, batch_slices, epoch_order, training_slices
+from unitrain.data.sampling import Drawn, draw
+from unitrain.data.stream import StreamSource, open_stream
+from unitrain.data.training_data import TrainingData
+from unitrain.data.training_stream import TrainingStream
 from unitrain.errors import DataError
 from unitrain.randomness import Stream, derive_seed
 
@@ -21,12 +29,14 @@ from unitrain.randomness import Stream, derive_seed
 _PLANNED = 256
 
 
-class TrainingShare:
-    """This rank's part of the training data, epoch after epoch. All ranks make it together.
+class TrainingShare(TrainingData):
+    """This rank's part of training data that has indices. All ranks make it together.
 
-    Raises, on all ranks, DataError for data that is empty, too small to give every rank a sample, not the same size
-    everywhere, or without indices to share out, and where the ranks would not cut it up alike; ConfigError for a
-    missing or contradicting batch size.
+    The order is that of the epoch, or what rank 0 draws from a DataLoader's own sampler. From its own batch_sampler
+    each rank takes the next batch of each micro-step, whole; what becomes of a last step with too few of them for all
+    ranks is said by `uneven`, as in TrainConfig. Raises, on all ranks, DataError for data that is empty, too small to
+    give every rank a sample, not the same size everywhere, or without indices to share out, and where the ranks would
+    not cut it up alike; ConfigError for a missing or contradicting batch size.
     """
 
     def __init__(
@@ -40,86 +50,165 @@ class TrainingShare:
         seed: int = 0,
         shuffle: bool = True,
         num_workers: int = 0,
+        uneven: Uneven = "weight",
     ) -> None:
+        self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
-        loader_size = data.batch_size if isinstance(data, DataLoader) else None
-        batching = together(
-            communicator,
-            lambda: derive_batching(
-                communicator.size, batch_size=loader_size or batch_size, accumulate=accumulate, whole=global_batch_size
-            ),
+        batching = batching_of(
+            data, communicator, batch_size=batch_size, accumulate=accumulate, whole=global_batch_size
         )
-        self._seed, self._accumulate = seed, batching.accumulate
-        size = batch_size if isinstance(data, DataLoader) else batching.batch_size
-        self._source = source = _open(data, communicator, size, shuffle, num_workers, "batch_size")
+        self._seed, self._accumulate, self._uneven = seed, batching.accumulate, uneven
+        self._source = source = _open(data, communicator, batching.batch_size, shuffle, num_workers, "batch_size")
         self.batch_size = source.batch_size
+        self._sampler_name = None if source.sampler is None else type(source.sampler).__name__
         # What decides which samples a rank takes: where it differs, ranks would take the same ones, or wait for ever.
-        alike = {"batch_size": source.batch_size, "shuffle": source.shuffle, "drop_last": source.drop_last}
-        alike |= {"accumulate": self._accumulate, "seed": seed}
-        _check_alike("The training data", communicator, source.length, alike)
-        self.global_batch_size = self._size * self._source.batch_size * self._accumulate
-        length = self._source.length
-        if length < self._size:
-            raise DataError(
-                f"The training data has {length} samples, fewer than the {self._size} ranks that share them. "
-                f"Start at most {length} ranks, or give more data."
-            )
-        # drop_last is the user's wish to train on whole batches only, which are the global ones here.
-        self.samples_per_epoch = length - length % self.global_batch_size if self._source.drop_last else length
-        if self.samples_per_epoch == 0:
-            raise DataError(
-                f"The training data has {length} samples, fewer than one global batch of {self.global_batch_size} "
-                f"({self._size} ranks x batch_size {self._source.batch_size} x accumulate {self._accumulate}), and "
-                "the DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
-            )
+        alike: dict[str, Any] = {
+            "batch_size": source.batch_size,
+            "shuffle": source.shuffle,
+            "drop_last": source.drop_last,
+        }
+        alike |= {"sampler": self._sampler_name, "accumulate": self._accumulate, "seed": seed}
+        check_alike("The training data", communicator, source.length, alike)
+        micro_steps = self._size * self._accumulate
+        self.global_batch_size = None if source.batch_size is None else source.batch_size * micro_steps
+        if source.sampler is None:
+            if source.length < self._size:
+                raise DataError(
+                    f"The training data has {source.length} samples, fewer than the {self._size} ranks that share "
+                    f"them. Start at most {source.length} ranks, or give more data."
+                )
+            self._end_of(source.length)
+        self._end = 0
 
     @property
     def order(self) -> dict[str, Any]:
         """What decides, beside the seed, which sample is at a position of an epoch."""
-        return {"length": self._source.length, "shuffle": self._source.shuffle}
+        return {"length": self._source.length, "shuffle": self._source.shuffle, "sampler": self._sampler_name}
 
     @property
     def fetches_apart(self) -> bool:
         """Whether a batch may be fetched before it is asked for: nothing else would change."""
         return self._source.fetches_apart
 
-    def steps_in_epoch(self, start: int = 0) -> int:
+    def steps_in_epoch(self, start: int = 0) -> int | None:
         """Return the number of optimizer steps from position `start` to the end of an epoch, 0 past it."""
-        return max(0, -(-(self.samples_per_epoch - start) // self.global_batch_size))
+        length: int | None = self._source.length
+        if self._source.sampler is not None:
+            length = _length(self._source.sampler)
+        if length is None or (self.global_batch_size is None and start):
+            return None
+        if self.global_batch_size is None:
+            per_step = self._size * self._accumulate
+            return length // per_step if self._uneven == "drop" else -(-length // per_step)
+        return max(0, -(-(self._end_of(length) - start) // self.global_batch_size))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Slice]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
-        order = epoch_order(self._source.length, seed=self._seed, epoch=epoch, shuffle=self._source.shuffle)
+        order, planned = self._plan(epoch, start)
         worker_seed = derive_seed(self._seed, Stream.WORKERS, epoch, self._rank)
-        planned = training_slices(
-            start,
-            self.samples_per_epoch,
-            batch_size=self._source.batch_size,
-            accumulate=self._accumulate,
-            rank=self._rank,
-            size=self._size,
-        )
+        self._source.set_epoch(epoch)
         # A few hundred are planned at a time: one by one, each would take several times as long, because the steps in
         # between fill the caches. Workers fetch batches ahead of the loop, so positions and slices are read apart.
         slices, ahead = tee(chain.from_iterable(iter(lambda: list(islice(planned, _PLANNED)), [])))
         batches = self._source.batches(order, map(itemgetter(0), ahead), worker_seed)
         return zip(batches, slices, strict=True)
 
+    def is_over(self, position: int) -> bool:
+        """Whether no step follows after `position`."""
+        return position >= self._end
+
+    def _plan(self, epoch: int, start: int) -> tuple[Tensor | list[Any], Iterator[Slice]]:
+        """Return the order of an epoch, and this rank's micro-steps over it; note where it ends."""
+        source, bounds = self._source, None
+        order: Tensor | list[Any]
+        if source.sampler is None:
+            order = epoch_order(source.length, seed=self._seed, epoch=epoch, shuffle=source.shuffle)
+        else:
+            order, bounds = draw(
+                source.sampler, self._communicator, whole=source.batch_size is None, seed=self._seed, epoch=epoch
+            )
+        place = {"accumulate": self._accumulate, "rank": self._rank, "size": self._size}
+        if bounds is not None:
+            self._end = self._end_of_batches(bounds, start)
+            return order, batch_slices(bounds, start, uneven=self._uneven, **place)
+        self._end = self._end_of(len(order))
+        assert source.batch_size is not None
+        return order, training_slices(start, self._end, batch_size=source.batch_size, **place)
+
+    def _end_of(self, length: int) -> int:
+        """Return where an epoch of `length` samples ends."""
+        whole = self.global_batch_size
+        # drop_last is the user's wish to train on whole batches only, which are the global ones here.
+        if not self._source.drop_last or whole is None:
+            return length
+        if length < whole:
+            raise DataError(
+                f"The training data has {length} samples, fewer than one global batch of {whole} "
+                f"({self._size} ranks x batch_size {self.batch_size} x accumulate {self._accumulate}), and "
+                "the DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
+            )
+        return length - length % whole
+
+    def _end_of_batches(self, bounds: list[int], start: int) -> int:
+        """Return where an epoch ends that goes on from `start`, of batches that are taken whole."""
+        if self._uneven != "drop":
+            return bounds[-1]
+        count, first, per_step = len(bounds) - 1, bisect_left(bounds, start), self._size * self._accumulate
+        if count < per_step:
+            raise DataError(
+                f"{self._sampler_name} makes {count} batches, fewer than the {per_step} of a step ({self._size} ranks "
+                f"x accumulate {self._accumulate}), and TrainConfig.uneven 'drop' drops the rest. "
+                "Use TrainConfig(uneven='weight')."
+            )
+        return bounds[first + (count - first) // per_step * per_step]
+
 
 class EvaluationShare:
     """This rank's part of data that is evaluated, in its own order; empty on some ranks when there are few samples.
 
     All ranks make it together; iterating communicates nothing. `drop_last` of a DataLoader is not applied: every sample
-    counts. Raises DataError, on all ranks, for data that is empty, not the same size everywhere, or without indices.
+    counts. What a sampler yields is drawn once, so that each evaluation is of the same samples. Data that comes in turn
+    begins anew each time, with the same random numbers; it is dealt out, or on each rank its own, as `stream` says.
+    Raises DataError, on all ranks, for data that is empty, not the same size everywhere, or cannot be shared out.
     """
 
     def __init__(
-        self, data: Data, communicator: Communicator, *, batch_size: int | None = None, num_workers: int = 0
+        self,
+        data: Data,
+        communicator: Communicator,
+        *,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        stream: StreamKind = "shared",
     ) -> None:
-        self._source = _open(data, communicator, batch_size, False, num_workers, "eval_batch_size")
-        _check_alike("The evaluation data", communicator, self._source.length, {})
-        length, rank, size = self._source.length, communicator.rank, communicator.size
-        self._first, self._last = rank * length // size, (rank + 1) * length // size
+        what, setting, rank, size = "The evaluation data", "eval_batch_size", communicator.rank, communicator.size
+        self._source: Source | StreamSource
+        if comes_in_turn(data):
+            self._source = open_stream(
+                data,
+                communicator,
+                batch_size=batch_size,
+                num_workers=num_workers,
+                kind=stream,
+                seed=0,
+                setting=setting,
+                what=what,
+            )
+            return
+        self._source = source = _open(data, communicator, batch_size, False, num_workers, setting)
+        sampler = None if source.sampler is None else type(source.sampler).__name__
+        check_alike(what, communicator, source.length, {"sampler": sampler})
+        self._order, bounds = Drawn(torch.arange(source.length), None)
+        if source.sampler is not None:
+            whole = source.batch_size is None
+            self._order, bounds = draw(source.sampler, communicator, whole=whole, seed=0, epoch=0)
+        if bounds is not None:
+            batches = [slice(*ends) for ends in pairwise(bounds)]
+            self._parts = batches[rank * len(batches) // size : (rank + 1) * len(batches) // size]
+        else:
+            first, last = (place * len(self._order) // size for place in (rank, rank + 1))
+            step = source.batch_size or 1
+            self._parts = [slice(at, min(at + step, last)) for at in range(first, last, step)]
 
     @property
     def fetches_apart(self) -> bool:
@@ -128,11 +217,36 @@ class EvaluationShare:
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Yield (batch, number of samples in it)."""
-        step = self._source.batch_size
-        parts = [slice(first, min(first + step, self._last)) for first in range(self._first, self._last, step)]
-        batches = self._source.batches(torch.arange(self._source.length), iter(parts), worker_seed=0)
-        for part, batch in zip(parts, batches, strict=True):
-            yield batch, part.stop - part.start
+        if isinstance(self._source, StreamSource):
+            yield from ((batch, samples) for samples, batch in self._source.batches(epoch=0) if samples)
+        else:
+            batches = self._source.batches(self._order, iter(self._parts), worker_seed=0)
+            for part, batch in zip(self._parts, batches, strict=True):
+                yield batch, part.stop - part.start
+
+
+def open_training_data(data: Data, communicator: Communicator, config: TrainConfig) -> TrainingData:
+    """Return this rank's part of `data`, with indices or without, as `config` asks for it. All ranks call it.
+
+    Raises what TrainingShare and TrainingStream raise.
+    """
+    in_turn = communicator.allgather_object(comes_in_turn(data))
+    if any(in_turn) and not all(in_turn):
+        ranks = [rank for rank, turn in enumerate(in_turn) if turn]
+        raise DataError(
+            f"The training data has indices on some ranks, but none on ranks {ranks}. Give every rank the same data."
+        )
+    settings: dict[str, Any] = {
+        "batch_size": config.batch_size,
+        "accumulate": config.accumulate,
+        "global_batch_size": config.global_batch_size,
+        "seed": config.seed,
+        "num_workers": config.num_workers,
+        "uneven": config.uneven,
+    }
+    if in_turn[0]:
+        return TrainingStream(data, communicator, stream=config.stream, **settings)
+    return TrainingShare(data, communicator, shuffle=config.shuffle, **settings)
 
 
 def _open(
@@ -151,20 +265,7 @@ def _open(
     )
 
 
-def _check_alike(what: str, communicator: Communicator, length: int, settings: dict[str, Any]) -> None:
-    everywhere: list[tuple[int, dict[str, Any]]] = communicator.allgather_object((length, settings))
-    lengths = [length for length, _ in everywhere]
-    if len(set(lengths)) > 1:
-        raise DataError(
-            f"{what} has not the same number of samples on every rank: {lengths}. "
-            "Give every rank the whole dataset; it is shared out here."
-        )
-    for name, value in everywhere[0][1].items():
-        values = [found[name] for _, found in everywhere]
-        if any(other != value for other in values):
-            raise DataError(
-                f"{what} differs between ranks in {name}: {values}. Use {name}={value} on every rank, in the "
-                "DataLoader if there is one."
-            )
-    if length == 0:
-        raise DataError(f"{what} is empty. Give a dataset with at least one sample.")
+def _length(sampler: Any) -> int | None:
+    with suppress(TypeError, NotImplementedError, AttributeError):  # it has none, or says so in its own way
+        return len(sampler)
+    return None

@@ -15,7 +15,7 @@ from unitrain import randomness
 from unitrain.backends.base import Backend
 from unitrain.config import TrainConfig
 from unitrain.data.order import Cursor
-from unitrain.data.share import TrainingShare
+from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import share_buffers
 from unitrain.run import checkpoint
@@ -68,12 +68,15 @@ class Run:
         epochs, steps = self._config.epochs, self._config.steps
         return (epochs is not None and self.cursor.epoch >= epochs) or (steps is not None and self.cursor.step >= steps)
 
-    def steps_left(self, share: TrainingShare) -> int:
-        """Return how many optimizer steps are left to do."""
+    def steps_left(self, share: TrainingData) -> int | None:
+        """Return how many optimizer steps are left to do, None where the length of the data is unknown."""
         if self._config.steps is not None:
             return max(0, self._config.steps - self.cursor.step)
         epochs = (self._config.epochs or 0) - self.cursor.epoch
-        return 0 if epochs <= 0 else share.steps_in_epoch(self.cursor.sample) + (epochs - 1) * share.steps_in_epoch()
+        here, whole = share.steps_in_epoch(self.cursor.position), share.steps_in_epoch()
+        if here is None or whole is None:
+            return None
+        return 0 if epochs <= 0 else here + (epochs - 1) * whole
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         """Make the folder, and restore what an earlier run left where the configuration says so.
@@ -89,18 +92,19 @@ class Run:
         # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
         self._write_history(lambda history: history.rewind(self.cursor.step))
 
-    def begin(self, share: TrainingShare) -> None:
+    def begin(self, share: TrainingData) -> None:
         """Go on in `share`'s data with this rank's random numbers, which repeat with the seed or are the checkpoint's.
 
         Raises CheckpointError, on all ranks, where the cursor is inside an epoch of data in another order. From one
         epoch to the next the data may change.
         """
         order = self._order or share.order
-        for name in share.order if self.cursor.sample else ():
-            if order[name] != share.order[name]:
+        for name in {**share.order, **order} if self.cursor.sample else ():
+            had, has = order.get(name), share.order.get(name)
+            if had != has:
                 raise CheckpointError(
                     f"The run is {self.cursor.sample} samples into epoch {self.cursor.epoch + 1} of training data with "
-                    f"{name}={order[name]}, but this data has {name}={share.order[name]}: samples would repeat or be "
+                    f"{name}={had}, but this data has {name}={has}: samples would repeat or be "
                     "missed. Go on with the same data, or from a checkpoint at the end of an epoch."
                 )
         self._order = share.order

@@ -20,8 +20,11 @@ _LINE_SECONDS = 10.0
 class Progress:
     """Shows nothing, and defines what can be shown. `step` is called in the hot loop, so it must cost very little."""
 
-    def start(self, steps: int, epochs: int | None) -> None:
-        """A run of `steps` more optimizer steps begins; `epochs` is its number of passes, None when steps decide."""
+    def start(self, steps: int | None, epochs: int | None) -> None:
+        """A run of `steps` more optimizer steps begins, None where nobody knows how many.
+
+        `epochs` is its number of passes, None when steps decide.
+        """
 
     def note(self, text: str) -> None:
         """Something to know about the run, said once."""
@@ -53,7 +56,7 @@ class _Shown(Progress, ABC):
         self._console = console
         self._loss: float | None = None
 
-    def start(self, steps: int, epochs: int | None) -> None:
+    def start(self, steps: int | None, epochs: int | None) -> None:
         self._steps, self._epochs = steps, epochs
         self._done = self._samples = 0
         self._started = time.perf_counter()
@@ -84,6 +87,9 @@ class _Shown(Progress, ABC):
     def _name(self, epoch: int) -> str:
         return f"epoch {epoch}" if self._epochs is None else f"epoch {epoch}/{self._epochs}"
 
+    def _count(self) -> str:
+        return f"{self._done}" if self._steps is None else f"{self._done}/{self._steps}"
+
     def _speed(self) -> str:
         return f"{self._samples / (time.perf_counter() - self._started):,.0f} samples/s"
 
@@ -93,9 +99,11 @@ class _Shown(Progress, ABC):
 
 class _Lines(_Shown):
     def _show(self, epoch: int) -> None:
-        left = (time.perf_counter() - self._started) / self._done * (self._steps - self._done)
-        step = f"step {self._done}/{self._steps}"
-        parts = (self._name(epoch), step, self._loss_text(), self._speed(), f"{left:.0f} s left")
+        left = ""
+        if self._steps is not None:
+            seconds = (time.perf_counter() - self._started) / self._done * (self._steps - self._done)
+            left = f"{seconds:.0f} s left"
+        parts = (self._name(epoch), f"step {self._count()}", self._loss_text(), self._speed(), left)
         self._console.print("  ".join(part for part in parts if part), highlight=False)
 
 
@@ -107,22 +115,23 @@ class _Bar(_Shown):
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[loss]}  {task.fields[speed]}"),
+            TextColumn("{task.fields[count]}  {task.fields[loss]}  {task.fields[speed]}"),
             TimeRemainingColumn(),
         )
         # Refreshed from `step`: rich's own thread would take the interpreter's lock from the training loop.
         self._bar = RichProgress(*columns, console=console, auto_refresh=False, transient=True)
         self._task = TaskID(0)
 
-    def start(self, steps: int, epochs: int | None) -> None:
+    def start(self, steps: int | None, epochs: int | None) -> None:
         super().start(steps, epochs)
-        self._task = self._bar.add_task("", total=steps, loss="", speed="")
+        self._task = self._bar.add_task("", total=steps, count="", loss="", speed="")
 
     def _show(self, epoch: int) -> None:
         self._bar.update(
             self._task,
             description=self._name(epoch),
             completed=self._done,
+            count=self._count(),
             loss=self._loss_text(),
             speed=self._speed(),
             refresh=True,

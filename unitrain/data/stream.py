@@ -1,0 +1,287 @@
+"""Data that comes in turn, item after item: which of it is this rank's and worker's, and how it is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as worker_module
+
+from unitrain.backends.base import Communicator, together
+from unitrain.config import StreamKind
+from unitrain.data.alike import check_alike
+from unitrain.data.loading import Data, own_batch_size
+from unitrain.data.sampling import begin_epoch, own_sampler
+from unitrain.errors import DataError
+from unitrain.randomness import OwnGenerators, Stream, derive_seed
+
+Counted = tuple[int, Any]
+
+
+class StreamSource:
+    """This rank's batches of data without indices, epoch after epoch.
+
+    A shared stream is dealt out item by item: item i goes to rank i % size, and each worker gathers the batches that
+    the loader fetches from it. So the items of a step are those that one process would take, in any number of ranks
+    and workers, and at the end no rank has more than one item more than another. Each of them passes over the whole
+    stream; with `batch_size` None its items are whole batches, and those of other ranks are not loaded where the
+    dataset has indices after all. Raises DataError and ConfigError as `Source` does.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        *,
+        rank: int,
+        size: int,
+        kind: StreamKind,
+        batch_size: int | None,
+        num_workers: int,
+        pin_memory: bool,
+        seed: int,
+        setting: str,
+    ) -> None:
+        self.batch_size = own_batch_size(data, batch_size, setting)
+        self.drop_last = isinstance(data, DataLoader) and data.drop_last
+        dataset: Any = data.dataset if isinstance(data, DataLoader) else data
+        self.name = type(dataset).__name__
+        items, load = dataset, None
+        if isinstance(data, DataLoader) and not isinstance(dataset, IterableDataset):
+            # The dataset makes a batch of each index, so the stream is that of the indices.
+            items, load, kind = own_sampler(data), dataset.__getitem__, "shared"
+        self.kind: StreamKind = kind
+        self._rank, self._seed = rank, seed
+        self._generator = torch.Generator()
+        collate = data.collate_fn if isinstance(data, DataLoader) else default_collate
+        self._batches = _Batches(
+            items, load, collate, self.batch_size, self.drop_last, rank=rank, size=size, kind=kind, seed=seed
+        )
+        self._loader = _loader(data, self._batches, num_workers, pin_memory, self._generator)
+        # Of the positions that `batches` begins at, how many a micro-step of all ranks takes.
+        self.stride = size * (self.batch_size or 1) if kind == "shared" else 1
+
+    @property
+    def workers(self) -> int:
+        """The number of processes that fetch batches."""
+        return self._loader.num_workers
+
+    @property
+    def fetches_apart(self) -> bool:
+        """Whether no code of the user's runs in this process to make a batch, which may then be made early."""
+        return self.workers > 0
+
+    @property
+    def prepared(self) -> int:
+        """How many batches the workers have ready, or are about to."""
+        return self.workers * (self._loader.prefetch_factor or 0)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Counted]:
+        """Yield (samples, batch) from position `start` of the epoch on: an item of a shared stream, a batch of an own.
+
+        What comes before is passed over by count: a shared stream's items without being collated, an own one's batches
+        once they are made.
+        """
+        shared = self.kind == "shared"
+        self._batches.begin(epoch, start if shared else 0)
+        self._generator.manual_seed(derive_seed(self._seed, Stream.WORKERS, epoch, self._rank))
+        fetched = iter(self._loader)
+        if not shared and start:
+            # Which worker a batch was of depends on when others ended, so they are fetched as they were; what is drawn
+            # in this process meanwhile was drawn before the checkpoint.
+            with OwnGenerators(0):
+                for _ in islice(fetched, start):
+                    pass
+        for samples, batch in fetched:
+            yield (count_samples(batch) if samples is None else samples), batch
+
+
+def open_stream(
+    data: Data,
+    communicator: Communicator,
+    *,
+    batch_size: int | None,
+    num_workers: int,
+    kind: StreamKind,
+    seed: int,
+    setting: str,
+    what: str,
+) -> StreamSource:
+    """Return this rank's `StreamSource`. Raises DataError, on all ranks, where they would not deal `data` out alike.
+
+    `what` it is begins the sentence. All ranks call it.
+    """
+    source = together(
+        communicator,
+        lambda: StreamSource(
+            data,
+            rank=communicator.rank,
+            size=communicator.size,
+            kind=kind,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            pin_memory=communicator.device.type == "cuda",
+            seed=seed,
+            setting=setting,
+        ),
+    )
+    alike: dict[str, Any] = {"stream": source.kind, "seed": seed}
+    if source.kind == "shared":
+        # Each rank knows which items are its own from how many the others take.
+        alike |= {"batch_size": source.batch_size, "drop_last": source.drop_last}
+    check_alike(what, communicator, None, alike)
+    return source
+
+
+class _Batches(IterableDataset[tuple[int | None, Any]]):
+    """The batches of one rank that are made by the worker, or process, which iterates it."""
+
+    def __init__(
+        self,
+        items: Iterable[Any],
+        load: Callable[[Any], Any] | None,
+        collate: Callable[[Any], Any],
+        batch_size: int | None,
+        drop_last: bool,
+        *,
+        rank: int,
+        size: int,
+        kind: StreamKind,
+        seed: int,
+    ) -> None:
+        self._items, self._load, self._collate = items, load, collate
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._rank, self._size, self._kind, self._seed = rank, size, kind, seed
+        # Persistent workers keep the copy that they were started with, and see no more than shared memory.
+        self._epoch_and_start = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def begin(self, epoch: int, start: int) -> None:
+        """Say what the next iteration is of."""
+        self._epoch_and_start.copy_(torch.tensor([epoch, start]))
+
+    def __iter__(self) -> Iterator[tuple[int | None, Any]]:
+        epoch, start = map(int, self._epoch_and_start.tolist())
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if self._kind == "shared":
+            seed = derive_seed(self._seed, Stream.SHARED, epoch)
+            batches = self._dealt(start, worker, workers)
+        else:
+            seed = derive_seed(self._seed, Stream.WORKERS, epoch, self._rank, worker)
+            batches = self._own()
+        generators = OwnGenerators(seed)
+        with generators:
+            begin_epoch(self._items, seed=seed, epoch=epoch)
+        while True:
+            # Only what the stream draws is drawn from its own generators: what ranks and workers draw for the batches
+            # that are theirs must not change what comes next in a stream that is the same for all.
+            with generators:
+                items = next(batches, None)
+            if items is None:
+                return
+            if self._load is not None:
+                items = [self._load(item) for item in items]
+            if self._batch_size is None:
+                yield None, self._collate(items[0])
+            else:
+                yield len(items), self._collate(items)
+
+    def _dealt(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
+        """Yield the items of each batch that is this rank's and worker's, of a stream that is the same everywhere."""
+        stream = _alone(self._items)
+        for _ in islice(stream, start):
+            pass
+        length = self._batch_size or 1
+        for micro_step in count():
+            # Nothing is kept of those of other ranks, nor of those of other workers.
+            mine = islice(stream, self._rank, self._size * length, self._size)
+            if micro_step % workers != worker:
+                for _ in mine:
+                    pass
+                continue
+            if not (items := list(mine)):
+                return
+            yield items
+
+    def _own(self) -> Iterator[list[Any]]:
+        """Yield the items of each batch of a stream that is this worker's own."""
+        stream, length = iter(self._items), self._batch_size or 1
+        while items := list(islice(stream, length)):
+            if len(items) == length or not self._drop_last:
+                yield items
+
+
+def _alone(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield `items` of which nobody takes a part of its own for being in a worker, as datasets learn to do."""
+    with _no_worker():
+        stream = iter(items)
+    while True:
+        with _no_worker():
+            try:
+                item = next(stream)
+            except StopIteration:
+                return
+        yield item
+
+
+@contextmanager
+def _no_worker() -> Iterator[None]:
+    info, worker_module._worker_info = worker_module._worker_info, None
+    try:
+        yield
+    finally:
+        worker_module._worker_info = info
+
+
+def count_samples(batch: Any) -> int:
+    """Return the first dimension of the first tensor in `batch`, whatever it is nested in. Raises DataError."""
+    tensor = _first_tensor(batch)
+    if tensor is None or tensor.dim() == 0:
+        found = "no tensor" if tensor is None else "a number"
+        raise DataError(
+            f"The samples of a batch that the dataset has made are counted by its first tensor, which is {found} in "
+            f"this {type(batch).__name__}. Yield batches such as (inputs, targets), of tensors [samples, ...]."
+        )
+    return len(tensor)
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _loader(
+    data: Data, batches: _Batches, num_workers: int, pin_memory: bool, generator: torch.Generator
+) -> DataLoader[Any]:
+    if not isinstance(data, DataLoader):
+        return DataLoader(
+            batches,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            generator=generator,
+        )
+    return DataLoader(
+        batches,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=data.num_workers,
+        pin_memory=data.pin_memory,
+        timeout=data.timeout,
+        worker_init_fn=data.worker_init_fn,
+        multiprocessing_context=data.multiprocessing_context,
+        generator=generator,
+        prefetch_factor=data.prefetch_factor,
+        persistent_workers=data.persistent_workers,
+    )
