@@ -1,0 +1,655 @@
+"""Data that comes in turn: every item once, whatever the ranks and workers, and ends that all ranks reach together.
+
+What is trained on is shown by numbers: the parameters are those of a plain loop in one process over the samples that
+each step should have had.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from unitrain import TrainConfig, Trainer, UnitrainError
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.data.lockstep import OUT, plan
+from unitrain.data.share import EvaluationShare, open_training_data
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+SAMPLES = 120
+GENERATOR = torch.Generator().manual_seed(2)
+INPUTS = torch.randn(SAMPLES, 6, generator=GENERATOR)
+TARGETS = torch.randint(3, (SAMPLES,), generator=GENERATOR)
+Steps = list[list[int]]
+
+
+class Network(nn.Module):
+    """Takes the numbers of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        result: Tensor = self.layers(INPUTS[numbers])
+        return result
+
+
+class Shuffled(IterableDataset[tuple[int, Tensor]]):
+    """The same samples for all, in an order that its epoch and all three global generators decide."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 7 * self.length  # not true, and not asked
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        order = torch.randperm(self.length).tolist()
+        random.shuffle(order)
+        order = order[self.epoch :] + order[: self.epoch]
+        # What its documentation shows: in a worker, take a part.
+        info = get_worker_info()
+        for number in order if info is None else order[info.id :: info.num_workers]:
+            yield number, TARGETS[number]
+            np.random.rand()
+            torch.rand(1)
+
+
+class Episodes(IterableDataset[tuple[float, float, float]]):
+    """Random numbers of three generators, a few on each rank and worker."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[tuple[float, float, float]]:
+        for _ in range(self.length):
+            yield torch.rand(()).item(), np.random.rand(), random.random()
+
+
+class Listed(IterableDataset[tuple[int, Tensor]]):
+    """These samples, of which each worker takes its part."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        info = get_worker_info()
+        for number in self.numbers if info is None else self.numbers[info.id :: info.num_workers]:
+            yield number, TARGETS[number]
+
+
+class Batches(IterableDataset[tuple[Tensor, Tensor]]):
+    """Whole batches, of sizes of their own."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in numbered(self.sizes):
+            yield torch.tensor(batch, dtype=torch.int64), TARGETS[batch]
+
+
+class Indexed(Dataset[tuple[Tensor, Tensor]]):
+    """Whole batches by index, which notes on this process what was loaded."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.batches, self.loaded = numbered(sizes), Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.loaded[index] += 1
+        return torch.tensor(self.batches[index]), TARGETS[self.batches[index]]
+
+
+def numbered(sizes: list[int]) -> Steps:
+    ends = [0, *itertools.accumulate(sizes)]
+    return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
+
+
+def own_numbers(rank: int, lengths: list[int]) -> list[int]:
+    """Return the samples of a rank's own stream."""
+    first = sum(lengths[:rank])
+    return list(range(first, first + lengths[rank]))
+
+
+def own_batches(numbers: list[int], batch_size: int, workers: int) -> Steps:
+    """Return a rank's batches: those of its workers in turn."""
+    parts = [numbers[worker :: max(1, workers)] for worker in range(max(1, workers))]
+    batches = [[part[at : at + batch_size] for at in range(0, len(part), batch_size)] for part in parts]
+    return [batch for row in itertools.zip_longest(*batches) for batch in row if batch is not None]
+
+
+def expected_steps(ranks: list[Steps], accumulate: int, uneven: str) -> Steps:
+    """Return the samples of each step, from the batches of each rank."""
+    most, fewest = max(map(len, ranks)), min(map(len, ranks))
+    if uneven == "drop":
+        most = fewest - fewest % accumulate
+    if uneven == "pad":
+        ranks = [[batch for _, batch in zip(range(most), itertools.cycle(rank), strict=False)] for rank in ranks]
+    return [
+        [number for rank in ranks for batch in rank[at : min(at + accumulate, most)] for number in batch]
+        for at in range(0, most, accumulate)
+    ]
+
+
+def by_hand(steps: Steps) -> list[Tensor]:
+    """Return the parameters after a plain loop over these samples."""
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in steps:
+        nn.functional.cross_entropy(model(torch.tensor(step)), TARGETS[step]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train(backend: Backend, data: Any, settings: dict[str, Any], val_data: Any = None) -> tuple[list[Tensor], Any]:
+    """Return the parameters, and the results with the cursor."""
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = TrainConfig(**{"epochs": 2, "progress": "off", "seed": 3, **settings})
+    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
+    results = trainer.fit(data, val_data)
+    cursor = trainer.run.cursor
+    return [parameter.detach().clone() for parameter in model.parameters()], (results, cursor.epoch, cursor.step)
+
+
+def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-6) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+
+
+def steps_of(backend: Backend, data: Any, settings: dict[str, Any], epochs: tuple[int, ...]) -> list[list[Any]]:
+    """Return, for each epoch, the first values of this rank's batches in each step, and what the slices say of it."""
+    share = open_training_data(data, backend, TrainConfig(epochs=1, seed=3, **settings))
+    found = []
+    for epoch in epochs:
+        steps: list[Any] = [[]]
+        for batch, part in share.epoch(epoch):
+            steps[-1] += batch[0].tolist() if part.samples else []
+            assert part.samples in (0, len(batch[0]))
+            if part.closes_step:
+                steps[-1] = (steps[-1], part.step_samples)
+                steps.append([])
+        assert steps.pop() == []
+        found.append(steps)
+    return found
+
+
+GROUPS = [("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+# A shared stream.
+
+
+def shared_steps(backend: Backend, workers: int, accumulate: int, persistent: bool) -> list[list[Any]]:
+    batch_size = 12 // (backend.size * accumulate)
+    data: Any = DataLoader(
+        Shuffled(62), batch_size=batch_size, num_workers=workers, persistent_workers=persistent,
+        collate_fn=drawing_collate,
+    )  # fmt: skip
+    return steps_of(backend, data, {"accumulate": accumulate}, (0, 1))
+
+
+def drawing_collate(items: list[tuple[int, Tensor]]) -> list[Tensor]:
+    """Draws as many random numbers as it likes, which must not change the stream."""
+    torch.rand(len(items)), np.random.rand(), random.random()
+    return [torch.tensor([number for number, _ in items]), torch.stack([target for _, target in items])]
+
+
+@pytest.mark.parametrize(
+    ("workers", "accumulate", "persistent"), [(0, 1, False), (0, 2, False), (2, 1, False), (2, 2, True)]
+)
+def test_each_item_of_a_shared_stream_is_taken_once_in_the_step_of_one_process(
+    group: RankGroup, workers: int, accumulate: int, persistent: bool
+) -> None:
+    alone = shared_steps(LOCAL, 0, 1, False)
+    ranks = group.run(shared_steps, workers, accumulate, persistent)
+    for epoch in (0, 1):
+        expected = [step for step, _ in alone[epoch]]
+        assert sorted(number for step in expected for number in step) == list(range(62))
+        assert [len(step) for step in expected] == [12] * 5 + [2]
+        for number, step in enumerate(expected):
+            taken = [rank[epoch][number] for rank in ranks]
+            assert sorted(one for mine, _ in taken for one in mine) == sorted(step)
+            assert {total for _, total in taken} == {len(step)}
+            assert max(len(mine) for mine, _ in taken) - min(len(mine) for mine, _ in taken) <= 1
+    assert alone[0] != alone[1]
+
+
+def train_shared(backend: Backend, workers: int, settings: dict[str, Any]) -> tuple[list[Tensor], Any]:
+    accumulate = settings.get("accumulate", 1)
+    settings = {"batch_size": 12 // (backend.size * accumulate), "num_workers": workers, **settings}
+    return train(backend, Shuffled(62), settings, Shuffled(25))
+
+
+@pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (2, 2)])
+def test_a_shared_stream_trains_and_evaluates_as_one_process(group: RankGroup, workers: int, accumulate: int) -> None:
+    settings = {"accumulate": accumulate, "epochs": 4}
+    steps = [step for epoch in steps_of(LOCAL, Shuffled(62), {"batch_size": 12}, range(4)) for step, _ in epoch]  # type: ignore[arg-type]
+    expected = by_hand(steps)
+    model = Network()
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        parameter.data.copy_(value)
+    val_loss = nn.functional.cross_entropy(model(torch.arange(25)), TARGETS[:25]).item()
+    for parameters, (results, epoch, step) in group.run(train_shared, workers, settings):
+        assert_equal(parameters, expected)
+        assert (epoch, step) == (4, 24)
+        assert results["val_loss"] == pytest.approx(val_loss, rel=1e-5)
+
+
+def dropping(backend: Backend, uneven: str) -> list[list[Any]]:
+    loader: Any = DataLoader(Shuffled(62), batch_size=12 // backend.size, drop_last=True, num_workers=2)
+    return steps_of(backend, loader, {"uneven": uneven}, (0,))
+
+
+def test_dropping_the_last_batch_of_a_shared_stream_means_the_global_one(group: RankGroup) -> None:
+    for (steps,) in group.run(dropping, "weight"):
+        assert [total for _, total in steps] == [12] * 5
+
+
+# Streams of the ranks' own.
+
+
+def episodes(backend: Backend, workers: int, persistent: bool) -> list[list[Any]]:
+    loader: Any = DataLoader(Episodes(6), batch_size=2, num_workers=workers, persistent_workers=persistent)
+    share = open_training_data(loader, backend, TrainConfig(epochs=1, seed=3, stream="own"))
+    return [[row for batch, _ in share.epoch(epoch) for row in zip(*batch, strict=True)] for epoch in (0, 1)]
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_own_streams_have_random_numbers_of_their_own(group: RankGroup, workers: int, persistent: bool) -> None:
+    first, again = (group.run(episodes, workers, persistent) for _ in range(2))
+    assert first == again
+    rows = [tuple(map(float, row)) for rank in first for epoch in rank for row in epoch]
+    assert len(rows) == len(first) * 2 * 6 * max(1, workers), "nothing is skipped"
+    for column in zip(*rows, strict=True):
+        assert len(set(column)) == len(rows)
+
+
+LENGTHS = {1: [9], 2: [13, 4], 3: [13, 4, 20]}
+NONE_ON_SOME = {1: [5], 2: [0, 9], 3: [9, 0, 4]}
+UNEVEN = ("weight", "drop", "pad")
+
+
+def train_own(backend: Backend, lengths: list[int], batch_size: int, settings: dict[str, Any]) -> Any:
+    settings = {"stream": "own", "batch_size": batch_size, **settings}
+    return train(backend, Listed(own_numbers(backend.rank, lengths)), settings)
+
+
+@pytest.mark.parametrize("uneven", UNEVEN)
+@pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (2, 1), (0, 3)])
+def test_unequal_streams_train_as_one_process_with_the_samples_of_each_step(
+    group: RankGroup, uneven: str, workers: int, accumulate: int
+) -> None:
+    lengths = LENGTHS[group.size]
+    ranks = [own_batches(own_numbers(rank, lengths), 2, workers) for rank in range(group.size)]
+    steps = expected_steps(ranks, accumulate, uneven)
+    if not steps:
+        pytest.skip("no whole step here")
+    settings = {"uneven": uneven, "num_workers": workers, "accumulate": accumulate}
+    results = group.run(train_own, lengths, 2, settings)
+    expected = by_hand(steps * 2)
+    for parameters, (_, epoch, step) in results:
+        assert_equal(parameters, expected)
+        assert (epoch, step) == (2, 2 * len(steps))
+
+
+def test_the_policies_are_different_runs() -> None:
+    """Guards the test above against lengths that leave the policies nothing to do."""
+    for size in (2, 3):
+        for workers, accumulate in ((0, 1), (2, 1), (0, 3)):
+            ranks = [own_batches(own_numbers(rank, LENGTHS[size]), 2, workers) for rank in range(size)]
+            weight, drop, pad = (expected_steps(ranks, accumulate, uneven) for uneven in UNEVEN)
+            assert len(drop) < len(weight) == len(pad)
+            assert sorted(number for step in weight for number in step) == list(range(sum(LENGTHS[size])))
+            assert sum(map(len, pad)) > sum(map(len, weight))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("uneven", ["weight", "pad"])
+def test_a_rank_without_any_batch_keeps_step(group: RankGroup, uneven: str, workers: int) -> None:
+    lengths = NONE_ON_SOME[group.size]
+    ranks = [own_batches(own_numbers(rank, lengths), 2, workers) for rank in range(group.size)]
+    expected = by_hand(expected_steps(ranks, 1, uneven) * 2)
+    for parameters, _ in group.run(train_own, lengths, 2, {"uneven": uneven, "num_workers": workers}):
+        assert_equal(parameters, expected)
+
+
+def train_sizes(backend: Backend, kind: str, sizes: list[list[int]], settings: dict[str, Any]) -> Any:
+    """Train on whole batches: of one stream, of the ranks' own, or by index."""
+    workers = settings.pop("workers")
+    dataset: Any = {
+        "shared": lambda: Batches(sizes[0]),
+        "own": lambda: Batches(sizes[backend.rank]),
+        "indexed": lambda: Indexed(sizes[0]),
+    }[kind]()
+    loader: Any = DataLoader(dataset, batch_size=None, num_workers=workers)
+    parameters, _ = train(backend, loader, {"stream": "own" if kind == "own" else "shared", **settings}, loader)
+    return parameters, dict(dataset.loaded) if kind == "indexed" and not workers else {}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["shared", "own", "indexed"])
+def test_whole_batches_are_weighted_by_their_samples(group: RankGroup, kind: str, workers: int) -> None:
+    sizes = [[3, 5, 1, 4, 2, 6, 3], [2, 7, 1], [5, 0, 4, 1]]
+    if kind == "own":
+        # Each worker has the whole stream of its rank.
+        ranks = [
+            [batch for batch in numbered(sizes[rank]) for _ in range(max(1, workers))] for rank in range(group.size)
+        ]
+    else:
+        ranks = [numbered(sizes[0])[rank :: group.size] for rank in range(group.size)]
+    expected = by_hand(expected_steps(ranks, 1, "weight") * 2)
+    results = group.run(train_sizes, kind, sizes, {"workers": workers})
+    for parameters, _ in results:
+        assert_equal(parameters, expected)
+    if kind == "indexed" and not workers:
+        loaded = sum((Counter(counted) for _, counted in results), Counter())
+        assert loaded == Counter(dict.fromkeys(range(7), 4)), "two epochs, each validated, by one rank each"
+
+
+# Going on in the middle of an epoch.
+
+
+def interrupted(backend: Backend, folder: str, kind: str, workers: int, settings: dict[str, Any]) -> list[Tensor]:
+    """Train as many steps as are asked for, from where the folder ends."""
+    lengths = LENGTHS[backend.size]
+    if kind == "shared":
+        data: Any = Shuffled(62)
+    elif kind == "own":
+        data = Noisy(own_numbers(backend.rank, lengths))
+    else:
+        data = DataLoader(Batches([3, 5, 1, 4, 2, 6, 3, 3, 2, 8]), batch_size=None, num_workers=workers)
+    more = {} if kind == "batches" else {"batch_size": 2, "num_workers": workers}
+    settings = {"epochs": None, "output_dir": folder, "resume": True, **more, **settings}
+    return train(backend, data, {"stream": "own" if kind == "own" else "shared", **settings})[0]
+
+
+class Noisy(Listed):
+    """Random samples of these, so that a stream which begins anew with other random numbers is another stream."""
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        for number, _ in super().__iter__():
+            chosen = (number + int(torch.randint(SAMPLES, ())) + random.randrange(SAMPLES)) % SAMPLES
+            yield chosen, TARGETS[chosen]
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "settings"),
+    [
+        ("shared", 0, {}),
+        ("shared", 2, {"accumulate": 2}),
+        ("own", 0, {"uneven": "weight"}),
+        ("own", 2, {"uneven": "weight"}),
+        ("own", 0, {"uneven": "pad"}),
+        ("own", 2, {"uneven": "pad", "accumulate": 2}),
+        ("own", 0, {"uneven": "drop"}),
+        ("batches", 0, {}),
+        ("batches", 2, {}),
+    ],
+)
+def test_a_run_goes_on_in_the_middle_of_an_epoch(
+    group: RankGroup, kind: str, workers: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = group.run(interrupted, str(tmp_path / "whole"), kind, workers, {"steps": 9, **settings})
+    for steps in (2, 4, 7, 9):
+        parts = group.run(interrupted, str(tmp_path / "parts"), kind, workers, {"steps": steps, **settings})
+    for found, wanted in zip(parts, whole, strict=True):
+        assert_equal(found, wanted, tolerance=0.0)
+
+
+def shared_run(backend: Backend, folder: str, steps: int) -> list[Tensor]:
+    settings = {"batch_size": 12 // backend.size, "num_workers": backend.size - 1, "epochs": None, "steps": steps}
+    return train(backend, Shuffled(62), {"output_dir": folder, "resume": True, **settings})[0]
+
+
+def test_a_shared_stream_goes_on_with_other_ranks_and_workers(group: RankGroup, tmp_path: Path) -> None:
+    expected = shared_run(LOCAL, str(tmp_path / "alone"), 11)
+    shared_run(LOCAL, str(tmp_path / "route"), 3)
+    group.run(shared_run, str(tmp_path / "route"), 8)
+    assert_equal(shared_run(LOCAL, str(tmp_path / "route"), 11), expected)
+
+
+def ends_with_the_epoch(backend: Backend) -> tuple[int, int, int]:
+    """Train for as many steps as an epoch has."""
+    trainer_data = Listed(own_numbers(backend.rank, LENGTHS[backend.size]))
+    steps = max(-(-length // 2) for length in LENGTHS[backend.size])
+    settings = {"stream": "own", "batch_size": 2, "epochs": None, "steps": steps}
+    _, (_, epoch, step) = train(backend, trainer_data, settings)
+    return epoch, step, steps
+
+
+def test_steps_that_end_with_the_epoch_end_it(group: RankGroup) -> None:
+    for epoch, step, steps in group.run(ends_with_the_epoch):
+        assert (epoch, step) == (1, steps)
+
+
+# Evaluation.
+
+
+def evaluate(backend: Backend, length: int, workers: int, batch_size: int) -> tuple[list[int], float]:
+    loader: Any = DataLoader(Shuffled(length), batch_size=batch_size, num_workers=workers, drop_last=True)
+    taken = [
+        number for _ in range(2) for batch, samples in EvaluationShare(loader, backend) for number in batch[0].tolist()
+        if samples == len(batch[0])
+    ]  # fmt: skip
+    model = Network()
+    config = TrainConfig(epochs=1, progress="off")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
+    return taken, trainer.evaluate(loader)["loss"]
+
+
+@pytest.mark.parametrize(("length", "workers", "batch_size"), [(1, 0, 2), (17, 2, 2), (30, 0, 4), (2, 2, 1)])
+def test_each_item_is_evaluated_once(group: RankGroup, length: int, workers: int, batch_size: int) -> None:
+    results = group.run(evaluate, length, workers, batch_size)
+    assert sorted(number for taken, _ in results for number in taken) == sorted([*range(length)] * 2)
+    expected = nn.functional.cross_entropy(Network()(torch.arange(length)), TARGETS[:length]).item()
+    for _, loss in results:
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+# What goes wrong.
+
+
+class Failing(Listed):
+    def __init__(self, after: int | None) -> None:
+        super().__init__(list(range(12)))
+        self.after = after
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        for at, item in enumerate(super().__iter__()):
+            if at == self.after:
+                raise OSError("the file is gone")
+            yield item
+
+
+class OneShot(IterableDataset[tuple[int, Tensor]]):
+    def __init__(self) -> None:
+        self.items = iter(Listed(list(range(12))))
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        return self.items
+
+
+class Plain(Dataset[tuple[int, Tensor]]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, TARGETS[index]
+
+
+def fails(rank: int) -> tuple[Any, dict[str, Any]]:
+    return Failing(5 if rank == 1 else None), {"batch_size": 2, "stream": "own"}
+
+
+def fails_in_a_worker(rank: int) -> tuple[Any, dict[str, Any]]:
+    return Failing(3 if rank == 0 else None), {"batch_size": 2, "num_workers": 2, "stream": "own"}
+
+
+def empty(rank: int) -> tuple[Any, dict[str, Any]]:
+    return Listed([]), {"batch_size": 2}
+
+
+def exhausted(rank: int) -> tuple[Any, dict[str, Any]]:
+    return OneShot(), {"batch_size": 2}
+
+
+def too_little_for_a_step(rank: int) -> tuple[Any, dict[str, Any]]:
+    return Listed([1, 2] if rank == 0 else []), {"batch_size": 2, "stream": "own", "uneven": "drop"}
+
+
+def indices_on_one_rank(rank: int) -> tuple[Any, dict[str, Any]]:
+    return (Plain() if rank == 0 else Listed([1])), {"batch_size": 2}
+
+
+def different_batch_sizes(rank: int) -> tuple[Any, dict[str, Any]]:
+    return DataLoader(Listed(list(range(12))), batch_size=2 + rank), {}
+
+
+def no_tensor(rank: int) -> tuple[Any, dict[str, Any]]:
+    return DataLoader([["a"], ["b"], ["c"]], batch_size=None), {}  # type: ignore[arg-type]
+
+
+def no_batch_size(rank: int) -> tuple[Any, dict[str, Any]]:
+    return Listed([1, 2]), {}
+
+
+def two_batch_sizes(rank: int) -> tuple[Any, dict[str, Any]]:
+    return DataLoader(Listed([1, 2]), batch_size=1), {"batch_size": 2}
+
+
+def global_batch_of_whole_ones(rank: int) -> tuple[Any, dict[str, Any]]:
+    return DataLoader(Batches([2, 2, 2]), batch_size=None), {"global_batch_size": 12}
+
+
+def rates_of_whole_ones(rank: int) -> tuple[Any, dict[str, Any]]:
+    return DataLoader(Batches([2, 2, 2]), batch_size=None), {"lr_scaling": "linear", "reference_batch_size": 2}
+
+
+ERRORS: list[tuple[Callable[[int], Any], str]] = [
+    (fails, r"^DataError: The training data failed on rank 1: OSError: the file is gone\. Mend the dataset"),
+    (
+        fails_in_a_worker,
+        r"^DataError: The training data failed on rank 0: OSError: Caught OSError in DataLoader worker",
+    ),
+    (empty, r"^DataError: Listed ended before the first step of epoch 1: it yielded nothing, .* Let its __iter__"),
+    (exhausted, r"^DataError: OneShot ended before the first step of epoch 2"),
+    (too_little_for_a_step, r"^DataError: Listed ended before the first step of epoch 1: .* too little for a step"),
+    (indices_on_one_rank, r"^DataError: The training data has indices on some ranks, but none on ranks \[1.*\]\."),
+    (different_batch_sizes, r"^DataError: The training data differs between ranks in batch_size: \[2, 3.*Use batch_"),
+    (no_tensor, r"^DataError: The samples of a batch that the dataset has made .* no tensor in this list\. Yield"),
+    (no_batch_size, r"^ConfigError: A Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),
+    (two_batch_sizes, r"^ConfigError: A batch size of 2 was asked for, but .* batch_size=1\. Leave one of them out"),
+    (global_batch_of_whole_ones, r"^ConfigError: TrainConfig.global_batch_size 12 cannot be kept, because Batches"),
+    (rates_of_whole_ones, r"^ConfigError: TrainConfig.lr_scaling 'linear' goes by the samples of a step"),
+]
+ONLY_BETWEEN_RANKS = (fails, too_little_for_a_step, indices_on_one_rank, different_batch_sizes)
+
+
+def refusal(backend: Backend, case: Callable[[int], Any]) -> str:
+    data, settings = case(backend.rank)
+    try:
+        train(backend, data, settings)
+    except UnitrainError as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        text = "accepted"
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+    return text
+
+
+@pytest.mark.parametrize(("case", "message"), ERRORS, ids=[case.__name__ for case, _ in ERRORS])
+def test_what_goes_wrong_is_told_on_every_rank(group: RankGroup, case: Callable[[int], Any], message: str) -> None:
+    if group.size == 1 and case in ONLY_BETWEEN_RANKS:
+        pytest.skip("one rank does not differ from itself")
+    texts = group.run(refusal, case)
+    assert len(set(texts)) == 1
+    assert re.search(message, texts[0], re.DOTALL), texts[0]
+
+
+# What is decided from the numbers of all ranks.
+
+
+@pytest.mark.parametrize(
+    ("table", "accumulate", "uneven", "full", "expected"),
+    [
+        ([[2, 2], [2, OUT]], 1, "weight", None, ([[0], [1]], False)),
+        ([[2, OUT], [2, OUT]], 1, "weight", None, ([[0], []], True)),
+        ([[2, OUT], [OUT, OUT]], 2, "weight", None, ([[0]], True)),
+        ([[2, 2], [2, OUT]], 1, "drop", None, ([[0]], True)),
+        ([[2, 2], [2, OUT]], 2, "drop", None, ([], True)),
+        ([[2, 2], [2, OUT]], 1, "pad", None, ([[0], [1]], False)),
+        ([[0, 3], [0, 1]], 2, "weight", None, ([[1]], False)),
+        ([[0, 3], [0, 1]], 1, "weight", None, ([[], [1]], False)),
+        ([[2, 2], [2, 1]], 1, "weight", 4, ([[0]], True)),
+    ],
+)
+def test_the_plan_of_a_window(
+    table: list[list[int]], accumulate: int, uneven: Any, full: int | None, expected: Any
+) -> None:
+    assert plan(table, accumulate, uneven, full) == expected
+
+
+class Counting(LocalBackend):
+    """Counts what it is asked to gather."""
+
+    gathered = 0
+
+    def allgather(self, tensor: Tensor) -> Tensor:
+        type(self).gathered += 1
+        return super().allgather(tensor)
+
+
+@pytest.mark.parametrize(("workers", "accumulate", "exchanges"), [(0, 1, 17), (0, 4, 5), (2, 1, 5), (2, 4, 5)])
+def test_ranks_agree_once_for_all_that_workers_have_prepared(workers: int, accumulate: int, exchanges: int) -> None:
+    backend = Counting(torch.device("cpu"))
+    Counting.gathered = 0
+    share = open_training_data(
+        Listed(list(range(32))), backend,
+        TrainConfig(epochs=1, batch_size=2, num_workers=workers, accumulate=accumulate),
+    )  # fmt: skip
+    steps = sum(part.closes_step for _, part in share.epoch(0))
+    assert (steps, Counting.gathered) == (16 // accumulate, exchanges)
+
+
+def test_a_run_of_unknown_length_shows_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    import unitrain.tracking.progress as progress
+
+    for style in ("lines", "bar"):
+        shown = progress.choose_progress(style, 0)  # type: ignore[arg-type]
+        shown.interval_seconds = -1.0  # type: ignore[attr-defined]
+        with shown:
+            shown.start(None, 2)
+            for _ in range(3):
+                shown.step(1, 4)
+        text = capsys.readouterr().err
+        assert re.search(r"epoch 1/2.* 3  ", text)
+        assert "left" not in text

@@ -1,0 +1,405 @@
+"""DataLoaders with a sampler or batch_sampler of the user's own: drawn once per epoch, the same for all ranks, cut up.
+
+What is trained on is shown by numbers: the parameters are those of a plain loop in one process over what the sampler
+yields in it, under the seed of the epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from unitrain import TrainConfig, Trainer, UnitrainError
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.data import sampling
+from unitrain.data.order import batch_slices
+from unitrain.data.share import EvaluationShare, TrainingShare
+from unitrain.errors import DataError
+from unitrain.randomness import OwnGenerators, Stream, derive_seed
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+LENGTH, SEED, EPOCHS = 50, 3, 3
+GENERATOR = torch.Generator().manual_seed(2)
+INPUTS = torch.randn(LENGTH, 6, generator=GENERATOR)
+TARGETS = torch.randint(3, (LENGTH,), generator=GENERATOR)
+Steps = list[list[int]]
+
+
+class Opaque(Dataset[tuple[Tensor, Tensor]]):
+    """The samples, of a class that nobody can look into."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return INPUTS[index], TARGETS[index]
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of unequal sizes, of neighbours, in a random order; it has no len, and some of them are empty."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        ends = sorted(random.sample(range(1, LENGTH), 10 + self.epoch))
+        batches = [list(range(*pair)) for pair in itertools.pairwise([0, *ends, LENGTH])]
+        return iter([batches[i] for i in np.random.permutation(len(batches))] + [[]])
+
+
+class Curriculum(Sampler[int]):
+    """More samples in every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20 + 7 * self.epoch))
+
+
+def weighted() -> Any:
+    return WeightedRandomSampler(torch.arange(1.0, LENGTH + 1).tolist(), 37)
+
+
+def subset() -> Any:
+    return SubsetRandomSampler(range(5, 45), generator=torch.Generator().manual_seed(99))
+
+
+def replaced() -> Any:
+    return RandomSampler(Opaque(), replacement=True, num_samples=40)
+
+
+def curriculum() -> Any:
+    return Curriculum()
+
+
+def buckets() -> Any:
+    return Buckets()
+
+
+def wrapped() -> Any:
+    return BatchSampler(SubsetRandomSampler(range(31)), 4, drop_last=False)
+
+
+SAMPLERS = (weighted, subset, replaced, curriculum)
+BATCH_SAMPLERS = (buckets, wrapped)
+
+
+def drawn(sampler: Any, epoch: int) -> list[Any]:
+    """What `sampler` yields in an epoch, in plain torch under the seed that the run derives."""
+    seed = derive_seed(SEED, Stream.SAMPLER, epoch)
+    with OwnGenerators(seed):
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        if getattr(sampler, "generator", None) is not None:
+            sampler.generator.manual_seed(seed)
+        return list(sampler)
+
+
+def loader(make: Callable[[], Any], size: int, workers: int = 0, dataset: Any = None, **settings: Any) -> Any:
+    kind = "batch_sampler" if make in BATCH_SAMPLERS else "sampler"
+    batch_size = {} if kind == "batch_sampler" else {"batch_size": 12 // size}
+    dataset = Opaque() if dataset is None else dataset
+    return DataLoader(dataset, num_workers=workers, **{kind: make()}, **batch_size, **settings)
+
+
+def expected_steps(make: Callable[[], Any], size: int, accumulate: int, uneven: str) -> Steps:
+    steps: Steps = []
+    for epoch in range(EPOCHS):
+        order = drawn(make(), epoch)
+        if make in SAMPLERS:
+            steps += [order[at : at + 12 * accumulate] for at in range(0, len(order), 12 * accumulate)]
+            continue
+        batches, per_step = [batch for batch in order if batch], size * accumulate
+        for at in range(0, len(batches), per_step):
+            step = batches[at : at + per_step]
+            if uneven == "drop" and len(step) < per_step:
+                break
+            if uneven == "pad" and len(step) % size:
+                step += batches[: size - len(step) % size]
+            steps.append([index for batch in step for index in batch])
+    return steps
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def by_hand(steps: Steps) -> list[Tensor]:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in steps:
+        nn.functional.cross_entropy(model(INPUTS[step]), TARGETS[step]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train(backend: Backend, data: Any, **settings: Any) -> tuple[list[Tensor], int]:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    length = {} if "steps" in settings else {"epochs": EPOCHS}
+    config = TrainConfig(**{"progress": "off", "seed": SEED, **length, **settings})
+    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
+    trainer.fit(data)
+    return [parameter.detach().clone() for parameter in model.parameters()], trainer.run.cursor.step
+
+
+def train_sampled(backend: Backend, make: Callable[[], Any], workers: int, settings: dict[str, Any]) -> Any:
+    # Other ranks than the first have samplers that would draw something else, and must not be asked.
+    random.seed(backend.rank), np.random.seed(backend.rank), torch.manual_seed(backend.rank)
+    return train(backend, loader(make, backend.size, workers), **settings)
+
+
+GROUPS = [("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("make", [*SAMPLERS, *BATCH_SAMPLERS])
+@pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (2, 2)])
+def test_it_equals_one_process_with_what_the_sampler_yields(
+    group: RankGroup, make: Callable[[], Any], workers: int, accumulate: int
+) -> None:
+    steps = expected_steps(make, group.size, accumulate, "weight")
+    expected = by_hand(steps)
+    for parameters, step in group.run(train_sampled, make, workers, {"accumulate": accumulate}):
+        assert step == len(steps)
+        for found, wanted in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", BATCH_SAMPLERS)
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+def test_what_becomes_of_too_few_batches(group: RankGroup, make: Callable[[], Any], uneven: str) -> None:
+    steps = expected_steps(make, group.size, 1, uneven)
+    if group.size > 1:
+        assert steps != expected_steps(make, group.size, 1, "weight")
+    expected = by_hand(steps)
+    for parameters, step in group.run(train_sampled, make, 0, {"uneven": uneven}):
+        assert step == len(steps)
+        for found, wanted in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [weighted, subset, buckets])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(group: RankGroup, make: Callable[[], Any], tmp_path: Path) -> None:
+    whole = group.run(train_sampled, make, 0, {"steps": 9})
+    for steps in (2, 5, 9):
+        settings = {"steps": steps, "output_dir": str(tmp_path), "resume": True}
+        parts = group.run(train_sampled, make, 0, settings)
+    for (found, _), (wanted, _) in zip(parts, whole, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def evaluated(backend: Backend, make: Callable[[], Any], workers: int) -> list[list[int]]:
+    data = loader(make, backend.size, workers, TensorDataset(torch.arange(LENGTH), TARGETS))
+    share = EvaluationShare(data, backend)
+    return [[int(i) for batch, samples in share for i in batch[0] if samples == len(batch[0])] for _ in range(2)]
+
+
+@pytest.mark.parametrize("make", [weighted, subset, buckets, wrapped])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_the_sampler_yields_is_evaluated_once(group: RankGroup, make: Callable[[], Any], workers: int) -> None:
+    sampler, seed = make(), derive_seed(0, Stream.SAMPLER, 0)
+    with OwnGenerators(seed):
+        if getattr(sampler, "generator", None) is not None:
+            sampler.generator.manual_seed(seed)
+        expected = list(sampler)
+    if make in BATCH_SAMPLERS:
+        expected = [index for batch in expected for index in batch]
+    ranks = group.run(evaluated, make, workers)
+    for evaluation in zip(*ranks, strict=True):
+        assert [index for mine in evaluation for index in mine] == expected
+
+
+# In one process.
+
+
+def indices(share: TrainingShare, epoch: int, start: int = 0) -> list[int]:
+    return [int(i) for batch, part in share.epoch(epoch, start) for i in batch[0]]
+
+
+def test_a_subset_is_trained_on_once_in_another_order_every_epoch() -> None:
+    data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=SubsetRandomSampler(range(9)))
+    share = TrainingShare(data, LOCAL, seed=1)
+    first, second = indices(share, 0), indices(share, 1)
+    assert sorted(first) == sorted(second) == list(range(9))
+    assert first != second
+    assert indices(TrainingShare(data, LOCAL, seed=1), 1) == second
+    assert indices(TrainingShare(data, LOCAL, seed=2), 1) != second
+
+
+def test_drawing_leaves_the_random_numbers_of_the_process_alone() -> None:
+    share = TrainingShare(loader(buckets, 1), LOCAL)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    list(share.epoch(0))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_keys_may_be_anything() -> None:
+    words = {"a": 1, "b": 2, "c": 3}
+    share = TrainingShare(DataLoader(words, batch_size=2, sampler=["c", "a", "b"]), LOCAL)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch, _ in share.epoch(0)] == [[3, 1], [2]]
+
+
+def test_dropping_the_last_batch_of_a_sampler() -> None:
+    data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=range(10), drop_last=True)
+    assert indices(TrainingShare(data, LOCAL), 0) == list(range(8))
+
+
+def test_the_number_of_steps_is_what_the_sampler_says() -> None:
+    assert TrainingShare(loader(weighted, 1), LOCAL).steps_in_epoch() == 4
+    assert TrainingShare(loader(weighted, 1), LOCAL).steps_in_epoch(12) == 3
+    assert TrainingShare(loader(wrapped, 1), LOCAL, accumulate=3).steps_in_epoch() == 3
+    assert TrainingShare(loader(wrapped, 1), LOCAL, accumulate=3, uneven="drop").steps_in_epoch() == 2
+    assert TrainingShare(loader(buckets, 1), LOCAL).steps_in_epoch() is None
+
+
+@pytest.mark.parametrize("uneven", ["weight", "drop", "pad"])
+def test_whole_batches_are_cut_up_between_ranks(uneven: Any) -> None:
+    for size, accumulate, count in itertools.product((1, 2, 3), (1, 2, 3), range(1, 14)):
+        bounds = [0, *itertools.accumulate(range(1, count + 1))]
+        parts = [
+            list(batch_slices(bounds, 0, accumulate=accumulate, rank=rank, size=size, uneven=uneven))
+            for rank in range(size)
+        ]
+        assert len({len(mine) for mine in parts}) == 1
+        taken: list[int] = []
+        for micro_step in zip(*parts, strict=True):
+            assert len({(part.step_samples, part.step_end, part.closes_step) for part in micro_step}) == 1
+            taken += [
+                i for part in micro_step if part.samples for i in range(part.positions.start, part.positions.stop)
+            ]
+        last = bounds[count - count % (size * accumulate)] if uneven == "drop" else bounds[-1]
+        assert taken[:last] == list(range(last))
+        assert bool(taken[last:]) == (uneven == "pad" and bool(count % size))
+        steps = [part for part in parts[0] if part.closes_step]
+        assert sum(part.step_samples for part in steps) == len(taken)
+        if len(steps) > 1:
+            rest = list(
+                batch_slices(bounds, steps[0].step_end, accumulate=accumulate, rank=0, size=size, uneven=uneven)
+            )
+            assert [part[1:4] for part in rest if uneven != "pad"] == [
+                part[1:4] for part in parts[0][accumulate:] if uneven != "pad"
+            ]
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(LENGTH))
+
+
+class Broken(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        raise KeyError("weights")
+
+
+class OnceOnly(Sampler[int]):
+    def __init__(self) -> None:
+        self.indices = iter(range(10))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.indices
+
+
+def distributed() -> Any:
+    return {"sampler": DistributedSampler(Opaque(), num_replicas=2, rank=0)}
+
+
+def distributed_within() -> Any:
+    sampler = DistributedSampler(Opaque(), num_replicas=2, rank=0)
+    return {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)}
+
+
+def broken() -> Any:
+    return {"sampler": Broken()}
+
+
+def empty() -> Any:
+    return {"batch_sampler": [[]]}
+
+
+def once_only() -> Any:
+    return {"sampler": OnceOnly()}
+
+
+def too_few_batches() -> Any:
+    return {"batch_sampler": BatchSampler(SequentialSampler(range(2)), 4, drop_last=False)}
+
+
+ERRORS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
+    (
+        distributed,
+        {},
+        "DataError: DistributedSampler shares the data out over ranks, which is not needed here: every DataLoader is "
+        "shared out exactly. Leave it out, and write DataLoader(dataset, batch_size=32, shuffle=True).",
+    ),
+    (distributed_within, {}, "DataError: DistributedSampler shares the data out over ranks, which is not needed here"),
+    (broken, {}, "DataError: Broken failed in epoch 1: KeyError: 'weights'. Mend the DataLoader's sampler."),
+    (empty, {}, "DataError: list yields nothing in epoch 1. Let it yield at least one sample each time"),
+    (once_only, {}, "DataError: OnceOnly yields nothing in epoch 2. Let it yield"),
+    (too_few_batches, {"uneven": "drop", "accumulate": 2}, "DataError: BatchSampler makes 1 batches, fewer than the"),
+    (too_few_batches, {"batch_size": 2}, "ConfigError: A batch size of 2 was asked for, but the DataLoader was built"),
+    (too_few_batches, {"global_batch_size": 12}, "ConfigError: TrainConfig.global_batch_size 12 cannot be kept, beca"),
+]
+
+
+def refusal(backend: Backend, case: Callable[[], Any], settings: dict[str, Any]) -> str:
+    try:
+        train(backend, DataLoader(Opaque(), **case()), **settings)
+    except UnitrainError as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        text = "accepted"
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+    return text
+
+
+@pytest.mark.parametrize(("case", "settings", "message"), ERRORS)
+def test_what_goes_wrong_is_told_on_every_rank(
+    group: RankGroup, case: Callable[[], Any], settings: dict[str, Any], message: str
+) -> None:
+    texts = group.run(refusal, case, settings)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(message), texts[0]
+
+
+def test_a_sampler_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_MOST", 1000)
+    share = TrainingShare(DataLoader(Opaque(), batch_size=4, sampler=Endless()), LOCAL)
+    with pytest.raises(DataError, match=r"^Endless has not ended after 1,000 elements, .* Let it end: epochs follow"):
+        share.epoch(0)
