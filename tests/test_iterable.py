@@ -6,6 +6,7 @@ each step should have had.
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 import re
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -26,6 +28,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.data.lockstep import OUT, plan
 from unitrain.data.share import EvaluationShare, open_training_data
 from unitrain.testing import RankGroup
+from unitrain.tracking import progress
 
 LOCAL = LocalBackend(torch.device("cpu"))
 SAMPLES = 120
@@ -640,16 +643,15 @@ def test_ranks_agree_once_for_all_that_workers_have_prepared(workers: int, accum
     assert (steps, Counting.gathered) == (16 // accumulate, exchanges)
 
 
-def test_a_run_of_unknown_length_shows_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    import unitrain.tracking.progress as progress
-
-    for style in ("lines", "bar"):
-        shown = progress.choose_progress(style, 0)  # type: ignore[arg-type]
-        shown.interval_seconds = -1.0  # type: ignore[attr-defined]
-        with shown:
-            shown.start(None, 2)
-            for _ in range(3):
-                shown.step(1, 4)
-        text = capsys.readouterr().err
-        assert re.search(r"epoch 1/2.* 3  ", text)
-        assert "left" not in text
+@pytest.mark.parametrize("kind", ["lines", "bar"])
+def test_a_run_of_unknown_length_shows_how_far_it_is(kind: str) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    shown = progress._Lines(console) if kind == "lines" else progress._Bar(console)
+    shown.interval_seconds = -1.0
+    with shown:
+        shown.start(None, 2)
+        for _ in range(3):
+            shown.step(1, 4)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"epoch 1/2.* 3  ", text)
+    assert "left" not in text

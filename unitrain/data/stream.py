@@ -62,7 +62,7 @@ class StreamSource:
             items, load, collate, self.batch_size, self.drop_last, rank=rank, size=size, kind=kind, seed=seed
         )
         self._loader = _loader(data, self._batches, num_workers, pin_memory, self._generator)
-        # Of the positions that `batches` begins at, how many a micro-step of all ranks takes.
+        # How many positions a micro-step of all ranks takes: items of a shared stream, one of the rank's own batches.
         self.stride = size * (self.batch_size or 1) if kind == "shared" else 1
 
     @property
@@ -81,22 +81,10 @@ class StreamSource:
         return self.workers * (self._loader.prefetch_factor or 0)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Counted]:
-        """Yield (samples, batch) from position `start` of the epoch on: an item of a shared stream, a batch of an own.
-
-        What comes before is passed over by count: a shared stream's items without being collated, an own one's batches
-        once they are made.
-        """
-        shared = self.kind == "shared"
-        self._batches.begin(epoch, start if shared else 0)
+        """Yield (samples, batch), of a shared stream from item `start` on; what is before is passed over by count."""
+        self._batches.begin(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, Stream.WORKERS, epoch, self._rank))
-        fetched = iter(self._loader)
-        if not shared and start:
-            # Which worker a batch was of depends on when others ended, so they are fetched as they were; what is drawn
-            # in this process meanwhile was drawn before the checkpoint.
-            with OwnGenerators(0):
-                for _ in islice(fetched, start):
-                    pass
-        for samples, batch in fetched:
+        for samples, batch in self._loader:
             yield (count_samples(batch) if samples is None else samples), batch
 
 
