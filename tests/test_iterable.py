@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import random
 import re
 from collections import Counter
@@ -414,14 +415,13 @@ class Noisy(Listed):
         ("own", 2, {"uneven": "pad", "accumulate": 2}),
         ("own", 0, {"uneven": "drop"}),
         ("batches", 0, {}),
-        ("batches", 2, {}),
     ],
 )
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     group: RankGroup, kind: str, workers: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    whole = group.run(interrupted, str(tmp_path / "whole"), kind, workers, {"steps": 9, **settings})
-    for steps in (2, 4, 7, 9):
+    whole = group.run(interrupted, str(tmp_path / "whole"), kind, workers, {"steps": 6, **settings})
+    for steps in (1, 4, 6):
         parts = group.run(interrupted, str(tmp_path / "parts"), kind, workers, {"steps": steps, **settings})
     for found, wanted in zip(parts, whole, strict=True):
         assert_equal(found, wanted, tolerance=0.0)
@@ -476,6 +476,52 @@ def test_each_item_is_evaluated_once(group: RankGroup, length: int, workers: int
     expected = nn.functional.cross_entropy(Network()(torch.arange(length)), TARGETS[:length]).item()
     for _, loss in results:
         assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def predict(backend: Backend, kind: str, workers: int) -> list[int]:
+    """Return the numbers of the samples in the order in which they are predicted for."""
+    data: Any = DataLoader(Listed([*range(19, 0, -1)]), batch_size=2, num_workers=workers)
+    if kind == "batches":
+        data = DataLoader(Batches([3, 0, 5, 1, 4, 2, 4]), batch_size=None, num_workers=workers)
+    model = Network()
+    config = TrainConfig(epochs=1, progress="off")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(
+        model, optimizer, nn.functional.cross_entropy, backend=backend, config=config,
+        forward=lambda _, batch: (batch[0].unsqueeze(1).float(), batch[1]),
+    )  # fmt: skip
+    return trainer.predict(data).flatten().int().tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_predictions_are_in_the_order_of_a_shared_stream(group: RankGroup, workers: int) -> None:
+    assert group.run(predict, "items", workers) == [[*range(19, 0, -1)]] * group.size
+    assert group.run(predict, "batches", workers) == [[*range(19)]] * group.size
+
+
+def warned(backend: Backend, alike: bool, workers: int) -> list[str]:
+    """Return what is logged of a stream that is the same on every rank, or is not."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unitrain").addHandler(handler)
+    try:
+        numbers = list(range(12)) if alike else list(range(backend.rank, 12, backend.size))
+        train(backend, Listed(numbers), {"batch_size": 1, "num_workers": workers})
+    finally:
+        logging.getLogger("unitrain").removeHandler(handler)
+    return messages
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shared_stream_that_is_not_the_same_is_warned_of(group: RankGroup, workers: int) -> None:
+    assert group.run(warned, True, workers) == [[]] * group.size
+    first, *others = group.run(warned, False, workers)
+    assert others == [[]] * (group.size - 1)
+    assert len(first) == (group.size > 1)
+    for message in first:
+        assert "Listed does not begin alike on every rank" in message
+        assert "TrainConfig(stream='own')" in message
 
 
 # What goes wrong.
@@ -568,7 +614,7 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
     (too_little_for_a_step, r"^DataError: Listed ended before the first step of epoch 1: .* too little for a step"),
     (indices_on_one_rank, r"^DataError: The training data has indices on some ranks, but none on ranks \[1.*\]\."),
     (different_batch_sizes, r"^DataError: The training data differs between ranks in batch_size: \[2, 3.*Use batch_"),
-    (no_tensor, r"^DataError: The samples of a batch that the dataset has made .* no tensor in this list\. Yield"),
+    (no_tensor, r"^DataError: The samples of a batch that the dataset has made .* there is none in this list\. Yield"),
     (no_batch_size, r"^ConfigError: A Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),
     (two_batch_sizes, r"^ConfigError: A batch size of 2 was asked for, but .* batch_size=1\. Leave one of them out"),
     (global_batch_of_whole_ones, r"^ConfigError: TrainConfig.global_batch_size 12 cannot be kept, because Batches"),

@@ -105,7 +105,7 @@ def buckets() -> Any:
 
 
 def wrapped() -> Any:
-    return BatchSampler(SubsetRandomSampler(range(31)), 4, drop_last=False)
+    return BatchSampler(SubsetRandomSampler(range(26)), 4, drop_last=False)
 
 
 SAMPLERS = (weighted, subset, replaced, curriculum)

@@ -79,7 +79,7 @@ class Evaluation:
 
         with self._evaluating():
             together(self._communicator, predict_own)
-        return outputs.gather(self._communicator)
+        return outputs.gather(self._communicator, share.dealt)
 
     def _batches(self, share: EvaluationShare) -> Iterator[tuple[Any, int]]:
         return self._prefetch(share, ahead=share.fetches_apart)

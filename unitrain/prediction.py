@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unitrain.backends.base import Communicator
 from unitrain.data.batch import map_parts
+from unitrain.data.order import Dealt, dealt_order
 from unitrain.errors import DataError, ModelError
 
 # How much of an output is gathered at a time, over all ranks: it bounds what that takes on the device.
@@ -71,14 +72,15 @@ class Outputs:
         self._layout, self._kinds = layout, kinds
         self._batches.append(tensors)
 
-    def gather(self, communicator: Communicator) -> Any:
+    def gather(self, communicator: Communicator, dealt: Dealt | None = None) -> Any:
         """Return the outputs of all ranks in rank order, nested as they were, on the CPU of every rank.
 
+        Where samples or batches were `dealt` out to the ranks one by one, that is undone: they are in the data's order.
         All ranks call it; one without a batch takes part. Raises ModelError, on all ranks, where their outputs differ.
         """
-        rows = sum(len(batch[0]) for batch in self._batches) if self._kinds else 0
-        here = (self._kinds, self._layout, rows) if self._batches else None
-        everywhere: list[tuple[list[_Kind], Any, int] | None] = communicator.allgather_object(here)
+        rows = [len(batch[0]) for batch in self._batches] if self._kinds else []
+        here = (self._kinds, self._layout, rows if dealt == "batches" else [sum(rows)]) if self._batches else None
+        everywhere: list[tuple[list[_Kind], Any, list[int]] | None] = communicator.allgather_object(here)
         found = [one for one in everywhere if one is not None]
         if not found:
             raise DataError("There is no sample to predict for. Give data with at least one sample.")
@@ -86,8 +88,12 @@ class Outputs:
         for other, _, _ in found:
             if other != kinds:
                 raise ModelError(_disagreement("ranks", kinds, other))
-        counts = [0 if one is None else one[2] for one in everywhere]
+        lengths = [[] if one is None else one[2] for one in everywhere]
+        counts = [sum(own) for own in lengths]
         whole = [self._gathered(index, kind, counts, communicator) for index, kind in enumerate(kinds)]
+        if dealt is not None:
+            order = dealt_order([torch.tensor(own if dealt == "batches" else [1] * sum(own)) for own in lengths])
+            whole = [output[order] for output in whole]
         self._batches.clear()
         return _filled(layout, iter(whole))
 

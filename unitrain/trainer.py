@@ -182,7 +182,8 @@ class Trainer:
         They are nested as the model, or `forward`, returns them: tensors whose first dimension is the sample, in lists,
         tuples, mappings and dataclasses. Targets are not looked at, and without `forward` may be missing. Every rank
         computes its own part with rank 0's buffers, keeps it on the CPU, and gets the others' at the end: the outputs
-        of the whole data must fit into the memory of the host once per rank on it. All ranks call it.
+        of the whole data must fit into the memory of the host once per rank on it. Outputs for streams that are each
+        rank's own are in the order of ranks. All ranks call it.
         Raises DataError, ConfigError or, for outputs that cannot be put together, ModelError, on every rank.
         """
         return self._evaluation.predict(self._evaluation_share(data))

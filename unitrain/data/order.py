@@ -5,13 +5,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unitrain.config import Uneven
 from unitrain.randomness import Stream, derive_seed
+
+
+Dealt = Literal["samples", "batches"]
 
 
 @dataclass
@@ -99,3 +102,15 @@ def batch_slices(
 
 def _length_of(bounds: Sequence[int], batch: int) -> int:
     return bounds[batch + 1] - bounds[batch]
+
+
+def dealt_order(lengths: Sequence[Tensor]) -> Tensor:
+    """Return where the rows of a dealt order are when those of each rank follow those of the one before, int64 [rows].
+
+    `lengths` has, for each rank, the rows of what it was dealt, int64. Row i of the order is at result[i].
+    """
+    size = len(lengths)
+    turns = [torch.arange(len(own)) * size + rank for rank, own in enumerate(lengths)]
+    return torch.cat([turn.repeat_interleave(own) for turn, own in zip(turns, lengths, strict=True)]).argsort(
+        stable=True
+    )

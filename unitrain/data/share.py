@@ -17,7 +17,7 @@ from unitrain.config import StreamKind, TrainConfig, Uneven
 from unitrain.data.alike import check_alike
 from unitrain.data.batching import batching_of
 from unitrain.data.loading import Data, Source, comes_in_turn
-from unitrain.data.order import Slice, batch_slices, epoch_order, training_slices
+from unitrain.data.order import Dealt, Slice, batch_slices, epoch_order, training_slices
 from unitrain.data.sampling import Drawn, draw
 from unitrain.data.stream import StreamSource, open_stream
 from unitrain.data.training_data import TrainingData
@@ -215,10 +215,17 @@ class EvaluationShare:
         """Whether a batch may be fetched before it is asked for: nothing else would change."""
         return self._source.fetches_apart
 
+    @property
+    def dealt(self) -> Dealt | None:
+        """What each rank in turn has one of; None where each has a part of the order, or all of its own."""
+        if not isinstance(self._source, StreamSource) or self._source.kind == "own":
+            return None
+        return "batches" if self._source.batch_size is None else "samples"
+
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Yield (batch, number of samples in it)."""
         if isinstance(self._source, StreamSource):
-            yield from ((batch, samples) for samples, batch in self._source.batches(epoch=0) if samples)
+            yield from ((batch, samples) for samples, batch in self._source.batches(epoch=0))
         else:
             batches = self._source.batches(self._order, iter(self._parts), worker_seed=0)
             for part, batch in zip(self._parts, batches, strict=True):

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
 from unitrain.backends.base import Communicator, together
 from unitrain.config import StreamKind
 from unitrain.data.alike import check_alike
+from unitrain.data.contents import count_samples, fingerprint
 from unitrain.data.loading import Data, own_batch_size
 from unitrain.data.sampling import begin_epoch, own_sampler
-from unitrain.errors import DataError
 from unitrain.randomness import OwnGenerators, Stream, derive_seed
 
 Counted = tuple[int, Any]
@@ -62,6 +61,8 @@ class StreamSource:
             items, load, collate, self.batch_size, self.drop_last, rank=rank, size=size, kind=kind, seed=seed
         )
         self._loader = _loader(data, self._batches, num_workers, pin_memory, self._generator)
+        # The fingerprint of the first item that the last batch's worker saw of a shared stream.
+        self.first_item: int | None = None
         # How many positions a micro-step of all ranks takes: items of a shared stream, one of the rank's own batches.
         self.stride = size * (self.batch_size or 1) if kind == "shared" else 1
 
@@ -84,7 +85,8 @@ class StreamSource:
         """Yield (samples, batch), of a shared stream from item `start` on; what is before is passed over by count."""
         self._batches.begin(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, Stream.WORKERS, epoch, self._rank))
-        for samples, batch in self._loader:
+        for samples, batch, first_item in self._loader:
+            self.first_item = first_item
             yield (count_samples(batch) if samples is None else samples), batch
 
 
@@ -125,7 +127,11 @@ def open_stream(
     return source
 
 
-class _Batches(IterableDataset[tuple[int | None, Any]]):
+# The samples, where they are known; the batch; and the fingerprint of the first item that was seen.
+_Made = tuple[int | None, Any, int | None]
+
+
+class _Batches(IterableDataset[_Made]):
     """The batches of one rank that are made by the worker, or process, which iterates it."""
 
     def __init__(
@@ -144,6 +150,7 @@ class _Batches(IterableDataset[tuple[int | None, Any]]):
         self._items, self._load, self._collate = items, load, collate
         self._batch_size, self._drop_last = batch_size, drop_last
         self._rank, self._size, self._kind, self._seed = rank, size, kind, seed
+        self._first_item: int | None = None
         # Persistent workers keep the copy that they were started with, and see no more than shared memory.
         self._epoch_and_start = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -151,7 +158,7 @@ class _Batches(IterableDataset[tuple[int | None, Any]]):
         """Say what the next iteration is of."""
         self._epoch_and_start.copy_(torch.tensor([epoch, start]))
 
-    def __iter__(self) -> Iterator[tuple[int | None, Any]]:
+    def __iter__(self) -> Iterator[_Made]:
         epoch, start = map(int, self._epoch_and_start.tolist())
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
@@ -174,15 +181,18 @@ class _Batches(IterableDataset[tuple[int | None, Any]]):
             if self._load is not None:
                 items = [self._load(item) for item in items]
             if self._batch_size is None:
-                yield None, self._collate(items[0])
+                yield None, self._collate(items[0]), self._first_item
             else:
-                yield len(items), self._collate(items)
+                yield len(items), self._collate(items), self._first_item
 
     def _dealt(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
         """Yield the items of each batch that is this rank's and worker's, of a stream that is the same everywhere."""
-        stream = _alone(self._items)
+        stream: Iterator[Any] = _alone(self._items)
         for _ in islice(stream, start):
             pass
+        first = list(islice(stream, 1))
+        self._first_item = fingerprint(first)
+        stream = chain(first, stream)
         length = self._batch_size or 1
         for micro_step in count():
             # Nothing is kept of those of other ranks, nor of those of other workers.
@@ -223,25 +233,6 @@ def _no_worker() -> Iterator[None]:
         yield
     finally:
         worker_module._worker_info = info
-
-
-def count_samples(batch: Any) -> int:
-    """Return the first dimension of the first tensor in `batch`, whatever it is nested in. Raises DataError."""
-    tensor = _first_tensor(batch)
-    if tensor is None or tensor.dim() == 0:
-        found = "no tensor" if tensor is None else "a number"
-        raise DataError(
-            f"The samples of a batch that the dataset has made are counted by its first tensor, which is {found} in "
-            f"this {type(batch).__name__}. Yield batches such as (inputs, targets), of tensors [samples, ...]."
-        )
-    return len(tensor)
-
-
-def _first_tensor(batch: Any) -> Tensor | None:
-    if isinstance(batch, Tensor):
-        return batch
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
 
 
 def _as_it_is(batch: Any) -> Any:

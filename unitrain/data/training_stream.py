@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from unitrain.data.order import Slice
 from unitrain.data.stream import open_stream
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import DataError
+
+_log = logging.getLogger(__name__)
 
 # How many batches a rank holds at most while the ranks agree on their sizes, if its workers have prepared so many.
 _AHEAD = 8
@@ -64,20 +67,21 @@ class TrainingStream(TrainingData):
         self.global_batch_size = None
         if all(sizes):
             self.global_batch_size = sum(size or 0 for size in sizes) * batching.accumulate
-        self._size = communicator.size
+        self._communicator = communicator
         # Batches that workers have prepared anyway are held no longer for that; without workers none is made early.
         ahead = min(_AHEAD, *communicator.allgather_object(source.prepared))
         full = self.global_batch_size if source.drop_last and source.kind == "shared" else None
         self._lockstep = Lockstep(communicator, accumulate=batching.accumulate, uneven=uneven, ahead=ahead, full=full)
         self._steps: Iterator[tuple[Any, Slice]] = iter(())
         self._reached = 0
+        self._unseen = source.kind == "shared"
 
     @property
     def order(self) -> dict[str, Any]:
         """What decides, beside the seed, which sample is at a position of an epoch."""
         if self._source.kind == "shared":
             return {"stream": "shared", "of batches": self._source.batch_size is None}
-        return {"stream": "own", "ranks": self._size, "workers": self._source.workers}
+        return {"stream": "own", "ranks": self._communicator.size, "workers": self._source.workers}
 
     @property
     def fetches_apart(self) -> bool:
@@ -106,6 +110,9 @@ class TrainingStream(TrainingData):
             stride=source.stride,
             passed=0 if shared else start,
         ):
+            if self._unseen:
+                self._unseen = False
+                self._look_at_first_items()
             found, self._reached = True, part.step_end
             yield batch, part
         if not found:
@@ -113,4 +120,17 @@ class TrainingStream(TrainingData):
                 f"{source.name} ended before the first step of epoch {epoch + 1}: it yielded nothing, or too little "
                 "for a step that is to be whole. Let its __iter__ begin anew each time it is called, and give it more "
                 "items, or use a smaller batch_size."
+            )
+
+    def _look_at_first_items(self) -> None:
+        """Warn of a stream that is not the same everywhere; once, when every rank that has a batch has its first."""
+        first_items = {
+            item for item in self._communicator.allgather_object(self._source.first_item) if item is not None
+        }
+        if len(first_items) > 1 and self._communicator.rank == 0:
+            _log.warning(
+                "%s does not begin alike on every rank, but TrainConfig.stream 'shared' takes each rank's items from one "
+                "stream: unless only an augmentation differs, samples are lost or taken twice. Use "
+                "TrainConfig(stream='own') for a dataset that shards itself.",
+                self._source.name,
             )
