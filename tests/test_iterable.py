@@ -391,7 +391,7 @@ def interrupted(backend: Backend, folder: str, kind: str, workers: int, settings
     else:
         data = DataLoader(Batches([3, 5, 1, 4, 2, 6, 3, 3, 2, 8]), batch_size=None, num_workers=workers)
     more = {} if kind == "batches" else {"batch_size": 2, "num_workers": workers}
-    settings = {"epochs": None, "output_dir": folder, "resume": True, **more, **settings}
+    settings = {"epochs": None, "output_dir": folder, "resume": True, "checkpoint_every": 100, **more, **settings}
     return train(backend, data, {"stream": "own" if kind == "own" else "shared", **settings})[0]
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from unitrain.config import Uneven
 from unitrain.randomness import Stream, derive_seed
 
-
 Dealt = Literal["samples", "batches"]
 
 

@@ -129,8 +129,8 @@ class TrainingStream(TrainingData):
         }
         if len(first_items) > 1 and self._communicator.rank == 0:
             _log.warning(
-                "%s does not begin alike on every rank, but TrainConfig.stream 'shared' takes each rank's items from one "
-                "stream: unless only an augmentation differs, samples are lost or taken twice. Use "
-                "TrainConfig(stream='own') for a dataset that shards itself.",
+                "%s does not begin alike on every rank, but TrainConfig.stream 'shared' deals out one stream: unless "
+                "only an augmentation differs, samples are lost or taken twice. "
+                "Use TrainConfig(stream='own') for a dataset that shards itself.",
                 self._source.name,
             )
