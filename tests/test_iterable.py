@@ -424,7 +424,8 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
     for steps in (1, 4, 6):
         parts = group.run(interrupted, str(tmp_path / "parts"), kind, workers, {"steps": steps, **settings})
     for found, wanted in zip(parts, whole, strict=True):
-        assert_equal(found, wanted, tolerance=0.0)
+        # A new DistributedDataParallel adds up the gradients of three ranks in another order in its first step.
+        assert_equal(found, wanted, tolerance=0.0 if group.size < 3 else 1e-6)
 
 
 def shared_run(backend: Backend, folder: str, steps: int) -> list[Tensor]:
@@ -476,6 +477,21 @@ def test_each_item_is_evaluated_once(group: RankGroup, length: int, workers: int
     expected = nn.functional.cross_entropy(Network()(torch.arange(length)), TARGETS[:length]).item()
     for _, loss in results:
         assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def evaluate_own(backend: Backend, lengths: list[int]) -> float:
+    model = Network()
+    config = TrainConfig(epochs=1, progress="off", stream="own", eval_batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
+    return trainer.evaluate(Listed(own_numbers(backend.rank, lengths)))["loss"]
+
+
+def test_own_streams_are_evaluated_whole(group: RankGroup) -> None:
+    lengths = NONE_ON_SOME[group.size]
+    everything = list(range(sum(lengths)))
+    expected = nn.functional.cross_entropy(Network()(torch.tensor(everything)), TARGETS[everything]).item()
+    assert group.run(evaluate_own, lengths) == [pytest.approx(expected, rel=1e-5)] * group.size
 
 
 def predict(backend: Backend, kind: str, workers: int) -> list[int]:
@@ -612,7 +628,10 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
     (empty, r"^DataError: Listed ended before the first step of epoch 1: it yielded nothing, .* Let its __iter__"),
     (exhausted, r"^DataError: OneShot ended before the first step of epoch 2"),
     (too_little_for_a_step, r"^DataError: Listed ended before the first step of epoch 1: .* too little for a step"),
-    (indices_on_one_rank, r"^DataError: The training data has indices on some ranks, but none on ranks \[1.*\]\."),
+    (
+        indices_on_one_rank,
+        r"^DataError: The training data has a length on some ranks, but comes in turn on ranks \[1.*\]\.",
+    ),
     (different_batch_sizes, r"^DataError: The training data differs between ranks in batch_size: \[2, 3.*Use batch_"),
     (no_tensor, r"^DataError: The samples of a batch that the dataset has made .* there is none in this list\. Yield"),
     (no_batch_size, r"^ConfigError: A Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),

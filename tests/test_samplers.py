@@ -221,7 +221,9 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(group: RankGroup, make: Callabl
         settings = {"steps": steps, "output_dir": str(tmp_path), "resume": True}
         parts = group.run(train_sampled, make, 0, settings)
     for (found, _), (wanted, _) in zip(parts, whole, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        for one, other in zip(found, wanted, strict=True):
+            # A new DistributedDataParallel adds up the gradients of three ranks in another order in its first step.
+            torch.testing.assert_close(one, other, rtol=0, atol=0.0 if group.size < 3 else 1e-6)
 
 
 def evaluated(backend: Backend, make: Callable[[], Any], workers: int) -> list[list[int]]:

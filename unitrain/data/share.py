@@ -237,12 +237,6 @@ def open_training_data(data: Data, communicator: Communicator, config: TrainConf
 
     Raises what TrainingShare and TrainingStream raise.
     """
-    in_turn = communicator.allgather_object(comes_in_turn(data))
-    if any(in_turn) and not all(in_turn):
-        ranks = [rank for rank, turn in enumerate(in_turn) if turn]
-        raise DataError(
-            f"The training data has indices on some ranks, but none on ranks {ranks}. Give every rank the same data."
-        )
     settings: dict[str, Any] = {
         "batch_size": config.batch_size,
         "accumulate": config.accumulate,
@@ -251,7 +245,8 @@ def open_training_data(data: Data, communicator: Communicator, config: TrainConf
         "num_workers": config.num_workers,
         "uneven": config.uneven,
     }
-    if in_turn[0]:
+    # Where the ranks do not make the same of it, they ask each other the same all the same, and find out.
+    if comes_in_turn(data):
         return TrainingStream(data, communicator, stream=config.stream, **settings)
     return TrainingShare(data, communicator, shuffle=config.shuffle, **settings)
 

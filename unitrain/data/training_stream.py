@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from unitrain.backends.base import Communicator
@@ -72,7 +72,7 @@ class TrainingStream(TrainingData):
         ahead = min(_AHEAD, *communicator.allgather_object(source.prepared))
         full = self.global_batch_size if source.drop_last and source.kind == "shared" else None
         self._lockstep = Lockstep(communicator, accumulate=batching.accumulate, uneven=uneven, ahead=ahead, full=full)
-        self._steps: Iterator[tuple[Any, Slice]] = iter(())
+        self._steps = self._epoch(0, 0)
         self._reached = 0
         self._unseen = source.kind == "shared"
 
@@ -98,10 +98,14 @@ class TrainingStream(TrainingData):
         return self._steps
 
     def is_over(self, position: int) -> bool:
-        """Whether no step follows after `position`; the batch of one that does is lost, so this ends an iteration."""
-        return self._reached <= position and next(self._steps, None) is None
+        """Whether no step follows after `position`; what has been fetched of one that does is lost: this ends the epoch's
+        iteration, and its workers.
+        """
+        over = self._reached <= position and next(self._steps, None) is None
+        self._steps.close()
+        return over
 
-    def _epoch(self, epoch: int, start: int) -> Iterator[tuple[Any, Slice]]:
+    def _epoch(self, epoch: int, start: int) -> Generator[tuple[Any, Slice]]:
         source, shared = self._source, self._source.kind == "shared"
         found = start > 0
         for batch, part in self._lockstep.epoch(
