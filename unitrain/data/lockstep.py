@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Lockstep:
 
     def epoch(
         self, batches: Callable[[], Iterator[Counted]], *, start: int, stride: int, passed: int
-    ) -> Iterator[tuple[Any, Slice]]:
+    ) -> Generator[tuple[Any, Slice]]:
         """Yield (batch, its slice) for each of this rank's micro-steps, until the epoch ends for all ranks.
 
         `batches` begins this rank's (samples, batch) pairs, of which as many as `passed` micro-steps took are passed
@@ -108,7 +108,8 @@ class Lockstep:
         table: list[list[int]] = gathered.view(self._communicator.size, len(here)).tolist()
         states = [counts.pop(0) for counts in table]
         if _FAILED in states:
-            raise_together(self._communicator, self._error)
+            error, self._error = self._error, None
+            raise_together(self._communicator, error)
         if _NO_SPARE in states and _SPARE in states and self._uneven != "drop":
             # Seldom, and once in a run: for a rank that has had no batch of its own to stand in with.
             lent = self._communicator.broadcast_object(self._spare, root=states.index(_SPARE))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from unitrain.backends.base import Communicator
@@ -13,7 +13,7 @@ from unitrain.data.batching import batching_of
 from unitrain.data.loading import Data
 from unitrain.data.lockstep import Lockstep
 from unitrain.data.order import Slice
-from unitrain.data.stream import open_stream
+from unitrain.data.stream import StreamSource, open_stream
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import DataError
 
@@ -72,9 +72,7 @@ class TrainingStream(TrainingData):
         ahead = min(_AHEAD, *communicator.allgather_object(source.prepared))
         full = self.global_batch_size if source.drop_last and source.kind == "shared" else None
         self._lockstep = Lockstep(communicator, accumulate=batching.accumulate, uneven=uneven, ahead=ahead, full=full)
-        self._steps = self._epoch(0, 0)
-        self._reached = 0
-        self._unseen = source.kind == "shared"
+        self._steps = _Steps(source, self._lockstep, communicator, 0, 0)
 
     @property
     def order(self) -> dict[str, Any]:
@@ -94,43 +92,59 @@ class TrainingStream(TrainingData):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Slice]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
-        self._steps, self._reached = self._epoch(epoch, start), start
+        self._steps = _Steps(self._source, self._lockstep, self._communicator, epoch, start)
         return self._steps
 
     def is_over(self, position: int) -> bool:
-        """Whether no step follows after `position`; what has been fetched of one that does is lost: this ends the epoch's
-        iteration, and its workers.
-        """
-        over = self._reached <= position and next(self._steps, None) is None
+        """Whether no step follows after `position`; it ends the epoch's iteration, and the workers of that."""
+        over = self._steps.position <= position and next(self._steps, None) is None
         self._steps.close()
         return over
 
-    def _epoch(self, epoch: int, start: int) -> Generator[tuple[Any, Slice]]:
-        source, shared = self._source, self._source.kind == "shared"
-        found = start > 0
-        for batch, part in self._lockstep.epoch(
+
+class _Steps(Iterator[tuple[Any, Slice]]):
+    """The micro-steps of one epoch; `position` is where those that were taken end.
+
+    It does not hold itself: where it is left by an error, its workers end with the last reference to it, and not when
+    the garbage collector comes by, in the middle of something else.
+    """
+
+    def __init__(
+        self, source: StreamSource, lockstep: Lockstep, communicator: Communicator, epoch: int, start: int
+    ) -> None:
+        self._source, self._communicator, self._epoch = source, communicator, epoch
+        shared = source.kind == "shared"
+        self._begun, self._looks, self.position = start > 0, shared and epoch == 0, start
+        self._steps = lockstep.epoch(
             lambda: source.batches(epoch, start if shared else 0),
             start=start,
             stride=source.stride,
             passed=0 if shared else start,
-        ):
-            if self._unseen:
-                self._unseen = False
-                self._look_at_first_items()
-            found, self._reached = True, part.step_end
-            yield batch, part
-        if not found:
+        )
+
+    def __next__(self) -> tuple[Any, Slice]:
+        taken = next(self._steps, None)
+        if taken is None and not self._begun:
             raise DataError(
-                f"{source.name} ended before the first step of epoch {epoch + 1}: it yielded nothing, or too little "
-                "for a step that is to be whole. Let its __iter__ begin anew each time it is called, and give it more "
-                "items, or use a smaller batch_size."
+                f"{self._source.name} ended before the first step of epoch {self._epoch + 1}: it yielded nothing, or "
+                "too little for a step that is to be whole. Let its __iter__ begin anew each time it is called, and "
+                "give it more items, or use a smaller batch_size."
             )
+        if taken is None:
+            raise StopIteration
+        if self._looks:
+            self._looks = False
+            self._look_at_first_items()
+        self._begun, self.position = True, taken[1].step_end
+        return taken
+
+    def close(self) -> None:
+        """Let go of what is held, and end the workers."""
+        self._steps.close()
 
     def _look_at_first_items(self) -> None:
-        """Warn of a stream that is not the same everywhere; once, when every rank that has a batch has its first."""
-        first_items = {
-            item for item in self._communicator.allgather_object(self._source.first_item) if item is not None
-        }
+        """Warn of a stream that is not the same everywhere, when every rank that has a batch has its first."""
+        first_items = set(self._communicator.allgather_object(self._source.first_item)) - {None}
         if len(first_items) > 1 and self._communicator.rank == 0:
             _log.warning(
                 "%s does not begin alike on every rank, but TrainConfig.stream 'shared' deals out one stream: unless "
