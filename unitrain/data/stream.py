@@ -85,9 +85,15 @@ class StreamSource:
         """Yield (samples, batch), of a shared stream from item `start` on; what is before is passed over by count."""
         self._batches.begin(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, Stream.WORKERS, epoch, self._rank))
-        for samples, batch, first_item in self._loader:
-            self.first_item = first_item
-            yield (count_samples(batch) if samples is None else samples), batch
+        fetched = iter(self._loader)
+        try:
+            for samples, batch, first_item in fetched:
+                self.first_item = first_item
+                yield (count_samples(batch) if samples is None else samples), batch
+        finally:
+            # Left to the garbage collector, as an error's traceback leaves it, each worker would take five seconds.
+            if self.workers and not self._loader.persistent_workers:
+                fetched._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def open_stream(
