@@ -68,6 +68,14 @@ def test_gpt_learns_alike() -> None:
         assert final(run(by_hand(backend, "gpt.py", *arguments))) == pytest.approx(alone, abs=3e-4)
 
 
+def test_episodes_are_each_ranks_own_and_the_policy_is_one() -> None:
+    arguments = ("--device", "cpu", "--epochs", "3", "--episodes", "96", "--update-every", "32", "--workers", "1")
+    accuracy, val_loss = ddp = final(run(by_hand("ddp", "episodes.py", *arguments)))
+    assert accuracy >= 0.7  # half of all moves are good ones
+    assert val_loss < 0.76
+    assert final(run(by_hand("horovod", "episodes.py", *arguments))) == pytest.approx(ddp, abs=3e-4)
+
+
 def test_snapshots_go_on(tmp_path: Path) -> None:
     whole, restarted, again = (tmp_path / name for name in ("whole.pt", "restarted.pt", "again.pt"))
     epochs = ("--device", "cpu", "--epochs", "4")
