@@ -100,7 +100,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 def test_it_equals_torchs_average_and_is_what_is_evaluated(group: RankGroup) -> None:
     model, average = by_hand()
-    for raw, averaged, loss in group.run(states, {}):
+    for raw, averaged, loss in group.run(states, {}, timeout_seconds=120):
         assert_near(raw, model.state_dict())
         assert_near(averaged, average.state_dict())
         assert loss == pytest.approx(loss_of(average), abs=1e-6)
@@ -111,7 +111,7 @@ def test_it_goes_on_from_a_checkpoint_of_another_backend(group: RankGroup, tmp_p
     settings = {"output_dir": str(tmp_path), "resume": True}
     make(LOCAL, network(), **settings, epochs=2).fit(data())
     _, average = by_hand()
-    results = group.run(states, settings)
+    results = group.run(states, settings, timeout_seconds=120)
     for _, averaged, _ in results:
         assert_near(averaged, average.state_dict())
     back = make(LOCAL, network(), **settings)

@@ -288,7 +288,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 def test_a_batch_of_any_shape_trains_alike_on_ranks(group: RankGroup) -> None:
-    runs = group.run(trained_in_every_shape)
+    runs = group.run(trained_in_every_shape, timeout_seconds=200)
     check(runs)
     for run in runs:
         for kind in SHAPES:
@@ -369,7 +369,7 @@ def refusals(backend: Backend) -> list[str]:
 
 
 def test_the_same_refusal_on_every_rank_though_one_has_all_the_samples(group: RankGroup) -> None:
-    here, *others = group.run(refusals)
+    here, *others = group.run(refusals, timeout_seconds=120)
     assert all(texts == here for texts in others)
     starts = [
         "ConfigError: Trainer(forward=...) takes a function, got 3.",

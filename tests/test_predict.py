@@ -224,7 +224,7 @@ def test_it_is_exact_on_ranks(backend: str, size: int) -> None:
         @DRAWN
         @given(examples(size))
         def run(cases: list[Case]) -> None:
-            by_rank = group.run(results_of, cases)
+            by_rank = group.run(results_of, cases, timeout_seconds=200)
             for case, found in zip(cases, zip(*by_rank, strict=True), strict=True):
                 check(case, list(found))
 
