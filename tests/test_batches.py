@@ -208,13 +208,17 @@ def of_dataclass(model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
 SHAPES: dict[str, Any] = {"pair": None, "mapping": of_mapping, "three": of_three, "dataclass": of_dataclass}
 
 
-def make(backend: Backend, forward: Any = None, **settings: Any) -> Trainer:
+def right(output: Tensor, target: Tensor) -> Tensor:
+    return output.argmax(1) == target
+
+
+def make(backend: Backend, forward: Any = None, accuracy: Any = right, **settings: Any) -> Trainer:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = TrainConfig(**{"epochs": 3, "progress": "off", **settings})
     return Trainer(
         model, optimizer, nn.functional.cross_entropy, backend=backend, config=config, forward=forward,
-        metrics={"accuracy": lambda output, target: output.argmax(1) == target},
+        metrics={"accuracy": accuracy},
     )  # fmt: skip
 
 
@@ -346,8 +350,7 @@ def refusals(backend: Backend) -> list[str]:
 
     three = TensorDataset(*[torch.ones(1, 3)] * 3)
     pair = TensorDataset(torch.ones(1, 6), torch.zeros(1, dtype=torch.long))
-    shapeless = make(backend, batch_size=2)
-    shapeless._evaluation._metrics["accuracy"] = lambda output, target: torch.ones(5)
+    shapeless = make(backend, accuracy=lambda output, target: torch.ones(5), batch_size=2)
     attempts = [
         lambda: make(backend, 3, batch_size=2),
         lambda: make(backend, batch_size=2).fit(TensorDataset(*[torch.ones(6, 3)] * 3)),
