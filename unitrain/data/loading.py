@@ -116,20 +116,27 @@ def _loader(
         return DataLoader(
             data, batch_sampler=indices, num_workers=num_workers, pin_memory=pin_memory, generator=generator
         )
-    # in_order is left at its default: the batches must come in the order in which they were planned.
     return DataLoader(
         data.dataset,
         batch_sampler=indices,
-        num_workers=data.num_workers,
         collate_fn=data.collate_fn,
-        pin_memory=data.pin_memory,
-        timeout=data.timeout,
-        worker_init_fn=data.worker_init_fn,
-        multiprocessing_context=data.multiprocessing_context,
         generator=generator,
-        prefetch_factor=data.prefetch_factor,
-        persistent_workers=data.persistent_workers,
+        **worker_settings(data),
     )
+
+
+def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return how `loader` runs its workers and hands over their batches, as arguments of another DataLoader."""
+    # in_order is left at its default: the batches must come in the order in which they were planned.
+    return {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
 
 
 def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:

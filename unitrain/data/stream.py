@@ -15,7 +15,7 @@ from unitrain.backends.base import Communicator, together
 from unitrain.config import StreamKind
 from unitrain.data.alike import check_alike
 from unitrain.data.contents import count_samples, fingerprint
-from unitrain.data.loading import Data, own_batch_size
+from unitrain.data.loading import Data, own_batch_size, worker_settings
 from unitrain.data.sampling import begin_epoch, own_sampler
 from unitrain.randomness import OwnGenerators, Stream, derive_seed
 
@@ -248,25 +248,9 @@ def _as_it_is(batch: Any) -> Any:
 def _loader(
     data: Data, batches: _Batches, num_workers: int, pin_memory: bool, generator: torch.Generator
 ) -> DataLoader[Any]:
-    if not isinstance(data, DataLoader):
-        return DataLoader(
-            batches,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            generator=generator,
-        )
-    return DataLoader(
-        batches,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=data.num_workers,
-        pin_memory=data.pin_memory,
-        timeout=data.timeout,
-        worker_init_fn=data.worker_init_fn,
-        multiprocessing_context=data.multiprocessing_context,
-        generator=generator,
-        prefetch_factor=data.prefetch_factor,
-        persistent_workers=data.persistent_workers,
+    settings = (
+        worker_settings(data)
+        if isinstance(data, DataLoader)
+        else {"num_workers": num_workers, "pin_memory": pin_memory}
     )
+    return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=generator, **settings)
