@@ -202,7 +202,7 @@ class RankGroup:
     def _stack(self, number: int) -> str:
         rank = self._ranks[number]
         with contextlib.suppress(OSError):
-            os.kill(rank.pid, signal.SIGUSR1)
+            os.kill(rank.pid, signal.SIGUSR2)
             time.sleep(_STACK_SECONDS)
             return rank.stacks.read_text()
         return "(no stack: the process is gone)"

@@ -30,7 +30,7 @@ def main() -> None:
             Client((host, int(port)), authkey=bytes.fromhex(environment.inherited()["UNITRAIN_TEST_KEY"]))
         ) as parent,
     ):
-        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
         parent.send((placement.rank, os.getpid(), stacks.name))
         sys.path[:0] = parent.recv()
         _serve(parent, backend_name, device, float(timeout_seconds))
