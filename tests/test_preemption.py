@@ -94,6 +94,60 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(launcher: str, tmp_path: 
         assert resumed == uninterrupted
 
 
+WORKERS = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import unitrain
+
+
+class Forever(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.ones(3), torch.ones(1)
+
+
+class Counts:
+    def __len__(self):
+        return 1 << 20
+
+    def __getitem__(self, index):
+        return torch.ones(3), torch.ones(1)
+
+
+class Ready(unitrain.Callback):
+    def on_step_end(self, trainer):
+        Path(sys.argv[1], "ready").touch()
+
+
+with unitrain.init(device="cpu") as backend:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = unitrain.TrainConfig(
+        epochs=None, steps=10**9, batch_size=2, num_workers=2, shuffle=False, output_dir=sys.argv[1], progress="off"
+    )
+    loss = nn.functional.mse_loss
+    trainer = unitrain.Trainer(model, optimizer, loss, backend=backend, config=config, callbacks=[Ready()])
+    trainer.fit(Forever() if sys.argv[2] == "stream" else Counts())
+"""
+
+
+@pytest.mark.parametrize(("kind", "number"), [("stream", signal.SIGTERM), ("items", signal.SIGUSR1)])
+def test_a_signal_to_every_process_counts_once(kind: str, number: signal.Signals, tmp_path: Path) -> None:
+    """As a scheduler sends it: to the ranks, and to the workers of their DataLoaders."""
+    with started([sys.executable, "-c", WORKERS, str(tmp_path), kind], {"OMP_NUM_THREADS": "1"}) as launch:
+        wait_for(tmp_path / "ready")
+        assert len(launch.living()) > 2
+        os.killpg(launch.process.pid, number)
+        output = launch.output()
+    assert launch.process.returncode == 75, output
+    assert list(tmp_path.glob("*/manifest.json"))
+
+
 TWICE = """
 import sys, time
 from unitrain.run.preemption import Preemption

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from unitrain.backends import checks
 from unitrain.backends.base import Backend, Compression, ReduceOp, raise_together
 from unitrain.backends.call import ROW_LENGTH, Call, describe_disagreement
+from unitrain.backends.forks import make_forks_safe
 from unitrain.backends.gradients import GlobalGradients, check_same_model
 from unitrain.backends.objects import NOTHING, pack, unpack
 from unitrain.backends.rendezvous import Meeting
@@ -48,6 +49,7 @@ class ProcessGroupBackend(Backend):
     """A backend over torch.distributed's default group, which its subclass has initialised."""
 
     def __init__(self, meeting: Meeting, device: torch.device, transport: str) -> None:
+        make_forks_safe()
         self.device = device
         self.transport = transport
         self.rank = dist.get_rank()

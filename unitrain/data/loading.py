@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from unitrain.data.sampling import own_sampler
+from unitrain.data.workers import WorkerStart
 from unitrain.errors import ConfigError, DataError
 
 Data = Dataset[Any] | DataLoader[Any]
@@ -114,7 +115,12 @@ def _loader(
 ) -> DataLoader[Any]:
     if not isinstance(data, DataLoader):
         return DataLoader(
-            data, batch_sampler=indices, num_workers=num_workers, pin_memory=pin_memory, generator=generator
+            data,
+            batch_sampler=indices,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            worker_init_fn=WorkerStart(),
+            generator=generator,
         )
     return DataLoader(
         data.dataset,
@@ -132,7 +138,7 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
+        "worker_init_fn": WorkerStart(loader.worker_init_fn),
         "multiprocessing_context": loader.multiprocessing_context,
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,

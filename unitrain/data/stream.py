@@ -17,6 +17,7 @@ from unitrain.data.alike import check_alike
 from unitrain.data.contents import count_samples, fingerprint
 from unitrain.data.loading import Data, own_batch_size, worker_settings
 from unitrain.data.sampling import begin_epoch, own_sampler
+from unitrain.data.workers import WorkerStart
 from unitrain.randomness import OwnGenerators, Stream, derive_seed
 
 Counted = tuple[int, Any]
@@ -251,6 +252,6 @@ def _loader(
     settings = (
         worker_settings(data)
         if isinstance(data, DataLoader)
-        else {"num_workers": num_workers, "pin_memory": pin_memory}
+        else {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": WorkerStart()}
     )
     return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=generator, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ class Preemption:
         free = [one for one in self._signals if signal.getsignal(one) == signal.SIG_DFL]
         if not free or threading.current_thread() is not threading.main_thread():
             return self
+        _let_forks_be()
         self._ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         self._theirs = theirs
@@ -66,3 +68,14 @@ class Preemption:
 
 def _noted(number: int, frame: FrameType | None) -> None:
     """Do nothing: that there is a handler is what lets the process live, and the thread be woken."""
+
+
+@functools.cache
+def _let_forks_be() -> None:
+    """See that a forked process, such as a DataLoader's worker, wakes no thread of this one with its own signals."""
+
+    def forget_socket() -> None:
+        if any(signal.getsignal(one) is _noted for one in signal.valid_signals()):
+            signal.set_wakeup_fd(-1)
+
+    os.register_at_fork(after_in_child=forget_socket)
