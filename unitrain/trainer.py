@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -35,6 +34,7 @@ from unitrain.step.precision import Precision, allow_tf32
 from unitrain.step.update import Update
 from unitrain.step.weighting import GlobalMean, read_loss
 from unitrain.tracking.progress import Progress, choose_progress
+from unitrain.tracking.times import Times
 from unitrain.verify.recorder import Recorder
 
 
@@ -90,6 +90,7 @@ class Trainer:
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._progress = Progress()
+        self._times = Times(backend)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         self._loss: RunningLoss
@@ -199,16 +200,21 @@ class Trainer:
     def _train_epoch(self, share: TrainingData, validation: EvaluationShare | None) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
         config, cursor = self.config, self.run.cursor
-        epoch, started, first_sample = cursor.epoch + 1, time.perf_counter(), cursor.sample
+        epoch, first_sample = cursor.epoch + 1, cursor.sample
         self._loss.start(cursor.step)
+        self._times.start()
         self.run.stopping.begin(cursor.step)
-        for batch, part in self._prefetch(share.epoch(cursor.epoch, cursor.position), ahead=share.fetches_apart):
+        # No name holds what is iterated over: where an error leaves the loop, its workers end at once.
+        for batch, part in self._times.batches(
+            self._prefetch(share.epoch(cursor.epoch, cursor.position), ahead=share.fetches_apart)
+        ):
             self._micro_step(batch, part)
             if not part.closes_step:
                 continue
             self._mean.finish_step(self._parameters, part)
             self._callbacks.call("on_gradients", self)
             self._update(cursor.step, self._rates)
+            self._times.step(part.step_samples)
             cursor.step += 1
             cursor.sample += part.step_samples
             cursor.position = part.step_end
@@ -217,7 +223,10 @@ class Trainer:
             if config.checkpoint_every_steps and cursor.step % config.checkpoint_every_steps == 0:
                 self._save({})
             if looks := self._loss.due(cursor.step):
-                self._progress.loss(self._loss.look(epoch, cursor.step))
+                loss = self._loss.look(epoch, cursor.step)
+                self._progress.loss(loss)
+                speed = {"learning_rate": self._learning_rate(), "samples_per_second": self._times.samples_per_second()}
+                self.run.record_step({"step": cursor.step, "loss": loss, **speed})
             if looks or self.run.stopping.due(cursor.step):
                 self._agree_to_stop()
             if cursor.step == config.steps or self.run.stopping.reason is not None:
@@ -225,29 +234,28 @@ class Trainer:
         trained = cursor.sample - first_sample
         # With drop_last and another global batch, a resumed epoch may end before the sample that it had come to.
         losses = {"train_loss": self._loss.finish(epoch, cursor.step)} if trained else {}
-        seconds = time.perf_counter() - started
+        seconds = self._times.stop()
         if share.is_over(cursor.position):
             cursor.epoch, cursor.sample, cursor.position = cursor.epoch + 1, 0, 0
 
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        if self._rates is not None:
-            learning_rate *= self._rates.at(cursor.step)
+        speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": trained / seconds}
         # A machine that is about to be taken away leaves no time for a validation in the middle of an epoch.
         hurries = self.run.stopping.preempted and cursor.sample > 0
-        results = {**losses, **({} if hurries else self._validate(validation))}
+        with self._times.spent_on("validation"):
+            results = {**losses, **({} if hurries else self._validate(validation))}
         if config.scheduler_every == "epoch" and cursor.sample == 0:
             self._step_scheduler(results)
         self._progress.epoch(epoch, results)
         self._callbacks.call("on_epoch_end", self, results)
         self._agree_to_stop()
-        speed = {"learning_rate": learning_rate, "seconds": seconds, "samples_per_second": trained / seconds}
-        self.run.record({"epoch": epoch, "step": cursor.step, **results, **speed})
         if cursor.epoch % config.checkpoint_every == 0 or self.run.finished():
             self._save(results)
+        self.run.record({"epoch": epoch, "step": cursor.step, **results, **speed, **self._times.gather()})
         return results
 
     def _save(self, results: dict[str, float]) -> None:
-        self.run.save(self.backend.unwrap(self.model), self.optimizer, self.scheduler, results)
+        with self._times.spent_on("checkpoint"):
+            self.run.save(self.backend.unwrap(self.model), self.optimizer, self.scheduler, results)
 
     def _micro_step(self, batch: Any, part: Slice) -> None:
         """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""
@@ -255,7 +263,7 @@ class Trainer:
         with stands_in, nullcontext() if part.closes_step else self.backend.no_sync(self.model):
             with self._precision.autocast():
                 loss = read_loss(self.loss_fn(*self._forward(self.model, batch)))
-            torch.autograd.backward(self._precision.scale(self._mean.weighted(loss, part)))
+            torch.autograd.backward(self._times.watched(self._precision.scale(self._mean.weighted(loss, part))))
         self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)
         self._callbacks.call("on_micro_step", self, batch, part, loss)
@@ -278,6 +286,11 @@ class Trainer:
         stopping.agree(step)
         if stopping.reason is not None:
             self._progress.note(f"stopped after step {step}: {stopping.reason}")
+
+    def _learning_rate(self) -> float:
+        """Return the first of the learning rates that the steps now take."""
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return rate if self._rates is None else rate * self._rates.at(self.run.cursor.step)
 
     def _forget_partial_step(self) -> None:
         """Drop what an earlier `fit`, ended by an exception or Ctrl-C, has left of a step: it is done again."""

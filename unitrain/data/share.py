@@ -102,6 +102,14 @@ class TrainingShare(TrainingData):
             return length // per_step if self._uneven == "drop" else -(-length // per_step)
         return max(0, -(-(self._end_of(length) - start) // self.global_batch_size))
 
+    def samples_in_epoch(self) -> int | None:
+        """Return how many samples an epoch has; None with a batch_sampler, or a sampler without a length."""
+        source = self._source
+        if source.sampler is None:
+            return self._end_of(source.length)
+        length = None if source.batch_size is None else _length(source.sampler)
+        return None if length is None else self._end_of(length)
+
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Slice]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
         order, planned = self._plan(epoch, start)

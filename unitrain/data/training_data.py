@@ -37,6 +37,13 @@ class TrainingData(ABC):
         """
 
     @abstractmethod
+    def samples_in_epoch(self) -> int | None:
+        """Return how many samples all ranks take together in one epoch; None where nobody knows.
+
+        With a sampler it is what that says of itself. It is for showing, not for deciding.
+        """
+
+    @abstractmethod
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Slice]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on.
 

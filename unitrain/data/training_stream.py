@@ -90,6 +90,10 @@ class TrainingStream(TrainingData):
         """Return None: an IterableDataset's `__len__` need not be true, least of all of one rank."""
         return None
 
+    def samples_in_epoch(self) -> int | None:
+        """Return None, for the same reason."""
+        return None
+
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Slice]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
         self._steps = _Steps(self._source, self._lockstep, self._communicator, epoch, start)

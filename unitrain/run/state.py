@@ -19,10 +19,11 @@ from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import share_buffers
 from unitrain.run import checkpoint
+from unitrain.run.description import describe_parts, describe_start
 from unitrain.run.retention import Retention
 from unitrain.run.stopping import Stopping
 from unitrain.run.writer import CheckpointWriter
-from unitrain.tracking.history import History
+from unitrain.tracking.history import EPOCHS, STARTS, STEPS, History
 
 
 class Stateful(Protocol):
@@ -60,6 +61,9 @@ class Run:
         self._generators: dict[str, Any] | None = None
         self._order: dict[str, Any] | None = None
         self._seeded = False
+        self._share: TrainingData | None = None
+        self._description: dict[str, Any] = {}
+        self._unwritten: OSError | None = None
 
     def finished(self) -> bool:
         """Whether all epochs or steps that the configuration asks for are done, or the run was stopped before."""
@@ -90,7 +94,8 @@ class Run:
         if resume:
             self._restore(model, optimizer, scheduler)
         # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
-        self._write_history(lambda history: history.rewind(self.cursor.step))
+        self._write_history("", lambda history: history.rewind(self.cursor.step))
+        self._description = describe_parts(model, optimizer, scheduler)
 
     def begin(self, share: TrainingData) -> None:
         """Go on in `share`'s data with this rank's random numbers, which repeat with the seed or are the checkpoint's.
@@ -115,10 +120,22 @@ class Run:
             seed = randomness.derive_seed(self._config.seed, randomness.Stream.RANK, *path)
             randomness.seed_generators(seed)
         self._generators, self._seeded = None, True
+        self._share, self._unwritten = share, None
+        if not self.finished():
+            start = {**describe_start(self._config, self._backend, share), **self._description}
+            self._record(STARTS, {"step": self.cursor.step, **start})
 
     def record(self, row: dict[str, Any]) -> None:
-        """Add `row` to the history."""
-        self._write_history(lambda history: history.append(row))
+        """Add the `row` of an epoch to the history."""
+        self._record(EPOCHS, row)
+
+    def record_step(self, row: dict[str, Any]) -> None:
+        """Add a `row` to the history of steps. The ranks do not wait for it: if it fails, the next `record` does."""
+        if self._folder is not None and self._backend.rank == 0 and self._unwritten is None:
+            try:
+                History(self._folder).append(STEPS, self._placed(row))
+            except OSError as error:
+                self._unwritten = error
 
     def save(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, results: Mapping[str, float]) -> None:
         """Write a checkpoint, or begin to; `model` is the user's own, `results` are those of the epoch so far."""
@@ -176,8 +193,24 @@ class Run:
     def _learning_rate(self) -> dict[str, Any]:
         return {name: getattr(self._config, name) for name in ("lr_scaling", "reference_batch_size", "warmup_steps")}
 
-    def _write_history(self, change: Callable[[History], None]) -> None:
+    def _record(self, name: str, row: dict[str, Any]) -> None:
+        def append(history: History) -> None:
+            if self._unwritten is not None:
+                raise self._unwritten
+            history.append(name, self._placed(row))
+
+        self._write_history(name, append)
+
+    def _placed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return `row` with how many passes over the data are done."""
+        assert self._share is not None
+        epochs: float | None = self.cursor.epoch
+        if self.cursor.sample:
+            length = self._share.samples_in_epoch()
+            epochs = None if length is None else self.cursor.epoch + self.cursor.sample / length
+        return {**row, "epochs": epochs}
+
+    def _write_history(self, name: str, change: Callable[[History], None]) -> None:
         if self._folder is not None:
-            history = History(self._folder)
-            task = f"write '{history.path}'"
+            history, task = History(self._folder), f"write '{self._folder / name}'"
             checkpoint.on_rank_zero(self._backend, task, checkpoint.WRITABLE, lambda: change(history))

@@ -1,4 +1,12 @@
-"""The record of a run: `history.jsonl`, one JSON object per epoch."""
+"""The record of a run: JSON lines that grow while it trains, and that it takes up again where it is resumed.
+
+    run.jsonl       a row per start: what was asked for, on which backend, over how many ranks, with which versions
+    history.jsonl   a row per epoch: its results, the learning rate, and where the time went
+    steps.jsonl     a row per look at the running loss
+
+Every row has the `step` that it was written at, and `epochs`, how many passes over the data were done by then. A list of
+`*_seconds` has a number for each rank.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +15,31 @@ import math
 from pathlib import Path
 from typing import Any
 
+STARTS, EPOCHS, STEPS = "run.jsonl", "history.jsonl", "steps.jsonl"
+
 
 class History:
-    """Appends rows to a file; numbers that JSON cannot hold (nan, infinity) become null. Rank 0 only."""
+    """Appends rows to files; numbers that JSON cannot hold (nan, infinity) become null. Rank 0 only."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "history.jsonl"
+        self.folder = folder
 
     def rewind(self, step: int) -> None:
-        """Forget the rows after `step`, which a run that starts or resumes there is going to write again."""
-        if not self.path.exists():
-            return
-        rows = [json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("}")]
-        kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-        rewritten = self.path.with_suffix(".unfinished")
-        rewritten.write_text(kept)
-        rewritten.rename(self.path)
+        """Forget the rows after `step`, and the starts from there, which a run that starts there writes again."""
+        for name, last in ((STARTS, step - 1), (EPOCHS, step), (STEPS, step)):
+            path = self.folder / name
+            if path.exists():
+                rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+                kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= last)
+                rewritten = path.with_suffix(".unfinished")
+                rewritten.write_text(kept)
+                rewritten.rename(path)
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Add one row, which has a "step"."""
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Add one row, which has a "step", to the file of that name."""
         finite = {key: value if _fits(value) else None for key, value in row.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps(finite) + "\n")
+        with (self.folder / name).open("a") as file:
+            file.write(json.dumps(finite, default=str) + "\n")
 
 
 def _fits(value: Any) -> bool:
