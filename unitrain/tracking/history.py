@@ -4,8 +4,8 @@
     history.jsonl   a row per epoch: its results, the learning rate, and where the time went
     steps.jsonl     a row per look at the running loss
 
-Every row has the `step` that it was written at, and `epochs`, how many passes over the data were done by then. A list of
-`*_seconds` has a number for each rank.
+Every row has the `step` that it was written at, and `epochs`, how many passes over the data were done by then. A list
+of `*_seconds` has a number for each rank.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from torch.autograd import Variable
 from unitrain.backends.base import Communicator
 
 PARTS = ("data", "compute", "wait", "update", "validation", "checkpoint")
-# A step that is measured takes some ten microseconds more, and on a GPU it is waited for: too rarely to be felt.
-_INTERVAL_SECONDS = 0.25
+# A step that is measured takes some ten microseconds more, and on a GPU the host does not run ahead of it: one step in
+# so many, and so many seconds apart, is too rare to be felt.
+_INTERVAL_STEPS, _INTERVAL_SECONDS = 20, 0.2
 
 ItemT = TypeVar("ItemT")
 
@@ -23,8 +24,8 @@ ItemT = TypeVar("ItemT")
 class Times:
     """The training loop's stopwatch. All ranks use it alike, and `gather` is all that communicates.
 
-    `data` is the wait for the next batch; on a GPU it counts only where that has nothing else left to do. It is taken
-    in every step. From time to time a step is measured closely, and what training takes beside data is divided as those
+    `data` is the wait for the next batch, taken in every step; where a GPU works meanwhile, it is only what that is
+    kept waiting. From time to time a step is measured closely, and what training takes beside data is divided as those
     steps were: `compute` is forward and backward; `wait` lasts from the end of this rank's own backward until the
     gradients are those of all ranks, so it is the communication that backward does not hide, and the lead over slower
     ranks; `update` is what is then made of the gradients.
@@ -34,24 +35,24 @@ class Times:
         self._communicator = communicator
         device = communicator.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._measuring = False  # the very first step does much for once, and tells nothing of the others
-        self._proportions = {"compute": 1.0}
+        # The first two steps tell nothing of the others: kernels are chosen, and DDP agrees on its buckets.
+        self._measuring, self._due, self._unmeasured = False, 0.0, _INTERVAL_STEPS - 2
+        self._step_seconds: dict[str, float] = {}
         self.start()
 
     def start(self) -> None:
         """Training begins, or goes on after something else."""
-        self._started = self._fetched = self._due = self._asked = time.perf_counter()
+        self._started = self._fetched = self._asked = time.perf_counter()
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._laps: dict[str, float] = {}
-        self._samples = 0
+        self._laps: dict[str, list[float]] = {}
+        self._steps = self._samples = 0
 
     def batches(self, batches: Iterable[ItemT]) -> Iterator[ItemT]:
         """Yield from `batches`, which begin to be made with `start`."""
         waited_since = self._started
         for batch in batches:
             self._fetched = time.perf_counter()
-            if self._stream is None or self._stream.query():
-                self._seconds["data"] += self._fetched - waited_since
+            self._seconds["data"] += self._fetched - waited_since
             if self._measuring:
                 self._begin_lap()
             yield batch
@@ -66,11 +67,13 @@ class Times:
 
     def step(self, samples: int) -> None:
         """An optimizer step over `samples` of all ranks is done."""
+        self._steps += 1
         self._samples += samples
+        self._unmeasured += 1
         if self._measuring:
             self._lap("update")
-            self._due = self._fetched + _INTERVAL_SECONDS
-        self._measuring = self._fetched >= self._due
+            self._unmeasured, self._due = 0, self._fetched + _INTERVAL_SECONDS
+        self._measuring = self._unmeasured >= _INTERVAL_STEPS and self._fetched >= self._due
 
     def samples_per_second(self) -> float:
         """Return how fast it went since it was last asked for, or since `start`."""
@@ -82,9 +85,14 @@ class Times:
         """Training pauses until the next `start`; return the seconds that it took."""
         seconds = time.perf_counter() - self._started
         if self._laps:  # an epoch without is divided as the one before it was
-            self._proportions = self._laps
-        share = max(0.0, seconds - self._seconds["data"]) / sum(self._proportions.values())
-        self._seconds |= {part: share * measured for part, measured in self._proportions.items()}
+            updates = len(self._laps["update"])
+            self._step_seconds = {part: sum(laps) / updates for part, laps in self._laps.items()}
+        step = sum(self._step_seconds.values())
+        if self._stream is not None:  # which fetching goes on beside
+            self._seconds["data"] = min(self._seconds["data"], max(0.0, seconds - self._steps * step))
+        rest = max(0.0, seconds - self._seconds["data"])
+        for part, measured in (self._step_seconds or {"compute": 1.0}).items():
+            self._seconds[part] = rest * measured / (step or 1.0)
         return seconds
 
     @contextmanager
@@ -115,7 +123,7 @@ class Times:
 
     def _lap(self, part: str) -> None:
         before, now = self._lap_began, self._begin_lap()
-        self._laps[part] = self._laps.get(part, 0.0) + now - before
+        self._laps.setdefault(part, []).append(now - before)
 
     def _begin_lap(self) -> float:
         if self._stream is not None:
