@@ -69,9 +69,9 @@ class TrainConfig:
     `keep_every`-th epoch and that in which the result `keep_best` was lowest, or highest with `keep_best_mode` "max".
     `show_every` is how often the
     exact mean loss over ranks is worked out, shown and checked, without it about every two seconds; with it the ranks
-    agree on whether to stop. It is the only time that the loop waits for the device. Without `output_dir` nothing is
-    written. `resume=True`, or "auto", goes on from the newest sound checkpoint in `output_dir`, or starts from the
-    beginning where there is none; `resume="path"` demands a checkpoint there.
+    agree on whether to stop. Beside that, the loop waits for the device only in the few steps that it takes the time
+    of. Without `output_dir` nothing is written. `resume=True`, or "auto", goes on from the newest sound checkpoint in
+    `output_dir`, or starts from the beginning where there is none; `resume="path"` demands a checkpoint there.
     """
 
     epochs: int | None = None

@@ -16,7 +16,7 @@ from unitrain.backends.base import Backend
 from unitrain.config import TrainConfig
 from unitrain.data.training_data import TrainingData
 
-_PACKAGES = ("unitrain", "torch", "horovod", "numpy")
+_PACKAGES = ("unitrain", "horovod", "numpy")
 
 
 def describe_parts(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def describe_start(config: TrainConfig, backend: Backend, share: TrainingData) -
         "steps_per_epoch": share.steps_in_epoch(),
         "batch_size": share.batch_size,
         "global_batch_size": share.global_batch_size,
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **_versions()},
         "config": {name: value for name, value in asdict(config).items() if value is not None},
     }
 

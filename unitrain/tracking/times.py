@@ -90,7 +90,7 @@ class Times:
         step = sum(self._step_seconds.values())
         if self._stream is not None:  # which fetching goes on beside
             self._seconds["data"] = min(self._seconds["data"], max(0.0, seconds - self._steps * step))
-        rest = max(0.0, seconds - self._seconds["data"])
+        rest = max(0.0, seconds - self._seconds["data"] - self._seconds["checkpoint"])
         for part, measured in (self._step_seconds or {"compute": 1.0}).items():
             self._seconds[part] = rest * measured / (step or 1.0)
         return seconds

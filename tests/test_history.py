@@ -1,0 +1,104 @@
+"""What a run leaves to be read: rows per start, epoch and look, that a resumed run takes up where it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from unitrain import __version__
+from unitrain.backends.local import LocalBackend
+from unitrain.config import TrainConfig
+from unitrain.errors import CheckpointError
+from unitrain.tracking.history import History
+from unitrain.trainer import Trainer
+
+LOCAL = LocalBackend(torch.device("cpu"))
+
+
+def train(folder: Path, samples: int = 22, **given: Any) -> Trainer:
+    """Train on `samples` in steps of 4, and return the Trainer."""
+    model = nn.Linear(3, 1)
+    config = TrainConfig(**{"batch_size": 4, "show_every": 2, "progress": "off", "output_dir": folder, **given})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, nn.MSELoss(), backend=LOCAL, config=config)
+    trainer.fit(TensorDataset(torch.ones(samples, 3), torch.ones(samples, 1)))
+    return trainer
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_every_row_says_how_far_the_run_had_come(tmp_path: Path) -> None:
+    train(tmp_path, epochs=2)
+    assert [(row["step"], row["epochs"]) for row in rows(tmp_path, "run.jsonl")] == [(0, 0)]
+    assert [(row["step"], row["epochs"]) for row in rows(tmp_path, "history.jsonl")] == [(6, 1), (12, 2)]
+    looks = rows(tmp_path, "steps.jsonl")
+    assert [row["step"] for row in looks] == [2, 4, 6, 8, 10, 12]
+    assert [row["epochs"] for row in looks] == pytest.approx([8 / 22, 16 / 22, 1, 1 + 8 / 22, 1 + 16 / 22, 2])
+    # The mean loss of an epoch of 22 samples, from those of its looks.
+    first = [row["loss"] for row in looks[:3]]
+    mean = (8 * first[0] + 8 * first[1] + 6 * first[2]) / 22
+    assert rows(tmp_path, "history.jsonl")[0]["train_loss"] == pytest.approx(mean, rel=1e-5)
+    assert all(row["learning_rate"] == 0.1 and row["samples_per_second"] > 0 for row in looks)
+
+
+def test_a_start_is_described(tmp_path: Path) -> None:
+    train(tmp_path, epochs=1, clip_norm=0.5)
+    (start,) = rows(tmp_path, "run.jsonl")
+    said = {"backend": "local", "transport": "none", "size": 1, "device": "cpu", "model": "Linear", "parameters": 4}
+    said |= {"optimizer": "SGD", "scheduler": None, "global_batch_size": 4, "steps_per_epoch": 6}
+    assert {name: start[name] for name in said} == said
+    assert start["versions"]["unitrain"] == __version__
+    assert start["versions"]["torch"] == torch.__version__
+    assert start["config"]["clip_norm"] == 0.5
+    assert start["config"]["output_dir"] == str(tmp_path)
+    assert "steps" not in start["config"]  # None is not said
+
+
+def test_a_resumed_run_takes_up_its_record_where_it_goes_on(tmp_path: Path) -> None:
+    train(tmp_path, epochs=1)
+    train(tmp_path, epochs=2, resume=True)
+    # What a run that crashed in its third epoch has left, down to half a line.
+    for name in ("history.jsonl", "steps.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 14, "epochs": 2.5}\n{"step": 16, "ep')
+    train(tmp_path, epochs=3, resume=True)
+    assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 6, 12]
+    assert [row["step"] for row in rows(tmp_path, "history.jsonl")] == [6, 12, 18]
+    assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == list(range(2, 19, 2))
+    train(tmp_path, epochs=3, resume=True)  # has nothing left to do
+    assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 6, 12]
+
+
+def test_a_start_that_left_no_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    train(tmp_path, epochs=1, checkpoint_every=2, max_seconds=None)
+    for path in tmp_path.glob("step-*"):
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    train(tmp_path, epochs=1)
+    assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0]
+    assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == [2, 4, 6]
+
+
+def test_a_look_that_cannot_be_written_ends_the_run_when_the_ranks_next_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = History.append
+
+    def full(history: History, name: str, row: dict[str, Any]) -> None:
+        if name == "steps.jsonl":
+            raise OSError("No space left on device")
+        append(history, name, row)
+
+    monkeypatch.setattr(History, "append", full)
+    with pytest.raises(CheckpointError, match=r"^Cannot write '.*': No space left on device\. Check that"):
+        train(tmp_path, epochs=2)
+    assert not (tmp_path / "history.jsonl").exists()
