@@ -44,6 +44,14 @@ FORBIDDEN = [
         ["unitrain.backends"],
         ["unitrain.backends.base", "unitrain.backends.checks", "unitrain.backends.network"],
     ),
+    # It reads files, so that runs can be looked at where nothing of theirs is installed.
+    (
+        "unitrain/report/*",
+        ["torch", "unitrain", "launchers"],
+        ["unitrain.report", "unitrain.errors", "unitrain.tracking.history"],
+    ),
+    ("unitrain/* -unitrain/commands/* -unitrain/report/*", ["unitrain.report"], []),
+    ("unitrain/* -unitrain/report/charts.py", ["matplotlib"], []),
     # trainer -> run -> data, step, tracking, metrics, modules -> config
     ("*", ["unitrain.trainer"], []),
     # A run that is verified is recorded in its own processes, and compared by the command; nothing else knows of it.
@@ -203,6 +211,10 @@ RULES: list[tuple[Rule, str, str]] = [
     (imports_go_one_way, "unitrain/backends/ddp.py", "from unitrain.backends.horovod import HorovodBackend"),
     (imports_go_one_way, "unitrain/backends/process_group.py", "from unitrain.backends.ddp import DDPBackend"),
     (imports_go_one_way, "unitrain/x.py", "from unitrain.testing import run_ranks"),
+    (imports_go_one_way, "unitrain/report/x.py", "import torch"),
+    (imports_go_one_way, "unitrain/report/x.py", "from unitrain.run import checkpoint"),
+    (imports_go_one_way, "unitrain/tracking/x.py", "from unitrain.report import figures"),
+    (imports_go_one_way, "unitrain/report/page.py", "from matplotlib.figure import Figure"),
     (imports_go_one_way, "examples/x.py", "import torch.distributed as dist"),
     (imports_go_one_way, "examples/x.py", "from unitrain.backends.ddp import DDPBackend"),
     (the_environment_has_one_reader, "unitrain/trainer.py", "import os\nx = os.environ['RANK']"),

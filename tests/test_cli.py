@@ -35,6 +35,7 @@ OPTIONS = {
         "--force", "--dry-run",
     },
     "unitrain horovod check": {"--json"},
+    "unitrain report": {"--output", "--png", "RUN_DIR..."},
 }  # fmt: skip
 QUICK = """
 import sys
@@ -174,7 +175,8 @@ def test_all_slots_are_used_unless_fewer_are_asked_for(script: str) -> None:
 def test_what_is_refused_says_what_to_type(script: str) -> None:
     assert "Did you mean 'build'?" in refused("horovod", "biuld")
     assert (
-        refused("lunch") == "Unknown command 'lunch'. Did you mean 'launch'? Available: ckpt, horovod, launch, verify."
+        refused("lunch")
+        == "Unknown command 'lunch'. Did you mean 'launch'? Available: ckpt, horovod, launch, report, verify."
     )
     assert refused("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."

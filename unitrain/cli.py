@@ -13,6 +13,7 @@ _COMMANDS = {
     "ckpt": ("unitrain.commands.ckpt", "List, verify, show and convert checkpoints."),
     "horovod": ("unitrain.commands.horovod", "Build Horovod for the installed torch, and see what it can do."),
     "launch": ("unitrain.commands.launch", "Run a training script on several ranks."),
+    "report": ("unitrain.commands.report", "Show what became of a run, and where its time went."),
     "verify": ("unitrain.commands.verify", "Train on every backend, and tell whether the numbers are the same."),
 }
 

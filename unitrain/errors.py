@@ -23,7 +23,8 @@ mistake.
     ├── LoggerError                 (RuntimeError)  a logger cannot be started
     ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or gave no numbers
     ├── DataError                   (ValueError)    a dataset that cannot be shared out
-    └── CheckpointError             (OSError)       a checkpoint that cannot be written or restored
+    ├── CheckpointError             (OSError)       a checkpoint that cannot be written or restored
+    └── ReportError                 (ValueError)    a folder without the record of a run, or with a damaged one
 """
 
 from __future__ import annotations
@@ -110,6 +111,10 @@ class DataError(UnitrainError, ValueError):
 
 class CheckpointError(UnitrainError, OSError):
     """A checkpoint cannot be written, or does not fit what it is loaded into."""
+
+
+class ReportError(UnitrainError, ValueError):
+    """A folder holds no run to report on, or a record that is damaged."""
 
 
 class Preempted(SystemExit):

@@ -1,0 +1,274 @@
+"""The report of a run: it shows the numbers of its record, of runs in every state, and asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain.backends.local import LocalBackend
+from unitrain.cli import unitrain
+from unitrain.config import TrainConfig
+from unitrain.trainer import Trainer
+
+LOCAL = LocalBackend(torch.device("cpu"))
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its text by kind of element, its tables, and what it would load."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.tiles: list[list[str]] = []
+        self.charts: list[str] = []
+        self.text: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not [tag for tag in self.open if tag not in ("meta",)], self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        for name in ("src", "href", "xlink:href"):
+            if not given.get(name, "#").startswith("#"):
+                self.loaded.append(given[name])
+        if tag in ("meta", "path", "use", "link", "img"):
+            return
+        self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+        elif tag == "dt":
+            self.tiles.append([])
+        elif tag == "figure":
+            self.charts.append(given["aria-label"])
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("path", "use"):
+            return
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        text = " ".join(data.split())
+        if not text or not self.open or "style" in self.open:
+            return
+        self.text.append(text)
+        if self.open[-1] in ("dt", "dd"):
+            self.tiles[-1].append(text)
+        elif {"th", "td"} & set(self.open[-2:]):
+            self.tables[-1][-1][-1] = (self.tables[-1][-1][-1] + " " + text).strip()
+
+    def table(self, first: str) -> list[list[str]]:
+        return next(table for table in self.tables if table[0][0] == first)
+
+    def said(self, sentence: str) -> bool:
+        return re.search(sentence, " ".join(self.text)) is not None
+
+
+def train(folder: Path, validate: bool = True, **given: Any) -> None:
+    torch.manual_seed(0)
+    images, targets = torch.randn(60, 8), torch.randint(3, (60,))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    settings: dict[str, Any] = {"epochs": 3, "batch_size": 4, "show_every": 5, "progress": "off", "output_dir": folder}
+    config = TrainConfig(**{**settings, **given})
+
+    def accuracy(output: Tensor, target: Tensor) -> Tensor:
+        return output.argmax(1) == target
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loss = nn.CrossEntropyLoss()
+    trainer = Trainer(model, optimizer, loss, backend=LOCAL, config=config, metrics={"accuracy": accuracy})
+    data = TensorDataset(images, targets)
+    trainer.fit(data, data if validate else None)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
+def write(folder: Path, name: str, lines: list[dict[str, Any]]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(unitrain, ["report", *map(str, arguments)])
+
+
+def page(*arguments: str | Path) -> Page:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return Page(Path(result.output.strip()).read_text())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    train(folder)
+    return folder
+
+
+def test_a_page_shows_the_numbers_of_the_history(trained: Path) -> None:
+    shown, history = page(trained), rows(trained)
+    tiles = {name: value for name, value, *_ in shown.tiles}
+    assert tiles["epochs"] == "3 of 3"
+    for name in ("train_loss", "val_loss", "val_accuracy"):
+        assert float(tiles[name]) == pytest.approx(history[-1][name], rel=1e-3)
+    lowest = min(history, key=lambda row: float(row["val_loss"]))
+    assert float(tiles["best val_loss"]) == pytest.approx(lowest["val_loss"], rel=1e-3)
+    assert shown.said(f"lowest, in epoch {lowest['epoch']}")
+    speed = 3 * 60 / sum(row["seconds"] for row in history)
+    assert float(tiles["samples per second"].replace(",", "")) == pytest.approx(speed, rel=1e-2, abs=1)
+    epochs = shown.table("epoch")
+    assert epochs[0][:5] == ["epoch", "step", "train_loss", "val_loss", "val_accuracy"]
+    for line, row in zip(epochs[1:], history, strict=True):
+        assert [line[0], line[1]] == [str(row["epoch"]), str(row["step"])]
+        assert [float(value) for value in line[2:5]] == pytest.approx(
+            [row["train_loss"], row["val_loss"], row["val_accuracy"]], rel=1e-3
+        )
+    (rank,) = (table for table in shown.tables if table[1][0] == "rank 0")
+    compute = sum(row["compute_seconds"][0] for row in history)
+    assert rank[1][rank[0].index("compute")] == f"{compute:.3g} s"
+    assert shown.charts == [
+        "loss", "accuracy", "learning rate", "samples per second", "where each rank's time went",
+        "where it went, mean over ranks",
+    ]  # fmt: skip
+    assert shown.said("finished .*local, 1 rank, cpu")
+    settings = dict(next(table for table in shown.tables if table[0][0] == "model"))
+    assert settings["batch_size"] == "4"
+    assert settings["optimizer"] == "SGD"
+
+
+def test_it_needs_nothing_from_outside(trained: Path) -> None:
+    shown = page(trained)
+    html = (trained / "report.html").read_text()
+    assert shown.loaded == []
+    assert not re.search(r"(?i)https?:|//[a-z]|<script|@import|url\((?!#)", html)
+    # The charts take their colours from the page, which has others in the dark.
+    assert re.search(r"stroke: var\(--run-0\)", html)
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_the_command_is_a_program_too(trained: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "unitrain", "report", trained, "--output", tmp_path / "page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "page.html")), done.stderr
+    assert Page((tmp_path / "page.html").read_text()).said("first")
+
+
+def test_a_picture_is_one_file(trained: Path) -> None:
+    result = run(trained, "--png")
+    assert result.output.strip() == str(trained / "report.png")
+    assert (trained / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_are_compared(trained: Path, tmp_path: Path) -> None:
+    train(tmp_path / "second", batch_size=6, epochs=2)
+    shown = page(trained, tmp_path / "second", "--output", tmp_path / "both.html")
+    compared = {line[0]: line[1:] for line in shown.tables[0]}
+    assert compared[""] == ["first", "second"]
+    assert compared["epochs"] == ["3 of 3 45 steps", "2 of 2 20 steps"]
+    for run_number, folder in enumerate((trained, tmp_path / "second")):
+        found = compared["val_accuracy in the last epoch"][run_number]
+        assert float(found) == pytest.approx(rows(folder)[-1]["val_accuracy"], rel=1e-3)
+    settings = next(table for table in shown.tables if ["batch_size", "4", "6"] in table)
+    equal = settings.index(["optimizer", "SGD", "SGD"])
+    assert all(first != second for _, first, second in settings[1:equal] if _ in ("batch_size", "epochs"))
+    assert settings.index(["batch_size", "4", "6"]) < equal  # what differs comes first
+    assert "where an epoch's time goes, mean over ranks" in shown.charts
+
+
+def test_a_run_that_goes_on_and_was_resumed_elsewhere(trained: Path, tmp_path: Path) -> None:
+    """With a loss that was not a number, and a line that is just being written."""
+    (start,) = (json.loads(line) for line in (trained / "run.jsonl").read_text().splitlines())
+    start["config"] = {**start["config"], "epochs": 40}
+    resumed = {**start, "step": 15, "epochs": 1.0, "backend": "horovod", "transport": "gloo", "size": 3}
+    history = [dict(row) for row in rows(trained)]
+    for row in history[1:]:
+        for part in ("data", "compute", "wait", "update", "validation", "checkpoint"):
+            row[f"{part}_seconds"] = [1.0, 1.0, 2.0 if part == "compute" else 1.0]
+    history[2]["val_loss"] = None
+    write(tmp_path, "run.jsonl", [start, {**resumed, "size": 2}, resumed])
+    write(tmp_path, "history.jsonl", history)
+    write(tmp_path, "steps.jsonl", [{"step": 46, "epochs": 3.1, "loss": None, "learning_rate": 0.1}])
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"epoch": 4, "st')
+    shown = page(tmp_path)
+    tiles = {name: value for name, value, *_ in shown.tiles}
+    assert tiles["epochs"] == "3.1 of 40"
+    assert tiles["val_loss"] == "not a number"
+    assert float(tiles["best val_loss"]) == pytest.approx(min(row["val_loss"] for row in history[:2]), rel=1e-3)
+    assert shown.said("not finished .*horovod over gloo, 3 ranks")
+    assert shown.said("resumed: horovod, 3 ranks")
+    assert shown.said("Rank 2 is the slowest: data, computing and updates take it 8 s, the others 6 s in the median")
+    assert tiles["waiting"] == "23 %"  # of 13 s of training on three ranks, twice, each waits 1 s: 6 of 26
+
+
+@pytest.mark.parametrize("kept", ["run.jsonl", "history.jsonl", "steps.jsonl run.jsonl"])
+def test_a_record_may_have_only_begun(trained: Path, tmp_path: Path, kept: str) -> None:
+    for name in kept.split():
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    shown = page(tmp_path)
+    picture = run(tmp_path, "--png")
+    if "steps" in kept:
+        assert shown.charts == ["loss", "learning rate", "samples per second"]
+    elif kept == "run.jsonl":
+        assert shown.said("Nothing has been recorded yet")
+        assert f"Nothing has been recorded of {tmp_path.name} yet, so there is nothing" in picture.output
+        return
+    assert "loss" in shown.charts
+    assert picture.exit_code == 0
+
+
+def test_one_epoch_without_validation(tmp_path: Path) -> None:
+    train(tmp_path / "short", validate=False, epochs=1)
+    shown = page(tmp_path / "short")
+    assert [tile[0] for tile in shown.tiles] == ["epochs", "train_loss", "samples per second", "time", "data"]
+    assert shown.charts[:2] == ["loss", "learning rate"]
+
+
+def test_each_mistake_is_named(trained: Path, tmp_path: Path) -> None:
+    def refused(*arguments: str | Path) -> str:
+        result = run(*arguments)
+        assert result.exit_code == 1, result.output
+        assert result.output.startswith("Error: ")
+        return " ".join(result.output.removeprefix("Error: ").split())
+
+    assert refused(trained.parent / "frist") == (
+        f"Folder '{trained.parent}/frist' does not exist. Did you mean 'first'? Name the output_dir of a run."
+    )
+    assert f"There is one in '{trained}'. Name the folder" in refused(trained.parent)
+    assert "holds no run: there is no run.jsonl or history.jsonl in it" in refused(tmp_path)
+    broken = tmp_path / "broken"
+    write(broken, "history.jsonl", rows(trained))
+    lines = (broken / "history.jsonl").read_text().splitlines()
+    (broken / "history.jsonl").write_text("\n".join([lines[0], lines[1][:30], lines[2], ""]))
+    assert refused(broken).startswith(
+        f"Line 2 of '{broken}/history.jsonl' is not a row of a run's record: '{lines[1][:30]}'. Remove it: sed -i 2d"
+    )
+    assert "Cannot write" in refused(trained, "--output", tmp_path / "nowhere" / "page.html")
+
+
+def test_without_matplotlib_the_command_says_how_to_get_it(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", "unitrain.report"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run(trained)
+    assert result.exit_code == 1
+    assert "draws with matplotlib, which is not installed" in result.output
+    assert "pip install 'unitrain[report]'" in result.output
