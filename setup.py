@@ -13,6 +13,7 @@ examples = ["scikit-learn>=1.3", "torchvision>=0.21"]
 # Horovod itself is not named: no release of it builds against a current torch, `unitrain horovod build` makes one.
 horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
 torchmetrics = ["torchmetrics>=1.4"]
+report = ["jinja2>=3.1", "matplotlib>=3.8"]
 dev = ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.6"]
 
 setup(
@@ -29,7 +30,8 @@ setup(
         "horovod": horovod,
         "examples": examples,
         "torchmetrics": torchmetrics,
-        "dev": [*dev, *horovod, *examples, *torchmetrics],
+        "report": report,
+        "dev": [*dev, *horovod, *examples, *torchmetrics, *report],
     },
     entry_points={"console_scripts": ["unitrain = unitrain.cli:unitrain"]},
 )
