@@ -100,11 +100,6 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield group.run(train_all, tmp_path_factory.mktemp("runs"), timeout_seconds=120)[0]
 
 
-def near(expected: float) -> Any:
-    # Sleeping is late on a busy machine, and what else a step does is in the same part.
-    return pytest.approx(1.2 * expected, rel=0.35)
-
-
 def test_the_parts_of_training_add_up_to_what_it_took(rows: dict[str, Row]) -> None:
     for row in rows.values():
         for rank in range(len(row["data_seconds"])):
@@ -116,12 +111,13 @@ def test_the_parts_of_training_add_up_to_what_it_took(rows: dict[str, Row]) -> N
 
 def late_rank_is_seen(row: Row, part: str) -> None:
     """`part` of the last rank took as long as it was late, and the others waited for it."""
+    # A busy machine makes everything later than it was asked to be, and nothing earlier.
     *others, late = row[f"{part}_seconds"]
-    assert late == near(DELAYED)
-    assert max(others, default=0.0) < 0.4 * DELAYED
+    assert 0.9 * DELAYED < late < 2 * DELAYED
+    assert max(others, default=0.0) < 0.5 * late
     *waits, own_wait = row["wait_seconds"]
-    assert all(seconds == near(DELAYED) for seconds in waits)
-    assert own_wait < 0.4 * DELAYED
+    assert all(seconds > 0.7 * DELAYED for seconds in waits)
+    assert own_wait < 0.5 * min(waits, default=late)
 
 
 def test_a_slow_rank_computes_longer_and_the_others_wait_for_it(rows: dict[str, Row]) -> None:
@@ -140,7 +136,7 @@ def test_validation_is_not_training(rows: dict[str, Row]) -> None:
     even, row = rows["even"], rows["slow validation"]
     assert all(seconds >= 10 * DELAY for seconds in row["validation_seconds"])
     assert max(even["validation_seconds"]) < 10 * DELAY
-    assert row["seconds"] < 0.6 * DELAYED
+    assert row["seconds"] < DELAYED
 
 
 class Stream:

@@ -67,10 +67,7 @@ class Run:
 
     def finished(self) -> bool:
         """Whether all epochs or steps that the configuration asks for are done, or the run was stopped before."""
-        if self.stopping.reason is not None:
-            return True
-        epochs, steps = self._config.epochs, self._config.steps
-        return (epochs is not None and self.cursor.epoch >= epochs) or (steps is not None and self.cursor.step >= steps)
+        return self.stopping.reason is not None or self._complete()
 
     def steps_left(self, share: TrainingData) -> int | None:
         """Return how many optimizer steps are left to do, None where the length of the data is unknown."""
@@ -121,7 +118,7 @@ class Run:
             randomness.seed_generators(seed)
         self._generators, self._seeded = None, True
         self._share, self._unwritten = share, None
-        if not self.finished():
+        if not self._complete():
             start = {**describe_start(self._config, self._backend, share), **self._description}
             self._record(STARTS, {"step": self.cursor.step, **start})
 
@@ -165,6 +162,10 @@ class Run:
         """Wait until the last checkpoint is written. Raises CheckpointError, on every rank, if one was not."""
         if self._writer is not None:
             self._writer.wait()
+
+    def _complete(self) -> bool:
+        epochs, steps = self._config.epochs, self._config.steps
+        return (epochs is not None and self.cursor.epoch >= epochs) or (steps is not None and self.cursor.step >= steps)
 
     def _restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         config = self._config
