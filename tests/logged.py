@@ -1,0 +1,115 @@
+"""What loggers have written, read back with the readers of their formats: (name, step, value), and descriptions."""
+
+from __future__ import annotations
+
+import csv
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Points = list[tuple[str, int, float]]
+
+
+def from_csv(folder: Path) -> Points:
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        (name, int(row["step"]), float(value))
+        for row in rows
+        for name, value in row.items()
+        if name != "step" and value
+    ]
+
+
+def from_json_lines(folder: Path) -> Points:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (name, row["step"], float("nan") if value is None else value)
+        for row in rows
+        for name, value in row.items()
+        if name != "step"
+    ]
+
+
+def events(folder: Path) -> Any:
+    """Return what TensorBoard shows of the event files in `folder`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def from_tensorboard(folder: Path) -> Points:
+    found = events(folder)
+    return [(name, event.step, event.value) for name in found.Tags()["scalars"] for event in found.Scalars(name)]
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Yield the records of a .wandb file, in blocks of 32 KiB as in LevelDB's log."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, place, collected = file.read_bytes(), 7, b""
+    assert content[:4] in (b":W&B", b"")
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
+        collected += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(collected)
+            collected = b""
+            yield record
+
+
+def wandb_starts(folder: Path) -> list[tuple[str, list[Any]]]:
+    """Return the file name and the records of every start. `finish` returns a moment before the last is written."""
+    starts = []
+    for start in sorted(folder.glob("wandb/offline-run-*")):
+        deadline = time.monotonic() + 20
+        while True:
+            files = list(start.glob("*.wandb"))
+            records = list(wandb_records(files[0])) if files else []
+            if any(record.WhichOneof("record_type") == "exit" for record in records):
+                break
+            assert time.monotonic() < deadline, start
+            time.sleep(0.05)
+        starts.append((files[0].name, records))
+    return starts
+
+
+def from_wandb(folder: Path) -> Points:
+    points = []
+    for _, records in wandb_starts(folder):
+        for record in records:
+            if record.WhichOneof("record_type") == "history":
+                items = [(list(item.nested_key) or [item.key], item.value_json) for item in record.history.item]
+                values = {keys[0]: json.loads(value) for keys, value in items if len(keys) == 1}  # no images
+                step = values["_step"]
+                points += [(name, step, float(value)) for name, value in values.items() if name[0] != "_"]
+    return points
+
+
+def mlflow_runs(folder: Path) -> tuple[Any, list[Any]]:
+    """Return a client, and the runs in a folder's database."""
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{folder.resolve() / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("unitrain")
+    return client, list(client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"]))
+
+
+def from_mlflow(folder: Path) -> Points:
+    client, runs = mlflow_runs(folder)
+    return [
+        (name, metric.step, metric.value)
+        for run in runs
+        for name in run.data.metrics
+        for metric in client.get_metric_history(run.info.run_id, name)
+    ]

@@ -1,0 +1,30 @@
+"""Files of JSON lines, each with a "step", that grow while a run trains and that it takes up again."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+def append_row(row: dict[str, Any], path: Path) -> None:
+    """Add `row` to the file; numbers that JSON cannot hold (nan, infinity) become null."""
+    finite = {key: value if _fits(value) else None for key, value in row.items()}
+    with path.open("a") as file:
+        file.write(json.dumps(finite, default=str) + "\n")
+
+
+def drop_rows_after(step: int, path: Path) -> None:
+    """Forget the rows of later steps, and a last one that was not written to its end. There may be no such file."""
+    if not path.exists():
+        return
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
+    rewritten = path.with_suffix(".unfinished")
+    rewritten.write_text(kept)
+    rewritten.rename(path)
+
+
+def _fits(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
