@@ -14,6 +14,10 @@ examples = ["scikit-learn>=1.3", "torchvision>=0.21"]
 horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
 torchmetrics = ["torchmetrics>=1.4"]
 report = ["jinja2>=3.1", "matplotlib>=3.8"]
+tensorboard = ["pillow>=10.0", "tensorboard>=2.14"]
+wandb = ["pillow>=10.0", "wandb>=0.17"]
+mlflow = ["alembic>=1.10", "mlflow-skinny>=2.14", "pillow>=10.0", "sqlalchemy>=2.0"]  # with its database in a file
+loggers = [*tensorboard, *wandb, *mlflow]
 dev = ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.6"]
 
 setup(
@@ -30,8 +34,12 @@ setup(
         "horovod": horovod,
         "examples": examples,
         "torchmetrics": torchmetrics,
+        "tensorboard": tensorboard,
+        "wandb": wandb,
+        "mlflow": mlflow,
+        "loggers": loggers,
         "report": report,
-        "dev": [*dev, *horovod, *examples, *torchmetrics, *report],
+        "dev": [*dev, *horovod, *examples, *torchmetrics, *report, *loggers],
     },
     entry_points={"console_scripts": ["unitrain = unitrain.cli:unitrain"]},
 )

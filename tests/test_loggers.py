@@ -33,15 +33,14 @@ DESCRIPTION = {"size": 2, "config": {"batch_size": 8, "output_dir": Path("somewh
 def run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -> None:
     """Log the steps after `first`, an "even" one also in every second; and an image after the last."""
     logger.prepare(folder)
-    logger.start(Start(first, folder, DESCRIPTION))
-    background = Background(logger)
+    background = Background(logger, Start(first, folder, DESCRIPTION))
     for step in range(first + 1, last + 1):
         background.call("log", {"loss": step + offset}, step)
         if step % 2 == 0:
             background.call("log", {"even": step + offset, "rate": 0.1}, step)
     background.call("image", "picture", np.full((5, 4, 3), 200, dtype=np.uint8), last, "grey")
-    background.finish("finished")
-    assert not background._left_out
+    background.wait(background.finish("finished"))
+    assert not background.left_out
 
 
 def expected(steps: dict[int, float]) -> logged.Points:

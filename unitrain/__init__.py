@@ -20,16 +20,22 @@ __version__ = "0.1.0"
 # Each public name and the module it lives in, imported when the name is first used.
 _EXPORTS = {
     "Backend": "unitrain.backends.base",
+    "CSVLogger": "unitrain.tracking.loggers.csv",
     "Callback": "unitrain.callbacks.callback",
     "CheckpointError": "unitrain.errors",
     "Communicator": "unitrain.backends.base",
     "EarlyStopping": "unitrain.callbacks.early_stopping",
     "GradientWatch": "unitrain.callbacks.gradient_watch",
+    "JSONLinesLogger": "unitrain.tracking.loggers.json_lines",
+    "Logger": "unitrain.tracking.loggers.logger",
+    "MLflowLogger": "unitrain.tracking.loggers.mlflow",
     "Placement": "unitrain.environment",
     "Profiler": "unitrain.callbacks.profiler",
+    "TensorBoardLogger": "unitrain.tracking.loggers.tensorboard",
     "TrainConfig": "unitrain.config",
     "Trainer": "unitrain.trainer",
     "UnitrainError": "unitrain.errors",
+    "WandbLogger": "unitrain.tracking.loggers.wandb",
     "available_backends": "unitrain.backends.registry",
     "init": "unitrain.initialise",
     "register_process_group": "unitrain.backends.horovod_registration",
@@ -41,16 +47,22 @@ _RENAMED = {"available_backends": "available"}
 
 __all__ = [
     "Backend",
+    "CSVLogger",
     "Callback",
     "CheckpointError",
     "Communicator",
     "EarlyStopping",
     "GradientWatch",
+    "JSONLinesLogger",
+    "Logger",
+    "MLflowLogger",
     "Placement",
     "Profiler",
+    "TensorBoardLogger",
     "TrainConfig",
     "Trainer",
     "UnitrainError",
+    "WandbLogger",
     "__version__",
     "available_backends",
     "init",
@@ -74,6 +86,12 @@ if TYPE_CHECKING:
     from unitrain.initialise import init
     from unitrain.modules.buffers import share_buffers
     from unitrain.modules.sync_batch_norm import sync_batch_norm
+    from unitrain.tracking.loggers.csv import CSVLogger
+    from unitrain.tracking.loggers.json_lines import JSONLinesLogger
+    from unitrain.tracking.loggers.logger import Logger
+    from unitrain.tracking.loggers.mlflow import MLflowLogger
+    from unitrain.tracking.loggers.tensorboard import TensorBoardLogger
+    from unitrain.tracking.loggers.wandb import WandbLogger
     from unitrain.trainer import Trainer
 
 

@@ -33,8 +33,9 @@ from unitrain.step.learning_rate import LearningRateFactor
 from unitrain.step.precision import Precision, allow_tf32
 from unitrain.step.update import Update
 from unitrain.step.weighting import GlobalMean, read_loss
-from unitrain.tracking.progress import Progress, choose_progress
+from unitrain.tracking.loggers.logger import Logger
 from unitrain.tracking.times import Times
+from unitrain.tracking.tracker import Tracker
 from unitrain.verify.recorder import Recorder
 
 
@@ -49,9 +50,10 @@ class Trainer:
     returns (output, target). The model that it is given is the one to call: in training the wrapped one. With
     `config.resume` the state is restored here.
     `averaged_model` has the averaged weights, with `config.ema_decay`; whatever evaluates then uses it.
+    `loggers` are Logger objects, or names: "csv", "jsonl", "tensorboard", "wandb", "mlflow"; rank 0's are used.
     For callbacks: `run.cursor` is how far the run has come, `result_names` what `fit` will return, and `last_loss` what
     the loss function returned last on this rank.
-    Raises ConfigError, ModelError or CheckpointError, on every rank alike.
+    Raises ConfigError, ModelError, CheckpointError or, for a logger, MissingDependencyError, on every rank alike.
     """
 
     def __init__(
@@ -66,11 +68,12 @@ class Trainer:
         metrics: Mapping[str, Metric] | nn.Module | None = None,
         forward: ForwardFunction | None = None,
         callbacks: Sequence[Callback] = (),
+        loggers: Sequence[Logger | str] = (),
     ) -> None:
         check_alike(config, backend)
         if (recorder := Recorder.asked_for()) is not None:  # `unitrain verify` runs this script
             overridden = recorder.take_part(model, loss_fn, config, callbacks, forward, backend)
-            loss_fn, config, callbacks, forward = overridden
+            (loss_fn, config, callbacks, forward), loggers = overridden, ()
         if isinstance(scheduler, ReduceLROnPlateau) and config.scheduler_every != "epoch":
             raise ConfigError(
                 'ReduceLROnPlateau needs the results of an epoch, and TrainConfig.scheduler_every is "step". '
@@ -89,7 +92,7 @@ class Trainer:
         self._prefetch = Prefetch(backend.device)
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
-        self._progress = Progress()
+        self._tracker = Tracker(config, backend, loggers)
         self._times = Times(backend)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
@@ -149,15 +152,19 @@ class Trainer:
         self._train_batch_size = share.batch_size
         self.result_names = ("train_loss", *(f"val_{name}" for name in self._evaluation.names if val_data is not None))
         self._check_monitor()
+        self._rates = LearningRateFactor.asked_for(config, share.global_batch_size)
         validation = None if val_data is None else self._evaluation_share(val_data)
         self.run.begin(share)
         self._forget_partial_step()
         self.model.train()
         results: dict[str, float] | None = None
-        progress = choose_progress(config.progress, self.backend.rank)
-        with self.run.stopping as stopping, progress as self._progress:
-            self._progress.start(self.run.steps_left(share), config.epochs)
-            self._scale_learning_rate(share)
+        run = self.run
+        with (
+            run.stopping as stopping,
+            self._tracker.run(run.cursor.step, run.steps_left(share), run.description, over=run.finished()),
+        ):
+            if self._rates is not None:
+                self._tracker.note(str(self._rates))
             try:
                 self._callbacks.call("on_fit_start", self)
                 self._agree_to_stop()
@@ -197,6 +204,14 @@ class Trainer:
         """
         self.run.stopping.request(reason)
 
+    def log(self, **values: float | Tensor) -> None:
+        """Log numbers of your own, at the step that the run has come to. Rank 0's are logged; any rank may call it."""
+        self._tracker.log(values, self.run.cursor.step)
+
+    def log_image(self, name: str, image: Tensor, caption: str | None = None) -> None:
+        """Log an image: [height, width], or with 1, 3 or 4 channels first or last; uint8, or floating from 0 to 1."""
+        self._tracker.log_image(name, image, self.run.cursor.step, caption)
+
     def _train_epoch(self, share: TrainingData, validation: EvaluationShare | None) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
         config, cursor = self.config, self.run.cursor
@@ -218,15 +233,15 @@ class Trainer:
             cursor.step += 1
             cursor.sample += part.step_samples
             cursor.position = part.step_end
-            self._progress.step(epoch, part.step_samples)
+            self._tracker.step(epoch, part.step_samples)
             self._callbacks.call("on_step_end", self)
             if config.checkpoint_every_steps and cursor.step % config.checkpoint_every_steps == 0:
                 self._save({})
             if looks := self._loss.due(cursor.step):
-                loss = self._loss.look(epoch, cursor.step)
-                self._progress.loss(loss)
+                looked = {"loss": self._loss.look(epoch, cursor.step), **self._update.known()}
                 speed = {"learning_rate": self._learning_rate(), "samples_per_second": self._times.samples_per_second()}
-                self.run.record_step({"step": cursor.step, "loss": loss, **speed})
+                self._tracker.look(cursor.step, {**looked, **speed})
+                self.run.record_step({"step": cursor.step, **looked, **speed})
             if looks or self.run.stopping.due(cursor.step):
                 self._agree_to_stop()
             if cursor.step == config.steps or self.run.stopping.reason is not None:
@@ -245,7 +260,7 @@ class Trainer:
             results = {**losses, **({} if hurries else self._validate(validation))}
         if config.scheduler_every == "epoch" and cursor.sample == 0:
             self._step_scheduler(results)
-        self._progress.epoch(epoch, results)
+        self._tracker.epoch(epoch, cursor.step, results, trained / seconds)
         self._callbacks.call("on_epoch_end", self, results)
         self._agree_to_stop()
         if cursor.epoch % config.checkpoint_every == 0 or self.run.finished():
@@ -285,7 +300,7 @@ class Trainer:
         stopping, step = self.run.stopping, self.run.cursor.step
         stopping.agree(step)
         if stopping.reason is not None:
-            self._progress.note(f"stopped after step {step}: {stopping.reason}")
+            self._tracker.stopped(step, stopping.reason)
 
     def _learning_rate(self) -> float:
         """Return the first of the learning rates that the steps now take."""
@@ -314,17 +329,3 @@ class Trainer:
                 f"TrainConfig.monitor {self.config.monitor!r} is not a result of this run. "
                 f"{did_you_mean(str(self.config.monitor), names)}Available: {', '.join(names)}."
             )
-
-    def _scale_learning_rate(self, share: TrainingData) -> None:
-        config = self.config
-        if config.lr_scaling != "none":
-            if share.global_batch_size is None:
-                raise ConfigError(
-                    f"TrainConfig.lr_scaling {config.lr_scaling!r} goes by the samples of a step, which nobody knows "
-                    "where the dataset or a batch_sampler makes whole batches. "
-                    "Use lr_scaling='none', and scale the rate that the optimizer is given."
-                )
-            self._rates = LearningRateFactor(
-                config.lr_scaling, config.reference_batch_size, share.global_batch_size, config.warmup_steps
-            )
-            self._progress.note(str(self._rates))

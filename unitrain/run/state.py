@@ -37,7 +37,7 @@ class Stateful(Protocol):
 class Run:
     """The state of a run beside model and optimizer. All ranks use it alike; without an output folder nothing is kept.
 
-    `parts` are what else has a state. `stopping` is how the run ends before its time.
+    `parts` are what else has a state. `stopping` is how the run ends before its time, `description` what it is.
     Raises CheckpointError, on every rank alike, when the folder cannot be written to, holds another run, or holds one
     that this cannot go on from.
     """
@@ -62,7 +62,7 @@ class Run:
         self._order: dict[str, Any] | None = None
         self._seeded = False
         self._share: TrainingData | None = None
-        self._description: dict[str, Any] = {}
+        self.description: dict[str, Any] = {}
         self._unwritten: OSError | None = None
 
     def finished(self) -> bool:
@@ -92,7 +92,7 @@ class Run:
             self._restore(model, optimizer, scheduler)
         # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
         self._write_history("", lambda history: history.rewind(self.cursor.step))
-        self._description = describe_parts(model, optimizer, scheduler)
+        self.description = describe_parts(model, optimizer, scheduler)
 
     def begin(self, share: TrainingData) -> None:
         """Go on in `share`'s data with this rank's random numbers, which repeat with the seed or are the checkpoint's.
@@ -119,8 +119,8 @@ class Run:
         self._generators, self._seeded = None, True
         self._share, self._unwritten = share, None
         if not self._complete():
-            start = {**describe_start(self._config, self._backend, share), **self._description}
-            self._record(STARTS, {"step": self.cursor.step, **start})
+            self.description |= describe_start(self._config, self._backend, share)
+            self._record(STARTS, {"step": self.cursor.step, **self.description})
 
     def record(self, row: dict[str, Any]) -> None:
         """Add the `row` of an epoch to the history."""

@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 from torch.optim import Optimizer
 
-from unitrain.config import LrScaling
+from unitrain.config import LrScaling, TrainConfig
+from unitrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,19 @@ class LearningRateFactor:
     reference_batch_size: int | None
     global_batch_size: int
     warmup_steps: int
+
+    @classmethod
+    def asked_for(cls, config: TrainConfig, global_batch_size: int | None) -> Self | None:
+        """Return what `config` asks for; None for "none". Raises ConfigError where nobody knows the global batch."""
+        if config.lr_scaling == "none":
+            return None
+        if global_batch_size is None:
+            raise ConfigError(
+                f"TrainConfig.lr_scaling {config.lr_scaling!r} goes by the samples of a step, which nobody knows "
+                "where the dataset or a batch_sampler makes whole batches. "
+                "Use lr_scaling='none', and scale the rate that the optimizer is given."
+            )
+        return cls(config.lr_scaling, config.reference_batch_size, global_batch_size, config.warmup_steps)
 
     @property
     def full(self) -> float:

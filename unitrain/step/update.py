@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -34,12 +34,13 @@ class Update:
         held = set(map(id, self._parameters))
         self._others = [parameter for parameter in model.parameters() if id(parameter) not in held]
         self._clip_norm, self._scheduler, self._average = clip_norm, scheduler, average
+        self._gradient_norm: Tensor | None = None
 
     def __call__(self, step: int, rates: LearningRateFactor | None) -> None:
         """Update the parameters, with `step` steps done before, at the optimizer's learning rates times `rates`."""
         if self._clip_norm is not None:
             self._precision.unscale(self._optimizer)
-            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+            self._gradient_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         if rates is None:
             stepped = self._precision.step(self._optimizer)
         else:
@@ -52,3 +53,7 @@ class Update:
             self._scheduler.step()
         if stepped and self._average is not None:
             self._average.follow()
+
+    def known(self) -> dict[str, float]:
+        """Return the "gradient_norm" of the last step, before it was clipped, where it is; waits for the device."""
+        return {} if self._gradient_norm is None else {"gradient_norm": self._gradient_norm.item()}

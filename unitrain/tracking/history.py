@@ -10,16 +10,16 @@ of `*_seconds` has a number for each rank.
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
+
+from unitrain.tracking.rows import append_row, drop_rows_after
 
 STARTS, EPOCHS, STEPS = "run.jsonl", "history.jsonl", "steps.jsonl"
 
 
 class History:
-    """Appends rows to files; numbers that JSON cannot hold (nan, infinity) become null. Rank 0 only."""
+    """Appends rows to the files in `folder`. Rank 0 only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,20 +27,8 @@ class History:
     def rewind(self, step: int) -> None:
         """Forget the rows after `step`, and the starts from there, which a run that starts there writes again."""
         for name, last in ((STARTS, step - 1), (EPOCHS, step), (STEPS, step)):
-            path = self.folder / name
-            if path.exists():
-                rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-                kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= last)
-                rewritten = path.with_suffix(".unfinished")
-                rewritten.write_text(kept)
-                rewritten.rename(path)
+            drop_rows_after(last, self.folder / name)
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Add one row, which has a "step", to the file of that name."""
-        finite = {key: value if _fits(value) else None for key, value in row.items()}
-        with (self.folder / name).open("a") as file:
-            file.write(json.dumps(finite, default=str) + "\n")
-
-
-def _fits(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+        append_row(row, self.folder / name)

@@ -19,7 +19,8 @@ def drop_rows_after(step: int, path: Path) -> None:
     """Forget the rows of later steps, and a last one that was not written to its end. There may be no such file."""
     if not path.exists():
         return
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    text = path.read_text()
+    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
     rewritten = path.with_suffix(".unfinished")
     rewritten.write_text(kept)

@@ -30,9 +30,9 @@ class Start:
 class Logger:
     """Takes the numbers of a run somewhere; override what is needed. Every rank has one, only rank 0's is ever called.
 
-    `prepare` and `start` are called where the training loop is, and what they raise ends the run on every rank. The
-    others are called in a thread of the logger's own, one after the other, so that training never waits for them. What
-    they raise is told, and the run goes on without this logger.
+    `prepare` is called in the Trainer's constructor, and what it raises ends the run on every rank. The others are
+    called in a thread of the logger's own, one after the other, so that training never waits for them. What they raise
+    is told in a warning, as is one that does not come back, and the run goes on without this logger.
     """
 
     def prepare(self, output_dir: Path | None) -> None:
