@@ -22,7 +22,7 @@ def drop_rows_after(step: int, path: Path) -> None:
     text = path.read_text()
     rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-    rewritten = path.with_suffix(".unfinished")
+    rewritten = path.with_name(f"{path.name}.unfinished")
     rewritten.write_text(kept)
     rewritten.rename(path)
 

@@ -89,7 +89,7 @@ class Tracker:
                     'Use trainer.log(temperature=0.7); "step" is filled in.'
                 )
         if self._goes_on(step):
-            self._call("log", {name: float(value) for name, value in values.items()}, step)
+            self._call("log", {name: _number(value) for name, value in values.items()}, step)
 
     def log_image(self, name: str, image: Tensor, step: int, caption: str | None) -> None:
         """Log the user's image. Raises TensorError for what is none, on every rank that calls it."""
@@ -143,3 +143,7 @@ class Tracker:
 
     def _show(self, progress: Progress) -> None:
         self._progress, self.step = progress, progress.step
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)

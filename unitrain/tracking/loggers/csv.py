@@ -51,7 +51,7 @@ class CSVLogger(Logger):
         return list(reader.fieldnames or ["step"]), rows
 
     def _write(self, rows: Iterable[dict[str, Any]]) -> None:
-        rewritten = self._path.with_suffix(".unfinished")
+        rewritten = self._path.with_name("metrics.csv.unfinished")
         with rewritten.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._columns)
             writer.writeheader()

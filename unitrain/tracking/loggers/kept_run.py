@@ -39,6 +39,6 @@ class KeptRun:
 
     def _write(self) -> None:
         if self._path is not None:
-            rewritten = self._path.with_suffix(".unfinished")
+            rewritten = self._path.with_name(f"{self._path.name}.unfinished")
             rewritten.write_text(json.dumps({"id": self.id, "steps": self._last}))
             rewritten.rename(self._path)
