@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from unitrain.tracking.loggers.logger import Start
+from unitrain.tracking.loggers.mlflow import MLflowLogger
 
 Points = list[tuple[str, int, float]]
 
@@ -94,6 +99,22 @@ def from_wandb(folder: Path) -> Points:
                 step = values["_step"]
                 points += [(name, step, float(value)) for name, value in values.items() if name[0] != "_"]
     return points
+
+
+@functools.cache
+def _empty_mlflow_database() -> bytes:
+    """Return what MLflow makes at its first use, in many seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        logger = MLflowLogger("another experiment")
+        logger.prepare(Path(folder))
+        logger.start(Start(0, Path(folder), {}))
+        logger.finish("finished")
+        return (Path(folder) / "mlflow.db").read_bytes()
+
+
+def put_mlflow_database(folder: Path) -> None:
+    """Leave MLflow nothing to set up in `folder`."""
+    (folder / "mlflow.db").write_bytes(_empty_mlflow_database())
 
 
 def mlflow_runs(folder: Path) -> tuple[Any, list[Any]]:

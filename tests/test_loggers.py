@@ -30,6 +30,11 @@ REWOUND = ("csv", "json lines", "tensorboard")
 DESCRIPTION = {"size": 2, "config": {"batch_size": 8, "output_dir": Path("somewhere")}}
 
 
+@pytest.fixture(autouse=True)
+def _mlflow_database(tmp_path: Path) -> None:
+    logged.put_mlflow_database(tmp_path)
+
+
 def run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -> None:
     """Log the steps after `first`, an "even" one also in every second; and an image after the last."""
     logger.prepare(folder)
