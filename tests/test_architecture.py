@@ -52,6 +52,13 @@ FORBIDDEN = [
     ),
     ("unitrain/* -unitrain/commands/* -unitrain/report/*", ["unitrain.report"], []),
     ("unitrain/* -unitrain/report/charts.py", ["matplotlib"], []),
+    # Where numbers go is a matter of its own, and each service's package is its logger's.
+    (
+        "unitrain/tracking/loggers/*",
+        ["torch", "unitrain"],
+        ["unitrain.tracking.loggers", "unitrain.tracking.rows", "unitrain.errors"],
+    ),
+    ("unitrain/* -unitrain/tracking/loggers/*", ["wandb", "mlflow", "tensorboard", "torch.utils.tensorboard"], []),
     # trainer -> run -> data, step, tracking, metrics, modules -> config
     ("*", ["unitrain.trainer"], []),
     # A run that is verified is recorded in its own processes, and compared by the command; nothing else knows of it.
@@ -215,6 +222,10 @@ RULES: list[tuple[Rule, str, str]] = [
     (imports_go_one_way, "unitrain/report/x.py", "from unitrain.run import checkpoint"),
     (imports_go_one_way, "unitrain/tracking/x.py", "from unitrain.report import figures"),
     (imports_go_one_way, "unitrain/report/page.py", "from matplotlib.figure import Figure"),
+    (imports_go_one_way, "unitrain/tracking/loggers/x.py", "from unitrain.config import TrainConfig"),
+    (imports_go_one_way, "unitrain/tracking/loggers/x.py", "from torch import Tensor"),
+    (imports_go_one_way, "unitrain/tracking/x.py", "import wandb"),
+    (imports_go_one_way, "unitrain/trainer.py", "from torch.utils.tensorboard import SummaryWriter"),
     (imports_go_one_way, "examples/x.py", "import torch.distributed as dist"),
     (imports_go_one_way, "examples/x.py", "from unitrain.backends.ddp import DDPBackend"),
     (the_environment_has_one_reader, "unitrain/trainer.py", "import os\nx = os.environ['RANK']"),

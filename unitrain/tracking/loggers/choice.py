@@ -24,7 +24,7 @@ _NAMED: dict[str, Callable[[], Logger]] = {
 def choose_loggers(asked: object) -> tuple[Logger, ...]:
     """Return the loggers of a sequence of loggers and names. Raises ConfigError for anything else."""
     if not isinstance(asked, list | tuple):
-        raise ConfigError(f"The Trainer's loggers must be a list, got {asked!r}. Use loggers=[{asked!r}].")
+        raise ConfigError(f"The Trainer's loggers must be a list, got {asked!r}. Use loggers=['csv'].")
     for place, one in enumerate(asked):
         if any(one is other or one == other for other in asked[:place]):
             raise ConfigError(f"The Trainer's loggers name {one!r} twice. Name each once.")
