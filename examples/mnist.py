@@ -2,20 +2,37 @@
 
 python examples/mnist.py --data data --download
 torchrun --nproc-per-node 4 examples/mnist.py --data data --model resnet18
+horovodrun -np 4 python examples/mnist.py --data data --output runs/mnist --wandb
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 from torchvision.datasets import MNIST
 from torchvision.models import resnet18
 from torchvision.transforms import v2
 
 import unitrain
+
+MEAN, SPREAD = 0.1307, 0.3081  # of the training images
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What decides how well the model learns."""
+
+    model: str = "cnn"
+    epochs: int = 3
+    batch_size: int = 64
+    learning_rate: float = 1e-3
 
 
 def build(name: str) -> nn.Module:
@@ -36,7 +53,7 @@ def load(folder: Path, ranks: unitrain.Backend, download: bool) -> tuple[MNIST, 
     if download and ranks.local_rank == 0:
         MNIST(folder, download=True)
     ranks.barrier()
-    plain = v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.1307], [0.3081])])
+    plain = v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([MEAN], [SPREAD])])
     shifted = v2.Compose([v2.RandomAffine(degrees=5, translate=(0.05, 0.05)), plain])
     return MNIST(folder, train=True, transform=shifted), MNIST(folder, train=False, transform=plain)
 
@@ -46,46 +63,72 @@ def correct(output: Tensor, target: Tensor) -> Tensor:
     return output.argmax(dim=1) == target
 
 
+class Accuracies(unitrain.Callback):
+    """Keeps the accuracy of every epoch, and logs the first test images with what the model takes them for.
+
+    Every rank predicts its part of them and gets all; what it logs counts on rank 0.
+    """
+
+    def __init__(self, test: MNIST) -> None:
+        self.images = Subset(test, range(8))
+        self.values: list[float] = []
+
+    def on_epoch_end(self, trainer: unitrain.Trainer, results: dict[str, float]) -> None:
+        self.values.append(results["val_accuracy"])
+        taken_for = trainer.predict(self.images).argmax(dim=1)
+        for index, (image, label) in enumerate(self.images):
+            trainer.log_image(
+                f"test/{index}", image * SPREAD + MEAN, caption=f"a {label}, taken for {taken_for[index]}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:  # a resumed run has the accuracies of all its epochs
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = list(state["values"])
+
+
 @click.command()
 @click.option("--data", type=click.Path(path_type=Path), required=True, help="Folder with MNIST/raw in it.")
 @click.option("--download", is_flag=True, help="Fetch MNIST into --data where it is missing.")
-@click.option("--model", "model_name", type=click.Choice(["cnn", "resnet18"]), default="cnn", show_default=True)
+@click.option("--model", type=click.Choice(["cnn", "resnet18"]), default=Hyperparameters.model, show_default=True)
+@click.option("--epochs", default=Hyperparameters.epochs, show_default=True)
+@click.option("--batch-size", default=Hyperparameters.batch_size, show_default=True, help="Samples per rank.")
+@click.option("--learning-rate", default=Hyperparameters.learning_rate, show_default=True)
 @click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
 @click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
-@click.option("--epochs", default=3, show_default=True)
-@click.option("--batch-size", default=64, show_default=True, help="Samples per rank and micro-step.")
 @click.option("--workers", default=0, show_default=True, help="Processes per rank that load data.")
-@click.option("--output", help="Folder for checkpoints and history.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for all that the run leaves.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --output.")
+@click.option("--wandb", is_flag=True, help="Log to Weights & Biases offline; `wandb sync` uploads it.")
 def main(
-    data: Path,
-    download: bool,
-    model_name: str,
-    backend: str | None,
-    device: str | None,
-    epochs: int,
-    batch_size: int,
-    workers: int,
-    output: str | None,
-    resume: bool,
-) -> None:
+    data: Path, download: bool, backend: str | None, device: str | None, workers: int, output: Path | None,
+    resume: bool, wandb: bool, **chosen: Any,
+) -> None:  # fmt: skip
     """Train on MNIST."""
     if not download and not (data / "MNIST" / "raw").is_dir():
         raise click.ClickException(f"There is no MNIST in '{data}'. Fetch it with: --data {data} --download")
+    hyper = Hyperparameters(**chosen)
     with unitrain.init(backend, device=device) as ranks:
         train, test = load(data, ranks, download)
         torch.manual_seed(0)  # the same first weights in every run
-        model = build(model_name)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model = build(hyper.model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=hyper.learning_rate)
         config = unitrain.TrainConfig(
-            epochs=epochs, batch_size=batch_size, num_workers=workers, output_dir=output, resume=resume
+            epochs=hyper.epochs, batch_size=hyper.batch_size, num_workers=workers, output_dir=output, resume=resume
         )
+        accuracies = Accuracies(test)
+        loggers = [unitrain.WandbLogger("mnist", mode="offline", config=asdict(hyper))] if wandb else []
         trainer = unitrain.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), backend=ranks, config=config, metrics={"accuracy": correct}
-        )
+            model, optimizer, nn.CrossEntropyLoss(), backend=ranks, config=config, metrics={"accuracy": correct},
+            callbacks=[accuracies], loggers=loggers,
+        )  # fmt: skip
         results = trainer.fit(train, test)
         if ranks.rank == 0:
             print(f"final val_accuracy={results['val_accuracy']:.4f} val_loss={results['val_loss']:.4f}")
+        if ranks.rank == 0 and output is not None:
+            (output / "accuracies.json").write_text(json.dumps(accuracies.values))
+            torch.save(model.state_dict(), output / "model.pt")
 
 
 if __name__ == "__main__":

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from sklearn.datasets import load_digits
+from small_mnist import small_mnist
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FINAL = re.compile(r"final val_accuracy=(\d\.\d{4}) val_loss=(\d+\.\d{4})\n")
@@ -45,22 +42,7 @@ def test_digits_resumes_to_the_same_numbers(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small MNIST in its own format and torchvision's folders: scikit-learn's digits, enlarged to 28 x 28."""
-    digits = load_digits()
-    images = np.kron(digits.images, np.ones((3, 3)))  # [1797, 24, 24]
-    images = (np.pad(images, ((0, 0), (2, 2), (2, 2))) * 255 / 16).astype(np.uint8)
-    raw = tmp_path_factory.mktemp("data") / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, part in (("train", slice(0, 512)), ("t10k", slice(512, 612))):
-        chosen, labels = images[part], digits.target[part].astype(np.uint8)
-        header = struct.pack(">IIII", 2051, len(chosen), 28, 28)
-        for kind, content in (
-            ("images-idx3", header + chosen.tobytes()),
-            ("labels-idx1", struct.pack(">II", 2049, len(labels)) + labels.tobytes()),
-        ):
-            (raw / f"{name}-{kind}-ubyte").write_bytes(content)
-            (raw / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
-    return raw.parent.parent
+    return small_mnist(tmp_path_factory.mktemp("data"))
 
 
 def test_mnist_learns(mnist: Path) -> None:

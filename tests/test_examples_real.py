@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
+import logged
 import pytest
+import torch
 from launches import started
+from small_mnist import small_mnist
 
 BIN = Path(sys.executable).parent
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -47,6 +51,38 @@ def test_digits() -> None:
     assert others == [expected] * len(others)
     accuracy, _ = expected
     assert accuracy >= 0.97
+
+
+def test_mnist_leaves_the_same_when_it_goes_on_on_another_backend(tmp_path: Path) -> None:
+    data, whole, parts = small_mnist(tmp_path / "data"), tmp_path / "whole", tmp_path / "parts"
+    for output, backend, epochs, *more in (
+        (whole, "ddp", "3"),
+        (parts, "ddp", "1", "--wandb"),
+        (parts, "horovod", "3", "--wandb", "--resume"),
+    ):
+        arguments = ("--data", data, "--output", output, "--epochs", epochs, "--batch-size", "16", "--device", "cpu")
+        accuracy, _ = final(run(by_hand(backend, "mnist.py", *arguments, *more)))
+    accuracies = json.loads((whole / "accuracies.json").read_text())
+    assert json.loads((parts / "accuracies.json").read_text()) == accuracies
+    assert len(accuracies) == 3
+    assert accuracies[-1] == pytest.approx(accuracy, abs=1e-4)
+    assert accuracy >= 0.7
+    model, other = (torch.load(folder / "model.pt", weights_only=True) for folder in (whole, parts))
+    assert all(torch.equal(other[name], tensor) for name, tensor in model.items())
+
+    starts = logged.wandb_starts(parts)
+    (name, records), again = starts
+    assert again[0] == name  # the id of the run
+    (started,) = [one.run for one in records if one.WhichOneof("record_type") == "run"]
+    config = {item.key: item.value_json for item in started.config.update}
+    assert (started.project, config["learning_rate"], config["size"]) == ("mnist", "0.001", "2")
+    points = {(name, step): value for name, step, value in logged.from_wandb(parts)}
+    assert [points["val_accuracy", 16 * epoch] for epoch in (1, 2, 3)] == pytest.approx(accuracies)
+    assert len(list(parts.glob("wandb/offline-run-*/files/media/images/test/*.png"))) == 3 * 8
+    items = [item for _, records in starts for one in records for item in one.history.item]
+    captions = [json.loads(item.value_json) for item in items if list(item.nested_key) == ["test/0", "caption"]]
+    assert len(captions) == 3
+    assert all(re.fullmatch(r"a \d, taken for \d", caption) for caption in captions)
 
 
 def test_sharding_shows_every_sample_once() -> None:

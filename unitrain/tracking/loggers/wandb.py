@@ -18,7 +18,8 @@ class WandbLogger(Logger):
 
     `mode="offline"` needs no network: `wandb sync` uploads what is in the folder. A resumed run has the id that it had;
     offline every start has a folder of its own, with that id. What was logged for the steps that are done again stays,
-    and is not logged twice. Further `options` are those of wandb.init. Needs pip install "unitrain[wandb]".
+    and is not logged twice. `config` is added to the description of the run. Further `options` are those of wandb.init.
+    Needs pip install "unitrain[wandb]".
     """
 
     def __init__(
@@ -28,9 +29,11 @@ class WandbLogger(Logger):
         name: str | None = None,
         mode: Literal["online", "offline", "disabled"] | None = None,
         folder: str | Path | None = None,
+        config: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.project, self.name, self.mode, self.folder, self.options = project, name, mode, folder, options
+        self.config = dict(config or {})
         self._folder: Path
         self._package: Any = None
         self._run: Any = None
@@ -53,7 +56,7 @@ class WandbLogger(Logger):
             name=self.name,
             mode=self.mode,
             dir=str(self._folder),
-            config=json.loads(json.dumps(start.description, default=str)),
+            config={**json.loads(json.dumps(start.description, default=str)), **self.config},
             **going_on,
             **self.options,
         )
