@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -125,6 +127,11 @@ class FailsInLog(Kept):
 
 class Hangs(Kept):
     def log(self, values: Mapping[str, float], step: int) -> None:
+        threading.Event().wait(60)
+
+
+class HangsInStart(Kept):
+    def start(self, start: Start) -> None:
         threading.Event().wait(60)
 
 
@@ -305,29 +312,63 @@ def test_how_a_run_ended_is_told(tmp_path: Path) -> None:
         assert kept.description["model"] == "Sequential"
 
 
-def test_what_is_logged_after_the_run_goes_on_in_its_files(tmp_path: Path) -> None:
+class StopsAt(unitrain.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: unitrain.Trainer) -> None:
+        if trainer.run.cursor.step == self.step:
+            trainer.stop("enough")
+
+
+def test_what_is_logged_between_runs_goes_on_in_their_files(tmp_path: Path) -> None:
     kept = Kept()
-    made = trainer(LOCAL, [kept, "csv", "tensorboard"], output_dir=tmp_path, steps=3)
+    made = trainer(LOCAL, [kept, "csv", "tensorboard"], StopsAt(2), output_dir=tmp_path, steps=3)
     with pytest.raises(ConfigError, match=r"^trainer\.log was called before fit, .* Call it from a callback"):
         made.log(early=1)
     made.fit(data())
     count = len(kept.calls)
     made.log(test_accuracy=torch.tensor(0.5), samples=46)
     made.log_image("picture", torch.rand(5, 4, 3))
-    made.fit(data())  # has nothing left to do, and ends what was begun
-    assert kept.calls[count:] == [
-        ("start", 3),
-        ("log", 3, {"test_accuracy": 0.5, "samples": 46.0}),
-        ("image", 3, "picture", (5, 4, 3), None),
+    made.fit(data())
+    assert kept.calls[count:-3] == [
+        ("start", 2),
+        ("log", 2, {"test_accuracy": 0.5, "samples": 46.0}),
+        ("image", 2, "picture", (5, 4, 3), None),
         ("finish", "finished"),
+        ("start", 2),
     ]
+    assert kept.calls[-1] == ("finish", "finished")
+    count = len(kept.calls)
+    made.fit(data())  # has nothing left to do
+    assert len(kept.calls) == count
     for read in (logged.from_csv(tmp_path), logged.from_tensorboard(tmp_path / "tensorboard")):
-        assert [(name, step) for name, step, _ in read if name in ("loss", "test_accuracy")] == [
-            *(("loss", step) for step in (1, 2, 3)),
-            ("test_accuracy", 3),
-        ]
+        points = [(name, step) for name, step, _ in read if name in ("loss", "test_accuracy")]
+        assert sorted(points) == [*(("loss", step) for step in (1, 2, 3)), ("test_accuracy", 2)]
     (image,) = logged.events(tmp_path / "tensorboard").Images("picture")
-    assert (image.step, image.width, image.height) == (3, 4, 5)
+    assert (image.step, image.width, image.height) == (2, 4, 5)
+
+
+SCRIPT = """
+import sys
+import test_tracking as tests
+import unitrain
+
+wandb = unitrain.WandbLogger(mode="offline")
+made = tests.trainer(tests.LOCAL, [wandb, tests.HangsInStart()], output_dir=sys.argv[1], steps=1)
+tests.background._END_SECONDS = {"finished": 5.0}
+made.fit(tests.data())
+made.log(late=7)
+"""
+
+
+def test_what_is_logged_last_is_there_when_the_program_ends(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(script, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("HangsInStart did not come to an end with the run. The run goes on without it.") == 1
+    assert logged.from_wandb(tmp_path)[-1] == ("late", 1, 7.0)
+    assert len(logged.wandb_starts(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
