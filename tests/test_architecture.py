@@ -48,7 +48,7 @@ FORBIDDEN = [
     (
         "unitrain/report/*",
         ["torch", "unitrain", "launchers"],
-        ["unitrain.report", "unitrain.errors", "unitrain.tracking.history"],
+        ["unitrain.report", "unitrain.errors", "unitrain.tracking.history", "unitrain.tracking.stragglers"],
     ),
     ("unitrain/* -unitrain/commands/* -unitrain/report/*", ["unitrain.report"], []),
     ("unitrain/* -unitrain/report/charts.py", ["matplotlib"], []),

@@ -171,6 +171,17 @@ def test_early_stopping_says_why_and_remembers(tmp_path: Path, capsys: pytest.Ca
     assert again(5, [1.0, 1.0], patience=3).run.cursor.epoch == 5  # unless it may wait longer
 
 
+def test_a_stop_within_an_epoch_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    class Enough(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            trainer.stop("enough")
+
+    trainer = make(LOCAL, [Enough()], show_every=2)
+    object.__setattr__(trainer.config, "progress", "lines")
+    trainer.fit(data())
+    assert capsys.readouterr().err.count("stopped after step 1: enough") == 1
+
+
 def test_early_stopping_refuses_what_it_cannot_follow() -> None:
     with pytest.raises(ConfigError, match=r"'val_los' is not a result of this run\. Did you mean 'val_loss'\?"):
         make(LOCAL, [EarlyStopping("val_los")]).fit(data(), data())

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from unitrain import __version__
 from unitrain.backends.local import LocalBackend
+from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
+from unitrain.report.figures import counts_epochs
+from unitrain.report.record import read_records
 from unitrain.tracking.history import History
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
 
 
-def train(folder: Path, samples: int = 22, **given: Any) -> Trainer:
-    """Train on `samples` in steps of 4, and return the Trainer."""
+def data(samples: int) -> TensorDataset:
+    return TensorDataset(torch.ones(samples, 3), torch.ones(samples, 1))
+
+
+def train(
+    folder: Path, dataset: Dataset[Any] | None = None, callbacks: Sequence[Callback] = (), **given: Any
+) -> Trainer:
+    """Train on 22 samples in steps of 4, and return the Trainer."""
     model = nn.Linear(3, 1)
     config = TrainConfig(**{"batch_size": 4, "show_every": 2, "progress": "off", "output_dir": folder, **given})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(model, optimizer, nn.MSELoss(), backend=LOCAL, config=config)
-    trainer.fit(TensorDataset(torch.ones(samples, 3), torch.ones(samples, 1)))
+    trainer = Trainer(model, optimizer, nn.MSELoss(), backend=LOCAL, config=config, callbacks=callbacks)
+    trainer.fit(data(22) if dataset is None else dataset)
     return trainer
 
 
@@ -75,6 +85,39 @@ def test_a_resumed_run_takes_up_its_record_where_it_goes_on(tmp_path: Path) -> N
     assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == list(range(2, 19, 2))
     train(tmp_path, epochs=3, resume=True)  # has nothing left to do
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 6, 12]
+
+
+class Items(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((torch.ones(3), torch.ones(1)) for _ in range(22))
+
+
+def test_of_a_stream_nobody_knows_how_much_of_an_epoch_is_done(tmp_path: Path) -> None:
+    train(tmp_path, Items(), epochs=2)
+    (start,) = rows(tmp_path, "run.jsonl")
+    assert (start["samples_per_epoch"], start["steps_per_epoch"]) == (None, None)
+    assert [row["epochs"] for row in rows(tmp_path, "history.jsonl")] == [1, 2]
+    assert [row["epochs"] for row in rows(tmp_path, "steps.jsonl")] == [None] * 6
+    assert not counts_epochs(read_records([tmp_path]))  # a report shows it by steps
+
+
+def test_a_run_that_was_stopped_within_an_epoch_goes_on_there(tmp_path: Path) -> None:
+    class Enough(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.run.cursor.step == 8:
+                trainer.stop("enough")
+
+    trainer = train(tmp_path, epochs=3, callbacks=[Enough()])
+    assert trainer.run.cursor.step == 8
+    stopped = rows(tmp_path, "history.jsonl")
+    assert [(row["epoch"], row["step"], row["epochs"]) for row in stopped] == [(1, 6, 1), (2, 8, 1 + 8 / 22)]
+    trainer.fit(data(22))  # the same Trainer, which begins anew to look out for the end
+    assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 8]
+    train(tmp_path, epochs=4, resume=True)
+    assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 8, 18]
+    history = [(row["epoch"], row["step"]) for row in rows(tmp_path, "history.jsonl")]
+    assert history == [(1, 6), (2, 8), (2, 12), (3, 18), (4, 24)]
+    assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == list(range(2, 25, 2))
 
 
 def test_a_start_that_left_no_checkpoint_is_forgotten(tmp_path: Path) -> None:

@@ -201,11 +201,14 @@ def test_a_run_that_goes_on_and_was_resumed_elsewhere(trained: Path, tmp_path: P
     history = [dict(row) for row in rows(trained)]
     for row in history[1:]:
         for part in ("data", "compute", "wait", "update", "validation", "checkpoint"):
-            row[f"{part}_seconds"] = [1.0, 1.0, 2.0 if part == "compute" else 1.0]
+            row[f"{part}_seconds"] = [1.0, 1.0, {"compute": 2.0, "wait": 0.0}.get(part, 1.0)]
     history[2]["val_loss"] = None
     write(tmp_path, "run.jsonl", [start, {**resumed, "size": 2}, resumed])
     write(tmp_path, "history.jsonl", history)
-    write(tmp_path, "steps.jsonl", [{"step": 46, "epochs": 3.1, "loss": None, "learning_rate": 0.1}])
+    slow = [{"rank": rank, "part": "data", "seconds": 0.041, "others": 0.006} for rank in (1, 2)]
+    looks = [{"step": step, "epochs": step / 15, "loss": 1.0, "slow": slow[:1]} for step in (20, 25)]
+    looks.append({"step": 30, "epochs": 2.0, "loss": 1.0, "slow": slow[1:]})
+    write(tmp_path, "steps.jsonl", [*looks, {"step": 46, "epochs": 3.1, "loss": None, "learning_rate": 0.1}])
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"epoch": 4, "st')
     shown = page(tmp_path)
@@ -215,8 +218,10 @@ def test_a_run_that_goes_on_and_was_resumed_elsewhere(trained: Path, tmp_path: P
     assert float(tiles["best val_loss"]) == pytest.approx(min(row["val_loss"] for row in history[:2]), rel=1e-3)
     assert shown.said("not finished .*horovod over gloo, 3 ranks")
     assert shown.said("resumed: horovod, 3 ranks")
-    assert shown.said("Rank 2 is the slowest: data, computing and updates take it 8 s, the others 6 s in the median")
-    assert tiles["waiting"] == "23 %"  # of 13 s of training on three ranks, twice, each waits 1 s: 6 of 26
+    assert shown.said(r"Rank 2 is slow: compute 133 ms a step, others 67 ms\. They wait for it\. Rank 1 was slow from")
+    assert shown.said(r"Rank 1 was slow from step 20 to step 25: data 41 ms a step, others 6 ms\.")
+    assert shown.said(r"Rank 2 was slow at step 30: data")
+    assert tiles["waiting"] == "17 %"  # of 4 s of training on three ranks, twice, two of them wait 1 s: 4 of 24
 
 
 @pytest.mark.parametrize("kept", ["run.jsonl", "history.jsonl", "steps.jsonl run.jsonl"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +22,8 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
 from unitrain.testing import RankGroup
+from unitrain.tracking import stragglers
+from unitrain.tracking.stragglers import Stragglers, find_stragglers
 from unitrain.tracking.times import PARTS, Times
 from unitrain.trainer import Trainer
 
@@ -70,7 +75,10 @@ def late_metric(output: Tensor, target: Tensor) -> float:
 
 
 def train(backend: Backend, case: str, folder: Path) -> Row:
-    """Train an epoch, in which the last rank is late where `case` says so, and return its row of the history."""
+    """Train an epoch, in which the last rank is late where `case` says so, and return its row of the history.
+
+    Beside it, its "looks", and what was "shown" of it.
+    """
 
     def delay(where: str) -> float:
         return DELAY if case == where and backend.rank == backend.size - 1 else 0.0
@@ -79,21 +87,26 @@ def train(backend: Backend, case: str, folder: Path) -> Row:
     model.delay = delay("slow forward")
     optimizer = LateSGD(model.parameters(), lr=1e-4)
     optimizer.delay = delay("slow update") * MICRO_STEPS
-    config = TrainConfig(epochs=1, batch_size=BATCH, accumulate=MICRO_STEPS, progress="off", output_dir=folder / case)
+    config = TrainConfig(
+        epochs=1, batch_size=BATCH, accumulate=MICRO_STEPS, show_every=5, progress="lines", output_dir=folder / case
+    )
     metrics = {"late": late_metric} if case == "slow validation" else {}
     trainer = Trainer(model, optimizer, mse_loss, backend=backend, config=config, metrics=metrics)
     length = STEPS * MICRO_STEPS * BATCH * backend.size
     validation = Samples(10 * BATCH * backend.size, 0.0)
-    trainer.fit(Samples(length, delay("slow data")), validation)
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        trainer.fit(Samples(length, delay("slow data")), validation)
     row: Row = json.loads((folder / case / "history.jsonl").read_text())
-    return row
+    looks = [json.loads(line) for line in (folder / case / "steps.jsonl").read_text().splitlines()]
+    return {**row, "looks": looks, "shown": shown.getvalue()}
 
 
 def train_all(backend: Backend, folder: Path) -> dict[str, Row]:
+    stragglers._SECONDS = 0.4  # judged often enough for runs as short as these
     return {case: train(backend, case, folder) for case in CASES}
 
 
-@pytest.fixture(scope="module", params=[("local", 1), ("ddp", 2), ("horovod", 2)], ids=lambda group: group[0])
+@pytest.fixture(scope="module", params=[("local", 1), ("ddp", 3), ("horovod", 2)], ids=lambda group: group[0])
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Row]]:
     """What each case leaves."""
     with RankGroup(*request.param) as group:
@@ -130,6 +143,88 @@ def test_slow_data_is_seen_where_it_is_slow(rows: dict[str, Row]) -> None:
 
 def test_a_slow_update_is_one(rows: dict[str, Row]) -> None:
     late_rank_is_seen(rows["slow update"], "update")
+
+
+@pytest.mark.parametrize(
+    ("case", "part"), [("slow forward", "compute"), ("slow data", "data"), ("slow update", "update")]
+)
+def test_a_slow_rank_is_named(rows: dict[str, Row], case: str, part: str) -> None:
+    row = rows[case]
+    last = len(row["data_seconds"]) - 1
+    if last == 0:  # nobody waits for it
+        assert not any("slow" in look for look in row["looks"])
+        assert "slow" not in row["shown"]
+        return
+    first, *_ = (look for look in row["looks"] if "slow" in look)
+    assert first["step"] in (15, 20)  # in the second 0.4 s that were heard of
+    for look in row["looks"][row["looks"].index(first) :]:
+        (named,) = look["slow"]
+        assert (named["rank"], named["part"]) == (last, part)
+        assert 0.95 * MICRO_STEPS * DELAY < named["seconds"] < 3 * MICRO_STEPS * DELAY
+        assert named["others"] < 0.5 * named["seconds"]
+    (line,) = (line for line in row["shown"].splitlines() if line.startswith("epoch 1/1  train_loss"))
+    assert re.search(rf"samples/s  rank {last} is slow: {part} \d+ ms a step, others [\d.]+ ms$", line), line
+
+
+#                  data compute wait update, in two steps
+FAST, SLOW_DATA = [0.2, 1.0, 0.6, 0.2], [0.8, 1.0, 0.0, 0.2]
+BUSY = [0.2, 1.4, 0.2, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "named"),
+    [
+        ([FAST], []),
+        ([FAST, FAST, FAST], []),
+        ([FAST, FAST, SLOW_DATA], ["rank 2 is slow: data 400 ms a step, others 100 ms"]),
+        ([SLOW_DATA, FAST], ["rank 0 is slow: data 400 ms a step, others 100 ms"]),
+        ([FAST, BUSY, [0.2, 1.5, 0.1, 0.2]], ["rank 2 is slow: compute 750 ms a step, others 500 ms"]),
+        # Half of them, the slowest first.
+        (
+            [FAST, SLOW_DATA, FAST, [0.2, 1.7, 0.0, 0.2]],
+            [
+                "rank 3 is slow: compute 850 ms a step, others 500 ms",
+                "rank 1 is slow: data 400 ms a step, others 100 ms",
+            ],
+        ),
+        # What one rank takes longer for data it takes less for computing: nobody waits.
+        ([FAST, [0.8, 0.4, 0.6, 0.2]], []),
+        # Less than a fifth of a step is no straggler.
+        ([FAST, [0.5, 1.0, 0.3, 0.2]], []),
+        (
+            [[0.0002, 0.001, 0.02, 0.0], [0.0132, 0.008, 0.0, 0.0]],
+            ["rank 1 is slow: data 6.6 ms a step, others 0.1 ms"],
+        ),
+    ],
+)
+def test_a_straggler_is_one_that_others_wait_for(seconds: list[list[float]], named: list[str]) -> None:
+    assert [str(straggler) for straggler in find_stragglers(seconds, steps=2)] == named
+
+
+def test_a_rank_is_slow_only_while_it_stays_so() -> None:
+    """A second is judged at a time, and two in succession decide."""
+    slow, even, half = (
+        [[part / n for part in rank] for rank in (FAST, one)]
+        for n, one in ((1, SLOW_DATA), (1, FAST), (2.5, SLOW_DATA))
+    )
+    nothing_measured = [[0.1, 0.0, 0.0, 0.0], [0.1, 1.0, 0.0, 0.0]]
+    heard, named = Stragglers(), []
+    for seconds in (slow, even, slow, slow, nothing_measured, even, slow, half, half):
+        heard.hear(seconds, steps=4 if seconds is half else 10)
+        named.append(str(heard))
+    told = "rank 1 is slow: data 80 ms a step, others 20 ms"
+    assert named == ["", "", "", told, told, "", "", "", told]
+
+
+def test_of_many_slow_ranks_the_slowest_are_named() -> None:
+    heard = Stragglers()
+    slow = [[0.8 + rank / 10, 1.0, 0.0, 0.2] for rank in range(4)]
+    for _ in range(2):
+        heard.hear([FAST] * 5 + slow, steps=10)
+    assert str(heard) == (
+        "rank 8 is slow: data 110 ms a step, others 20 ms; rank 7 is slow: data 100 ms a step, others 20 ms; "
+        "2 more slow ranks"
+    )
 
 
 def test_validation_is_not_training(rows: dict[str, Row]) -> None:
@@ -182,6 +277,11 @@ def test_data_that_comes_while_a_gpu_is_busy_is_not_waited_for(
         times.step(1)
     stream.synchronize()
     seconds = times.stop()
+    lately, steps = times.lately()
+    assert (steps, sum(lately)) == (100, pytest.approx(seconds, rel=0.06))
+    assert lately[0] == pytest.approx(100 * waited, rel=0.1, abs=0.05 * seconds)
+    assert lately[1:] == [pytest.approx(30), pytest.approx(20), pytest.approx(10)]
+    assert times.lately() == ([0.0, 0.0, 0.0, 0.0], 0)
     found = times.gather()
     # In the few steps that are measured, the GPU is empty when the next batch is asked for.
     assert seconds == pytest.approx(100 * max(0.6, fetching), rel=0.06)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from unitrain.backends.base import Backend, together
@@ -19,7 +20,7 @@ from unitrain.data.order import Slice
 from unitrain.data.prefetch import Prefetch
 from unitrain.data.share import EvaluationShare, open_training_data
 from unitrain.data.training_data import TrainingData
-from unitrain.errors import ConfigError, Preempted, did_you_mean
+from unitrain.errors import Preempted
 from unitrain.evaluation import Evaluation, LossFunction
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
@@ -28,12 +29,14 @@ from unitrain.modules.compiled import compile_forward
 from unitrain.modules.memory_format import use_channels_last
 from unitrain.modules.sync_batch_norm import standing_in, sync_batch_norm
 from unitrain.run.state import Run, Stateful
+from unitrain.step.epoch_scheduler import EpochScheduler
 from unitrain.step.forward import Forward, ForwardFunction
 from unitrain.step.learning_rate import LearningRateFactor
 from unitrain.step.precision import Precision, allow_tf32
 from unitrain.step.update import Update
 from unitrain.step.weighting import GlobalMean, read_loss
 from unitrain.tracking.loggers.logger import Logger
+from unitrain.tracking.stragglers import Stragglers
 from unitrain.tracking.times import Times
 from unitrain.tracking.tracker import Tracker
 from unitrain.verify.recorder import Recorder
@@ -74,18 +77,9 @@ class Trainer:
         if (recorder := Recorder.asked_for()) is not None:  # `unitrain verify` runs this script
             overridden = recorder.take_part(model, loss_fn, config, callbacks, forward, backend)
             (loss_fn, config, callbacks, forward), loggers = overridden, ()
-        if isinstance(scheduler, ReduceLROnPlateau) and config.scheduler_every != "epoch":
-            raise ConfigError(
-                'ReduceLROnPlateau needs the results of an epoch, and TrainConfig.scheduler_every is "step". '
-                'Use TrainConfig(scheduler_every="epoch").'
-            )
         self.backend, self.config = backend, config
         self.loss_fn, self.scheduler = loss_fn, scheduler
-        if config.monitor is not None and not isinstance(scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                f"TrainConfig.monitor {config.monitor!r} is what ReduceLROnPlateau follows, and this run has none. "
-                "Leave monitor out, or give the Trainer a ReduceLROnPlateau."
-            )
+        self._epoch_scheduler = EpochScheduler(scheduler, config)
         self._precision = together(backend, lambda: Precision(config.precision, backend.device))
         self._callbacks = together(backend, lambda: Callbacks(callbacks))
         self._forward = together(backend, lambda: Forward(forward))
@@ -93,7 +87,7 @@ class Trainer:
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._tracker = Tracker(config, backend, loggers)
-        self._times = Times(backend)
+        self._times, self._stragglers = Times(backend), Stragglers()
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         self._loss: RunningLoss
@@ -151,7 +145,7 @@ class Trainer:
         share = open_training_data(train_data, self.backend, config)
         self._train_batch_size = share.batch_size
         self.result_names = ("train_loss", *(f"val_{name}" for name in self._evaluation.names if val_data is not None))
-        self._check_monitor()
+        self._epoch_scheduler.check(self.result_names)
         self._rates = LearningRateFactor.asked_for(config, share.global_batch_size)
         validation = None if val_data is None else self._evaluation_share(val_data)
         self.run.begin(share)
@@ -167,7 +161,7 @@ class Trainer:
                 self._tracker.note(str(self._rates))
             try:
                 self._callbacks.call("on_fit_start", self)
-                self._agree_to_stop()
+                self._meet()
                 while not self.run.finished():
                     results = self._train_epoch(share, validation)
                 self.run.finish()
@@ -237,13 +231,10 @@ class Trainer:
             self._callbacks.call("on_step_end", self)
             if config.checkpoint_every_steps and cursor.step % config.checkpoint_every_steps == 0:
                 self._save({})
-            if looks := self._loss.due(cursor.step):
-                looked = {"loss": self._loss.look(epoch, cursor.step), **self._update.known()}
-                speed = {"learning_rate": self._learning_rate(), "samples_per_second": self._times.samples_per_second()}
-                self._tracker.look(cursor.step, {**looked, **speed})
-                self.run.record_step({"step": cursor.step, **looked, **speed})
-            if looks or self.run.stopping.due(cursor.step):
-                self._agree_to_stop()
+            if self._loss.due(cursor.step):
+                self._look(epoch)
+            elif self.run.stopping.due(cursor.step):
+                self._meet()
             if cursor.step == config.steps or self.run.stopping.reason is not None:
                 break
         trained = cursor.sample - first_sample
@@ -258,11 +249,11 @@ class Trainer:
         hurries = self.run.stopping.preempted and cursor.sample > 0
         with self._times.spent_on("validation"):
             results = {**losses, **({} if hurries else self._validate(validation))}
-        if config.scheduler_every == "epoch" and cursor.sample == 0:
-            self._step_scheduler(results)
+        if cursor.sample == 0:
+            self._epoch_scheduler.step(results)
         self._tracker.epoch(epoch, cursor.step, results, trained / seconds)
         self._callbacks.call("on_epoch_end", self, results)
-        self._agree_to_stop()
+        self._meet()
         if cursor.epoch % config.checkpoint_every == 0 or self.run.finished():
             self._save(results)
         self.run.record({"epoch": epoch, "step": cursor.step, **results, **speed, **self._times.gather()})
@@ -296,10 +287,23 @@ class Trainer:
             data, self.backend, batch_size=batch_size, num_workers=config.num_workers, stream=config.stream
         )
 
-    def _agree_to_stop(self) -> None:
-        stopping, step = self.run.stopping, self.run.cursor.step
-        stopping.agree(step)
-        if stopping.reason is not None:
+    def _look(self, epoch: int) -> None:
+        """Work out the loss, and show, log and record how it goes."""
+        step = self.run.cursor.step
+        looked = {"loss": self._loss.look(epoch, step), **self._update.known()}
+        speed = {"learning_rate": self._learning_rate(), "samples_per_second": self._times.samples_per_second()}
+        self._tracker.look(step, {**looked, **speed})
+        self._meet()
+        slow = {"slow": [asdict(one) for one in self._stragglers.slow]} if self._stragglers.slow else {}
+        self.run.record_step({"step": step, **looked, **speed, **slow})
+
+    def _meet(self) -> None:
+        """Agree with the other ranks on whether to stop, and on the same occasion hear which of them are slow."""
+        stopping, step, known = self.run.stopping, self.run.cursor.step, self.run.stopping.reason
+        seconds, steps = self._times.lately()
+        self._stragglers.hear(stopping.agree(step, beside=seconds), steps)
+        self._tracker.slow(str(self._stragglers))
+        if stopping.reason not in (None, known):
             self._tracker.stopped(step, stopping.reason)
 
     def _learning_rate(self) -> float:
@@ -313,19 +317,3 @@ class Trainer:
         self._loss = RunningLoss(self.backend, self.config.show_every)
         self._mean = GlobalMean(self.backend)
         self._precision.forget_step()
-
-    def _step_scheduler(self, results: dict[str, float]) -> None:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            followed = self.config.monitor or ("val_loss" if "val_loss" in results else "train_loss")
-            if followed in results:
-                self.scheduler.step(results[followed])
-        elif self.scheduler is not None:
-            self.scheduler.step()
-
-    def _check_monitor(self) -> None:
-        names = self.result_names
-        if self.config.monitor not in (None, *names):
-            raise ConfigError(
-                f"TrainConfig.monitor {self.config.monitor!r} is not a result of this run. "
-                f"{did_you_mean(str(self.config.monitor), names)}Available: {', '.join(names)}."
-            )

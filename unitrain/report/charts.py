@@ -75,7 +75,9 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Values over epochs or steps. `marks` are positions to mark with a word, `dots` points with their label."""
+    """Values over epochs or steps. `marks` are positions to mark with a word, `dots` points with their label, and
+    `spells` are shaded from a position to another, with a word.
+    """
 
     title: str
     lines: Sequence[Line]
@@ -85,6 +87,7 @@ class LineChart:
     from_zero: bool = False
     marks: Sequence[tuple[float, str]] = ()
     dots: Sequence[tuple[float, float, str, int]] = ()
+    spells: Sequence[tuple[float, float, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,12 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
     axes.margins(x=0.03, y=0.1)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
+    for begin, end, word in chart.spells:
+        axes.axvspan(begin, end, color=COLOURS["wait"], alpha=0.16, linewidth=0, zorder=0)
+        axes.annotate(
+            word, ((begin + end) / 2, 0), xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points",
+            ha="center", va="bottom", fontsize=7.5, color=COLOURS["wait"],
+        )  # fmt: skip
     for position, word in chart.marks:
         axes.axvline(position, color=COLOURS["muted"], linewidth=0.8, linestyle=(0, (1, 2)))
         axes.annotate(

@@ -11,7 +11,7 @@ from unitrain.report.record import Record
 
 _MOST_RANKS = 24
 # From this ratio of the highest to the lowest loss on, its axis is logarithmic.
-_WIDE = 100
+_WIDE = 30
 _PARTS_OF_DATA = {"train": ("training", 0), "val": ("validation", 1), "": ("", 2)}
 
 
@@ -36,7 +36,8 @@ def result_charts(records: Sequence[Record]) -> list[LineChart]:
                 style: Style = "faint" if record.epochs else "solid"
                 lines.append(Line("between epochs", figures.points(record.steps, name, in_epochs), run, style))
             lines.append(Line(record.name, figures.points(rows, name, in_epochs), run))
-        charts.append(LineChart(title, lines, "", legend=False, from_zero=True))
+        spells = _spells(records, in_epochs) if name == "samples_per_second" else []
+        charts.append(LineChart(title, lines, "", legend=False, from_zero=True, spells=spells))
     x_label = "epoch" if in_epochs else "step"
     return [
         replace(chart, x_label=x_label, marks=marks) for chart in charts if any(line.points for line in chart.lines)
@@ -106,6 +107,15 @@ def _metric_chart(records: list[Record], metric: str, in_epochs: bool) -> LineCh
     values = [value for line in lines for _, value in line.points if value is not None]
     wide = metric == "loss" and bool(values) and min(values) > 0 and max(values) / min(values) > _WIDE
     return LineChart(metric, lines, "", legend=not compared, logarithmic=wide, dots=dots)
+
+
+def _spells(records: Sequence[Record], in_epochs: bool) -> list[tuple[float, float, str]]:
+    if len(records) > 1:
+        return []
+    spells = [
+        (*spell.positions, f"rank {spell.straggler.rank} slow") for spell in figures.spells(records[0], in_epochs)
+    ]
+    return [(begin, end, word) for begin, end, word in spells if end > begin]
 
 
 def _resumed(record: Record, in_epochs: bool) -> list[tuple[float, str]]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from unitrain.report.record import Record, Row
+from unitrain.tracking.stragglers import TRAINING, Straggler, find_stragglers
 
-TRAINING = ("data", "compute", "wait", "update")
 PARTS = (*TRAINING, "validation", "checkpoint")
 _NO_RESULTS = {"epoch", "step", "epochs", "learning_rate", "seconds", "samples_per_second"}
-# From this much more work than the others' median on, a rank is called slow.
-_SLOWER = 1.05
 Points = list[tuple[float, float | None]]
 
 
@@ -28,10 +26,11 @@ class Best:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds by part, of each rank, added up over `epochs` rows of the history."""
+    """Seconds by part, of each rank, added up over `epochs` rows of the history, and over the `steps` in them."""
 
     seconds: dict[str, list[float]]
     epochs: int
+    steps: int
 
     @property
     def size(self) -> int:
@@ -50,14 +49,10 @@ class RankTimes:
         """Return for each rank the seconds in which others may have waited for it."""
         return [sum(rank) for rank in zip(*(self.seconds[part] for part in ("data", "compute", "update")), strict=True)]
 
-    def slowest(self) -> tuple[int, float, float] | None:
-        """Return the slowest rank, its own work and the median of the others' in seconds; None if none stands out."""
-        work = self.own_work()
-        rank = max(range(len(work)), key=work.__getitem__)
-        others = work[:rank] + work[rank + 1 :]
-        if not others or work[rank] < _SLOWER * median(others):
-            return None
-        return rank, work[rank], median(others)
+    def stragglers(self) -> list[Straggler]:
+        """Return the ranks that the others waited for, all in all."""
+        ranks = list(zip(*(self.seconds[part] for part in TRAINING), strict=True))
+        return find_stragglers(ranks, max(1, self.steps))
 
 
 def result_names(record: Record) -> list[str]:
@@ -81,8 +76,15 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def counts_epochs(records: list[Record]) -> bool:
-    """Whether positions are to be told in passes over the data, rather than in steps: if all have done one."""
-    return all(record.epochs and (record.epochs[-1].get("epochs") or 0) >= 1 for record in records)
+    """Whether positions are to be told in passes over the data, rather than in steps: if all have done one, and the
+    data has a length.
+    """
+    return all(
+        record.epochs
+        and (record.epochs[-1].get("epochs") or 0) >= 1
+        and all(row.get("epochs") is not None for row in record.steps)
+        for record in records
+    )
 
 
 def points(rows: list[Row], name: str, in_epochs: bool) -> Points:
@@ -128,10 +130,40 @@ def rank_times(record: Record) -> RankTimes | None:
         return None
     size = len(rows[-1]["compute_seconds"])
     rows = [row for row in rows if len(row["compute_seconds"]) == size]
+    begun = record.starts[0]["step"] if record.starts else 0
+    done = {row["step"]: row["step"] - before for row, before in _with_step_before(record.epochs, begun)}
     seconds = {
         part: [sum(ranks) for ranks in zip(*(row[f"{part}_seconds"] for row in rows), strict=True)] for part in PARTS
     }
-    return RankTimes(seconds, len(rows))
+    return RankTimes(seconds, len(rows), sum(done[row["step"]] for row in rows))
+
+
+def _with_step_before(rows: list[Row], begun: int) -> list[tuple[Row, int]]:
+    return list(zip(rows, [begun, *(row["step"] for row in rows[:-1])], strict=True))
+
+
+@dataclass(frozen=True)
+class Spell:
+    """From which step and position to which `straggler` was named at every look; how slow it was at the last."""
+
+    straggler: Straggler
+    steps: tuple[int, int]
+    positions: tuple[float, float]
+
+
+def spells(record: Record, in_epochs: bool) -> list[Spell]:
+    """Return when which rank was slow, in the order in which that ended."""
+    position = "epochs" if in_epochs else "step"
+    found: list[Spell] = []
+    going: dict[int, Spell] = {}
+    for row in [*record.steps, {}]:
+        named = {one["rank"]: Straggler(**one) for one in row.get("slow", ())}
+        found += [going.pop(rank) for rank in list(going) if rank not in named]
+        for rank, straggler in named.items():
+            step, place = row["step"], row[position] or 0.0
+            begun = going.get(rank, Spell(straggler, (step, step), (place, place)))
+            going[rank] = Spell(straggler, (begun.steps[0], step), (begun.positions[0], place))
+    return found
 
 
 def elapsed(record: Record) -> float:

@@ -15,6 +15,7 @@ from unitrain.report.contents import result_charts, shown_ranks, time_charts
 from unitrain.report.record import Record
 
 _LITTLE_DATA, _LITTLE_WAIT = 0.15, 0.15
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _run(record: Record, run: int) -> dict[str, Any]:
         "place": _place(start),
         "starts": [_start(start) for start in record.starts],
         "headline": headline(record),
-        "sentences": [] if times is None else _sentences(times),
+        "sentences": [] if times is None else _sentences(record, times),
         "times": None if times is None else _time_rows(times),
         "epochs": _epoch_rows(record),
     }
@@ -131,18 +132,21 @@ def _start(start: dict[str, Any]) -> dict[str, str]:
     return {"step": f"{start['step']:,}", "started": begun, "place": _place(start), "versions": versions}
 
 
-def _sentences(times: figures.RankTimes) -> list[str]:
+def _sentences(record: Record, times: figures.RankTimes) -> list[str]:
     """Return what the division of time tells, in words."""
-    told = []
-    if slow := times.slowest():
-        rank, work, others = slow
-        told.append(
-            f"Rank {rank} is the slowest: data, computing and updates take it {duration(work)}, the others "
-            f"{duration(others)} in the median. They wait for it."
-        )
-    elif times.size > 1:
+    slow = times.stragglers()
+    told = [f"{_sentence(str(straggler))} They wait for it." for straggler in slow[:_MOST_NAMED]]
+    if len(slow) > _MOST_NAMED:
+        told.append(f"{len(slow) - _MOST_NAMED} more ranks are slow.")
+    spells = figures.spells(record, in_epochs=False)
+    longest = sorted(spells, key=lambda spell: spell.steps[0] - spell.steps[1])[:_MOST_NAMED]
+    for spell in sorted(longest, key=lambda spell: spell.steps):
+        first, last = spell.steps
+        when = f"at step {first:,}" if first == last else f"from step {first:,} to step {last:,}"
+        told.append(_sentence(str(spell.straggler).replace(" is slow:", f" was slow {when}:")))
+    if times.size > 1 and not slow and not spells:
         most, least = max(times.own_work()), min(times.own_work())
-        told.append(f"The ranks keep pace: their own work differs by at most {percent(1 - least / (most or 1.0))}.")
+        told.append(f"No rank is much slower: their own work differs by at most {percent(1 - least / (most or 1.0))}.")
     if times.size > 1 and times.share("wait") > _LITTLE_WAIT and not slow:
         told.append(
             f"{percent(times.share('wait'))} of training is spent waiting for gradients: larger batches, accumulation "
@@ -154,6 +158,10 @@ def _sentences(times: figures.RankTimes) -> list[str]:
             "the training."
         )
     return told
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _time_rows(times: figures.RankTimes) -> dict[str, Any]:

@@ -54,8 +54,12 @@ class Stopping:
         """Whether it is time to `agree`, now that `step` steps are done: about every two seconds."""
         return step >= self._next
 
-    def agree(self, step: int) -> None:
-        """Stop on every rank where any has asked for it, has no time left, or has had a signal. All ranks call it."""
+    def agree(self, step: int, beside: Sequence[float] = ()) -> list[list[float]]:
+        """Stop on every rank where any has asked for it, has no time left, or has had a signal. All ranks call it.
+
+        Numbers that each rank wants to tell on the occasion go `beside`, as many everywhere and none below zero. Return
+        those of every rank.
+        """
         now = time.perf_counter()
         limit, signalled = self._max_seconds, self._preemption.received
         if limit is not None and now - self._started >= limit:
@@ -64,10 +68,14 @@ class Stopping:
             self.request(f"{signalled} came to rank {self._communicator.rank}")
         before, then = self._agreed_at
         pace = (now - then) / max(1, step - before)
-        here = torch.tensor([self._requested is not None, pace], dtype=torch.float64)
-        asked, slowest = self._communicator.allreduce(here.to(self._communicator.device), "max").tolist()
+        rank, size = self._communicator.rank, self._communicator.size
+        # Each rank's place is zero on the others, so the greatest number there is its own.
+        places = [number if place == rank else 0.0 for place in range(size) for number in beside]
+        here = torch.tensor([self._requested is not None, pace, *places], dtype=torch.float64)
+        asked, slowest, *told = self._communicator.allreduce(here.to(self._communicator.device), "max").tolist()
         self._agreed_at, self._next = (step, now), step + max(1, round(_AGREE_SECONDS / max(slowest, 1e-9)))
         if asked:
             reasons = self._communicator.allgather_object((self._requested, signalled is not None))
             self.reason = next(reason for reason, _ in reasons if reason is not None)
             self.preempted = any(preempted for _, preempted in reasons)
+        return [told[place * len(beside) : (place + 1) * len(beside)] for place in range(size)]

@@ -2,7 +2,7 @@
 
     run.jsonl       a row per start: what was asked for, on which backend, over how many ranks, with which versions
     history.jsonl   a row per epoch: its results, the learning rate, and where the time went
-    steps.jsonl     a row per look at the running loss
+    steps.jsonl     a row per look at the running loss; in `slow`, if there are any, the ranks that the others wait for
 
 Every row has the `step` that it was written at, and `epochs`, how many passes over the data were done by then. A list
 of `*_seconds` has a number for each rank.

@@ -35,6 +35,9 @@ class Progress:
     def loss(self, value: float) -> None:
         """The mean loss over ranks, as last worked out."""
 
+    def slow(self, ranks: str) -> None:
+        """Ranks that the others wait for, said in words, and shown until it is empty again."""
+
     def epoch(self, epoch: int, results: dict[str, float]) -> None:
         """A pass is over, with these results."""
 
@@ -55,6 +58,7 @@ class _Shown(Progress, ABC):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._loss: float | None = None
+        self._slow = ""
 
     def start(self, steps: int | None, epochs: int | None) -> None:
         self._steps, self._epochs = steps, epochs
@@ -76,13 +80,19 @@ class _Shown(Progress, ABC):
     def loss(self, value: float) -> None:
         self._loss = value
 
+    def slow(self, ranks: str) -> None:
+        self._slow = ranks
+
     def epoch(self, epoch: int, results: dict[str, float]) -> None:
-        numbers = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
-        self._console.print(f"{self._name(epoch)}  {numbers}  {self._speed()}", highlight=False)
+        numbers = (f"{name} {value:.4f}" for name, value in results.items())
+        self._print(self._name(epoch), *numbers, self._speed(), self._slow)
         self._due = time.perf_counter() + self.interval_seconds
 
     @abstractmethod
     def _show(self, epoch: int) -> None: ...
+
+    def _print(self, *parts: str) -> None:
+        self._console.print("  ".join(part for part in parts if part), highlight=False)
 
     def _name(self, epoch: int) -> str:
         return f"epoch {epoch}" if self._epochs is None else f"epoch {epoch}/{self._epochs}"
@@ -103,8 +113,7 @@ class _Lines(_Shown):
         if self._steps is not None:
             seconds = (time.perf_counter() - self._started) / self._done * (self._steps - self._done)
             left = f"{seconds:.0f} s left"
-        parts = (self._name(epoch), f"step {self._count()}", self._loss_text(), self._speed(), left)
-        self._console.print("  ".join(part for part in parts if part), highlight=False)
+        self._print(self._name(epoch), f"step {self._count()}", self._loss_text(), self._speed(), left, self._slow)
 
 
 class _Bar(_Shown):
@@ -117,6 +126,7 @@ class _Bar(_Shown):
             BarColumn(),
             TextColumn("{task.fields[count]}  {task.fields[loss]}  {task.fields[speed]}"),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[slow]}"),
         )
         # Refreshed from `step`: rich's own thread would take the interpreter's lock from the training loop.
         self._bar = RichProgress(*columns, console=console, auto_refresh=False, transient=True)
@@ -124,7 +134,7 @@ class _Bar(_Shown):
 
     def start(self, steps: int | None, epochs: int | None) -> None:
         super().start(steps, epochs)
-        self._task = self._bar.add_task("", total=steps, count="", loss="", speed="")
+        self._task = self._bar.add_task("", total=steps, count="", loss="", speed="", slow="")
 
     def _show(self, epoch: int) -> None:
         self._bar.update(
@@ -134,6 +144,7 @@ class _Bar(_Shown):
             count=self._count(),
             loss=self._loss_text(),
             speed=self._speed(),
+            slow=self._slow,
             refresh=True,
         )
 

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from statistics import fmean, median
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
 from unitrain.backends.base import Communicator
+from unitrain.tracking.stragglers import TRAINING
 
-PARTS = ("data", "compute", "wait", "update", "validation", "checkpoint")
+PARTS = (*TRAINING, "validation", "checkpoint")
+_DATA, *_MEASURED = TRAINING
 # A step that is measured takes some ten microseconds more, and on a GPU the host does not run ahead of it: one step in
 # so many, and so many seconds apart, is too rare to be felt.
 _INTERVAL_STEPS, _INTERVAL_SECONDS = 20, 0.2
+_RECENT = 5
 
 ItemT = TypeVar("ItemT")
+
+
+class _Told(NamedTuple):
+    """What had been counted when it was last asked for."""
+
+    at: float
+    steps: int
+    data: float
 
 
 class Times:
@@ -28,7 +41,8 @@ class Times:
     kept waiting. From time to time a step is measured closely, and what training takes beside data is divided as those
     steps were: `compute` is forward and backward; `wait` lasts from the end of this rank's own backward until the
     gradients are those of all ranks, so it is the communication that backward does not hide, and the lead over slower
-    ranks; `update` is what is then made of the gradients.
+    ranks; `update` is what is then made of the gradients. Where ranks meet before backward, as with sync_batch_norm and
+    to agree on the batches of streams, the wait for slower ranks is in what they meet in.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -38,14 +52,18 @@ class Times:
         # The first two steps tell nothing of the others: kernels are chosen, and DDP agrees on its buckets.
         self._measuring, self._due, self._unmeasured = False, 0.0, _INTERVAL_STEPS - 2
         self._step_seconds: dict[str, float] = {}
+        self._recent: deque[dict[str, float]] = deque(maxlen=_RECENT)
         self.start()
 
     def start(self) -> None:
         """Training begins, or goes on after something else."""
         self._started = self._fetched = self._asked = time.perf_counter()
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._laps: dict[str, list[float]] = {}
+        self._measured: list[dict[str, float]] = []
+        self._laps: dict[str, float] = {}
         self._steps = self._samples = 0
+        self._stopped: float | None = None
+        self._told = _Told(self._started, 0, 0.0)
 
     def batches(self, batches: Iterable[ItemT]) -> Iterator[ItemT]:
         """Yield from `batches`, which begin to be made with `start`."""
@@ -72,6 +90,9 @@ class Times:
         self._unmeasured += 1
         if self._measuring:
             self._lap("update")
+            self._measured.append(self._laps)
+            self._recent.append(self._laps)
+            self._laps = {}
             self._unmeasured, self._due = 0, self._fetched + _INTERVAL_SECONDS
         self._measuring = self._unmeasured >= _INTERVAL_STEPS and self._fetched >= self._due
 
@@ -81,12 +102,28 @@ class Times:
         samples, self._samples = self._samples, 0
         return samples / (self._asked - asked)
 
+    def lately(self) -> tuple[list[float], int]:
+        """Return this rank's seconds by part of TRAINING, and in how many steps, since last asked for, or `start`.
+
+        All but data are as in the median of the last few measured steps, so that one which was disturbed does not
+        count; before the first one they are zero.
+        """
+        told = self._told
+        self._told = now = _Told(self._stopped or time.perf_counter(), self._steps, self._seconds["data"])
+        steps = now.steps - told.steps
+        recent = self._recent or [dict[str, float]()]
+        seconds = [steps * median(laps.get(part, 0.0) for laps in recent) for part in _MEASURED]
+        data = max(0.0, now.data - told.data)
+        if self._stream is not None:
+            data = min(data, max(0.0, now.at - told.at - sum(seconds)))
+        return [data, *seconds], steps
+
     def stop(self) -> float:
         """Training pauses until the next `start`; return the seconds that it took."""
-        seconds = time.perf_counter() - self._started
-        if self._laps:  # an epoch without is divided as the one before it was
-            updates = len(self._laps["update"])
-            self._step_seconds = {part: sum(laps) / updates for part, laps in self._laps.items()}
+        self._stopped = time.perf_counter()
+        seconds = self._stopped - self._started
+        if self._measured:  # an epoch without is divided as the one before it was
+            self._step_seconds = {part: fmean(laps.get(part, 0.0) for laps in self._measured) for part in _MEASURED}
         step = sum(self._step_seconds.values())
         if self._stream is not None:  # which fetching goes on beside
             self._seconds["data"] = min(self._seconds["data"], max(0.0, seconds - self._steps * step))
@@ -123,7 +160,7 @@ class Times:
 
     def _lap(self, part: str) -> None:
         before, now = self._lap_began, self._begin_lap()
-        self._laps.setdefault(part, []).append(now - before)
+        self._laps[part] = self._laps.get(part, 0.0) + now - before
 
     def _begin_lap(self) -> float:
         if self._stream is not None:

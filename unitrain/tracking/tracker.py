@@ -68,6 +68,10 @@ class Tracker:
         self._stopped = True
         self.note(f"stopped after step {step}: {reason}")
 
+    def slow(self, ranks: str) -> None:
+        """Ranks that the others wait for, said in words, and shown until it is empty again."""
+        self._progress.slow(ranks)
+
     def look(self, step: int, values: Mapping[str, float]) -> None:
         """The "loss" was worked out, and what else is in `values`."""
         self._progress.loss(values["loss"])
