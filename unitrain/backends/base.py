@@ -18,9 +18,10 @@ may be in the middle of a backward, whose gradients are on their way meanwhile.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -29,8 +30,9 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from unitrain.backends.whereabouts import call_site
 from unitrain.environment import Placement
-from unitrain.errors import Preempted, UnitrainError, UnsupportedError
+from unitrain.errors import CollectiveMismatchError, Preempted, UnitrainError, UnsupportedError
 
 ReduceOp = Literal["mean", "sum", "min", "max", "product"]
 Compression = Literal["fp16", "bf16"]
@@ -111,6 +113,7 @@ class Backend(Communicator):
     local_size: int
     node_rank: int
     num_nodes: int
+    _alone = 0  # how many blocks of on_rank_zero the caller is in
 
     @classmethod
     @abstractmethod
@@ -151,6 +154,30 @@ class Backend(Communicator):
     def shutdown(self) -> None:
         """Leave the group; the backend cannot be used afterwards. Called by all ranks, a second call does nothing."""
 
+    @contextmanager
+    def on_rank_zero(self) -> Iterator[bool]:
+        """Whether this is rank 0, for what one rank does alone, such as writing a file: `with ... as alone: if alone:`.
+
+        The other ranks may be anywhere meanwhile, so a collective inside it, which would wait for them in vain, raises
+        CollectiveMismatchError at once, at any size. Any rank may use it.
+        """
+        self._alone += 1
+        try:
+            yield self.rank == 0
+        finally:
+            self._alone -= 1
+
+    def refuse_alone(self, operation: str) -> None:
+        """Raise CollectiveMismatchError inside of `on_rank_zero`; every collective begins with it."""
+        if self._alone:
+            raise CollectiveMismatchError(
+                f"{operation} was called inside of on_rank_zero, at {call_site(sys._getframe())}, where the other "
+                "ranks do not come. Move it out of the block, and let every rank call it."
+            )
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends with `error`: they end within seconds too. Any rank may call it."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -159,6 +186,8 @@ class Backend(Communicator):
     ) -> None:
         if kind is None or issubclass(kind, Preempted):
             self.shutdown()
+        elif isinstance(error, Exception) or (isinstance(error, SystemExit) and error.code not in (None, 0)):
+            self.abandon(error)
 
 
 def raise_together(communicator: Communicator, error: UnitrainError | None) -> None:

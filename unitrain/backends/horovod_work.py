@@ -127,6 +127,7 @@ class Completions:
         self._works: deque[HorovodWork] = deque()
         self._completing = threading.Lock()
         self._completer: int | None = None
+        self._error: Exception | None = None  # the first that any work ended with: Horovod does not recover from one
         self._backward = -1
         self._added = threading.Event()
         self._stopping = False
@@ -168,6 +169,9 @@ class Completions:
 
     def _finish_backward(self) -> None:
         _ask(lambda: self._look() or not self._works, None)
+        if self._error is not None:
+            # Here, before DDP looks at its futures: to C++ one that has failed in Python is one with a strange result.
+            raise self._error
 
     def _look(self) -> bool:
         """Complete the works that have ended, up to the first that has not; tell whether none is left."""
@@ -178,7 +182,7 @@ class Completions:
             while self._works:
                 if not self._works[0].look():
                     return False
-                self._works.popleft()
+                self._error = self._error or self._works.popleft().exception()
             return True
         finally:
             self._completer = None

@@ -56,32 +56,38 @@ class LocalBackend(Backend):
         return started
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        self.refuse_alone("allreduce")
         checks.check_reduce(tensor, op)
         return tensor.detach().clone()
 
     def allgather(self, tensor: Tensor) -> Tensor:
+        self.refuse_alone("allgather")
         checks.check_tensor(tensor)
         return tensor.detach().reshape(tensor.shape or (1,)).clone()
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        self.refuse_alone("reducescatter")
         checks.check_reduce(tensor, op)
         checks.check_divides(tensor, self.size)
         return tensor.detach().clone()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        self.refuse_alone("broadcast")
         checks.check_tensor(tensor)
         checks.check_root(root, self.size)
         return tensor.detach().clone()
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        self.refuse_alone("broadcast_object")
         checks.check_root(root, self.size)
         return obj
 
     def allgather_object(self, obj: Any) -> list[Any]:
+        self.refuse_alone("allgather_object")
         return [obj]
 
     def barrier(self) -> None:
-        pass
+        self.refuse_alone("barrier")
 
     def distributed_model(
         self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression | None = None

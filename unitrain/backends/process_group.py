@@ -22,6 +22,7 @@ from unitrain.backends.forks import make_forks_safe
 from unitrain.backends.gradients import GlobalGradients, check_same_model
 from unitrain.backends.objects import NOTHING, pack, unpack
 from unitrain.backends.rendezvous import Meeting
+from unitrain.backends.watch import Watch
 from unitrain.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -42,7 +43,7 @@ _TORCH_OPS = {
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _HALF = (torch.float16, torch.bfloat16)
-_STRAGGLER_PATIENCE = timedelta(seconds=3)
+_STRAGGLER_PATIENCE = timedelta(seconds=2)
 
 
 class ProcessGroupBackend(Backend):
@@ -56,12 +57,14 @@ class ProcessGroupBackend(Backend):
         self.size = dist.get_world_size()
         self._meeting = meeting
         self._calls = 0
+        self._call: Call | None = None  # the latest collective
         self._ended = False
         self._wrapped: WeakSet[GlobalGradients] = WeakSet()
         self._gradient_group: Any = None
         own = meeting.seats[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
+        self._watch = Watch(meeting, lambda: str(self._call).removeprefix("called ")) if self.size > 1 else None
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         self._agree("allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op))
@@ -169,7 +172,13 @@ class ProcessGroupBackend(Backend):
         inner = model.module if isinstance(model, GlobalGradients) else model
         return getattr(inner, "_orig_mod", inner)
 
+    def abandon(self, error: BaseException) -> None:
+        if self._watch is not None:
+            self._watch.fail(error)
+
     def shutdown(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
         # A group ends with the last that holds it, and Gloo's threads with the group. Those that are still there when
         # the interpreter goes abort the process now and then (pytorch#179291).
         for model in self._wrapped:
@@ -198,6 +207,7 @@ class ProcessGroupBackend(Backend):
         check: Callable[[], None] | None = None,
     ) -> list[Call]:
         """Tell every rank what this one is about to do, and return what each does; raise on all where that differs."""
+        self.refuse_alone(operation)
         problem: UnitrainError | None = None
         call = Call(self._calls, operation, refused=True)
         try:
@@ -214,6 +224,7 @@ class ProcessGroupBackend(Backend):
         except (TensorError, ConfigError) as error:
             problem = error
         self._calls += 1
+        self._call = call
         rows = torch.empty(self.size, ROW_LENGTH, dtype=torch.int64)
         self._wait(_all_gather(rows.view(-1), call.row(), async_op=True), str(call))
         calls = [Call.from_row(row) for row in rows.tolist()]
@@ -272,10 +283,17 @@ class ProcessGroupBackend(Backend):
         except RuntimeError:  # the store went with rank 0's process
             return f"{told}: rank 0 is gone. Look at the first error that rank 0 logged."
         names = ", ".join(map(str, missing)) or "none, all came but too late"
+        where = "".join(f"Rank {rank} {doing}. " for rank, doing in self._whereabouts(missing).items())
         return (
-            f"{told}; ranks that have not come: {names}. "
+            f"{told}; ranks that have not come: {names}. {where}"
             "Look at what those ranks do, or allow more time: unitrain.init(timeout_seconds=...)."
         )
+
+    def _whereabouts(self, ranks: list[int]) -> dict[int, str]:
+        if self._watch is None or not ranks:
+            return {}
+        answers = self._watch.ask(ranks)
+        return {rank: answers.get(rank, "gives no answer: its process is gone or stopped") for rank in ranks}
 
     def _finish(self, result: Tensor, dtype: torch.dtype, op: str) -> Tensor:
         if op == "mean":

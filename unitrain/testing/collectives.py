@@ -265,3 +265,24 @@ def ranks_and_seats_are_numbered_without_gaps(backend: Backend) -> None:
         local = sorted(place[1] for place in places if place[0] == node)
         assert local == list(range(len(local)))
         assert all(seat[4] == len(local) for seat in seats if seat[2] == node)
+
+
+@contract
+def a_collective_of_rank_zero_alone_is_refused_at_once(backend: Backend) -> None:
+    collectives = {
+        "allreduce": lambda: backend.allreduce(torch.ones(1)),
+        "allgather": lambda: backend.allgather(torch.ones(1)),
+        "reducescatter": lambda: backend.reducescatter(torch.ones(backend.size)),
+        "broadcast": lambda: backend.broadcast(torch.ones(1)),
+        "broadcast_object": lambda: backend.broadcast_object(1),
+        "allgather_object": lambda: backend.allgather_object(1),
+        "barrier": backend.barrier,
+    }
+    with backend.on_rank_zero() as alone:
+        assert alone == (backend.rank == 0)
+        for name, collective in collectives.items():
+            if alone:
+                told = f"{name} was called inside of on_rank_zero"
+                raises(CollectiveMismatchError, told, collective)
+    for collective in collectives.values():
+        collective()

@@ -1,0 +1,143 @@
+"""Ranks that learn of each other's failures: all end within seconds, and one report says where each of them was."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launches import started
+
+from unitrain import environment
+from unitrain.backends.network import free_port
+from unitrain.backends.whereabouts import call_site, whereabouts
+
+PROGRAM = """\
+import os, sys, time
+import torch
+from torch import nn
+import unitrain
+
+FAULT = sys.argv[1]
+
+class Items:
+    def __init__(self, rank):
+        self.rank = rank
+    def __getitem__(self, index):
+        if self.rank == 1 and index > 30:
+            print("fault", time.time(), flush=True)
+            if FAULT == "raises":
+                raise ValueError("item 31 is broken")
+            if FAULT == "is killed":
+                os.kill(os.getpid(), 9)
+            if FAULT == "exits":
+                sys.exit("enough of this")
+            time.sleep(300)
+        return torch.ones(3), torch.ones(1)
+
+def busy(seconds):
+    time.sleep(seconds)
+
+def own_loop(backend):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = backend.distributed_model(model)
+    items = Items(backend.rank)
+    for number in range(60):
+        if number > 30 and backend.rank == 2:
+            busy(300)
+        inputs, targets = items[number]
+        nn.functional.mse_loss(model(inputs), targets).backward()
+
+with unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])) as backend:
+    own_loop(backend)
+"""
+
+
+@contextlib.contextmanager
+def ranks(script: Path, backend: str, size: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start the ranks with nobody to end the others when one fails, as a scheduler of one's own may."""
+    port = str(free_port())
+    processes = []
+    for rank in range(size):
+        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "UNITRAIN_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                env=environment.without_launcher() | {name: str(value) for name, value in place.items()} | told,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+# What is told of rank 1, and how long a collective waits.
+FAULTS = {
+    "raises": ("unitrain: rank 1 failed first: ValueError: item 31 is broken", 60.0),
+    "exits": ("unitrain: rank 1 failed first: SystemExit: enough of this", 60.0),
+    "is killed": ("  rank 1 gives no answer: its process is gone, or its host cannot be reached", 15.0),
+    "hangs": ("  rank 1 is at train.py:20: time.sleep(300)", 15.0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_a_fault_ends_all_ranks_and_is_told_once(backend: str, fault: str, tmp_path: Path) -> None:
+    told, timeout = FAULTS[fault]
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    with ranks(script, backend, 3, fault, str(timeout)) as processes:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        ended = time.time()
+    together = "\n".join(outputs)
+    assert all(process.returncode for process in processes), together
+    assert together.count(told) == 1, together
+    # Of ranks that nobody waits for, and that never come to wait themselves, somebody has to know where they are.
+    assert "  rank 2 is at train.py:24: time.sleep(seconds)" in together, together
+    (began,) = re.findall(r"fault (\S+)", together)
+    assert ended - float(began) < (timeout if fault in ("hangs", "is killed") else 0) + 25, together
+    assert together.count("Traceback (most recent call last)") <= 2, together  # with what caused it
+
+
+def test_the_launcher_shows_the_error_that_came_first(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "-np", "3", str(script), "raises", "60"]
+    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+        launch.wait_until_none_lives(10)
+    assert launch.process.returncode == 1
+    summary = output.split("Root Cause (first observed failure):")[1]
+    assert "rank      : 1 " in summary
+    assert "ValueError: item 31 is broken" in summary
+
+
+def test_where_a_thread_is() -> None:
+    found: list[str] = []
+
+    def look() -> None:
+        time.sleep(0.3)
+        found.append(whereabouts(lambda: "nothing")[0])
+
+    for body in (lambda: time.sleep(1), lambda: threading.Event().wait(1)):
+        thread = threading.Thread(target=look)
+        thread.start()
+        body()
+        thread.join()
+    assert re.fullmatch(r"is at test_watch.py:\d+: .*time.sleep\(1\).*", found[0])
+    assert re.fullmatch(r"is in Event.wait, at test_watch.py:\d+: .*Event\(\)\.wait\(1\).*", found[1])
+    assert re.fullmatch(r"test_watch.py:\d+: assert re.fullmatch.*call_site.*", call_site(sys._getframe()))

@@ -1,0 +1,79 @@
+"""Where a thread is, in words for somebody who looks for the rank that keeps the others waiting."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+_OURS = str(Path(__file__).parent.parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_MOST_FRAMES = 14
+
+
+def whereabouts(waits: Callable[[], str]) -> tuple[str, list[str]]:
+    """Return where the main thread is, as the rest of "rank 3 ...", and its innermost frames as traceback lines.
+
+    `waits` says what it waits for in a collective, if it is in one.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "has ended its main thread", []
+    stack = _outermost_first(frame)
+    lines = traceback.StackSummary.extract(((one, one.f_lineno) for one in stack), limit=-_MOST_FRAMES).format()
+    return _describe(stack, waits), [line for entry in lines for line in entry.rstrip().splitlines()]
+
+
+def call_site(frame: FrameType) -> str:
+    """Return the line outside of unitrain and of libraries that is being executed, as "train.py:41: code"."""
+    stack = _outermost_first(frame)
+    return _place(next((one for one in reversed(stack) if not _is_library(one) and not _is_ours(one)), stack[0]))
+
+
+def _describe(stack: list[FrameType], waits: Callable[[], str]) -> str:
+    user = next((at for at in reversed(range(len(stack))) if not _is_library(stack[at]) and not _is_ours(stack[at])), 0)
+    told = f"at {_place(stack[user])}"
+    if any(_is_ours(frame) and frame.f_code.co_name == "_wait" for frame in stack):
+        return f"waits in {waits()}, {told}"
+    if any(frame.f_code.co_name == "_engine_run_backward" for frame in stack):
+        return f"is in the backward pass, which reduces the gradients, {told}"
+    ours = max((at for at, frame in enumerate(stack) if _is_ours(frame)), default=user)
+    inner = max(ours, user)
+    if inner + 1 < len(stack):
+        told = f"in {_qualified(stack[inner + 1])}, {told}"
+    if ours > user:
+        told += f" ({_qualified(stack[ours])})"
+    return f"is {told}"
+
+
+def _outermost_first(frame: FrameType) -> list[FrameType]:
+    stack = []
+    current: FrameType | None = frame
+    while current is not None:
+        stack.append(current)
+        current = current.f_back
+    return stack[::-1]
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_LIBRARIES) or name.startswith("<frozen")
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OURS)
+
+
+def _qualified(frame: FrameType) -> str:
+    return getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+
+
+def _place(frame: FrameType) -> str:
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    code = linecache.getline(name, line).strip()
+    return f"{Path(name).name}:{line}" + (f": {code}" if code else "")
