@@ -30,6 +30,7 @@ _EXPORTS = {
     "Logger": "unitrain.tracking.loggers.logger",
     "MLflowLogger": "unitrain.tracking.loggers.mlflow",
     "Placement": "unitrain.environment",
+    "PowerSGD": "unitrain.backends.base",
     "Profiler": "unitrain.callbacks.profiler",
     "TensorBoardLogger": "unitrain.tracking.loggers.tensorboard",
     "TrainConfig": "unitrain.config",
@@ -57,6 +58,7 @@ __all__ = [
     "Logger",
     "MLflowLogger",
     "Placement",
+    "PowerSGD",
     "Profiler",
     "TensorBoardLogger",
     "TrainConfig",
@@ -73,7 +75,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from unitrain.backends.base import Backend, Communicator, require
+    from unitrain.backends.base import Backend, Communicator, PowerSGD, require
     from unitrain.backends.horovod_registration import register_process_group
     from unitrain.backends.registry import available as available_backends
     from unitrain.callbacks.callback import Callback

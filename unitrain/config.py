@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from unitrain.backends.base import Communicator, Compression
+from unitrain.backends.base import Communicator, Compression, read_compression
 from unitrain.errors import ConfigError, did_you_mean
 
 SchedulerUnit = Literal["step", "epoch"]
@@ -100,7 +100,7 @@ class TrainConfig:
     ema_decay: float | None = None
     channels_last: bool = False
     compile: bool | CompileMode = False
-    compression: Compression | None = None
+    compression: Compression = "none"
     output_dir: str | Path | None = None
     checkpoint_every: int = 1
     checkpoint_every_steps: int | None = None
@@ -133,8 +133,7 @@ class TrainConfig:
         self._check_choice("progress", get_args(ProgressStyle))
         self._check_choice("stream", get_args(StreamKind))
         self._check_choice("uneven", get_args(Uneven))
-        if self.compression is not None:
-            self._check_choice("compression", get_args(Compression))
+        read_compression(self.compression, "TrainConfig.compression")
         self._check_positive("clip_norm", "Use None not to clip")
         self._check_positive("ema_decay", "Use 0.999, or None not to average")
         if self.ema_decay is not None and self.ema_decay >= 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from unitrain.backends.base import Backend, together
+from unitrain.backends.base import Backend, PowerSGD, SupportsPowerSGD, read_compression, require, together
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.config import TrainConfig, check_alike
 from unitrain.data.loading import Data
@@ -28,6 +29,7 @@ from unitrain.modules.averaging import WeightAverage
 from unitrain.modules.compiled import compile_forward
 from unitrain.modules.memory_format import use_channels_last
 from unitrain.modules.sync_batch_norm import standing_in, sync_batch_norm
+from unitrain.run.checkpoint import GRADIENTS
 from unitrain.run.state import Run, Stateful
 from unitrain.step.epoch_scheduler import EpochScheduler
 from unitrain.step.forward import Forward, ForwardFunction
@@ -121,6 +123,11 @@ class Trainer:
         )
         if self._average is not None:
             self._average.begin()
+        if isinstance(read_compression(config.compression), PowerSGD):
+            feature = f"TrainConfig.compression {config.compression!r}"
+            memory = require(backend, SupportsPowerSGD, feature).gradient_memory(self.model)
+            memory.loss_scale = self._loss_scale
+            self.run.add(GRADIENTS, memory)
         self.optimizer = backend.distributed_optimizer(optimizer, self.model)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._update = Update(
@@ -273,6 +280,11 @@ class Trainer:
         self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)
         self._callbacks.call("on_micro_step", self, batch, part, loss)
+
+    def _loss_scale(self) -> Tensor | None:
+        """Return what multiplies the losses of this step, for gradients that are remembered until another."""
+        scales = [scale for scale in (self._precision.loss_scale(), self._mean.loss_scale()) if scale is not None]
+        return math.prod(scales[1:], start=scales[0]) if scales else None
 
     def _validate(self, validation: EvaluationShare | None) -> dict[str, float]:
         if validation is None:

@@ -11,6 +11,16 @@ The rules below hold on every backend alike; `unitrain.testing` turns each of th
 4. The optimizer stays the user's own object, and its `state_dict` loads on any other backend.
 5. A mistake in a collective's arguments raises the same error on every rank, before any data moves.
 6. The same run gives the same parameters on every backend.
+7. Compression is arithmetic, the same at every size, also at one rank, where nothing travels. Gradients g of N ranks
+   become, once their backward is over:
+
+   "none"              mean(g)
+   "fp16", "bf16"      round(sum(round(g / N))): round is to the format, to nearest; what travels is of the format, and
+                       the sum of it is taken in float32, in the order of ranks, whatever the transport sums in. A
+                       gradient beyond what fp16 holds becomes infinite, as in a forward in fp16.
+   PowerSGD            P Q^T, of low rank, for each matrix that is worth it, and mean(g) for all else: see `PowerSGD`.
+
+   What `no_sync` adds up is compressed once, as a whole, and the gradients that remain are the same on every rank.
 
 Every method of `Communicator`, and those of `Backend` that say so, must be called by all ranks in the same order. It
 may be in the middle of a backward, whose gradients are on their way meanwhile.
@@ -18,6 +28,7 @@ may be in the middle of a backward, whose gradients are on their way meanwhile.
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -25,17 +36,24 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from unitrain.backends.whereabouts import call_site
 from unitrain.environment import Placement
-from unitrain.errors import CollectiveMismatchError, Preempted, UnitrainError, UnsupportedError
+from unitrain.errors import (
+    CollectiveMismatchError,
+    ConfigError,
+    Preempted,
+    UnitrainError,
+    UnsupportedError,
+    did_you_mean,
+)
 
 ReduceOp = Literal["mean", "sum", "min", "max", "product"]
-Compression = Literal["fp16", "bf16"]
+CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
 CapabilityT = TypeVar("CapabilityT")
 ResultT = TypeVar("ResultT")
 
@@ -51,6 +69,73 @@ class StartOptions:
     device: str | torch.device | None = None
     transport: str | None = None
     timeout: timedelta = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD:
+    """Gradients as matrices of low rank, with error feedback (Vogels et al., arXiv 1905.13727, algorithms 1 and 2).
+
+    Each gradient is a matrix g of shape [first dim, all others]. With e, what this rank has not sent yet, and Q, of
+    `rank` columns and equal on all ranks: M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P). The
+    gradient of all ranks becomes P Q^T, and e becomes M - P Q^T. Only the means of e count, never how it is spread, so
+    N ranks do what one with the whole batch would.
+
+    The first `start_step` reductions send gradients whole, and so do always those with fewer than
+    `min_compression_rate` times as many elements as P and Q have together. Without `warm_start` each reduction begins
+    with a new random Q instead of the last one; without `error_feedback` e is 0. All random numbers follow from `seed`,
+    the parameter's place in the model and the number of the reduction. It is computed in the gradient's dtype, in
+    float32 for those of half precision.
+
+    A reduction with an inf or nan in any gradient sends nan in its matrix, and leaves every e and Q as they were: such
+    a step is not taken (loss scaling skips it). A gradient that is zero on all ranks stays zero and leaves its e and Q:
+    so does a parameter that none has used. Raises ConfigError for a value that cannot be meant.
+    """
+
+    rank: int = 2
+    start_step: int = 1000
+    min_compression_rate: float = 2.0
+    warm_start: bool = True
+    error_feedback: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("start_step", 0), ("seed", 0)):
+            value: Any = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(
+                    f"PowerSGD.{name} must be a whole number of at least {least}, got {value!r}. "
+                    f"Use PowerSGD({name}={getattr(PowerSGD, name)})."
+                )
+        rate: Any = self.min_compression_rate
+        number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if not (number and math.isfinite(rate) and rate > 0):
+            raise ConfigError(
+                f"PowerSGD.min_compression_rate must be a number above 0, got {rate!r}. "
+                "Use PowerSGD(min_compression_rate=2)."
+            )
+        for name in ("warm_start", "error_feedback"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"PowerSGD.{name} must be True or False, got {getattr(self, name)!r}. Use PowerSGD({name}=True)."
+                )
+
+
+Compression = CompressionName | PowerSGD
+
+
+def read_compression(
+    compression: Compression, setting: str = "compression"
+) -> Literal["none", "fp16", "bf16"] | PowerSGD:
+    """Return what `compression` means, with "powersgd" as PowerSGD(). Raises ConfigError for what is none."""
+    if isinstance(compression, PowerSGD):
+        return compression
+    choices = get_args(CompressionName)
+    if compression not in choices:
+        near = did_you_mean(str(compression), choices)
+        raise ConfigError(
+            f"Unknown {setting} {compression!r}. {near}Available: {', '.join(choices)}, unitrain.PowerSGD(...)."
+        )
+    return PowerSGD() if compression == "powersgd" else compression
 
 
 class Communicator(ABC):
@@ -122,7 +207,7 @@ class Backend(Communicator):
 
     @abstractmethod
     def distributed_model(
-        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression | None = None
+        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression = "none"
     ) -> nn.Module:
         """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
 
@@ -130,8 +215,8 @@ class Backend(Communicator):
         there, and one that no rank used keeps `grad` None; without it that is a ModelError, in the first backward on
         every rank, and where it happens later on the ranks concerned, before the optimizer steps. Parameters may be
         frozen and unfrozen later, by the next forward and alike on every rank; where they are not, that is a ModelError
-        too. `compression` is the format gradients travel in. Raises ModelError for a model without trainable
-        parameters, on every rank.
+        too. `compression` is rule 7; a backend may refuse those other than "none" with UnsupportedError. Raises
+        ModelError for a model without trainable parameters, on every rank.
         """
 
     @abstractmethod
@@ -188,6 +273,39 @@ class Backend(Communicator):
             self.shutdown()
         elif isinstance(error, Exception) or (isinstance(error, SystemExit) and error.code not in (None, 0)):
             self.abandon(error)
+
+
+class GradientMemory(ABC):
+    """What the compression of a model's gradients keeps from one reduction to the next, for a checkpoint.
+
+    `loss_scale` returns what the losses of the running backward are multiplied by, or None where they are not: what is
+    still to be sent has another loss scale by the time that it is. It must be the same on every rank.
+    """
+
+    loss_scale: Callable[[], Tensor | None]
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks, in plain types and on the CPU, on rank 0; the others have their own part of
+        it only. All ranks call it, between steps."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from rank 0's `state`; what the other ranks pass is ignored. All ranks call it.
+
+        On as many ranks as it is of, each gets its own back. On another number each gets the mean over those: then what
+        is still owed to the mean gradient stays the same. Raises CheckpointError, on every rank, for a state of another
+        model.
+        """
+
+
+class SupportsPowerSGD(ABC):
+    """A backend that compresses by PowerSGD, whose memory a checkpoint must keep."""
+
+    @abstractmethod
+    def gradient_memory(self, model: nn.Module) -> GradientMemory:
+        """Return the memory of the compression of `model`, which `distributed_model` returned. Raises ModelError where
+        it has none."""
 
 
 def raise_together(communicator: Communicator, error: UnitrainError | None) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unitrain.backends.base import Compression, ReduceOp
+from unitrain.backends.base import Compression, ReduceOp, read_compression
 from unitrain.errors import ConfigError, ModelError, TensorError, did_you_mean
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
@@ -78,11 +78,9 @@ def check_divides(tensor: Tensor, size: int) -> None:
         )
 
 
-def check_model(model: nn.Module, compression: Compression | None, device: torch.device) -> None:
+def check_model(model: nn.Module, compression: Compression, device: torch.device) -> None:
     """Raise ModelError unless `model` can be trained on `device`, ConfigError for an unknown compression."""
-    if compression is not None and compression not in get_args(Compression):
-        choices = ", ".join(get_args(Compression))
-        raise ConfigError(f"Unknown compression {compression!r}. Use None, or one of: {choices}.")
+    read_compression(compression)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from unitrain.backends.base import Communicator, Compression
+from unitrain.backends.base import Communicator
+from unitrain.backends.compressed_buckets import compress_buckets
+from unitrain.backends.compression import Compressor
 from unitrain.backends.outputs import gradient_tensors
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.unused_parameters import watch_first_backward
-from unitrain.errors import ModelError
+from unitrain.errors import ConfigError, ModelError
 
-_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 _wrapped_models = 0
 
 
@@ -40,7 +40,7 @@ class GlobalGradients(DistributedDataParallel):
         meeting: Meeting,
         *,
         unused_parameters: bool,
-        compression: Compression | None,
+        compressor: Compressor,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
@@ -54,8 +54,8 @@ class GlobalGradients(DistributedDataParallel):
         # 0's again, before an evaluation or a checkpoint: rank 0's never depend on the others', so they are then what
         # sharing them in every forward would have made them.
         self.broadcast_buffers = False
-        if compression is not None:
-            self.register_comm_hook(None, _HOOKS[compression])
+        if compressor != "none":
+            compress_buckets(self, compressor)
         self._everything = list(model.parameters())
         self._trains = [parameter.requires_grad for parameter in self._everything]
         self._forwards = 0  # with gradients, that no backward has followed yet
@@ -175,6 +175,17 @@ def _explained() -> Iterator[None]:
             "differ from the others'. Use all of them in every loss, or allow it: "
             "backend.distributed_model(model, unused_parameters=True)."
         ) from error
+
+
+def check_same_settings(communicator: Communicator, **settings: object) -> None:
+    """Raise ConfigError on every rank when arguments of distributed_model differ between ranks. All call it."""
+    for rank, found in enumerate(of_all_ranks := communicator.allgather_object(settings)):
+        for name, value in of_all_ranks[0].items():
+            if found[name] != value:
+                raise ConfigError(
+                    f"distributed_model was called with {name}={value!r} on rank 0 and {name}={found[name]!r} on rank "
+                    f"{rank}. Give every rank the same."
+                )
 
 
 def check_same_model(communicator: Communicator, model: nn.Module) -> None:

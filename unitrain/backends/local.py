@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, Compression, ReduceOp, StartOptions
+from unitrain.backends.base import Backend, Compression, GradientMemory, ReduceOp, StartOptions, SupportsPowerSGD
+from unitrain.backends.compressed_backward import compress_backward
+from unitrain.backends.compression import Memories
 from unitrain.backends.devices import choose_device
 from unitrain.backends.unused_parameters import watch_first_backward
 from unitrain.errors import ConfigError, LauncherMismatchError
 
 
-class LocalBackend(Backend):
+class LocalBackend(Backend, SupportsPowerSGD):
     """A group of one."""
 
     name = "local"
@@ -30,6 +32,7 @@ class LocalBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._accumulating = False
+        self._memories = Memories()
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
@@ -90,12 +93,18 @@ class LocalBackend(Backend):
         self.refuse_alone("barrier")
 
     def distributed_model(
-        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression | None = None
+        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression = "none"
     ) -> nn.Module:
         checks.check_model(model, compression, self.device)
         if not unused_parameters:
             watch_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
+        compressor = self._memories.compressor(compression, self.unwrap(model), self)
+        if compressor != "none":
+            compress_backward(model, compressor, lambda: not self._accumulating)
         return model
+
+    def gradient_memory(self, model: nn.Module) -> GradientMemory:
+        return self._memories.of(self.unwrap(model))
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         checks.check_optimizer(optimizer, model)

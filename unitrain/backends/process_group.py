@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, Compression, ReduceOp, raise_together
+from unitrain.backends.base import Backend, Compression, GradientMemory, ReduceOp, SupportsPowerSGD, raise_together
 from unitrain.backends.call import ROW_LENGTH, Call, describe_disagreement
+from unitrain.backends.compression import Memories
 from unitrain.backends.forks import make_forks_safe
-from unitrain.backends.gradients import GlobalGradients, check_same_model
+from unitrain.backends.gradients import GlobalGradients, check_same_model, check_same_settings
 from unitrain.backends.objects import NOTHING, pack, unpack
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.watch import Watch
@@ -46,7 +47,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _STRAGGLER_PATIENCE = timedelta(seconds=2)
 
 
-class ProcessGroupBackend(Backend):
+class ProcessGroupBackend(Backend, SupportsPowerSGD):
     """A backend over torch.distributed's default group, which its subclass has initialised."""
 
     def __init__(self, meeting: Meeting, device: torch.device, transport: str) -> None:
@@ -61,6 +62,7 @@ class ProcessGroupBackend(Backend):
         self._ended = False
         self._wrapped: WeakSet[GlobalGradients] = WeakSet()
         self._gradient_group: Any = None
+        self._memories = Memories()
         own = meeting.seats[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
@@ -135,9 +137,10 @@ class ProcessGroupBackend(Backend):
         self._agree("barrier")
 
     def distributed_model(
-        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression | None = None
+        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression = "none"
     ) -> nn.Module:
         self._raise_together(lambda: checks.check_model(model, compression, self.device))
+        check_same_settings(self, unused_parameters=unused_parameters, compression=compression)
         check_same_model(self, model)
         if unused_parameters and self._gradient_group is None:
             # Ranks that leave different parameters out send their gradients earlier or later than other ranks do,
@@ -148,11 +151,14 @@ class ProcessGroupBackend(Backend):
             self.device,
             self._meeting,
             unused_parameters=unused_parameters,
-            compression=compression,
+            compressor=self._memories.compressor(compression, self.unwrap(model), self),
             group=self._gradient_group if unused_parameters else None,
         )
         self._wrapped.add(wrapped)
         return wrapped
+
+    def gradient_memory(self, model: nn.Module) -> GradientMemory:
+        return self._memories.of(self.unwrap(model))
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         self._raise_together(lambda: checks.check_optimizer(optimizer, self.unwrap(model)))

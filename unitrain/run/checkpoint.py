@@ -14,6 +14,7 @@ from unitrain.backends.base import Communicator, raise_together
 from unitrain.errors import CheckpointError
 from unitrain.run import checkpoint_files as files
 
+GRADIENTS = "gradients"
 WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
 
 _ResultT = TypeVar("_ResultT")
@@ -74,7 +75,8 @@ def restore(
 
     All ranks call it and get the same answer, None where there is no checkpoint and none is `required`. Only rank 0
     reads files, and only its `model` and `optimizer` are loaded: `distributed_model` and `distributed_optimizer` pass
-    them on. Every rank's `scheduler` is loaded. Raises CheckpointError on every rank when nothing sound is found, or
+    them on; so is the state of gradients, which may be many times as large as the model, and is in rank 0's answer
+    only. Every rank's `scheduler` is loaded. Raises CheckpointError on every rank when nothing sound is found, or
     when it does not fit.
     """
 
@@ -84,7 +86,10 @@ def restore(
 
     fix = "Read it with the versions of torch and unitrain that wrote it."
     training: dict[str, Any] | None = on_rank_zero(communicator, f"restore from '{where}'", fix, load)
+    gradients = None if training is None else training.pop(GRADIENTS, None)
     training = communicator.broadcast_object(training)
+    if training is not None and gradients is not None:
+        training[GRADIENTS] = gradients
     if training is not None and "scheduler" in training and scheduler is not None and communicator.rank != 0:
         scheduler.load_state_dict(training["scheduler"])
     return training

@@ -27,7 +27,10 @@ from unitrain.tracking.history import EPOCHS, STARTS, STEPS, History
 
 
 class Stateful(Protocol):
-    """A part of the run with a state that checkpoints keep; in types that `torch.load(weights_only=True)` takes."""
+    """A part of the run with a state that checkpoints keep; in types that `torch.load(weights_only=True)` takes.
+
+    All ranks call both, so that they may communicate; what rank 0 returns is kept.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -58,12 +61,22 @@ class Run:
             self._writer = CheckpointWriter(
                 self._folder, backend, retention, asynchronous=config.asynchronous_checkpoints
             )
+        self._restored: dict[str, Any] | None = None
         self._generators: dict[str, Any] | None = None
         self._order: dict[str, Any] | None = None
         self._seeded = False
         self._share: TrainingData | None = None
         self.description: dict[str, Any] = {}
         self._unwritten: OSError | None = None
+
+    def add(self, name: str, part: Stateful) -> None:
+        """Keep the state of one more part, which exists once the model is wrapped; it is restored here if the run was.
+
+        All ranks call it. Raises CheckpointError where the state does not fit.
+        """
+        self._parts = {**self._parts, name: part}
+        if self._restored is not None:
+            part.load_state_dict(self._restored.pop(name, {}))
 
     def finished(self) -> bool:
         """Whether all epochs or steps that the configuration asks for are done, or the run was stopped before."""
@@ -188,6 +201,7 @@ class Run:
         self.cursor, self._order = Cursor(**training["cursor"]), training.get("order")
         for name, part in self._parts.items():
             part.load_state_dict(training.get(name, {}))
+        self._restored = training
         states = training.get("generators", [])
         self._generators = states[self._backend.rank] if len(states) == self._backend.size else None
 

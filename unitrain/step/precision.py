@@ -24,7 +24,7 @@ class Precision:
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
-        self._device_type = device.type
+        self._device, self._device_type = device, device.type
         self._dtype = _DTYPES.get(name)
         if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ConfigError(
@@ -42,6 +42,10 @@ class Precision:
     def scale(self, loss: Tensor) -> Tensor:
         """Return what to run backward from."""
         return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def loss_scale(self) -> Tensor | None:
+        """Return what losses are multiplied by now, without waiting for the device; None where they are not."""
+        return None if self._scaler is None else self._scaler.scale(torch.ones((), device=self._device))
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Give the gradients their true size, once per step, before anyone looks at it."""

@@ -66,6 +66,11 @@ class GlobalMean:
             self._per_sample = _power_of_two(self._communicator.allreduce(tokens, "sum") / part.step_samples)
         return loss.value * (weight if part.samples else 0.0) / self._per_sample.to(loss.value.dtype)
 
+    def loss_scale(self) -> Tensor | None:
+        """Return what gradients are multiplied by until `finish_step`, so that their size follows the number of tokens;
+        None where it is samples that count."""
+        return None if self._per_sample is None else 1 / self._per_sample
+
     def finish_step(self, parameters: Iterable[nn.Parameter], part: Slice) -> None:
         """Divide the gradients, which are global now, by the number of tokens, if it is tokens that count."""
         if self._tokens is None or self._per_sample is None:

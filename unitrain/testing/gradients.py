@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unitrain.backends.base import Backend
-from unitrain.errors import ConfigError, ModelError
-from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.errors import ModelError
+from unitrain.testing.cases import contract, raises
 from unitrain.testing.models import (
     assert_gradients,
     assert_reduced,
@@ -255,20 +255,6 @@ def unwrap_returns_the_users_model(backend: Backend) -> None:
     assert backend.unwrap(wrapped) is model
     assert backend.unwrap(model) is model
     assert list(backend.unwrap(wrapped).state_dict()) == list(build().state_dict())
-
-
-@contract
-def compression_stays_within_its_format(backend: Backend) -> None:
-    for compression, tolerance in (("fp16", 2e-3), ("bf16", 1e-2)):
-        model, twin = build().float(), build()
-        wrapped = backend.distributed_model(model, compression=compression)  # type: ignore[arg-type]
-        loss_of(wrapped(batch(backend.rank).float()).double()).backward()
-        expected = mean_gradients(backend, twin, backward)
-        rounded = {name: None if g is None else g.float() for name, g in expected.items()}
-        assert_gradients(model, rounded, tolerance)
-        same_on_every_rank(backend, [p.grad.tolist() for p in model.parameters() if p.grad is not None])
-    unknown: Any = "fp8"
-    raises(ConfigError, "fp16, bf16", lambda: backend.distributed_model(build(), compression=unknown))
 
 
 def _compile(model: nn.Module) -> nn.Module:

@@ -1,0 +1,60 @@
+"""Compression where there is one rank and no reducer: the same arithmetic, at the end of each backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from unitrain.backends.compression import HALF, Compressor
+from unitrain.backends.outputs import gradient_tensors
+from unitrain.backends.power_sgd import LowRankGradients
+
+
+def compress_backward(model: nn.Module, compressor: Compressor, applies: Callable[[], bool]) -> None:
+    """Let every backward of `model` end with its gradients compressed; `applies` tells, at each forward, whether its
+    backward counts."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    last_reached: dict[Tensor, int] = {}
+    backward = -1
+
+    def reach(parameter: Tensor) -> None:
+        last_reached[parameter] = torch._C._current_graph_task_id()
+
+    def finish() -> None:
+        # Backwards are numbered as they begin, those that run inside another one after it.
+        _compress([parameter for parameter in parameters if last_reached.get(parameter, -1) >= backward], compressor)
+
+    def on_backward(gradient: Tensor) -> None:
+        nonlocal backward
+        if (current := torch._C._current_graph_task_id()) != backward:
+            backward = current
+            Variable._execution_engine.queue_callback(finish)
+
+    def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and applies():
+            for tensor in gradient_tensors(output):
+                tensor.register_hook(on_backward)
+
+    model.register_forward_hook(on_forward)
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(reach)
+
+
+@torch.no_grad()
+def _compress(parameters: list[nn.Parameter], compressor: Compressor) -> None:
+    if isinstance(compressor, LowRankGradients):
+        compressor.forget_unfinished()
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
+        if isinstance(compressor, LowRankGradients):
+            for _ in compressor.reduce([parameter], [gradient], lambda total: lambda: None):
+                pass
+        else:
+            gradient.copy_(gradient.to(HALF[compressor]))
+    if isinstance(compressor, LowRankGradients):
+        compressor.finish()

@@ -1,0 +1,107 @@
+"""Compression inside DDP's reducer: what its buckets are made of when it has been told to hand them out.
+
+Every collective is begun in the thread that runs backward, bucket by bucket in DDP's order, so that it is the same
+order on all ranks. What a bucket needs a second collective for waits for the last bucket, so that backward does not
+stand still before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from unitrain.backends.compression import HALF, Compressor
+from unitrain.backends.power_sgd import LowRankGradients, Wait
+
+# Renamed in torch 2.14.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class _Running(NamedTuple):
+    """A bucket whose first collective is on its way."""
+
+    buffer: Tensor
+    steps: Iterator[Wait]
+    future: torch.futures.Future[Tensor]
+
+
+def compress_buckets(model: DistributedDataParallel, compressor: Compressor) -> None:
+    """Let `model` reduce its gradients as `compressor` says. All ranks call it, before the first backward."""
+    reduction = _Reduction(compressor, dist.get_world_size())
+    # A lambda, because DDP compares the annotations of anything else, which are strings here.
+    model.register_comm_hook(None, lambda state, bucket: reduction.add(bucket))
+
+
+class _Reduction:
+    """The buckets of one backward, from the first that is ready to the last."""
+
+    def __init__(self, compressor: Compressor, size: int) -> None:
+        self._compressor, self._size = compressor, size
+        self._running: list[tuple[_Running, Wait]] = []
+
+    @torch.no_grad()  # also where backward makes a graph of its own
+    def add(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin to reduce `bucket`; with the last one, all are brought to their end."""
+        if bucket.index() == 0:  # an exception may have ended an earlier backward before its last
+            self._running.clear()
+            if isinstance(self._compressor, LowRankGradients):
+                self._compressor.forget_unfinished()
+        buffer = bucket.buffer()
+        device = buffer.device
+        future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        running = _Running(buffer, self._steps(bucket), future)
+        self._running.append((running, next(running.steps)))
+        if bucket.is_last():
+            self._finish()
+        return running.future
+
+    def _finish(self) -> None:
+        buckets = [running for running, _ in self._running]
+        while self._running:
+            waiting, self._running = self._running, []
+            for running, wait in waiting:
+                wait()
+                following = next(running.steps, None)
+                if following is not None:
+                    self._running.append((running, following))
+        if isinstance(self._compressor, LowRankGradients):
+            self._compressor.finish()
+        for running in buckets:
+            running.future.set_result(running.buffer)
+
+    def _steps(self, bucket: dist.GradBucket) -> Iterator[Wait]:
+        if not isinstance(self._compressor, LowRankGradients):
+            return _reduce_half(bucket.buffer(), HALF[self._compressor], self._size)
+        if self._compressor.sends_whole:
+            return self._compressor.reduce(bucket.parameters()[:1], [bucket.buffer()], _start_sum)  # without copies
+        return self._compressor.reduce(bucket.parameters(), bucket.gradients(), _start_sum)
+
+
+def _start_sum(tensor: Tensor) -> Wait:
+    return _waiting(dist.all_reduce(tensor, async_op=True))
+
+
+def _waiting(work: dist.Work | None) -> Wait:
+    return (lambda: None) if work is None else work.wait
+
+
+def _reduce_half(buffer: Tensor, dtype: torch.dtype, size: int) -> Iterator[Wait]:
+    """Make `buffer` the sum over ranks of what each rounds; as a reduce-scatter and an allgather, which move no more
+    than an allreduce does. But an allreduce adds in half precision here and in single there, in an order of its own."""
+    count = -(-buffer.numel() // size)
+    own = buffer.new_zeros(size * count, dtype=dtype)
+    own[: buffer.numel()] = buffer / size
+    parts = torch.empty_like(own)
+    # As bytes: what only moves needs no dtype, and not every transport knows these.
+    yield _waiting(dist.all_to_all_single(parts.view(torch.uint8), own.view(torch.uint8), async_op=True))
+    total = parts[:count].float()
+    for part in parts.split(count)[1:]:
+        total += part
+    mean = total.to(dtype)
+    yield _waiting(_all_gather(own.view(torch.uint8), mean.view(torch.uint8), async_op=True))
+    buffer.copy_(own[: buffer.numel()])

@@ -1,0 +1,235 @@
+"""PowerSGD, as `base.PowerSGD` defines it, and what it keeps between steps.
+
+torch has a hook of it too. It keeps its state by bucket, so that it cannot go on in another process or with another
+number of ranks; it begins its collectives in callbacks of others, whose order may differ between ranks (over Gloo it
+fails with more than one bucket); and one overflow in its memory stays there. Here state belongs to parameters, and who
+calls it, in which order everywhere, begins and awaits the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.base import Communicator, GradientMemory, PowerSGD
+from unitrain.errors import CheckpointError
+
+Wait = Callable[[], object]
+# Begins to sum a tensor over ranks in place, and returns what waits for it.
+StartSum = Callable[[Tensor], Wait]
+
+
+class _Matrix(NamedTuple):
+    """A gradient on its way: all are of the dtype that it is computed in."""
+
+    name: str
+    gradient: Tensor
+    owed: Tensor  # M, of which what the ranks agree to send will be taken off
+    start: Tensor  # the orthonormal Q
+
+
+class _Change(NamedTuple):
+    """What the memory becomes if the whole reduction turns out to be finite."""
+
+    name: str
+    used: Tensor
+    error: Tensor
+    query: Tensor
+
+
+class LowRankGradients(GradientMemory):
+    """Reduces the gradients of `model`, the user's own, by PowerSGD; every rank the same of them, in the same order."""
+
+    def __init__(self, settings: PowerSGD, model: nn.Module, communicator: Communicator) -> None:
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        self._settings, self._communicator = settings, communicator
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._shapes = {name: _matrix_shape(p) for p, name in self._names.items() if self._is_worth_it(p)}
+        self._places = {name: place for place, name in enumerate(self._names.values())}
+        self._steps = 0
+        self._errors: dict[str, Tensor] = {}
+        self._queries: dict[str, Tensor] = {}
+        self._begin()
+
+    @property
+    def sends_whole(self) -> bool:
+        """Whether the next reduction is one before `start_step`."""
+        return self._steps < self._settings.start_step
+
+    def forget_unfinished(self) -> None:
+        """Begin a reduction anew, after one that an exception has ended."""
+        self._begin()
+
+    def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], start_sum: StartSum) -> Iterator[Wait]:
+        """Make `gradients`, of one dtype, what all ranks send; yields each sum that it needs, to be awaited before it
+        goes on. `finish` follows when all gradients of a backward are reduced."""
+        matrices: list[_Matrix] = []
+        whole: list[Tensor] = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if self.sends_whole or (name := self._names[parameter]) not in self._shapes:
+                whole.append(gradient)
+            else:
+                matrices.append(self._matrix(name, gradient))
+
+        dtype = matrices[0].owed.dtype if matrices else gradients[0].dtype
+        used = [torch.linalg.vector_norm(gradient, float("inf")).ne(0).to(dtype) for _, gradient, _, _ in matrices]
+        projected = [owed @ start for _, _, owed, start in matrices]
+        parts = [*projected, *used, *(gradient.to(dtype) / self._communicator.size for gradient in whole)]
+        yield from _sum(parts, start_sum)
+        for gradient, mean in zip(whole, parts[2 * len(matrices) :], strict=True):
+            gradient.copy_(mean)
+            if not self.sends_whole:
+                self._finite.append(mean.isfinite().all())
+        if not matrices:
+            return
+
+        finite = [part.isfinite().all() for part in parts[: len(matrices)]]
+        bases = [_orthonormal(torch.where(ok, part, 0)) for ok, part in zip(finite, parts, strict=False)]
+        found = [matrix.owed.T @ base / self._communicator.size for matrix, base in zip(matrices, bases, strict=True)]
+        yield from _sum(found, start_sum)
+        for matrix, base, query, ok, any_used in zip(
+            matrices, bases, found, finite, parts[len(matrices) : 2 * len(matrices)], strict=True
+        ):
+            self._send(matrix, base, query, ok & query.isfinite().all(), any_used > 0)
+
+    def finish(self) -> None:
+        """Take over what the memory becomes, unless any gradient of the backward was inf or nan."""
+        if self._changes:
+            finite = torch.stack(self._finite).all()
+            for name, used, error, query in self._changes:
+                taken = finite & used
+                if self._settings.error_feedback:
+                    before = self._errors.get(name)
+                    self._errors[name] = torch.where(taken, error, 0 if before is None else before)
+                if self._settings.warm_start:
+                    before = self._queries.get(name)
+                    self._queries[name] = torch.where(
+                        taken, query, self._random(name, query) if before is None else before
+                    )
+        self._steps += 1
+        self._begin()
+
+    def state_dict(self) -> dict[str, Any]:
+        first = self._communicator.rank == 0
+        errors = {}
+        for name, error in self._errors.items():
+            of_all_ranks = self._communicator.allgather(error.unsqueeze(0))  # one at a time, for the sake of memory
+            errors[name] = (of_all_ranks if first else error.unsqueeze(0)).cpu()
+        queries = {name: query.cpu() for name, query in self._queries.items()}
+        return {"steps": self._steps, "errors": errors, "queries": queries}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        communicator = self._communicator
+        first = communicator.rank == 0
+        tables: dict[str, dict[str, Tensor]] = {kind: state.get(kind, {}) for kind in ("errors", "queries")}
+        kept = communicator.broadcast_object(
+            {kind: {name: (list(t.shape), t.dtype) for name, t in table.items()} for kind, table in tables.items()}
+            | {"steps": state.get("steps", 0)}
+            if first
+            else None
+        )
+        self._check_fits({name: shape[1:] for name, (shape, _) in kept["errors"].items()})
+        self._steps, self._errors, self._queries = kept["steps"], {}, {}
+        for kind, keep in (("errors", self._keep_error), ("queries", self._keep_query)):
+            for name, (shape, dtype) in kept[kind].items():
+                own = tables[kind][name] if first else torch.empty(shape, dtype=dtype)
+                keep(name, communicator.broadcast(own.to(communicator.device)))
+
+    def _keep_error(self, name: str, of_all_ranks: Tensor) -> None:
+        """Take this rank's part of what is owed; what a matrix owes that is sent whole from now on is dropped."""
+        if self._settings.error_feedback and name in self._shapes:
+            same = len(of_all_ranks) == self._communicator.size
+            self._errors[name] = of_all_ranks[self._communicator.rank].clone() if same else of_all_ranks.mean(0)
+
+    def _keep_query(self, name: str, query: Tensor) -> None:
+        """Take Q, unless this run approximates by another rank, for which it begins anew."""
+        shape = self._shapes.get(name)
+        if self._settings.warm_start and shape is not None and list(query.shape) == [shape[1], self._rank(shape)]:
+            self._queries[name] = query
+
+    def _begin(self) -> None:
+        self._changes: list[_Change] = []
+        self._finite: list[Tensor] = []
+        self._scale: Tensor | None = None
+        self._scale_known = False
+
+    def _is_worth_it(self, parameter: Tensor) -> bool:
+        rows, columns = shape = _matrix_shape(parameter)
+        sent = (rows + columns) * self._rank(shape)
+        return parameter.is_floating_point() and sent * self._settings.min_compression_rate < rows * columns
+
+    def _rank(self, shape: tuple[int, int]) -> int:
+        return min(*shape, self._settings.rank)
+
+    def _matrix(self, name: str, gradient: Tensor) -> _Matrix:
+        shape = self._shapes[name]
+        dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        if not self._scale_known:
+            self._scale, self._scale_known = self.loss_scale(), True
+        # A tensor of its own, also where it is without an error: where a bucket has put the gradient, which another run
+        # of the same may put elsewhere, the product of matrices might be added up in another order.
+        owed = gradient.detach().to(dtype, copy=True).reshape(shape)
+        if (error := self._errors.get(name)) is not None:
+            owed += error if self._scale is None else error * self._scale.to(dtype)
+        query = self._queries.get(name)
+        start = self._random(name, owed) if query is None else query.to(dtype)
+        return _Matrix(name, gradient, owed, _orthonormal(start))
+
+    def _random(self, name: str, like: Tensor) -> Tensor:
+        """Return a random Q, equal on every rank."""
+        shape = self._shapes[name]
+        entropy = [self._settings.seed, self._places[name], self._steps]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+        random = torch.randn(
+            shape[1], self._rank(shape), dtype=like.dtype, generator=torch.Generator().manual_seed(seed)
+        )
+        return random.to(like.device)
+
+    def _send(self, matrix: _Matrix, base: Tensor, query: Tensor, finite: Tensor, used: Tensor) -> None:
+        name, gradient, owed, _ = matrix
+        approximation = base @ query.T
+        owed -= approximation
+        if self._scale is not None:
+            owed /= self._scale.to(owed.dtype)
+        # A gradient of nothing is no occasion to send what is owed: of a parameter that no rank used, nobody takes it.
+        sent = torch.where(used, approximation, 0)
+        gradient.copy_(torch.where(finite, sent, float("nan")).view(gradient.shape))
+        self._finite.append(finite)
+        self._changes.append(_Change(name, used, owed, query))
+
+    def _check_fits(self, shapes: dict[str, list[int]]) -> None:
+        for name, shape in shapes.items():
+            if name not in self._places:
+                raise CheckpointError(
+                    f"The checkpoint has gradients that are still owed to {name!r}, which this model has not. "
+                    "Build the model that wrote it."
+                )
+            expected = self._shapes.get(name)
+            if expected is not None and shape != list(expected):
+                raise CheckpointError(
+                    f"The checkpoint has gradients that are still owed to {name!r} as {shape}, and here it is "
+                    f"{list(expected)}. Build the model that wrote it."
+                )
+
+
+def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return rows, parameter.numel() // max(rows, 1)
+
+
+def _orthonormal(matrix: Tensor) -> Tensor:
+    """Return orthonormal columns that span at least those of `matrix`."""
+    basis: Tensor = torch.linalg.qr(matrix).Q
+    return basis
+
+
+def _sum(parts: list[Tensor], start_sum: StartSum) -> Iterator[Wait]:
+    """Replace `parts` by their sums over ranks, which travel together."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    yield start_sum(flat)
+    shapes = [part.shape for part in parts]
+    parts[:] = [piece.view(shape) for piece, shape in zip(flat.split([s.numel() for s in shapes]), shapes, strict=True)]
