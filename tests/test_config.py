@@ -30,7 +30,10 @@ from unitrain.errors import ConfigError
         ({"epochs": 1, "show_every": 0}, r"show_every must be at least 1, got 0\."),
         ({"epochs": 1, "clip_norm": 0}, r"clip_norm must be a number above 0, got 0\. Use None not to clip\.$"),
         ({"epochs": 1, "clip_norm": float("nan")}, r"clip_norm must be a number above 0, got nan\."),
-        ({"epochs": 1, "compression": "fp8"}, r"Unknown TrainConfig\.compression 'fp8'\. .*Available: fp16, bf16\.$"),
+        (
+            {"epochs": 1, "compression": "fp8"},
+            r"Unknown TrainConfig\.compression 'fp8'\. .*Available: none, fp16, bf16, powersgd, ",
+        ),
         ({"epochs": 1, "progress": "bars"}, r"Unknown TrainConfig\.progress 'bars'\. Did you mean 'bar'\?"),
         ({"epochs": 1, "scheduler_every": "batch"}, r"scheduler_every 'batch'\. Available: step, epoch\.$"),
         (

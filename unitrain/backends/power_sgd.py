@@ -50,6 +50,7 @@ class LowRankGradients(GradientMemory):
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._shapes = {name: _matrix_shape(p) for p, name in self._names.items() if self._is_worth_it(p)}
         self._places = {name: place for place, name in enumerate(self._names.values())}
+        self._share = 1 / communicator.size  # DDP too multiplies by it, which divides by 3 in another last digit
         self._steps = 0
         self._errors: dict[str, Tensor] = {}
         self._queries: dict[str, Tensor] = {}
@@ -78,7 +79,7 @@ class LowRankGradients(GradientMemory):
         dtype = matrices[0].owed.dtype if matrices else gradients[0].dtype
         used = [torch.linalg.vector_norm(gradient, float("inf")).ne(0).to(dtype) for _, gradient, _, _ in matrices]
         projected = [owed @ start for _, _, owed, start in matrices]
-        parts = [*projected, *used, *(gradient.to(dtype) / self._communicator.size for gradient in whole)]
+        parts = [*projected, *used, *(gradient.to(dtype) * self._share for gradient in whole)]
         yield from _sum(parts, start_sum)
         for gradient, mean in zip(whole, parts[2 * len(matrices) :], strict=True):
             gradient.copy_(mean)
@@ -89,7 +90,7 @@ class LowRankGradients(GradientMemory):
 
         finite = [part.isfinite().all() for part in parts[: len(matrices)]]
         bases = [_orthonormal(torch.where(ok, part, 0)) for ok, part in zip(finite, parts, strict=False)]
-        found = [matrix.owed.T @ base / self._communicator.size for matrix, base in zip(matrices, bases, strict=True)]
+        found = [matrix.owed.T @ base * self._share for matrix, base in zip(matrices, bases, strict=True)]
         yield from _sum(found, start_sum)
         for matrix, base, query, ok, any_used in zip(
             matrices, bases, found, finite, parts[len(matrices) : 2 * len(matrices)], strict=True

@@ -1,0 +1,408 @@
+"""Compression in whole runs: against plain torch in one process that has the gradients of all ranks at hand, against
+torch's own hook, and through the Trainer with what it adds. The contract suite is about the meaning of one reduction.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain import Callback, PowerSGD, TrainConfig, Trainer
+from unitrain.backends.base import Backend, Compression
+from unitrain.backends.local import LocalBackend
+from unitrain.errors import ConfigError, UnsupportedError
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+LOOP_STEPS, STEPS = 7, 12
+LOW_RANK = PowerSGD(rank=2, start_step=2)
+LOOPS: dict[str, tuple[torch.dtype, Compression]] = {
+    "fp16": (torch.float32, "fp16"),
+    "bf16": (torch.float32, "bf16"),
+    "low rank": (torch.float32, LOW_RANK),
+    "low rank, double": (torch.float64, LOW_RANK),
+    "at once": (torch.float64, PowerSGD(rank=3, start_step=0, seed=7)),
+    "cold start": (torch.float64, PowerSGD(rank=2, start_step=1, warm_start=False)),
+    "no feedback": (torch.float64, PowerSGD(rank=1, start_step=0, error_feedback=False)),
+}
+TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-9}
+
+
+# --- loops of one's own ---
+
+
+def network(dtype: torch.dtype) -> nn.Sequential:
+    """Return a model that DDP reduces in several buckets."""
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(10, 530), nn.Tanh(), nn.Linear(530, 530), nn.Tanh(), nn.Linear(530, 12)).to(dtype)
+
+
+def loss(model: nn.Module, rank: int, number: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    inputs = torch.randn(8, 10, generator=generator, dtype=torch.float64).to(dtype)
+    return (model(inputs).sin() * torch.linspace(1, 2, 12, dtype=dtype)).sum(-1).mean()
+
+
+def vector(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def loop(backend: Backend, dtype: torch.dtype, compression: Compression) -> tuple[Tensor, int]:
+    """Train with two micro-steps per step and clipping; return the parameters and the number of DDP's buckets."""
+    model = network(dtype)
+    wrapped = backend.distributed_model(model, compression=compression)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for step in range(LOOP_STEPS):
+        optimizer.zero_grad()
+        with backend.no_sync(wrapped):
+            loss(wrapped, backend.rank, 2 * step, dtype).backward()
+        loss(wrapped, backend.rank, 2 * step + 1, dtype).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        optimizer.step()
+    buckets = wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"] if backend.size > 1 else "1"
+    return vector(model), len(buckets.split(","))
+
+
+def loops(backend: Backend) -> dict[str, tuple[Tensor, int]]:
+    return {name: loop(backend, *case) for name, case in LOOPS.items()}
+
+
+class Reference:
+    """`loop` for all ranks at once, in plain torch."""
+
+    def __init__(self, ranks: int, dtype: torch.dtype, compression: Compression) -> None:
+        self.ranks, self.compression, self.step = ranks, compression, 0
+        self.model = network(dtype)
+        self.errors = [[torch.zeros_like(p) for p in self.model.parameters()] for _ in range(ranks)]
+        self.queries: dict[int, Tensor] = {}
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+        for self.step in range(LOOP_STEPS):
+            of_ranks = []
+            for rank in range(ranks):
+                optimizer.zero_grad()
+                for number in (2 * self.step, 2 * self.step + 1):
+                    loss(self.model, rank, number, dtype).backward()
+                of_ranks.append([p.grad.clone() for p in self.model.parameters()])
+            for place, parameter in enumerate(self.model.parameters()):
+                parameter.grad = self.reduce(place, [gradients[place] for gradients in of_ranks])
+            nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
+            optimizer.step()
+
+    def reduce(self, place: int, gradients: list[Tensor]) -> Tensor:
+        if isinstance(self.compression, str):
+            dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[self.compression]
+            return sum((g / self.ranks).to(dtype).float() for g in gradients).to(dtype).float()
+        settings = self.compression
+        rows, columns = gradients[0].shape if gradients[0].dim() == 2 else (1, gradients[0].numel())
+        rank = min(rows, columns, settings.rank)
+        if self.step < settings.start_step or (rows + columns) * rank * 2 >= rows * columns:
+            return torch.stack(gradients).mean(0)
+        matrices = [gradient + self.errors[r][place] for r, gradient in enumerate(gradients)]
+        if place not in self.queries or not settings.warm_start:
+            seed = np.random.SeedSequence([settings.seed, place, self.step]).generate_state(1, np.uint64)[0] >> 1
+            generator = torch.Generator().manual_seed(int(seed))
+            self.queries[place] = torch.randn(columns, rank, generator=generator, dtype=gradients[0].dtype)
+        # Algorithm 1 of the paper.
+        p = torch.linalg.qr(torch.stack([m @ torch.linalg.qr(self.queries[place]).Q for m in matrices]).mean(0)).Q
+        q = torch.stack([m.T @ p for m in matrices]).mean(0)
+        self.queries[place] = q
+        if settings.error_feedback:
+            for r, matrix in enumerate(matrices):
+                self.errors[r][place] = matrix - p @ q.T
+        return p @ q.T
+
+
+@pytest.fixture(scope="module")
+def all_loops() -> dict[tuple[str, int], list[dict[str, tuple[Tensor, int]]]]:
+    found = {}
+    for group in (("local", 1), ("ddp", 1), ("ddp", 2), ("horovod", 2), ("ddp", 3), ("horovod", 3)):
+        with RankGroup(*group) as ranks:
+            found[group] = ranks.run(loops, timeout_seconds=240)
+    return found
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_loops_equal_one_process_with_all_gradients(all_loops, case: str) -> None:
+    dtype, compression = LOOPS[case]
+    untrained = vector(network(dtype))
+    for size in (1, 2, 3):
+        expected = vector(Reference(size, dtype, compression).model)
+        assert (expected - untrained).abs().max() > 0.01
+        for (_, ranks), results in all_loops.items():
+            if ranks == size:
+                for parameters, _ in (result[case] for result in results):
+                    assert (parameters - expected).abs().max() <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_backends_and_ranks_agree(all_loops, case: str) -> None:
+    """Half precision is bit-equal at every size; sums of three are added up in the order of a ring otherwise."""
+    dtype, compression = LOOPS[case]
+    for size in (1, 2, 3):
+        first = all_loops["ddp", size][0][case][0]
+        exact = size < 3 or isinstance(compression, str)
+        for (_, ranks), results in all_loops.items():
+            if ranks == size:
+                for parameters, _ in (result[case] for result in results):
+                    assert (parameters - first).abs().max() <= (0.0 if exact else TOLERANCES[dtype])
+    for results in all_loops.values():
+        assert all(torch.equal(result[case][0], results[0][case][0]) for result in results)
+
+
+def test_the_loops_are_different_runs_in_several_buckets(all_loops) -> None:
+    runs = all_loops["ddp", 2][0]
+    assert all(buckets > 1 for _, buckets in runs.values())
+    for one, other in itertools.combinations(LOOPS, 2):
+        if LOOPS[one][1] != LOOPS[other][1]:
+            assert (runs[one][0] - runs[other][0]).abs().max() > 1e-5
+
+
+def against_torch(backend: Backend) -> tuple[Tensor, Tensor]:
+    """Return the gradients of some steps by this and by torch's own hook, from the same random start."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    settings, place = PowerSGD(rank=3, start_step=2), 0
+    seed = np.random.SeedSequence([settings.seed, place, settings.start_step]).generate_state(1, np.uint64)[0] >> 1
+    start = torch.randn(30, 3, generator=torch.Generator().manual_seed(int(seed)), dtype=torch.float64)
+    ends = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(30, 20, bias=False).double()
+        if own:
+            wrapped = backend.distributed_model(model, compression=settings)
+        else:
+            wrapped = DistributedDataParallel(model)
+            state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=3, start_powerSGD_iter=2)
+            state.p_memory_dict[0] = torch.empty(20 * 3, dtype=torch.float64)
+            state.q_memory_dict[0] = start.flatten().clone()
+            wrapped.register_comm_hook(state, powerSGD_hook)
+        found = []
+        for step in range(8):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + backend.rank)
+            wrapped(torch.randn(9, 30, generator=generator).double()).sin().sum().backward()
+            found.append(model.weight.grad.clone())
+        ends.append(torch.stack(found))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_it_is_what_torchs_own_hook_computes(backend: str) -> None:
+    with RankGroup(backend, 2) as group:
+        for own, theirs in group.run(against_torch):
+            torch.testing.assert_close(own, theirs, rtol=0, atol=1e-9)
+
+
+# --- the Trainer ---
+
+ROWS = 24  # samples per step, over all ranks
+IGNORED = -100
+
+
+def trainer(backend: Backend, compression: Compression, dtype: torch.dtype = torch.float64, **settings: Any) -> Trainer:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.pop("lr", 0.1), momentum=0.9)
+    loss_fn = settings.pop("loss_fn", nn.functional.cross_entropy)
+    callbacks = settings.pop("callbacks", ())
+    batch_size = ROWS // backend.size // settings.get("accumulate", 1)
+    defaults = {"steps": STEPS, "batch_size": batch_size, "seed": 6, "progress": "off", "compression": compression}
+    config = TrainConfig(**{**defaults, **settings})
+    return Trainer(model, optimizer, loss_fn, backend=backend, config=config, callbacks=callbacks)
+
+
+def data(dtype: torch.dtype = torch.float64, count: int = 4 * ROWS) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(count, 12, generator=generator, dtype=torch.float64).to(dtype)
+    return TensorDataset(inputs, torch.randint(0, 4, (count,), generator=generator))
+
+
+def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss that counts as many tokens as the target says, so their number differs much between steps and ranks."""
+    tokens = 4 ** (target * (target > 1))
+    return (nn.functional.cross_entropy(output, target, reduction="none") * tokens).sum(), tokens.sum()
+
+
+class Overflow(Callback):
+    """Makes a gradient infinite on one rank, in the backward of one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        layer = trainer.backend.unwrap(trainer.model)[2]
+        last = trainer.backend.rank == trainer.backend.size - 1
+
+        def overflow(_module: nn.Module, gradients: tuple[Tensor], _outputs: Any) -> tuple[Tensor] | None:
+            return (gradients[0] * float("inf"),) if last and trainer.run.cursor.step == self.step else None
+
+        layer.register_full_backward_hook(overflow)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"accumulate": 2},
+    "clipped": {"clip_norm": 0.05},
+    "tokens": {"loss_fn": summed},
+    "uneven": {"count": 4 * ROWS - 7},
+    "loss scaling": {"precision": "fp16", "callbacks": [Overflow(4)]},
+    "bf16": {"precision": "bf16"},
+}
+LOOSE = ("loss scaling", "bf16")  # computed in half precision, in other batches
+
+
+def fit(backend: Backend, variant: str, compression: Compression = LOW_RANK) -> Tensor:
+    settings = dict(VARIANTS[variant])
+    dtype = torch.float32 if variant in LOOSE else torch.float64
+    count = settings.pop("count", 4 * ROWS)
+    run = trainer(backend, compression, dtype, **settings)
+    run.fit(data(dtype, count))
+    return vector(run.backend.unwrap(run.model))
+
+
+def fit_all(backend: Backend) -> dict[str, Tensor]:
+    return {variant: fit(backend, variant) for variant in VARIANTS}
+
+
+@pytest.fixture(scope="module", params=[("ddp", 2), ("horovod", 2), ("ddp", 3), ("horovod", 3)], ids=str)
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+def test_low_rank_runs_equal_one_rank_with_the_whole_batch(group: RankGroup) -> None:
+    alone = fit_all(LOCAL)
+    results = group.run(fit_all, timeout_seconds=120)
+    for variant, expected in alone.items():
+        assert expected.isfinite().all()
+        assert (expected - fit(LOCAL, variant, "none")).abs().max() > 1e-3, "nothing was compressed"
+        for result in results:
+            assert torch.equal(result[variant], results[0][variant])
+            assert (result[variant] - expected).abs().max() <= (2e-2 if variant in LOOSE else 1e-9), variant
+
+
+class Gradients(Callback):
+    """Keeps the gradient of the first layer of each step."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        self.kept.append(trainer.backend.unwrap(trainer.model)[0].weight.grad.clone())
+
+
+def test_what_is_owed_keeps_its_worth_while_the_number_of_tokens_changes() -> None:
+    sent = Gradients()
+    settings = {"loss_fn": summed, "lr": 0.0, "shuffle": False, "steps": 4, "batch_size": ROWS}
+    run = trainer(LOCAL, PowerSGD(rank=1, start_step=0), callbacks=[sent], **settings)
+    samples = data()
+    samples.tensors[1][ROWS : 2 * ROWS] = 3  # 64 tokens each
+    samples.tensors[1][2 * ROWS :] = 0
+    run.fit(samples)
+    owed = torch.zeros(40, 12, dtype=torch.float64)
+    for step, gradient in enumerate(sent.kept):
+        inputs, targets = (tensor[step * ROWS : (step + 1) * ROWS] for tensor in samples.tensors)
+        model = run.model
+        model.zero_grad()
+        total, tokens = summed(model(inputs), targets)
+        (true,) = torch.autograd.grad(total, model[0].weight)
+        owed += (true - gradient * tokens) / ROWS
+    found = LOCAL.gradient_memory(run.model).state_dict()["errors"]["0.weight"][0]
+    assert owed.abs().max() > 0.1
+    torch.testing.assert_close(found, owed, rtol=1e-9, atol=1e-9)
+
+
+def test_the_loss_scale_is_followed() -> None:
+    run = trainer(LOCAL, LOW_RANK, torch.float32, precision="fp16", callbacks=[Overflow(4)], steps=8)
+    run.fit(data(torch.float32))
+    scale = LOCAL.gradient_memory(run.model).loss_scale()
+    assert scale is not None
+    assert scale.item() == 2**15, "halved once"
+
+
+# --- checkpoints ---
+
+
+def run_to(backend: Backend, folder: str, steps: int, dtype: torch.dtype, compression: Compression) -> Tensor:
+    run = trainer(backend, compression, dtype, steps=steps, output_dir=folder, resume=True)
+    run.fit(data(dtype))
+    return vector(run.backend.unwrap(run.model))
+
+
+@pytest.mark.parametrize("way", [("ddp", "horovod"), ("horovod", "ddp")], ids="-".join)
+def test_a_run_that_goes_on_with_as_many_ranks_is_bit_equal(way: tuple[str, str], tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.float64):
+        whole, parts = str(tmp_path / f"whole {dtype}"), str(tmp_path / f"parts {dtype}")
+        with RankGroup(way[0], 2) as ranks:
+            expected = ranks.run(run_to, whole, STEPS, dtype, LOW_RANK)
+            ranks.run(run_to, parts, 7, dtype, LOW_RANK)
+        with RankGroup(way[1], 2) as ranks:
+            found = ranks.run(run_to, parts, STEPS, dtype, LOW_RANK)
+        assert all(torch.equal(one, expected[0]) for one in [*expected, *found])
+        with RankGroup("local", 1) as ranks:  # the memory counts: without it, the run would end elsewhere
+            (forgotten,) = ranks.run(run_to, str(tmp_path / f"alone {dtype}"), 7, dtype, LOW_RANK)
+        assert not torch.equal(forgotten, expected[0])
+
+
+def test_a_run_that_goes_on_with_other_ranks_owes_the_same(tmp_path: Path) -> None:
+    expected = run_to(LOCAL, str(tmp_path / "alone"), STEPS, torch.float64, LOW_RANK)
+    for route in ([("ddp", 2), ("horovod", 3), ("local", 1)], [("local", 1), ("ddp", 3), ("horovod", 2)]):
+        folder = str(tmp_path / route[0][0])
+        for stage, group in enumerate(route, start=1):
+            with RankGroup(*group) as ranks:
+                found = ranks.run(run_to, folder, stage * STEPS // 3, torch.float64, LOW_RANK)
+        for parameters in found:
+            torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-9)
+    state = torch.load(sorted((tmp_path / "ddp").glob("step-*"))[0] / "training.pt", weights_only=True)
+    assert state["gradients"]["errors"]["0.weight"].shape == (2, 40, 12)
+
+
+def test_a_checkpoint_without_a_memory_begins_a_new_one(tmp_path: Path) -> None:
+    run_to(LOCAL, str(tmp_path), 4, torch.float64, "none")
+    run_to(LOCAL, str(tmp_path), 8, torch.float64, LOW_RANK)
+    run_to(LOCAL, str(tmp_path), 10, torch.float64, PowerSGD(rank=4, start_step=2))
+    run_to(LOCAL, str(tmp_path), 12, torch.float64, "bf16")
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"rank": 0}, r"PowerSGD\.rank must be a whole number of at least 1, got 0\. Use PowerSGD\(rank=2\)\."),
+        ({"rank": 1.5}, "got 1.5"),
+        ({"start_step": -1}, r"PowerSGD\.start_step .* at least 0, got -1\. Use PowerSGD\(start_step=1000\)\."),
+        ({"seed": True}, "got True"),
+        ({"min_compression_rate": 0}, "min_compression_rate must be a number above 0, got 0"),
+        ({"warm_start": 1}, r"PowerSGD\.warm_start must be True or False, got 1\."),
+        ({"error_feedback": None}, "error_feedback must be True or False"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        PowerSGD(**settings)
+
+
+class Refusing(LocalBackend):
+    """As a backend of somebody else's, which compresses nothing."""
+
+    def distributed_model(self, model: nn.Module, *, unused_parameters: bool = False, compression: Any = "none") -> Any:
+        if compression != "none":
+            raise UnsupportedError(f"Backend 'mine' does not compress, got compression {compression!r}.")
+        return super().distributed_model(model, unused_parameters=unused_parameters)
+
+
+def test_a_backend_may_refuse() -> None:
+    with pytest.raises(UnsupportedError, match="does not compress, got compression 'powersgd'"):
+        trainer(Refusing(torch.device("cpu")), "powersgd")
