@@ -40,3 +40,11 @@ def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
         assert f"| {backend} | with and without prefetch, largest difference | 0.0e+00 | ok |" in table
         for precision in ("fp32", "bf16", "fp16"):
             assert re.search(rf"^\| {backend} \| {precision}, 20 steps, .* \| ok \|$", table, re.M)
+
+
+def test_compression(tmp_path: Path) -> None:
+    shown = run("compression.py", "--model", "tiny", "--rounds", "2", "--way", "PowerSGD, rank 1", "--output", tmp_path)
+    table = (tmp_path / "compression.md").read_text()
+    assert table.strip() in shown
+    ratio = r"\*\*\d+\.\d{3}\*\* \[\d+\.\d{3}, \d+\.\d{3}\]"
+    assert re.search(rf"^\| PowerSGD, rank 1 \| {ratio} \| {ratio} \|$", table, re.M)

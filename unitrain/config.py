@@ -53,10 +53,11 @@ class TrainConfig:
 
     Steps: `precision` is what forward computes in (autocast; with "fp16" the loss is scaled, and a step whose gradient
     overflows on any rank is skipped on all), `tf32` lets GPUs multiply float32 in TF32, None leaves that as it is.
-    `clip_norm` limits the norm of the gradient of the global batch. With `lr_scaling` the optimizer's learning rates
-    are those for batches of `reference_batch_size`, and are multiplied by (the root of, for "sqrt") how many times as
-    large the global batch is, reached over `warmup_steps`. `monitor` names the result that ReduceLROnPlateau follows,
-    by default val_loss, else train_loss.
+    `clip_norm` limits the norm of the gradient of the global batch. `compression` is rule 7 of `backends/base.py`, the
+    same arithmetic on one rank as on many; "powersgd" is `PowerSGD()`, whose memory checkpoints keep. With `lr_scaling`
+    the optimizer's learning rates are those for batches of `reference_batch_size`, and are multiplied by (the root of,
+    for "sqrt") how many times as large the global batch is, reached over `warmup_steps`. `monitor` names the result
+    that ReduceLROnPlateau follows, by default val_loss, else train_loss.
 
     Length: `epochs` or `steps`, counted from the very first; `max_seconds` is for one call of `fit`, which stops once
     it has taken so long, and can be resumed from there. So it is after one of `preemption_signals` on any rank, where

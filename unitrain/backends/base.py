@@ -84,7 +84,7 @@ class PowerSGD:
     `min_compression_rate` times as many elements as P and Q have together. Without `warm_start` each reduction begins
     with a new random Q instead of the last one; without `error_feedback` e is 0. All random numbers follow from `seed`,
     the parameter's place in the model and the number of the reduction. It is computed in the gradient's dtype, in
-    float32 for those of half precision.
+    float32 for those of half precision, and takes twice the memory of the compressed gradients.
 
     A reduction with an inf or nan in any gradient sends nan in its matrix, and leaves every e and Q as they were: such
     a step is not taken (loss scaling skips it). A gradient that is zero on all ranks stays zero and leaves its e and Q:
@@ -286,8 +286,7 @@ class GradientMemory(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all ranks, in plain types and on the CPU, on rank 0; the others have their own part of
-        it only. All ranks call it, between steps."""
+        """Return the state, in plain types and on the CPU; whole on rank 0 only. All ranks call it, between steps."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

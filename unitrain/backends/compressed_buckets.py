@@ -43,6 +43,7 @@ class _Reduction:
     def __init__(self, compressor: Compressor, size: int) -> None:
         self._compressor, self._size = compressor, size
         self._running: list[tuple[_Running, Wait]] = []
+        self._rooms: dict[int, Tensor] = {}
 
     @torch.no_grad()  # also where backward makes a graph of its own
     def add(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -76,10 +77,20 @@ class _Reduction:
 
     def _steps(self, bucket: dist.GradBucket) -> Iterator[Wait]:
         if not isinstance(self._compressor, LowRankGradients):
-            return _reduce_half(bucket.buffer(), HALF[self._compressor], self._size)
+            return _reduce_half(bucket.buffer(), self._room(bucket, HALF[self._compressor]), self._size)
         if self._compressor.sends_whole:
             return self._compressor.reduce(bucket.parameters()[:1], [bucket.buffer()], _start_sum)  # without copies
         return self._compressor.reduce(bucket.parameters(), bucket.gradients(), _start_sum)
+
+    def _room(self, bucket: dist.GradBucket, dtype: torch.dtype) -> Tensor:
+        """Return what a bucket is sent from and received into, [2, elements in equal parts for all ranks]; it is kept,
+        because fresh memory costs more than the arithmetic."""
+        buffer = bucket.buffer()
+        shape = (2, -(-buffer.numel() // self._size) * self._size)
+        room = self._rooms.get(bucket.index())
+        if room is None or room.shape != shape:  # the first, or DDP has formed other buckets since
+            room = self._rooms[bucket.index()] = buffer.new_zeros(shape, dtype=dtype)
+        return room
 
 
 def _start_sum(tensor: Tensor) -> Wait:
@@ -90,18 +101,18 @@ def _waiting(work: dist.Work | None) -> Wait:
     return (lambda: None) if work is None else work.wait
 
 
-def _reduce_half(buffer: Tensor, dtype: torch.dtype, size: int) -> Iterator[Wait]:
+def _reduce_half(buffer: Tensor, room: Tensor, size: int) -> Iterator[Wait]:
     """Make `buffer` the sum over ranks of what each rounds; as a reduce-scatter and an allgather, which move no more
     than an allreduce does. But an allreduce adds in half precision here and in single there, in an order of its own."""
-    count = -(-buffer.numel() // size)
-    own = buffer.new_zeros(size * count, dtype=dtype)
-    own[: buffer.numel()] = buffer / size
-    parts = torch.empty_like(own)
+    own, received = room
+    own[: buffer.numel()] = buffer.div_(size)
     # As bytes: what only moves needs no dtype, and not every transport knows these.
-    yield _waiting(dist.all_to_all_single(parts.view(torch.uint8), own.view(torch.uint8), async_op=True))
-    total = parts[:count].float()
-    for part in parts.split(count)[1:]:
+    yield _waiting(dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), async_op=True))
+    first, *others = received.chunk(size)
+    total = buffer[: len(first)] if buffer.dtype == torch.float32 else first.float()
+    total.copy_(first)
+    for part in others:
         total += part
-    mean = total.to(dtype)
-    yield _waiting(_all_gather(own.view(torch.uint8), mean.view(torch.uint8), async_op=True))
+    first.copy_(total)
+    yield _waiting(_all_gather(own.view(torch.uint8), first.view(torch.uint8), async_op=True))
     buffer.copy_(own[: buffer.numel()])

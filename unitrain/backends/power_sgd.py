@@ -24,21 +24,22 @@ StartSum = Callable[[Tensor], Wait]
 
 
 class _Matrix(NamedTuple):
-    """A gradient on its way: all are of the dtype that it is computed in."""
+    """A gradient on its way: all but `gradient` are of the dtype that it is computed in."""
 
     name: str
     gradient: Tensor
     owed: Tensor  # M, of which what the ranks agree to send will be taken off
     start: Tensor  # the orthonormal Q
+    used: Tensor  # 1 if the gradient has anything but zeros, else 0
 
 
 class _Change(NamedTuple):
     """What the memory becomes if the whole reduction turns out to be finite."""
 
     name: str
-    used: Tensor
-    error: Tensor
+    owed: Tensor
     query: Tensor
+    used: Tensor
 
 
 class LowRankGradients(GradientMemory):
@@ -53,6 +54,7 @@ class LowRankGradients(GradientMemory):
         self._share = 1 / communicator.size  # DDP too multiplies by it, which divides by 3 in another last digit
         self._steps = 0
         self._errors: dict[str, Tensor] = {}
+        self._room: dict[str, Tensor] = {}  # for the next M: fresh memory costs more than the arithmetic
         self._queries: dict[str, Tensor] = {}
         self._begin()
 
@@ -77,50 +79,65 @@ class LowRankGradients(GradientMemory):
                 matrices.append(self._matrix(name, gradient))
 
         dtype = matrices[0].owed.dtype if matrices else gradients[0].dtype
-        used = [torch.linalg.vector_norm(gradient, float("inf")).ne(0).to(dtype) for _, gradient, _, _ in matrices]
-        projected = [owed @ start for _, _, owed, start in matrices]
-        parts = [*projected, *used, *(gradient.to(dtype) * self._share for gradient in whole)]
+        count = len(matrices)
+        parts = [
+            *(matrix.owed @ matrix.start for matrix in matrices),
+            *(matrix.used for matrix in matrices),
+            *(gradient.to(dtype) * self._share for gradient in whole),
+        ]
         yield from _sum(parts, start_sum)
-        for gradient, mean in zip(whole, parts[2 * len(matrices) :], strict=True):
+        for gradient, mean in zip(whole, parts[2 * count :], strict=True):
             gradient.copy_(mean)
             if not self.sends_whole:
                 self._finite.append(mean.isfinite().all())
         if not matrices:
             return
 
-        finite = [part.isfinite().all() for part in parts[: len(matrices)]]
-        bases = [_orthonormal(torch.where(ok, part, 0)) for ok, part in zip(finite, parts, strict=False)]
-        found = [matrix.owed.T @ base * self._share for matrix, base in zip(matrices, bases, strict=True)]
-        yield from _sum(found, start_sum)
-        for matrix, base, query, ok, any_used in zip(
-            matrices, bases, found, finite, parts[len(matrices) : 2 * len(matrices)], strict=True
-        ):
-            self._send(matrix, base, query, ok & query.isfinite().all(), any_used > 0)
+        finite = [projected.isfinite().all() for projected in parts[:count]]
+        used = [part > 0 for part in parts[count : 2 * count]]
+        bases = [_orthonormal(torch.where(ok, part, 0)) for ok, part in zip(finite, parts[:count], strict=True)]
+        # Transposed, which is several times as fast as M^T P.
+        queries = [base.T @ matrix.owed * self._share for matrix, base in zip(matrices, bases, strict=True)]
+        yield from _sum(queries, start_sum)
+        for number, matrix in enumerate(matrices):
+            self._send(matrix, bases[number], queries[number].T, finite[number], used[number])
 
     def finish(self) -> None:
         """Take over what the memory becomes, unless any gradient of the backward was inf or nan."""
-        if self._changes:
-            finite = torch.stack(self._finite).all()
-            for name, used, error, query in self._changes:
-                taken = finite & used
-                if self._settings.error_feedback:
-                    before = self._errors.get(name)
-                    self._errors[name] = torch.where(taken, error, 0 if before is None else before)
-                if self._settings.warm_start:
-                    before = self._queries.get(name)
-                    self._queries[name] = torch.where(
-                        taken, query, self._random(name, query) if before is None else before
-                    )
+        finite = torch.stack(self._finite).all() if self._changes else torch.tensor(True)
+        for name, owed, query, used in self._changes:
+            if self._settings.error_feedback:
+                self._remember(name, owed, finite)
+            else:
+                self._room[name] = owed
+            if self._settings.warm_start:
+                before = self._queries.get(name)
+                before = self._random(name, query) if before is None else before
+                self._queries[name] = torch.where(finite & used, query, before)
         self._steps += 1
         self._begin()
 
+    def _remember(self, name: str, owed: Tensor, finite: Tensor) -> None:
+        """Make `owed` the error of a matrix, and what was it the room for the next, unless the step is none."""
+        before = self._errors.get(name)
+        if before is None:
+            self._errors[name] = torch.where(finite, owed, 0)
+        elif owed.device.type != "cpu":  # where to ask would be to wait
+            torch.where(finite, owed, before, out=before)
+        elif finite:
+            self._errors[name], owed = owed, before
+        self._room[name] = owed
+
     def state_dict(self) -> dict[str, Any]:
-        first = self._communicator.rank == 0
         errors = {}
         for name, error in self._errors.items():
             of_all_ranks = self._communicator.allgather(error.unsqueeze(0))  # one at a time, for the sake of memory
-            errors[name] = (of_all_ranks if first else error.unsqueeze(0)).cpu()
-        queries = {name: query.cpu() for name, query in self._queries.items()}
+            if self._communicator.rank == 0:
+                errors[name] = of_all_ranks.cpu()
+        # Copies, because they are views of what has travelled.
+        queries = {
+            name: query.clone(memory_format=torch.contiguous_format).cpu() for name, query in self._queries.items()
+        }
         return {"steps": self._steps, "errors": errors, "queries": queries}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,14 +188,22 @@ class LowRankGradients(GradientMemory):
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         if not self._scale_known:
             self._scale, self._scale_known = self.loss_scale(), True
-        # A tensor of its own, also where it is without an error: where a bucket has put the gradient, which another run
-        # of the same may put elsewhere, the product of matrices might be added up in another order.
-        owed = gradient.detach().to(dtype, copy=True).reshape(shape)
-        if (error := self._errors.get(name)) is not None:
-            owed += error if self._scale is None else error * self._scale.to(dtype)
+        # Always a tensor of its own: a bucket of another run of the same may have the gradient at another place of its
+        # memory, and there the product of matrices might be added up in another order.
+        owed = self._room.pop(name, None)
+        if owed is None:
+            owed = torch.empty(shape, dtype=dtype, device=gradient.device)
+        own, error = gradient.reshape(shape), self._errors.get(name)
+        if error is None:
+            owed.copy_(own)
+        elif self._scale is None:
+            torch.add(own, error, out=owed)
+        else:
+            torch.mul(error, self._scale.to(dtype), out=owed).add_(own)
         query = self._queries.get(name)
-        start = self._random(name, owed) if query is None else query.to(dtype)
-        return _Matrix(name, gradient, owed, _orthonormal(start))
+        start = _orthonormal(self._random(name, owed) if query is None else query.to(dtype))
+        least, most = torch.aminmax(own)
+        return _Matrix(name, gradient, owed, start, (least.ne(0) | most.ne(0)).to(dtype))
 
     def _random(self, name: str, like: Tensor) -> Tensor:
         """Return a random Q, equal on every rank."""
@@ -191,16 +216,20 @@ class LowRankGradients(GradientMemory):
         return random.to(like.device)
 
     def _send(self, matrix: _Matrix, base: Tensor, query: Tensor, finite: Tensor, used: Tensor) -> None:
-        name, gradient, owed, _ = matrix
-        approximation = base @ query.T
-        owed -= approximation
+        name, gradient, owed, _, _ = matrix
+        finite = finite & query.isfinite().all()
+        # A gradient of nothing is no occasion to send what is owed: of a parameter that no rank used, nobody takes it.
+        base = torch.where(used, base, 0)
+        owed.addmm_(base, query.T, alpha=-1)
         if self._scale is not None:
             owed /= self._scale.to(owed.dtype)
-        # A gradient of nothing is no occasion to send what is owed: of a parameter that no rank used, nobody takes it.
-        sent = torch.where(used, approximation, 0)
-        gradient.copy_(torch.where(finite, sent, float("nan")).view(gradient.shape))
+        base = torch.where(finite, base, float("nan"))
+        if gradient.dtype == owed.dtype and gradient.is_contiguous():
+            torch.mm(base, query.T, out=gradient.view(owed.shape))
+        else:
+            gradient.copy_((base @ query.T).view(gradient.shape))
         self._finite.append(finite)
-        self._changes.append(_Change(name, used, owed, query))
+        self._changes.append(_Change(name, owed, query, used))
 
     def _check_fits(self, shapes: dict[str, list[int]]) -> None:
         for name, shape in shapes.items():
