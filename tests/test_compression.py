@@ -5,7 +5,6 @@ torch's own hook, and through the Trainer with what it adds. The contract suite 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,19 @@ LOOPS: dict[str, tuple[torch.dtype, Compression]] = {
     "no feedback": (torch.float64, PowerSGD(rank=1, start_step=0, error_feedback=False)),
 }
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-9}
+# What is run, in this order; "local" is this process.
+LAUNCHES = [("local", 1), ("ddp", 2), ("horovod", 3), ("ddp", 3), ("horovod", 2), ("ddp", 2), ("local", 1)]
+# Runs that are interrupted, or not: the number format, and which launch goes on with it up to which step.
+ROUTES: dict[str, tuple[torch.dtype, dict[int, int]]] = {
+    "float32, whole": (torch.float32, {1: 12}),
+    "float32, ddp to horovod": (torch.float32, {1: 7, 4: 12}),
+    "float32, horovod to ddp": (torch.float32, {4: 7, 5: 12}),
+    "float64, whole": (torch.float64, {1: 12}),
+    "float64, ddp to horovod": (torch.float64, {1: 7, 4: 12}),
+    "float64, one rank": (torch.float64, {0: 12}),
+    "float64, 2 to 3 ranks to one": (torch.float64, {1: 4, 2: 8, 6: 12}),
+    "float64, one to 3 ranks to 2": (torch.float64, {0: 4, 3: 8, 4: 12}),
+}
 
 
 # --- loops of one's own ---
@@ -120,45 +132,33 @@ class Reference:
         return p @ q.T
 
 
-@pytest.fixture(scope="module")
-def all_loops() -> dict[tuple[str, int], list[dict[str, tuple[Tensor, int]]]]:
-    found = {}
-    for group in (("local", 1), ("ddp", 1), ("ddp", 2), ("horovod", 2), ("ddp", 3), ("horovod", 3)):
-        with RankGroup(*group) as ranks:
-            found[group] = ranks.run(loops, timeout_seconds=240)
-    return found
-
-
 @pytest.mark.parametrize("case", LOOPS)
-def test_loops_equal_one_process_with_all_gradients(all_loops, case: str) -> None:
+def test_loops_equal_one_process_with_all_gradients(ran: Ran, case: str) -> None:
     dtype, compression = LOOPS[case]
     untrained = vector(network(dtype))
     for size in (1, 2, 3):
         expected = vector(Reference(size, dtype, compression).model)
         assert (expected - untrained).abs().max() > 0.01
-        for (_, ranks), results in all_loops.items():
-            if ranks == size:
-                for parameters, _ in (result[case] for result in results):
-                    assert (parameters - expected).abs().max() <= TOLERANCES[dtype]
+        for _, results in of_size(ran, size):
+            for parameters, _ in (result["loops"][case] for result in results):
+                assert (parameters - expected).abs().max() <= TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_backends_and_ranks_agree(all_loops, case: str) -> None:
+def test_backends_and_ranks_agree(ran: Ran, case: str) -> None:
     """Half precision is bit-equal at every size; sums of three are added up in the order of a ring otherwise."""
     dtype, compression = LOOPS[case]
-    for size in (1, 2, 3):
-        first = all_loops["ddp", size][0][case][0]
-        exact = size < 3 or isinstance(compression, str)
-        for (_, ranks), results in all_loops.items():
-            if ranks == size:
-                for parameters, _ in (result[case] for result in results):
-                    assert (parameters - first).abs().max() <= (0.0 if exact else TOLERANCES[dtype])
-    for results in all_loops.values():
-        assert all(torch.equal(result[case][0], results[0][case][0]) for result in results)
+    for size in (2, 3):
+        exact = size == 2 or isinstance(compression, str)
+        ends = [result["loops"][case][0] for _, results in of_size(ran, size) for result in results]
+        for parameters in ends:
+            assert (parameters - ends[0]).abs().max() <= (0.0 if exact else TOLERANCES[dtype])
+    for results in ran:
+        assert all(torch.equal(result["loops"][case][0], results[0]["loops"][case][0]) for result in results)
 
 
-def test_the_loops_are_different_runs_in_several_buckets(all_loops) -> None:
-    runs = all_loops["ddp", 2][0]
+def test_the_loops_are_different_runs_in_several_buckets(ran: Ran) -> None:
+    runs = ran[1][0]["loops"]
     assert all(buckets > 1 for _, buckets in runs.values())
     for one, other in itertools.combinations(LOOPS, 2):
         if LOOPS[one][1] != LOOPS[other][1]:
@@ -196,11 +196,10 @@ def against_torch(backend: Backend) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
-@pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_it_is_what_torchs_own_hook_computes(backend: str) -> None:
-    with RankGroup(backend, 2) as group:
-        for own, theirs in group.run(against_torch):
-            torch.testing.assert_close(own, theirs, rtol=0, atol=1e-9)
+def test_it_is_what_torchs_own_hook_computes(ran: Ran) -> None:
+    for (backend, _), results in of_size(ran, 2):
+        for own, theirs in (result["against torch"] for result in results):
+            torch.testing.assert_close(own, theirs, rtol=0, atol=1e-9, msg=backend)
 
 
 # --- the Trainer ---
@@ -274,21 +273,15 @@ def fit_all(backend: Backend) -> dict[str, Tensor]:
     return {variant: fit(backend, variant) for variant in VARIANTS}
 
 
-@pytest.fixture(scope="module", params=[("ddp", 2), ("horovod", 2), ("ddp", 3), ("horovod", 3)], ids=str)
-def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
-    with RankGroup(*request.param) as ranks:
-        yield ranks
-
-
-def test_low_rank_runs_equal_one_rank_with_the_whole_batch(group: RankGroup) -> None:
-    alone = fit_all(LOCAL)
-    results = group.run(fit_all, timeout_seconds=120)
+def test_low_rank_runs_equal_one_rank_with_the_whole_batch(ran: Ran) -> None:
+    alone = ran[0][0]["fits"]
     for variant, expected in alone.items():
         assert expected.isfinite().all()
         assert (expected - fit(LOCAL, variant, "none")).abs().max() > 1e-3, "nothing was compressed"
-        for result in results:
-            assert torch.equal(result[variant], results[0][variant])
-            assert (result[variant] - expected).abs().max() <= (2e-2 if variant in LOOSE else 1e-9), variant
+        for results in ran:
+            for result in results:
+                assert torch.equal(result["fits"][variant], results[0]["fits"][variant])
+                assert (result["fits"][variant] - expected).abs().max() <= (2e-2 if variant in LOOSE else 1e-9), variant
 
 
 class Gradients(Callback):
@@ -333,38 +326,38 @@ def test_the_loss_scale_is_followed() -> None:
 # --- checkpoints ---
 
 
-def run_to(backend: Backend, folder: str, steps: int, dtype: torch.dtype, compression: Compression) -> Tensor:
+def run_to(backend: Backend, folder: str | Path, steps: int, dtype: torch.dtype, compression: Compression) -> Tensor:
     run = trainer(backend, compression, dtype, steps=steps, output_dir=folder, resume=True)
     run.fit(data(dtype))
     return vector(run.backend.unwrap(run.model))
 
 
-@pytest.mark.parametrize("way", [("ddp", "horovod"), ("horovod", "ddp")], ids="-".join)
-def test_a_run_that_goes_on_with_as_many_ranks_is_bit_equal(way: tuple[str, str], tmp_path: Path) -> None:
-    for dtype in (torch.float32, torch.float64):
-        whole, parts = str(tmp_path / f"whole {dtype}"), str(tmp_path / f"parts {dtype}")
-        with RankGroup(way[0], 2) as ranks:
-            expected = ranks.run(run_to, whole, STEPS, dtype, LOW_RANK)
-            ranks.run(run_to, parts, 7, dtype, LOW_RANK)
-        with RankGroup(way[1], 2) as ranks:
-            found = ranks.run(run_to, parts, STEPS, dtype, LOW_RANK)
-        assert all(torch.equal(one, expected[0]) for one in [*expected, *found])
-        with RankGroup("local", 1) as ranks:  # the memory counts: without it, the run would end elsewhere
-            (forgotten,) = ranks.run(run_to, str(tmp_path / f"alone {dtype}"), 7, dtype, LOW_RANK)
-        assert not torch.equal(forgotten, expected[0])
+def test_a_run_that_goes_on_with_as_many_ranks_is_bit_equal(ran: Ran) -> None:
+    for dtype in ("float32", "float64"):
+        (whole,) = {tuple(result["routes"][f"{dtype}, whole"].tolist()) for result in ran[1]}
+        for route, last in (("ddp to horovod", 4), ("horovod to ddp", 5)):
+            for result in ran[last] if f"{dtype}, {route}" in ROUTES else ():
+                assert tuple(result["routes"][f"{dtype}, {route}"].tolist()) == whole
 
 
-def test_a_run_that_goes_on_with_other_ranks_owes_the_same(tmp_path: Path) -> None:
-    expected = run_to(LOCAL, str(tmp_path / "alone"), STEPS, torch.float64, LOW_RANK)
-    for route in ([("ddp", 2), ("horovod", 3), ("local", 1)], [("local", 1), ("ddp", 3), ("horovod", 2)]):
-        folder = str(tmp_path / route[0][0])
-        for stage, group in enumerate(route, start=1):
-            with RankGroup(*group) as ranks:
-                found = ranks.run(run_to, folder, stage * STEPS // 3, torch.float64, LOW_RANK)
-        for parameters in found:
-            torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-9)
-    state = torch.load(sorted((tmp_path / "ddp").glob("step-*"))[0] / "training.pt", weights_only=True)
-    assert state["gradients"]["errors"]["0.weight"].shape == (2, 40, 12)
+def test_a_run_that_goes_on_with_other_ranks_owes_the_same(ran: Ran, folder: Path) -> None:
+    expected = ran[0][0]["routes"]["float64, one rank"]
+    for name, last in (("float64, 2 to 3 ranks to one", 6), ("float64, one to 3 ranks to 2", 4)):
+        for result in ran[last]:
+            torch.testing.assert_close(result["routes"][name], expected, rtol=0, atol=1e-9)
+    checkpoint = folder / "float64, 2 to 3 ranks to one" / "step-000000004" / "training.pt"
+    memory = torch.load(checkpoint, weights_only=True)["gradients"]
+    assert memory["errors"]["0.weight"].shape == (2, 40, 12)
+    assert not torch.allclose(*memory["errors"]["0.weight"]), "every rank has its own"
+
+
+def test_without_its_memory_a_run_would_end_elsewhere(ran: Ran, tmp_path: Path) -> None:
+    run_to(LOCAL, tmp_path, 7, torch.float64, LOW_RANK)
+    forgotten = trainer(LOCAL, LOW_RANK, steps=STEPS, output_dir=tmp_path, resume=True)
+    memory = LOCAL.gradient_memory(forgotten.model)
+    memory.load_state_dict({**memory.state_dict(), "errors": {}})
+    forgotten.fit(data())
+    assert (vector(forgotten.model) - ran[0][0]["routes"]["float64, one rank"]).abs().max() > 1e-4
 
 
 def test_a_checkpoint_without_a_memory_begins_a_new_one(tmp_path: Path) -> None:
@@ -372,6 +365,46 @@ def test_a_checkpoint_without_a_memory_begins_a_new_one(tmp_path: Path) -> None:
     run_to(LOCAL, str(tmp_path), 8, torch.float64, LOW_RANK)
     run_to(LOCAL, str(tmp_path), 10, torch.float64, PowerSGD(rank=4, start_step=2))
     run_to(LOCAL, str(tmp_path), 12, torch.float64, "bf16")
+
+
+# --- all of it, in few launches ---
+
+
+def everything(backend: Backend, folder: str, launch: int) -> dict[str, Any]:
+    routes = {
+        name: run_to(backend, Path(folder) / name, until[launch], dtype, LOW_RANK)
+        for name, (dtype, until) in ROUTES.items()
+        if launch in until
+    }
+    found: dict[str, Any] = {"loops": loops(backend), "fits": fit_all(backend), "routes": routes}
+    if backend.size == 2:
+        found["against torch"] = against_torch(backend)
+    return found
+
+
+Ran = list[list[dict[str, Any]]]
+
+
+def of_size(ran: Ran, size: int) -> list[tuple[tuple[str, int], list[dict[str, Any]]]]:
+    return [(launch, results) for launch, results in zip(LAUNCHES, ran, strict=True) if launch[1] == size]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("routes")
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> Ran:
+    """What every rank of each launch found."""
+    found: Ran = []
+    for number, (backend, size) in enumerate(LAUNCHES):
+        if backend == "local":
+            found.append([everything(LOCAL, str(folder), number)])
+        else:
+            with RankGroup(backend, size) as group:
+                found.append(group.run(everything, str(folder), number, timeout_seconds=240))
+    return found
 
 
 # --- settings ---

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from unitrain.backends.base import Backend, PowerSGD, SupportsPowerSGD, read_compression, require, together
+from unitrain.backends.base import Backend, together
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.config import TrainConfig, check_alike
 from unitrain.data.loading import Data
@@ -29,7 +29,6 @@ from unitrain.modules.averaging import WeightAverage
 from unitrain.modules.compiled import compile_forward
 from unitrain.modules.memory_format import use_channels_last
 from unitrain.modules.sync_batch_norm import standing_in, sync_batch_norm
-from unitrain.run.checkpoint import GRADIENTS
 from unitrain.run.state import Run, Stateful
 from unitrain.step.epoch_scheduler import EpochScheduler
 from unitrain.step.forward import Forward, ForwardFunction
@@ -123,11 +122,7 @@ class Trainer:
         )
         if self._average is not None:
             self._average.begin()
-        if isinstance(read_compression(config.compression), PowerSGD):
-            feature = f"TrainConfig.compression {config.compression!r}"
-            memory = require(backend, SupportsPowerSGD, feature).gradient_memory(self.model)
-            memory.loss_scale = self._loss_scale
-            self.run.add(GRADIENTS, memory)
+        self.run.keep_gradients(self.model, self._loss_scale)
         self.optimizer = backend.distributed_optimizer(optimizer, self.model)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._update = Update(

@@ -17,7 +17,8 @@ from unitrain.backends.power_sgd import LowRankGradients
 def compress_backward(model: nn.Module, compressor: Compressor, applies: Callable[[], bool]) -> None:
     """Let every backward of `model` end with its gradients compressed; `applies` tells, at each forward, whether its
     backward counts."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = list(model.parameters())
+    followed: set[Tensor] = set()
     last_reached: dict[Tensor, int] = {}
     backward = -1
 
@@ -36,12 +37,14 @@ def compress_backward(model: nn.Module, compressor: Compressor, applies: Callabl
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled() and applies():
+            for parameter in parameters:
+                if parameter.requires_grad and parameter not in followed:  # the user may have unfrozen it since
+                    followed.add(parameter)
+                    parameter.register_post_accumulate_grad_hook(reach)
             for tensor in gradient_tensors(output):
                 tensor.register_hook(on_backward)
 
     model.register_forward_hook(on_forward)
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(reach)
 
 
 @torch.no_grad()
@@ -50,7 +53,8 @@ def _compress(parameters: list[nn.Parameter], compressor: Compressor) -> None:
         compressor.forget_unfinished()
     for parameter in parameters:
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:  # another hook has taken it
+            continue
         if isinstance(compressor, LowRankGradients):
             for _ in compressor.reduce([parameter], [gradient], lambda total: lambda: None):
                 pass

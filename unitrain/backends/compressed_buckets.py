@@ -1,18 +1,20 @@
 """Compression inside DDP's reducer: what its buckets are made of when it has been told to hand them out.
 
 Every collective is begun in the thread that runs backward, bucket by bucket in DDP's order, so that it is the same
-order on all ranks. What a bucket needs a second collective for waits for the last bucket, so that backward does not
-stand still before.
+order on all ranks. What a bucket needs a second collective for waits for the end of the backward, which would stand
+still before, and could not reach collectives that other ranks are in.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.compression import HALF, Compressor
@@ -32,22 +34,23 @@ class _Running(NamedTuple):
 
 def compress_buckets(model: DistributedDataParallel, compressor: Compressor) -> None:
     """Let `model` reduce its gradients as `compressor` says. All ranks call it, before the first backward."""
-    reduction = _Reduction(compressor, dist.get_world_size())
+    reduction = _Reduction(compressor, model)
     # A lambda, because DDP compares the annotations of anything else, which are strings here.
     model.register_comm_hook(None, lambda state, bucket: reduction.add(bucket))
 
 
 class _Reduction:
-    """The buckets of one backward, from the first that is ready to the last."""
+    """The buckets of one backward, from the first that is ready to the end."""
 
-    def __init__(self, compressor: Compressor, size: int) -> None:
-        self._compressor, self._size = compressor, size
+    def __init__(self, compressor: Compressor, model: DistributedDataParallel) -> None:
+        self._compressor, self._size = compressor, dist.get_world_size()
+        self._model = weakref.ref(model)  # which lets go of its group when the backend ends
         self._running: list[tuple[_Running, Wait]] = []
         self._rooms: dict[int, Tensor] = {}
 
     @torch.no_grad()  # also where backward makes a graph of its own
     def add(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to reduce `bucket`; with the last one, all are brought to their end."""
+        """Begin to reduce `bucket`; its future is complete when the backward is."""
         if bucket.index() == 0:  # an exception may have ended an earlier backward before its last
             self._running.clear()
             if isinstance(self._compressor, LowRankGradients):
@@ -57,10 +60,11 @@ class _Reduction:
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         running = _Running(buffer, self._steps(bucket), future)
         self._running.append((running, next(running.steps)))
-        if bucket.is_last():
-            self._finish()
+        if bucket.is_last():  # before DDP, which then waits for the futures
+            Variable._execution_engine.queue_callback(self._finish)
         return running.future
 
+    @torch.no_grad()
     def _finish(self) -> None:
         buckets = [running for running, _ in self._running]
         while self._running:
@@ -77,10 +81,10 @@ class _Reduction:
 
     def _steps(self, bucket: dist.GradBucket) -> Iterator[Wait]:
         if not isinstance(self._compressor, LowRankGradients):
-            return _reduce_half(bucket.buffer(), self._room(bucket, HALF[self._compressor]), self._size)
+            return _reduce_half(bucket.buffer(), self._room(bucket, HALF[self._compressor]), self._size, self._group())
         if self._compressor.sends_whole:
-            return self._compressor.reduce(bucket.parameters()[:1], [bucket.buffer()], _start_sum)  # without copies
-        return self._compressor.reduce(bucket.parameters(), bucket.gradients(), _start_sum)
+            return self._compressor.reduce(bucket.parameters()[:1], [bucket.buffer()], self._start_sum)  # no copies
+        return self._compressor.reduce(bucket.parameters(), bucket.gradients(), self._start_sum)
 
     def _room(self, bucket: dist.GradBucket, dtype: torch.dtype) -> Tensor:
         """Return what a bucket is sent from and received into, [2, elements in equal parts for all ranks]; it is kept,
@@ -92,27 +96,33 @@ class _Reduction:
             room = self._rooms[bucket.index()] = buffer.new_zeros(shape, dtype=dtype)
         return room
 
+    def _group(self) -> dist.ProcessGroup:
+        model = self._model()
+        assert model is not None
+        return model.process_group
 
-def _start_sum(tensor: Tensor) -> Wait:
-    return _waiting(dist.all_reduce(tensor, async_op=True))
+    def _start_sum(self, tensor: Tensor) -> Wait:
+        return _waiting(dist.all_reduce(tensor, group=self._group(), async_op=True))
 
 
 def _waiting(work: dist.Work | None) -> Wait:
     return (lambda: None) if work is None else work.wait
 
 
-def _reduce_half(buffer: Tensor, room: Tensor, size: int) -> Iterator[Wait]:
+def _reduce_half(buffer: Tensor, room: Tensor, size: int, group: dist.ProcessGroup) -> Iterator[Wait]:
     """Make `buffer` the sum over ranks of what each rounds; as a reduce-scatter and an allgather, which move no more
     than an allreduce does. But an allreduce adds in half precision here and in single there, in an order of its own."""
     own, received = room
     own[: buffer.numel()] = buffer.div_(size)
     # As bytes: what only moves needs no dtype, and not every transport knows these.
-    yield _waiting(dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), async_op=True))
+    yield _waiting(
+        dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
+    )
     first, *others = received.chunk(size)
     total = buffer[: len(first)] if buffer.dtype == torch.float32 else first.float()
     total.copy_(first)
     for part in others:
         total += part
     first.copy_(total)
-    yield _waiting(_all_gather(own.view(torch.uint8), first.view(torch.uint8), async_op=True))
+    yield _waiting(_all_gather(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True))
     buffer.copy_(own[: buffer.numel()])

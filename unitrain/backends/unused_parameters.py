@@ -58,7 +58,9 @@ def watch_first_backward(
             # Give the others the gradients they wait for, so that they, and the group, come out of this backward.
             with torch.enable_grad():
                 torch.stack([parameter.sum() * 0 for parameter in unused]).sum().backward()
-        _raise_if_any(told)
+        if any(told):
+            # After what else is to be done at the end of this backward: others wait for this rank's part in that.
+            _queue_callback(lambda: _raise_if_any(told))
 
     def on_backward(gradient: Tensor) -> None:
         nonlocal watched

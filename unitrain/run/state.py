@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain import randomness
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Backend, PowerSGD, SupportsPowerSGD, read_compression, require
 from unitrain.config import TrainConfig
 from unitrain.data.order import Cursor
 from unitrain.data.training_data import TrainingData
@@ -69,14 +69,20 @@ class Run:
         self.description: dict[str, Any] = {}
         self._unwritten: OSError | None = None
 
-    def add(self, name: str, part: Stateful) -> None:
-        """Keep the state of one more part, which exists once the model is wrapped; it is restored here if the run was.
+    def keep_gradients(self, model: nn.Module, loss_scale: Callable[[], Tensor | None]) -> None:
+        """Keep what compression remembers of the gradients of the wrapped `model` too; restored here if the run was.
 
-        All ranks call it. Raises CheckpointError where the state does not fit.
+        `loss_scale` is that of GradientMemory. All ranks call it. Raises UnsupportedError where the backend remembers
+        nothing, CheckpointError where the state does not fit.
         """
-        self._parts = {**self._parts, name: part}
+        if not isinstance(read_compression(self._config.compression), PowerSGD):
+            return
+        feature = f"TrainConfig.compression {self._config.compression!r}"
+        memory = require(self._backend, SupportsPowerSGD, feature).gradient_memory(model)
+        memory.loss_scale = loss_scale
+        self._parts = {**self._parts, checkpoint.GRADIENTS: memory}
         if self._restored is not None:
-            part.load_state_dict(self._restored.pop(name, {}))
+            memory.load_state_dict(self._restored.pop(checkpoint.GRADIENTS, {}))
 
     def finished(self) -> bool:
         """Whether all epochs or steps that the configuration asks for are done, or the run was stopped before."""

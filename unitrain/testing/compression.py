@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Backend, Compression, GradientMemory, PowerSGD, SupportsPowerSGD, require
-from unitrain.errors import CheckpointError, ConfigError, ModelError, UnsupportedError
+from unitrain.backends.base import Backend, Compression, PowerSGD
+from unitrain.errors import ConfigError, ModelError, UnsupportedError
 from unitrain.testing.cases import Case, contract, raises, same_on_every_rank
 from unitrain.testing.models import assert_gradients, backward, batch, build, gradients, loss_of, mean_gradients
+from unitrain.testing.parameters import TwoHeads
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-LOW_RANK = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
-NO_MEMORY: tuple[Compression, ...] = ("none", "fp16")
-MATRICES = ("0.weight", "3.weight")  # of `build`, compressed under LOW_RANK; the rest are vectors
 
 
 def may_be_refused(case: Case) -> Case:
@@ -32,27 +29,6 @@ def may_be_refused(case: Case) -> Case:
             same_on_every_rank(backend, str(error))
 
     return tolerant
-
-
-def remembering(backend: Backend, model: nn.Module, settings: Compression) -> tuple[nn.Module, GradientMemory]:
-    """Return the wrapped model and its memory."""
-    wrapped = backend.distributed_model(model, compression=settings)
-    return wrapped, require(backend, SupportsPowerSGD, "PowerSGD").gradient_memory(wrapped)
-
-
-def errors(backend: Backend, memory: GradientMemory) -> dict[str, Tensor]:
-    """Return the mean over ranks of what they owe, on every rank."""
-    state = backend.broadcast_object(memory.state_dict())
-    return {name: of_all_ranks.mean(0) for name, of_all_ranks in state["errors"].items()}
-
-
-def plain(memory: GradientMemory) -> dict[str, Any]:
-    """Return the state as a checkpoint gives it back."""
-    file = io.BytesIO()
-    torch.save(memory.state_dict(), file)
-    file.seek(0)
-    state: dict[str, Any] = torch.load(file, weights_only=True)
-    return state
 
 
 def steps(backend: Backend, model: nn.Module, wrapped: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
@@ -145,233 +121,15 @@ def half_precision_rounds_what_no_sync_adds_up_once(backend: Backend) -> None:
 
 @contract
 @may_be_refused
-def powersgd_is_of_low_rank_and_equal_between_ranks(backend: Backend) -> None:
-    model, twin = build(), build()
-    wrapped, _ = remembering(backend, model, LOW_RANK)
-    for step, sent in enumerate(steps(backend, model, wrapped, 4)):
-        same_on_every_rank(backend, {name: gradient.tolist() for name, gradient in sent.items()})
-        expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
-        for name, gradient in sent.items():
-            want = expected[name]
-            assert want is not None
-            if name in MATRICES:
-                assert torch.linalg.matrix_rank(gradient) == 1
-                assert not torch.allclose(gradient, want, rtol=1e-3)
-            else:
-                torch.testing.assert_close(gradient, want, rtol=0, atol=1e-12)
-
-
-@contract
-@may_be_refused
-def powersgd_owes_what_it_has_not_sent(backend: Backend) -> None:
-    """With accumulation, and two backwards in a step, whose second sends again what the first has sent."""
-    model, twin = build(), build()
-    wrapped, memory = remembering(backend, model, LOW_RANK)
-    sent = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-    true = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-
-    def window(m: nn.Module, rank: int, step: int) -> None:
-        for number in range(3):
-            backward(m, rank, 3 * step + number)
-
-    for step in range(5):
-        model.zero_grad()
-        with backend.no_sync(wrapped):
-            backward(wrapped, backend.rank, 3 * step)
-        backward(wrapped, backend.rank, 3 * step + 1)
-        backward(wrapped, backend.rank, 3 * step + 2)
-        expected = mean_gradients(backend, twin, lambda m, rank, step=step: window(m, rank, step))
-        for name, gradient in gradients(model).items():
-            want = expected[name]
-            assert gradient is not None
-            assert want is not None
-            sent[name] += gradient
-            true[name] += want
-    owed = errors(backend, memory)
-    assert tuple(owed) == MATRICES
-    for name, total in true.items():
-        assert name not in owed or owed[name].abs().max() > 1e-3
-        torch.testing.assert_close(sent[name] + owed.get(name, 0), total, rtol=0, atol=1e-12)
-
-
-@contract
-@may_be_refused
-def error_feedback_sends_everything_in_the_end(backend: Backend) -> None:
-    def missing(error_feedback: bool) -> float:
-        """Return what part of a gradient that stays the same is missing in the mean of what was sent."""
-        settings = PowerSGD(rank=1, start_step=0, min_compression_rate=1, error_feedback=error_feedback)
-        model, twin = build(), build()
-        wrapped, _ = remembering(backend, model, settings)
-        weight = model.get_parameter("0.weight")
-        total = torch.zeros_like(weight)
-        for _ in range(40):
-            model.zero_grad()
-            backward(wrapped, backend.rank)
-            assert weight.grad is not None
-            total += weight.grad
-        want = mean_gradients(backend, twin, backward)["0.weight"]
-        assert want is not None
-        return float((total / 40 - want).norm() / want.norm())
-
-    with_feedback, without = missing(True), missing(False)
-    assert with_feedback < without / 5, (with_feedback, without)
-
-
-@contract
-@may_be_refused
-def powersgd_sends_whole_gradients_before_it_starts(backend: Backend) -> None:
-    model, twin = build(), build()
-    wrapped, memory = remembering(backend, model, PowerSGD(rank=1, start_step=3, min_compression_rate=1))
-    plain_twin = backend.distributed_model(twin)
-    pairs = zip(steps(backend, model, wrapped, 4), steps(backend, twin, plain_twin, 4), strict=True)
-    for step, (one, other) in enumerate(pairs):
-        assert alike(one, other) == (step < 3), step
-    assert memory.state_dict()["steps"] == 4
-
-
-@contract
-@may_be_refused
-def powersgd_that_is_not_worth_it_sends_whole_gradients(backend: Backend) -> None:
-    model, twin = build(), build()
-    wrapped, memory = remembering(backend, model, PowerSGD(rank=1, start_step=0, min_compression_rate=4))
-    for step, sent in enumerate(steps(backend, model, wrapped, 2)):
-        expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
-        assert alike(sent, {name: want for name, want in expected.items() if want is not None})
-    assert not memory.state_dict()["errors"]
-
-
-class Branches(nn.Module):
-    """Uses the part that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([build(seed=1), build(seed=2)])
-
-    def forward(self, x: Tensor, part: int) -> Tensor:
-        result: Tensor = self.parts[part](x)
-        return result
-
-
-@contract
-@may_be_refused
-def powersgd_leaves_alone_what_no_rank_uses(backend: Backend) -> None:
-    model = Branches()
-    wrapped = backend.distributed_model(model, unused_parameters=True, compression=LOW_RANK)
-    memory = require(backend, SupportsPowerSGD, "PowerSGD").gradient_memory(wrapped)
-
-    def step(part: int, weight: float = 1.0) -> None:
-        model.zero_grad()
-        (weight * loss_of(wrapped(batch(backend.rank), part))).backward()
-
-    for part in (0, 1, 1 if backend.rank == 0 else 0, 0, 0):
-        step(part)
-    before = errors(backend, memory)
-    assert all(owed.any() for owed in before.values())
-    step(1)
-    assert all(parameter.grad is None for parameter in model.parts[0].parameters())
-    after = errors(backend, memory)
-    for name, owed in after.items():
-        assert torch.equal(owed, before[name]) == name.startswith("parts.0"), name
-    step(0, weight=0.0)
-    assert all(not p.grad.any() for p in model.parts[0].parameters() if p.grad is not None)
-    assert all(torch.equal(owed, after[name]) for name, owed in errors(backend, memory).items())
-
-
-@contract
-@may_be_refused
-def powersgd_forgets_a_step_that_overflows(backend: Backend) -> None:
-    for bad in (float("inf"), float("nan")):
-        model, twin = build(), build()
-        wrapped, memory = remembering(backend, model, LOW_RANK)
-        undisturbed, other = remembering(backend, twin, LOW_RANK)
-        for step in range(6):
-            model.zero_grad()
-            if step == 3:
-                # One rank, one number; whatever else the step has sent is as if it had not been.
-                last = backend.rank == backend.size - 1
-                handle = model.get_submodule("3").register_full_backward_hook(
-                    lambda _m, grads, _o, last=last, bad=bad: (grads[0] * bad,) if last else None
-                )
-                backward(wrapped, backend.rank, 99)
-                handle.remove()
-                weight = model.get_parameter("0.weight")
-                assert weight.grad is not None
-                assert not weight.grad.isfinite().all(), "nobody would skip the step"
-                model.zero_grad()
-            backward(wrapped, backend.rank, step)
-            twin.zero_grad()
-            backward(undisturbed, backend.rank, step)
-            assert_gradients(model, gradients(twin), 0)
-        found, want = errors(backend, memory), errors(backend, other)
-        assert all(torch.equal(found[name], want[name]) for name in want)
-
-
-@contract
-@may_be_refused
-def powersgd_follows_the_loss_scale(backend: Backend) -> None:
-    model, twin = build(), build()
-    wrapped, memory = remembering(backend, model, LOW_RANK)
-    undisturbed, _ = remembering(backend, twin, LOW_RANK)
-    for step, scale in enumerate((1.0, 4.0, 1024.0, 2.0)):
-        memory.loss_scale = lambda scale=scale: torch.tensor(scale)
-        model.zero_grad()
-        (scale * loss_of(wrapped(batch(backend.rank, step)))).backward()
-        twin.zero_grad()
-        backward(undisturbed, backend.rank, step)
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= scale
-        assert_gradients(model, gradients(twin), 1e-12)
-
-
-@contract
-@may_be_refused
-def powersgd_goes_on_from_its_state(backend: Backend) -> None:
-    for settings in (LOW_RANK, PowerSGD(rank=1, start_step=1, min_compression_rate=1, warm_start=False)):
-        model, resumed = build(), build()
-        wrapped, memory = remembering(backend, model, settings)
-        for _ in steps(backend, model, wrapped, 3):
-            pass
-        rewrapped, other = remembering(backend, resumed, settings)
-        state = plain(memory)
-        other.load_state_dict(state if backend.rank == 0 else {})
-        for one, two in zip(steps(backend, model, wrapped, 3), steps(backend, resumed, rewrapped, 3), strict=True):
-            assert alike(one, two)
-
-
-@contract
-@may_be_refused
-def powersgd_goes_on_from_the_state_of_other_ranks(backend: Backend) -> None:
-    """As if the mean of what they owe were owed by each."""
-    model, resumed, uniform = build(), build(), build()
-    wrapped, memory = remembering(backend, model, LOW_RANK)
-    for _ in steps(backend, model, wrapped, 3):
-        pass
-    state = backend.broadcast_object(plain(memory))
-    some = {name: torch.cat([owed, owed[:1] * 2]) for name, owed in state["errors"].items()}
-    means = {name: owed.mean(0, keepdim=True).expand(backend.size, *owed.shape[1:]) for name, owed in some.items()}
-    rewrapped, other = remembering(backend, resumed, LOW_RANK)
-    other.load_state_dict({**state, "errors": some})
-    expected, third = remembering(backend, uniform, LOW_RANK)
-    third.load_state_dict({**state, "errors": {name: mean.contiguous() for name, mean in means.items()}})
-    for one, two in zip(steps(backend, resumed, rewrapped, 2), steps(backend, uniform, expected, 2), strict=True):
-        assert alike(one, two)
-
-
-@contract
-@may_be_refused
-def powersgd_refuses_the_state_of_another_model(backend: Backend) -> None:
-    wrapped, memory = remembering(backend, build(), LOW_RANK)
-    for name, shape, told in (("4.weight", (1, 8, 6), "has not"), ("0.weight", (1, 6, 8), "[8, 6]")):
-        state = {"steps": 1, "errors": {name: torch.zeros(shape)}, "queries": {}}
-        raises(CheckpointError, told, lambda state=state: memory.load_state_dict(state))
-    backward(wrapped, backend.rank)
-
-
-@contract
-@may_be_refused
-def only_powersgd_has_a_memory(backend: Backend) -> None:
-    able = require(backend, SupportsPowerSGD, "PowerSGD")
-    for compression in NO_MEMORY:
-        model = backend.distributed_model(build(), compression=compression)
-        raises(ModelError, "not compressed by PowerSGD", lambda model=model: able.gradient_memory(model))
+def unused_parameters_are_the_same_error_where_gradients_are_compressed(backend: Backend) -> None:
+    """Also on ranks that have used all of theirs, and wait for no collective that will not come."""
+    choices: tuple[Compression, ...] = ("fp16", PowerSGD(start_step=0, min_compression_rate=1))
+    for compression in choices:
+        wrapped = backend.distributed_model(TwoHeads(), compression=compression)
+        heads = "left" if backend.rank == backend.size - 1 else "left right"
+        text = raises(
+            ModelError,
+            "2 parameters got no gradient on",
+            lambda wrapped=wrapped, heads=heads: loss_of(wrapped(batch(backend.rank), heads)).backward(),
+        )
+        same_on_every_rank(backend, text)

@@ -11,10 +11,17 @@ from collections.abc import Iterator
 import pytest
 
 from unitrain import environment
-from unitrain.testing import RankGroup, collectives, compression, gradients, optimizers, parameters
+from unitrain.testing import RankGroup, collectives, compression, gradients, optimizers, parameters, power_sgd
 from unitrain.testing.cases import CASES
 
-__all__ = ["collectives", "compression", "gradients", "optimizers", "parameters"]  # importing them fills CASES
+__all__ = [
+    "collectives",
+    "compression",
+    "gradients",
+    "optimizers",
+    "parameters",
+    "power_sgd",
+]  # importing them fills CASES
 
 BACKENDS = (environment.setting("UNITRAIN_CONTRACT_BACKENDS") or "local,ddp,horovod").split(",")
 SIZES = [int(size) for size in (environment.setting("UNITRAIN_CONTRACT_SIZES") or "1,2,3").split(",")]
