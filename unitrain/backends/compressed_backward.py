@@ -19,15 +19,13 @@ def compress_backward(model: nn.Module, compressor: Compressor, applies: Callabl
     backward counts."""
     parameters = list(model.parameters())
     followed: set[Tensor] = set()
-    last_reached: dict[Tensor, int] = {}
+    reached: set[Tensor] = set()  # since gradients were compressed last, also by backwards that did not count
     backward = -1
 
-    def reach(parameter: Tensor) -> None:
-        last_reached[parameter] = torch._C._current_graph_task_id()
-
     def finish() -> None:
-        # Backwards are numbered as they begin, those that run inside another one after it.
-        _compress([parameter for parameter in parameters if last_reached.get(parameter, -1) >= backward], compressor)
+        if reached:  # else gradients of something else were asked for
+            _compress([parameter for parameter in parameters if parameter in reached], compressor)
+            reached.clear()
 
     def on_backward(gradient: Tensor) -> None:
         nonlocal backward
@@ -36,11 +34,13 @@ def compress_backward(model: nn.Module, compressor: Compressor, applies: Callabl
             Variable._execution_engine.queue_callback(finish)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and applies():
-            for parameter in parameters:
-                if parameter.requires_grad and parameter not in followed:  # the user may have unfrozen it since
-                    followed.add(parameter)
-                    parameter.register_post_accumulate_grad_hook(reach)
+        if not torch.is_grad_enabled():
+            return
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in followed:  # the user may have unfrozen it since
+                followed.add(parameter)
+                parameter.register_post_accumulate_grad_hook(reached.add)
+        if applies():
             for tensor in gradient_tensors(output):
                 tensor.register_hook(on_backward)
 

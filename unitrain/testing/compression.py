@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -133,3 +134,51 @@ def unused_parameters_are_the_same_error_where_gradients_are_compressed(backend:
             lambda wrapped=wrapped, heads=heads: loss_of(wrapped(batch(backend.rank), heads)).backward(),
         )
         same_on_every_rank(backend, text)
+
+
+@contract
+@may_be_refused
+def what_only_an_earlier_micro_step_used_is_compressed_too(backend: Backend) -> None:
+    choices: tuple[Compression, ...] = ("bf16", PowerSGD(rank=1, start_step=0, min_compression_rate=1))
+    for compression in choices:
+        model, twin = TwoHeads(), TwoHeads()
+        wrapped = backend.distributed_model(model, unused_parameters=True, compression=compression)
+
+        def window(m: nn.Module, rank: int, step: int, *, wrapped: nn.Module = wrapped) -> None:
+            with backend.no_sync(m) if m is wrapped else nullcontext():
+                loss_of(m(batch(rank, 2 * step), "left")).backward()
+            loss_of(m(batch(rank, 2 * step + 1), "right")).backward()
+
+        for step in range(3):
+            model.zero_grad()
+            window(wrapped, backend.rank, step)
+            expected = mean_gradients(backend, twin, lambda m, rank, step=step: window(m, rank, step))
+            for name, gradient in gradients(model).items():
+                want = expected[name]
+                assert gradient is not None
+                assert want is not None
+                if compression == "bf16":
+                    assert torch.equal(gradient, gradient.bfloat16().double()), name
+                    torch.testing.assert_close(gradient, want, rtol=2**-6, atol=2**-7)
+                elif gradient.dim() == 2:
+                    assert torch.linalg.matrix_rank(gradient) == 1, name
+
+
+@contract
+@may_be_refused
+def a_gradient_of_the_inputs_is_no_reduction(backend: Backend) -> None:
+    """PowerSGD counts reductions, and half precision rounds what has arrived only."""
+    choices: tuple[Compression, ...] = ("bf16", PowerSGD(rank=1, start_step=2, min_compression_rate=1))
+    for compression in choices:
+        model, twin = build(), build()
+        wrapped = backend.distributed_model(model, compression=compression)
+        other = backend.distributed_model(twin, compression=compression)
+        for step in range(4):
+            inputs = batch(backend.rank, step).requires_grad_()
+            for module in (model, twin):
+                module.zero_grad()
+            loss = loss_of(wrapped(inputs))
+            torch.autograd.grad(loss, inputs, retain_graph=True)
+            loss.backward()
+            backward(other, backend.rank, step)
+            assert_gradients(model, gradients(twin), 0)

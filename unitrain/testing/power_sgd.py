@@ -176,6 +176,36 @@ def powersgd_leaves_alone_what_no_rank_uses(backend: Backend) -> None:
 
 @contract
 @may_be_refused
+def powersgd_keeps_what_is_owed_to_parts_that_are_frozen(backend: Backend) -> None:
+    model, twin = build(), build()
+    for module in (model, twin):
+        module.get_submodule("0").requires_grad_(False)
+    wrapped, memory = remembering(backend, model, LOW_RANK)
+    sent = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    true = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    for step, trained in enumerate(("3", "03", "013", "01", "3", "013")):
+        for module in (model, twin):
+            module.zero_grad()
+            for name, layer in module.named_children():
+                layer.requires_grad_(name in trained)
+        owed_before = errors(backend, memory)
+        backward(wrapped, backend.rank, step)
+        expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
+        for name, gradient in gradients(model).items():
+            want = expected[name]
+            assert (gradient is None) == (want is None) == (name[0] not in trained), name
+            if gradient is not None and want is not None:
+                sent[name] += gradient
+                true[name] += want
+        owed = errors(backend, memory)
+        assert all(torch.equal(owed[name], before) == (name[0] not in trained) for name, before in owed_before.items())
+    assert sorted(owed) == list(MATRICES)
+    for name, total in true.items():
+        torch.testing.assert_close(sent[name] + owed.get(name, 0), total, rtol=0, atol=1e-12)
+
+
+@contract
+@may_be_refused
 def powersgd_forgets_a_step_that_overflows(backend: Backend) -> None:
     for bad in (float("inf"), float("nan")):
         model, twin = build(), build()
