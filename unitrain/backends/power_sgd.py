@@ -22,6 +22,9 @@ Wait = Callable[[], object]
 # Begins to sum a tensor over ranks in place, and returns what waits for it.
 StartSum = Callable[[Tensor], Wait]
 
+# A column of Q is rounding only if it is shorter than so many last digits of the longest.
+_ROUNDING = 1000
+
 
 class _Matrix(NamedTuple):
     """A gradient on its way: all but `gradient` are of the dtype that it is computed in."""
@@ -56,6 +59,7 @@ class LowRankGradients(GradientMemory):
         self._errors: dict[str, Tensor] = {}
         self._room: dict[str, Tensor] = {}  # for the next M: fresh memory costs more than the arithmetic
         self._queries: dict[str, Tensor] = {}
+        self._spares: dict[str, Tensor] = {}
         self._begin()
 
     @property
@@ -112,7 +116,7 @@ class LowRankGradients(GradientMemory):
                 self._room[name] = owed
             if self._settings.warm_start:
                 before = self._queries.get(name)
-                before = self._random(name, query) if before is None else before
+                before = self._random(name, query, self._steps) if before is None else before
                 self._queries[name] = torch.where(finite & used, query, before)
         self._steps += 1
         self._begin()
@@ -201,14 +205,25 @@ class LowRankGradients(GradientMemory):
         else:
             torch.mul(error, self._scale.to(dtype), out=owed).add_(own)
         query = self._queries.get(name)
-        start = _orthonormal(self._random(name, owed) if query is None else query.to(dtype))
+        start = _orthonormal(
+            self._random(name, owed, self._steps) if query is None else self._filled(name, query.to(dtype))
+        )
         least, most = torch.aminmax(own)
         return _Matrix(name, gradient, owed, start, (least.ne(0) | most.ne(0)).to(dtype))
 
-    def _random(self, name: str, like: Tensor) -> Tensor:
+    def _filled(self, name: str, query: Tensor) -> Tensor:
+        """Return Q with a random column for each that is rounding only, as after a gradient of a lower rank: else what
+        is sent next would follow from what is not the same everywhere."""
+        lengths = torch.linalg.vector_norm(query, dim=0)
+        empty = lengths <= _ROUNDING * torch.finfo(query.dtype).eps * lengths.max()
+        if (spare := self._spares.get(name)) is None:
+            spare = self._spares[name] = self._random(name, query, 0)
+        return torch.where(empty, spare, query)
+
+    def _random(self, name: str, like: Tensor, reduction: int) -> Tensor:
         """Return a random Q, equal on every rank."""
         shape = self._shapes[name]
-        entropy = [self._settings.seed, self._places[name], self._steps]
+        entropy = [self._settings.seed, self._places[name], reduction]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
         random = torch.randn(
             shape[1], self._rank(shape), dtype=like.dtype, generator=torch.Generator().manual_seed(seed)

@@ -12,7 +12,16 @@ from unitrain.backends.base import Backend, Compression, GradientMemory, PowerSG
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
 from unitrain.testing.compression import alike, may_be_refused, steps
-from unitrain.testing.models import assert_gradients, backward, batch, build, gradients, loss_of, mean_gradients
+from unitrain.testing.models import (
+    FEATURES,
+    assert_gradients,
+    backward,
+    batch,
+    build,
+    gradients,
+    loss_of,
+    mean_gradients,
+)
 
 LOW_RANK = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
 NO_MEMORY: tuple[Compression, ...] = ("none", "fp16")
@@ -202,6 +211,26 @@ def powersgd_keeps_what_is_owed_to_parts_that_are_frozen(backend: Backend) -> No
     assert sorted(owed) == list(MATRICES)
     for name, total in true.items():
         torch.testing.assert_close(sent[name] + owed.get(name, 0), total, rtol=0, atol=1e-12)
+
+
+@contract
+@may_be_refused
+def rounding_decides_nothing_that_powersgd_sends(backend: Backend) -> None:
+    """Where gradients are of a lower rank than Q, which a sum in another order would otherwise turn elsewhere."""
+    settings = PowerSGD(rank=3, start_step=0, min_compression_rate=0.5)
+    layers = [nn.Linear(FEATURES, 8, bias=False).double() for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    model, twin = layers
+    wrapped, other = (backend.distributed_model(layer, compression=settings) for layer in layers)
+    for step in range(6):
+        samples = batch(0, step)[:1] if step < 3 else batch(backend.rank, step)
+        for layer in layers:
+            layer.zero_grad()
+        loss_of(wrapped(samples)).backward()
+        with backend.no_sync(other):
+            (0.3 * loss_of(other(samples))).backward()
+        (0.7 * loss_of(other(samples))).backward()
+        assert_gradients(model, gradients(twin), 1e-9)
 
 
 @contract
