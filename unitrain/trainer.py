@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -122,7 +121,7 @@ class Trainer:
         )
         if self._average is not None:
             self._average.begin()
-        self.run.keep_gradients(self.model, self._loss_scale)
+        self.run.keep_gradients(self.model, lambda: self._precision.loss_scale(self._mean.loss_scale()))
         self.optimizer = backend.distributed_optimizer(optimizer, self.model)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._update = Update(
@@ -275,11 +274,6 @@ class Trainer:
         self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)
         self._callbacks.call("on_micro_step", self, batch, part, loss)
-
-    def _loss_scale(self) -> Tensor | None:
-        """Return what multiplies the losses of this step, for gradients that are remembered until another."""
-        scales = [scale for scale in (self._precision.loss_scale(), self._mean.loss_scale()) if scale is not None]
-        return math.prod(scales[1:], start=scales[0]) if scales else None
 
     def _validate(self, validation: EvaluationShare | None) -> dict[str, float]:
         if validation is None:

@@ -43,9 +43,12 @@ class Precision:
         """Return what to run backward from."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def loss_scale(self) -> Tensor | None:
-        """Return what losses are multiplied by now, without waiting for the device; None where they are not."""
-        return None if self._scaler is None else self._scaler.scale(torch.ones((), device=self._device))
+    def loss_scale(self, before: Tensor | None = None) -> Tensor | None:
+        """Return what losses are multiplied by now, with what they were multiplied by `before` that; None for neither.
+        It does not wait for the device."""
+        if self._scaler is None:
+            return before
+        return self._scaler.scale(torch.ones((), device=self._device) if before is None else before)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Give the gradients their true size, once per step, before anyone looks at it."""
