@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from unitrain.backends.base import Backend
 from unitrain.data.order import Cursor
 
 ACCUMULATE = 4
-PLAIN, COMMUNICATING = "nothing", "accumulate, communicating every time"
+PLAIN, NORMALISED, IMAGES = "nothing", "nothing, with BatchNorm", "nothing, with convolutions"
+COMMUNICATING = "accumulate, communicating every time"
+SIDE = 8  # an image has as many pixels as other inputs have features
 
 
 def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -25,32 +29,68 @@ def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return cross_entropy(output, target, reduction="sum"), len(target)
 
 
-# What differs from a plain Trainer: settings of TrainConfig, and arguments of the Trainer.
-FEATURES_ON: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
-    PLAIN: ({}, dict),
-    "clip_norm": ({"clip_norm": 1.0}, dict),
-    "lr_scaling with warm-up": (
-        {"lr_scaling": "linear", "reference_batch_size": BATCH, "warmup_steps": 10**6},
-        dict,
+def normalised(hidden: list[int]) -> nn.Sequential:
+    """Return the network with a BatchNorm after each of its hidden layers."""
+    layers: list[nn.Module] = []
+    for width, layer in zip([*hidden, CLASSES], network(hidden)[::2], strict=True):
+        layers += [layer, nn.BatchNorm1d(width), nn.ReLU()]
+    return nn.Sequential(*layers[:-2])
+
+
+def convolutional(hidden: list[int]) -> nn.Sequential:
+    """Return a network of convolutions, which cost about as much as the hidden layers."""
+    channels = [1, *(width // 16 for width in hidden)]
+    layers: list[nn.Module] = [nn.Unflatten(1, (1, SIDE, SIDE))]
+    for before, after in itertools.pairwise(channels):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], CLASSES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """What differs from a plain Trainer: settings of TrainConfig, arguments of the Trainer, and the network where it
+    takes another one; `against` is the feature that has all of it but what is measured."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: Callable[[], dict[str, Any]] = dict
+    network: Callable[[list[int]], nn.Module] = network
+    against: str = PLAIN
+
+
+FEATURES_ON = {
+    PLAIN: Feature(),
+    "clip_norm": Feature(settings={"clip_norm": 1.0}),
+    "lr_scaling with warm-up": Feature(
+        settings={"lr_scaling": "linear", "reference_batch_size": BATCH, "warmup_steps": 10**6}
     ),
-    "weights by tokens": ({}, lambda: {"loss_fn": summed}),
-    "bf16": ({"precision": "bf16"}, dict),
-    "fp16": ({"precision": "fp16"}, dict),
-    "GradientWatch": ({}, lambda: {"callbacks": [unitrain.GradientWatch()]}),
-    "accumulate": ({"accumulate": ACCUMULATE}, dict),
+    "weights by tokens": Feature(arguments=lambda: {"loss_fn": summed}),
+    "bf16": Feature(settings={"precision": "bf16"}),
+    "fp16": Feature(settings={"precision": "fp16"}),
+    "ema_decay": Feature(settings={"ema_decay": 0.999}),
+    "compile": Feature(settings={"compile": True}),
+    "compression fp16": Feature(settings={"compression": "fp16"}),
+    "compression PowerSGD": Feature(settings={"compression": unitrain.PowerSGD(start_step=0)}),
+    "GradientWatch": Feature(arguments=lambda: {"callbacks": [unitrain.GradientWatch()]}),
+    NORMALISED: Feature(network=normalised, against=NORMALISED),
+    "sync_batch_norm": Feature(settings={"sync_batch_norm": True}, network=normalised, against=NORMALISED),
+    IMAGES: Feature(network=convolutional, against=IMAGES),
+    "channels_last": Feature(settings={"channels_last": True}, network=convolutional, against=IMAGES),
+    "accumulate": Feature(settings={"accumulate": ACCUMULATE}),
 }
+# What is measured, and what each is held against.
+AGAINST = {**{name: feature.against for name, feature in FEATURES_ON.items()}, COMMUNICATING: PLAIN}
 Turn = Callable[[int], None]
 
 _prepared: dict[tuple[str, str], Turn] = {}
 
 
-def take_turn(backend: Backend, feature: str, model: str, number: int) -> float:
+def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
     """Train one epoch and return seconds per micro-batch, from barrier to barrier. All ranks call it."""
-    if (feature, model) not in _prepared:
-        _prepared[feature, model] = _prepare(backend, feature, model)
+    if (way, model) not in _prepared:
+        _prepared[way, model] = _prepare(backend, way, model)
     backend.barrier()
     started = time.perf_counter()
-    _prepared[feature, model](number)
+    _prepared[way, model](number)
     backend.barrier()
     return (time.perf_counter() - started) / _micro_steps(model)
 
@@ -60,20 +100,18 @@ def _micro_steps(model: str) -> int:
     return steps - steps % ACCUMULATE
 
 
-def _prepare(backend: Backend, feature: str, name: str) -> Turn:
+def _prepare(backend: Backend, way: str, name: str) -> Turn:
     torch.manual_seed(1)
     samples = _micro_steps(name) * BATCH * backend.size
     data = TensorDataset(torch.randn(samples, FEATURES), torch.randint(0, CLASSES, (samples,)))
-    model = network(MODELS[name][0])
+    feature = FEATURES_ON.get(way, FEATURES_ON[PLAIN])
+    model = feature.network(MODELS[name][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    if feature == COMMUNICATING:
+    if way == COMMUNICATING:
         return _communicating(backend, model, optimizer, data)
-    settings, arguments = FEATURES_ON[feature]
-    config = unitrain.TrainConfig(epochs=1, batch_size=BATCH, progress="off", **settings)
-    loss_fn, others = cross_entropy, arguments()
-    trainer = unitrain.Trainer(
-        model, optimizer, others.pop("loss_fn", loss_fn), backend=backend, config=config, **others
-    )
+    config = unitrain.TrainConfig(epochs=1, batch_size=BATCH, progress="off", **feature.settings)
+    arguments = {"loss_fn": cross_entropy, **feature.arguments()}
+    trainer = unitrain.Trainer(model, optimizer, backend=backend, config=config, **arguments)
 
     def turn(number: int) -> None:
         trainer.run.cursor = Cursor()

@@ -11,9 +11,7 @@ hand-written time / unitrain time of the same round: above 1, unitrain is faster
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import signal
 import statistics
 from collections.abc import Sequence
@@ -21,18 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import torch
-from loops import BATCH, MODELS, settle, take_turn
+from loops import settle, take_turn
 from rich.progress import track
+from tables import Results, Seconds, frame, keep, options, ratio
 
 from unitrain.testing import RankGroup
 
-RESULTS = Path(__file__).parent / "results"
 BY_HAND = {"ddp": "DistributedDataParallel", "horovod": "hvd.DistributedOptimizer"}
 OURS = ("own loop", "Trainer")
 # What a Horovod that nobody configures runs with, where unitrain chooses otherwise.
 HOROVOD_DEFAULTS = {"HOROVOD_CYCLE_TIME": "1"}
-Seconds = dict[str, list[float]]
 
 
 @dataclass
@@ -80,49 +76,29 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
     return results
 
 
-def table(results: dict[str, dict[str, Seconds]], ranks: int) -> str:
-    lines = [
-        "# What a training step costs, against the loop written by hand",
-        "",
-        f"{ranks} ranks on one host, a core and a thread each, no GPU; batches of {BATCH} per rank, SGD with momentum; "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} processors. "
-        "Hand-written time / unitrain time of the same round: above 1, unitrain is faster. "
-        "Medians; in brackets the middle half of all rounds. Made by `make bench`.",
-        "",
-        "| backend | model | against | own loop | Trainer | by hand, ms per step | rounds |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def table(results: Results, ranks: int) -> list[str]:
+    header = ["backend", "model", "against", *OURS, "by hand, ms per step", "rounds"]
+    quoted = "Hand-written time / unitrain time of the same round: above 1, unitrain is faster."
+    lines = frame("What a training step costs, against the loop written by hand", quoted, "make bench", ranks, header)
     for backend, models in results.items():
         for model, seconds in models.items():
             hand = seconds[BY_HAND[backend]]
-            shown = []
-            for way in OURS:
-                ratios = [theirs / own for theirs, own in zip(hand, seconds[way], strict=True)]
-                low, middle, high = statistics.quantiles(ratios, n=4)
-                shown.append(f"**{middle:.3f}** [{low:.3f}, {high:.3f}]")
+            shown = [ratio(hand, seconds[way]) for way in OURS]
             lines.append(
-                f"| {backend} | {model} | {BY_HAND[backend]} | {shown[0]} | {shown[1]} "
+                f"| {backend} | {model} | {BY_HAND[backend]} | {' | '.join(shown)} "
                 f"| {statistics.median(hand) * 1000:.2f} | {len(hand)} |"
             )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 @click.command()
-@click.option("--backend", "backends", type=click.Choice(list(BY_HAND)), multiple=True, default=list(BY_HAND))
-@click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, default=list(MODELS))
-@click.option("--rounds", type=click.IntRange(min=2), default=40, show_default=True)
-@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@options(rounds=40)
 def main(backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and keep it."""
     # Ended as by Ctrl-C: ranks that are stopped would not notice that nobody is left to wake them.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = {backend: measure(backend, models, rounds, ranks) for backend in backends}
-    text = table(results, ranks)
-    click.echo(text)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "step_overhead.md").write_text(text)
-    (output / "step_overhead.json").write_text(json.dumps({"ranks": ranks, "seconds_per_step": results}))
+    keep(table(results, ranks), "step_overhead", output, ranks=ranks, seconds_per_step=results)
 
 
 if __name__ == "__main__":

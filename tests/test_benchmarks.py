@@ -42,9 +42,25 @@ def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
             assert re.search(rf"^\| {backend} \| {precision}, 20 steps, .* \| ok \|$", table, re.M)
 
 
+RATIO = r"\*\*\d+\.\d{3}\*\* \[\d+\.\d{3}, \d+\.\d{3}\]"
+
+
 def test_compression(tmp_path: Path) -> None:
-    shown = run("compression.py", "--model", "tiny", "--rounds", "2", "--way", "PowerSGD, rank 1", "--output", tmp_path)
+    chosen = ["--backend", "horovod", "--model", "tiny", "--way", "PowerSGD, rank 1"]
+    shown = run("compression.py", *chosen, "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "compression.md").read_text()
     assert table.strip() in shown
-    ratio = r"\*\*\d+\.\d{3}\*\* \[\d+\.\d{3}, \d+\.\d{3}\]"
-    assert re.search(rf"^\| PowerSGD, rank 1 \| {ratio} \| {ratio} \|$", table, re.M)
+    assert re.search(rf"^\| PowerSGD, rank 1 \| {RATIO} \|$", table, re.M)
+
+
+def test_feature_costs(tmp_path: Path) -> None:
+    features = ["ema_decay", "sync_batch_norm", "channels_last", "accumulate", "accumulate, communicating every time"]
+    chosen = ["--backend", "ddp", "--model", "tiny", *(word for name in features for word in ("--feature", name))]
+    shown = run("feature_costs.py", *chosen, "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "feature_costs.md").read_text()
+    assert table.strip() in shown
+    for feature in features:
+        assert re.search(rf"^\| {feature} \| {RATIO} \|$", table, re.M)
+    for model in ("nothing", "nothing, with BatchNorm", "nothing, with convolutions"):
+        assert re.search(rf"^\| {model} \| \d+\.\d\d ms \|$", table, re.M)
+    assert re.search(rf"^- ddp, tiny: {RATIO}$", table, re.M)

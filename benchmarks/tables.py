@@ -1,0 +1,85 @@
+"""What the benchmarks' tables have in common: options, the frame, ratios of rounds, and the files that they go to."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from loops import BATCH, MODELS
+
+RESULTS = Path(__file__).parent / "results"
+BACKENDS = ("ddp", "horovod")
+# For each way, seconds round by round; and that for each backend and model.
+Seconds = dict[str, list[float]]
+Results = Mapping[str, Mapping[str, Seconds]]
+
+
+def options(*, rounds: int, models: Sequence[str] = tuple(MODELS)) -> Callable[[Callable[..., None]], Any]:
+    """Return what gives a main function `backends`, `models`, `rounds`, `ranks` and `output`, with these defaults."""
+
+    def decorate(main: Callable[..., None]) -> Any:
+        for option in (
+            click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True),
+            click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True),
+            click.option("--rounds", type=click.IntRange(min=2), default=rounds, show_default=True),
+            click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, default=models),
+            click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS),
+        ):
+            main = option(main)
+        return main
+
+    return decorate
+
+
+def frame(title: str, quoted: str, made_by: str, ranks: int, header: Sequence[str]) -> list[str]:
+    """Return the lines above the rows; `quoted` says what the figures are, `made_by` with which command."""
+    return [
+        f"# {title}",
+        "",
+        f"{ranks} ranks on one host, a core and a thread each, no GPU; batches of {BATCH} per rank, SGD with momentum; "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} processors. {quoted} "
+        f"Medians; in brackets the middle half of all rounds. Made by `{made_by}`.",
+        "",
+        f"| {' | '.join(header)} |",
+        "|---" * len(header) + "|",
+    ]
+
+
+def ratio(ones: Sequence[float], others: Sequence[float]) -> str:
+    """Return the median of the rounds' ratios, and their middle half."""
+    low, middle, high = statistics.quantiles([one / other for one, other in zip(ones, others, strict=True)], n=4)
+    return f"**{middle:.3f}** [{low:.3f}, {high:.3f}]"
+
+
+def columns(results: Results) -> dict[str, Seconds]:
+    """Return the seconds by the name of a column, one for each backend and model."""
+    return {f"{backend}, {model}": seconds for backend, models in results.items() for model, seconds in models.items()}
+
+
+def rows(results: Results, against: Mapping[str, str]) -> list[str]:
+    """Return a line for each way in `against`: the ratio of its time and that of the way it is held against, or the
+    milliseconds of one that is held against itself."""
+    lines = []
+    for way, base in against.items():
+        shown = [
+            f"{statistics.median(seconds[way]) * 1000:.2f} ms" if way == base else ratio(seconds[way], seconds[base])
+            for seconds in columns(results).values()
+        ]
+        lines.append(f"| {' | '.join([way, *shown])} |")
+    return lines
+
+
+def keep(lines: Sequence[str], name: str, output: Path, **figures: Any) -> None:
+    """Print the table, and write it as `name`.md, with the `figures` that it is made of as `name`.json."""
+    text = "\n".join(lines) + "\n"
+    click.echo(text)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{name}.md").write_text(text)
+    (output / f"{name}.json").write_text(json.dumps(figures))
