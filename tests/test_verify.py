@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +374,19 @@ def test_one_process_normalises_over_as_many_samples(tmp_path: Path, monkeypatch
     assert own.normalised() == [[4, 4, 4]] * 5
     assert second(whole, synced).status == "same numbers"
     assert second(whole, own).status == "differs"
+
+
+def test_ranks_that_round_their_gradients_differ_by_design(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = record(tmp_path / "a", monkeypatch, compression="bf16", batch_size=12)
+    exact = record(tmp_path / "b", monkeypatch, batch_size=12)
+    assert (one.first.rounding, exact.first.rounding) == ("bf16", "none")
+    assert second(one, exact).status == "differs", "as many ranks round alike"
+    of_two = Record([replace(exact.first, size=2, rounding="bf16")], exact.folder)
+    rows = {row.status: row for row in compared(one, of_two).rows}
+    assert rows.keys() == {"reference", "by design"}
+    assert "each rank rounds its gradients to bf16 before they are added up" in rows["by design"].reasons[0]
+    unrounded = Record([replace(one.first, size=2, rounding="none")], one.folder)
+    assert {row.status for row in compared(exact, unrounded).rows} == {"reference", "differs"}
 
 
 def test_tokens_weigh_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,8 @@ class RankRecord:
     """What one rank did. `start` and `end` are the digests of its parameters before the first step and after the last.
 
     `random` names the generators that gave numbers in between, `fixed_batch` tells that the script states its global
-    batch itself, and `batch_statistics` whose samples of a micro-step BatchNorm computes over: "rank", "all" or "none".
+    batch itself, `batch_statistics` whose samples of a micro-step BatchNorm computes over: "rank", "all" or "none"; and
+    `rounding` the format that gradients are rounded to as they travel: "fp16", "bf16" or "none".
     """
 
     rank: int
@@ -69,6 +70,7 @@ class RankRecord:
     random: Sequence[str]
     fixed_batch: bool
     batch_statistics: str
+    rounding: str
 
     def write(self, folder: Path) -> None:
         """Leave it in `folder`, whole or not at all."""

@@ -132,6 +132,7 @@ class Recorder(Callback):
             random=[name for name in before if before[name] != after[name]],
             fixed_batch=self._fixed_batch,
             batch_statistics=_batch_statistics(backend.unwrap(trainer.model)),
+            rounding=compression if (compression := trainer.config.compression) in ("fp16", "bf16") else "none",
         )
         if backend.rank == 0:
             save_file(_tensors(trainer), self._folder / TENSORS)

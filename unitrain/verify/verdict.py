@@ -117,6 +117,8 @@ def by_design(record: Record, reference: Record) -> str | None:
         )
     if reference.first.batch_statistics != "none" and record.normalised() != reference.normalised():
         return "BatchNorm computes over other samples at a time"
+    if (rounding := reference.first.rounding) != "none":
+        return f"each rank rounds its gradients to {rounding} before they are added up, here {ranks}"
     return None
 
 
