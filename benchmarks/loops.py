@@ -20,8 +20,10 @@ from unitrain.backends.base import Backend
 from unitrain.data.order import Cursor
 
 BATCH, FEATURES, CLASSES = 32, 64, 10
-# Hidden layers, and the steps of one turn: the tiny model shows overhead, the large one communication.
-MODELS = {"tiny": ([64, 64], 600), "25M": ([2048, 3072, 3072, 2816], 10)}
+# Hidden layers, and the steps of one turn: the tiny model shows overhead, the large one communication, and the one for
+# trials that it runs at all.
+MODELS = {"tiny": ([64, 64], 600), "25M": ([2048, 3072, 3072, 2816], 10), "trial": ([32, 32], 8)}
+MEASURED = ("tiny", "25M")
 Turn = Callable[[int], float]
 
 _prepared: dict[tuple[str, str], Turn] = {}

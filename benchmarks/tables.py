@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 import torch
-from loops import BATCH, MODELS
+from loops import BATCH, MEASURED, MODELS
 
 RESULTS = Path(__file__).parent / "results"
 BACKENDS = ("ddp", "horovod")
@@ -21,7 +21,7 @@ Seconds = dict[str, list[float]]
 Results = Mapping[str, Mapping[str, Seconds]]
 
 
-def options(*, rounds: int, models: Sequence[str] = tuple(MODELS)) -> Callable[[Callable[..., None]], Any]:
+def options(*, rounds: int, models: Sequence[str] = MEASURED) -> Callable[[Callable[..., None]], Any]:
     """Return what gives a main function `backends`, `models`, `rounds`, `ranks` and `output`, with these defaults."""
 
     def decorate(main: Callable[..., None]) -> Any:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+RATIO = r"\*\*\d+\.\d{3}\*\* \[\d+\.\d{3}, \d+\.\d{3}\]"
 
 
 def run(script: str, *arguments: str | Path) -> str:
@@ -19,15 +20,15 @@ def run(script: str, *arguments: str | Path) -> str:
 
 
 def test_step_overhead(tmp_path: Path) -> None:
-    shown = run("step_overhead.py", "--model", "tiny", "--rounds", "2", "--output", tmp_path)
+    shown = run("step_overhead.py", "--model", "trial", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "step_overhead.md").read_text()
     assert table.strip() in shown
     for backend, against in (("ddp", "DistributedDataParallel"), ("horovod", "hvd.DistributedOptimizer")):
-        ratio = r"\*\*\d+\.\d{3}\*\* \[\d+\.\d{3}, \d+\.\d{3}\]"
-        assert re.search(rf"^\| {backend} \| tiny \| {re.escape(against)} \| {ratio} \| {ratio} \| ", table, re.M)
+        row = rf"^\| {backend} \| trial \| {re.escape(against)} \| {RATIO} \| {RATIO} \| "
+        assert re.search(row, table, re.M)
     kept = json.loads((tmp_path / "step_overhead.json").read_text())
     for ways in kept["seconds_per_step"].values():
-        assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in ways["tiny"].values())
+        assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in ways["trial"].values())
 
 
 def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
@@ -42,11 +43,8 @@ def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
             assert re.search(rf"^\| {backend} \| {precision}, 20 steps, .* \| ok \|$", table, re.M)
 
 
-RATIO = r"\*\*\d+\.\d{3}\*\* \[\d+\.\d{3}, \d+\.\d{3}\]"
-
-
 def test_compression(tmp_path: Path) -> None:
-    chosen = ["--backend", "horovod", "--model", "tiny", "--way", "PowerSGD, rank 1"]
+    chosen = ["--backend", "horovod", "--model", "trial", "--way", "PowerSGD, rank 1"]
     shown = run("compression.py", *chosen, "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "compression.md").read_text()
     assert table.strip() in shown
@@ -54,8 +52,15 @@ def test_compression(tmp_path: Path) -> None:
 
 
 def test_feature_costs(tmp_path: Path) -> None:
-    features = ["ema_decay", "sync_batch_norm", "channels_last", "accumulate", "accumulate, communicating every time"]
-    chosen = ["--backend", "ddp", "--model", "tiny", *(word for name in features for word in ("--feature", name))]
+    features = [
+        "ema_decay",
+        "compression PowerSGD",
+        "sync_batch_norm",
+        "channels_last",
+        "accumulate",
+        "accumulate, communicating every time",
+    ]
+    chosen = ["--backend", "ddp", "--model", "trial", *(word for name in features for word in ("--feature", name))]
     shown = run("feature_costs.py", *chosen, "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "feature_costs.md").read_text()
     assert table.strip() in shown
@@ -63,4 +68,4 @@ def test_feature_costs(tmp_path: Path) -> None:
         assert re.search(rf"^\| {feature} \| {RATIO} \|$", table, re.M)
     for model in ("nothing", "nothing, with BatchNorm", "nothing, with convolutions"):
         assert re.search(rf"^\| {model} \| \d+\.\d\d ms \|$", table, re.M)
-    assert re.search(rf"^- ddp, tiny: {RATIO}$", table, re.M)
+    assert re.search(rf"^- ddp, trial: {RATIO}$", table, re.M)
