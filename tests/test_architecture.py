@@ -27,7 +27,7 @@ FORBIDDEN = [
     ("unitrain/* -unitrain/testing/*", ["unitrain.testing"], []),
     # What a backend stands on; the interface stands on less, and no backend on another one.
     ("unitrain/backends/*", ["unitrain"], ["unitrain.backends", "unitrain.environment", "unitrain.errors"]),
-    ("unitrain/backends/base.py", ["unitrain.backends"], []),
+    ("unitrain/backends/base.py", ["unitrain.backends"], ["unitrain.backends.whereabouts"]),
     ("unitrain/backends/* -unitrain/backends/horovod*.py", ["unitrain.backends.horovod"], []),
     ("unitrain/backends/* -unitrain/backends/ddp.py", ["unitrain.backends.ddp"], []),
     ("unitrain/backends/* -unitrain/backends/local.py", ["unitrain.backends.local"], []),
