@@ -29,7 +29,7 @@ VARIANTS = (
     "plain", "accumulate", "clip", "uneven", "tokens", "tokens accumulated", "learning rate", "batch norm", "average",
 )  # fmt: skip
 CASES = list(itertools.product(OPTIMIZERS, VARIANTS))
-GROUPS = [("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
+GROUPS = [(backend, size) for backend in ("ddp", "horovod") for size in (1, 2, 3)]
 Run = tuple[list[Tensor], float]
 
 

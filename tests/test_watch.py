@@ -16,6 +16,7 @@ from launches import started
 
 from unitrain import environment
 from unitrain.backends.network import free_port
+from unitrain.backends.watch import name_ranks
 from unitrain.backends.whereabouts import call_site, whereabouts
 
 PROGRAM = """\
@@ -61,7 +62,7 @@ with unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])) as backend:
 
 
 @contextlib.contextmanager
-def ranks(script: Path, backend: str, size: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+def started_ranks(script: Path, backend: str, size: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Start the ranks with nobody to end the others when one fails, as a scheduler of one's own may."""
     port = str(free_port())
     processes = []
@@ -100,7 +101,7 @@ def test_a_fault_ends_all_ranks_and_is_told_once(backend: str, fault: str, tmp_p
     told, timeout = FAULTS[fault]
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    with ranks(script, backend, 3, fault, str(timeout)) as processes:
+    with started_ranks(script, backend, 3, fault, str(timeout)) as processes:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
         ended = time.time()
     together = "\n".join(outputs)
@@ -124,6 +125,13 @@ def test_the_launcher_shows_the_error_that_came_first(tmp_path: Path) -> None:
     summary = output.split("Root Cause (first observed failure):")[1]
     assert "rank      : 1 " in summary
     assert "ValueError: item 31 is broken" in summary
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"), [([3], "rank 3"), ([0, 1, 2, 5], "each of ranks 0-2, 5"), ([1, 3], "each of ranks 1, 3")]
+)
+def test_ranks_are_named_in_few_words(ranks: list[int], named: str) -> None:
+    assert name_ranks(ranks) == named
 
 
 def test_where_a_thread_is() -> None:

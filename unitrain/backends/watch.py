@@ -28,6 +28,7 @@ _PERIOD_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 _GRACE_SECONDS = 5.0
 _ASKED, _FAILED = "asked", "failed"
+_NO_ANSWER = "gives no answer: its process is gone, or its host cannot be reached"
 # How the loss of a peer looks, by transport: such an error is what a failure elsewhere leads to.
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Horovod has been shut down",
               "imed out", "Connection refused", "Read error", "Write error")  # fmt: skip
@@ -57,6 +58,7 @@ class Watch:
         self._store: dist.Store = dist.PrefixStore("watch", meeting.store).clone()
         self._own = dist.PrefixStore("watch", meeting.store).clone()
         self._waits = waits
+        self._process = os.getpid()
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._report: list[str] = []
@@ -82,8 +84,8 @@ class Watch:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends with `error`, and learn where they are. The main thread calls it."""
-        if self._error is not None or self._ended.is_set():
-            return
+        if self._error is not None or self._ended.is_set() or os.getpid() != self._process:
+            return  # a process that was forked from this one, such as a DataLoader's worker, is no rank
         self._error = error
         self._ended.set()
         own = Failure(self._rank, _one_line(error))
@@ -104,14 +106,13 @@ class Watch:
         # Also for the sake of those who have not looked yet: the store may end with this process.
         answers = self._answers("heard", others)
         lines = [f"unitrain: {self._first} (of {self._size} ranks)"]
+        alike: dict[tuple[str, ...], list[int]] = {}
         for rank in others:
-            told = answers.get(rank)
-            if told is None:
-                lines.append(f"  rank {rank} gives no answer: its process is gone, or its host cannot be reached")
-                continue
-            lines.append(f"  rank {rank} {told['doing']}")
-            if not told["doing"].startswith(("waits", "failed", "is in the backward")):
-                lines += [f"    {line}" for line in told["stack"]]
+            told = answers.get(rank, {"doing": _NO_ANSWER, "stack": []})
+            waits = told["doing"].startswith(("waits", "is in the backward"))
+            alike.setdefault((told["doing"], *([] if waits else told["stack"])), []).append(rank)
+        for (doing, *stack), ranks in alike.items():
+            lines += [f"  {name_ranks(ranks)} {doing}", *(f"    {line}" for line in stack)]
         return lines
 
     def _answers(self, key: str, ranks: list[int]) -> dict[int, Any]:
@@ -152,7 +153,7 @@ class Watch:
             os._exit(1)
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and os.getpid() == self._process:
             self.fail(error)
             _record(error)
         first, own = self._first, _one_line(error)
@@ -163,6 +164,18 @@ class Watch:
             place = f", at {_last_line(trace)}" if trace is not None else ""
             _say([f"unitrain: rank {self._rank} of {self._size} ended with {own}{place}; {first}"])
         _say(self._report)
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Return "rank 3", or "each of ranks 0-2, 5"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    named = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
+    return f"rank {named}" if len(ranks) == 1 else f"each of ranks {named}"
 
 
 def _say(lines: list[str]) -> None:
