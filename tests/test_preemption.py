@@ -94,6 +94,19 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(launcher: str, tmp_path: 
         assert resumed == uninterrupted
 
 
+def test_ranks_save_and_end_where_their_launcher_is_killed(tmp_path: Path) -> None:
+    launch_command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", DIGITS, "--epochs", "1000"]
+    with started([*launch_command, "--device", "cpu", "--output", str(tmp_path)], {"OMP_NUM_THREADS": "1"}) as launch:
+        wait_for(tmp_path / "history.jsonl")
+        launch.process.kill()
+        output = launch.output()  # which is complete when the last rank has closed it
+        launch.wait_until_none_lives(30)
+    assert re.search(r"rank \d of 2 ends, because torchrun is gone", output), output
+    assert re.search(r"stopped after step \d+: SIGTERM came to rank \d", output), output
+    (step,) = re.findall(r"stopped after step (\d+)", output)
+    assert (tmp_path / f"step-{int(step):09d}" / "manifest.json").exists()
+
+
 WORKERS = """
 import sys
 from pathlib import Path

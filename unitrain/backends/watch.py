@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -28,6 +29,9 @@ _PERIOD_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 _GRACE_SECONDS = 5.0
 _ASKED, _FAILED = "asked", "failed"
+# Launchers that, when they are killed, leave their ranks running.
+_LEAVES_ORPHANS = ("torchrun",)
+_LAST_CHECKPOINT_SECONDS = 60.0
 _NO_ANSWER = "gives no answer: its process is gone, or its host cannot be reached"
 # How the loss of a peer looks, by transport: such an error is what a failure elsewhere leads to.
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Horovod has been shut down",
@@ -58,7 +62,7 @@ class Watch:
         self._store: dist.Store = dist.PrefixStore("watch", meeting.store).clone()
         self._own = dist.PrefixStore("watch", meeting.store).clone()
         self._waits = waits
-        self._process = os.getpid()
+        self._launcher, self._parent, self._process = meeting.placement.launcher, os.getppid(), os.getpid()
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._report: list[str] = []
@@ -126,19 +130,29 @@ class Watch:
         return answers
 
     def _watch(self) -> None:
-        answered = False
-        try:
-            while not self._ended.wait(_PERIOD_SECONDS):
-                if not answered and self._store.check([_ASKED]):
+        reachable, answered = True, False
+        while not self._ended.wait(_PERIOD_SECONDS):
+            if os.getppid() != self._parent and self._launcher in _LEAVES_ORPHANS:
+                self._follow_launcher()
+                return
+            try:
+                if reachable and not answered and self._store.check([_ASKED]):
                     self._answer("where")
                     answered = True
-                if self._store.check([_FAILED]):
+                if reachable and self._store.check([_FAILED]):
                     first = Failure(*json.loads(self._store.get(_FAILED)))
                     self._answer("heard")
                     self._end(first)
                     return
-        except dist.DistError:
-            return  # rank 0's process is gone: what needs it fails by itself, and what does not may go on
+            except dist.DistError:
+                reachable = False  # rank 0's process is gone: what needs it fails by itself, and what does not goes on
+
+    def _follow_launcher(self) -> None:
+        """End as the launcher should have asked for: in time for a checkpoint."""
+        _say([f"unitrain: rank {self._rank} of {self._size} ends, because {self._launcher} is gone"])
+        os.kill(self._process, signal.SIGTERM)
+        if not self._ended.wait(_LAST_CHECKPOINT_SECONDS):
+            os._exit(1)
 
     def _answer(self, key: str) -> None:
         doing, stack = whereabouts(self._waits)
