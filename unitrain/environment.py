@@ -69,6 +69,8 @@ _LAUNCHERS = (
     _Variables("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID"),
     _Variables("env", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )  # fmt: skip
+# The name of a job that `unitrain launch` starts again when it fails, the same in every attempt.
+JOB = "UNITRAIN_JOB"
 # What launchers tell their processes beside that, by the start of its name. What a scheduler or a user tells a
 # launcher, as SLURM_JOB_ID, is not among it.
 _TOLD_BESIDE = (
@@ -101,6 +103,11 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement:
 def setting(name: str) -> str | None:
     """Return an environment variable, or None when it is unset or empty."""
     return os.environ.get(name) or None
+
+
+def job() -> str | None:
+    """Return the name of this job if it is started again when it fails; all attempts have the same."""
+    return setting(JOB)
 
 
 def inherited() -> dict[str, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -11,6 +13,7 @@ import click
 import launchers
 from unitrain import environment
 from unitrain.backends import registry
+from unitrain.commands.restarts import Restarts
 from unitrain.errors import ConfigError, did_you_mean
 
 # The launcher that a backend's users know, and the other way round.
@@ -29,6 +32,13 @@ _BACKEND_OF = {launcher: backend for backend, launcher in LAUNCHER_OF.items()}
 @click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Where they run. [default: this host]")
 @click.option("--gloo", "controller", flag_value="gloo", help="horovodrun: Gloo brings the ranks together. [default]")
 @click.option("--mpi", "controller", flag_value="mpi", help="horovodrun: MPI brings the ranks together.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Start the job again when it fails, up to N times; a Trainer goes on from its newest checkpoint. [default: 0]",
+)
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -38,6 +48,7 @@ def launch(
     num_processes: int | None,
     hosts: str | None,
     controller: str | None,
+    max_restarts: int,
     dry_run: bool,
     script: Path,
     args: tuple[str, ...],
@@ -53,14 +64,18 @@ def launch(
       unitrain launch --backend horovod --launcher torchrun -np 2 train.py
     """
     try:
-        command = _command(backend, launcher, num_processes, hosts, controller, script, args)
+        job = {environment.JOB: secrets.token_hex(8)} if max_restarts else {}
+        command = _command(backend, launcher, num_processes, hosts, controller, script, args, job)
     except (launchers.LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
     click.echo(command.shell(), err=not dry_run)
     if dry_run:
         return
     sys.stdout.flush()
-    os.execvpe(command.argv[0], command.argv, environment.without_ranks() | dict(command.environment))
+    environ = environment.without_ranks() | dict(command.environment)
+    if max_restarts:
+        sys.exit(Restarts(max_restarts).run(command.argv, environ))
+    os.execvpe(command.argv[0], command.argv, environ)
 
 
 def _command(
@@ -71,6 +86,7 @@ def _command(
     controller: str | None,
     script: Path,
     args: tuple[str, ...],
+    variables: Mapping[str, str],
 ) -> launchers.Command:
     backend = backend or environment.setting("UNITRAIN_BACKEND")
     if backend is not None:
@@ -93,6 +109,7 @@ def _command(
         hosts=parsed,
         backend=backend,
         controller=controller,
+        environment=variables,
     )
     return launchers.build(launcher, spec)
 

@@ -10,12 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from unitrain import environment
 from unitrain.backends.base import Communicator, raise_together
 from unitrain.errors import CheckpointError
 from unitrain.run import checkpoint_files as files
 
 GRADIENTS = "gradients"
 WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
+# In a run's folder: the job that writes to it, where that is one that is started again when it fails.
+_JOB = ".job"
 
 _ResultT = TypeVar("_ResultT")
 
@@ -39,27 +42,36 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
     return result
 
 
-def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> None:
-    """Make `folder` and prove that it can be written to, before training begins. All ranks call it.
+def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> bool:
+    """Make `folder` and prove that it can be written to, before training begins; tell whether to go on from there.
 
-    Raises CheckpointError on every rank when it cannot, or when it holds a run's checkpoints and `resume` is False.
+    That is so with `resume`, and where an earlier attempt of the same job has been there. All ranks call it. Raises
+    CheckpointError on every rank when it cannot, or when it holds another run's checkpoints.
     """
 
-    def prepare() -> None:
+    def prepare() -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         for unfinished in folder.glob(".*.unfinished"):
             shutil.rmtree(unfinished)
         probe = folder / ".probe.unfinished"
         probe.mkdir()
         probe.rmdir()
-        found = files.candidates(folder)
-        if found and not resume:
+        found, job, mark = files.candidates(folder), environment.job(), folder / _JOB
+        goes_on = resume or (job is not None and mark.exists() and mark.read_text() == job)
+        if found and not goes_on:
             raise CheckpointError(
                 f"Output folder '{folder}' already holds a run, up to {found[0].name}. "
                 "Use TrainConfig(resume=True) to go on from there, or another output_dir."
             )
+        if job is not None:
+            mark.write_text(job)
+        return goes_on
 
-    on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, prepare)
+    return bool(
+        communicator.broadcast_object(
+            on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, prepare)
+        )
+    )
 
 
 def restore(

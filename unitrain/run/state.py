@@ -101,14 +101,17 @@ class Run:
     def prepare(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         """Make the folder, and restore what an earlier run left where the configuration says so.
 
-        It is before the model is wrapped, which passes rank 0's parameters on to the other ranks.
+        It is before the model is wrapped, which passes rank 0's parameters on to the other ranks. Where the job is
+        another attempt at one that has failed, what that one has left comes before what the configuration says.
         """
-        resume = self._config.resume
-        if self._folder is not None:
-            own = resume is True or (resume and Path(resume).resolve() == self._folder.resolve())
-            checkpoint.prepare_folder(self._folder, self._backend, resume=bool(own))
-        if resume:
-            self._restore(model, optimizer, scheduler)
+        resume, folder, parts = self._config.resume, self._folder, (model, optimizer, scheduler)
+        restored = False
+        if folder is not None:
+            own = resume is True or (resume and Path(resume).resolve() == folder.resolve())
+            if checkpoint.prepare_folder(folder, self._backend, resume=bool(own)):
+                restored = self._restore(folder, *parts, required=False)
+        if not restored and not isinstance(resume, bool):
+            self._restore(Path(resume), *parts, required=True)
         # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
         self._write_history("", lambda history: history.rewind(self.cursor.step))
         self.description = describe_parts(model, optimizer, scheduler)
@@ -186,13 +189,12 @@ class Run:
         epochs, steps = self._config.epochs, self._config.steps
         return (epochs is not None and self.cursor.epoch >= epochs) or (steps is not None and self.cursor.step >= steps)
 
-    def _restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+    def _restore(self, where: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, required: bool) -> bool:
+        """Restore what `where` holds, and tell whether there was anything."""
         config = self._config
-        newest = config.resume is True
-        where = Path(config.output_dir or "") if newest else Path(str(config.resume))
-        training = checkpoint.restore(where, model, optimizer, scheduler, self._backend, required=not newest)
+        training = checkpoint.restore(where, model, optimizer, scheduler, self._backend, required=required)
         if training is None:
-            return
+            return False
         if training.get("seed", config.seed) != config.seed:
             raise CheckpointError(
                 f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
@@ -210,6 +212,7 @@ class Run:
         self._restored = training
         states = training.get("generators", [])
         self._generators = states[self._backend.rank] if len(states) == self._backend.size else None
+        return True
 
     def _learning_rate(self) -> dict[str, Any]:
         return {name: getattr(self._config, name) for name in ("lr_scaling", "reference_batch_size", "warmup_steps")}
