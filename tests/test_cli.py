@@ -17,7 +17,7 @@ from unitrain.cli import unitrain
 OPTIONS = {
     "unitrain": {"--version"},
     "unitrain launch": {
-        "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "--dry-run",
+        "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "--dry-run", "--max-restarts",
         "SCRIPT", "ARGS",
     },
     "unitrain ckpt": set(),
