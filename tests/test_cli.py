@@ -17,8 +17,8 @@ from unitrain.cli import unitrain
 OPTIONS = {
     "unitrain": {"--version"},
     "unitrain launch": {
-        "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "--dry-run", "--max-restarts",
-        "SCRIPT", "ARGS",
+        "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "--dry-run",
+        "--max-restarts", "SCRIPT", "ARGS",
     },
     "unitrain ckpt": set(),
     "unitrain ckpt convert": {"SOURCE", "FOLDER", "--strip-prefix", "--epoch", "--step"},
