@@ -159,7 +159,17 @@ def test_which_are_kept(tmp_path: Path, settings: dict[str, Any], kept: list[int
 def test_a_damaged_one_does_not_push_out_a_sound_one(tmp_path: Path) -> None:
     trainer(LOCAL, tmp_path, epochs=2).fit(data())
     (files.checkpoint_path(tmp_path, 8) / files.MANIFEST).unlink()
-    assert Retention(1).obsolete(tmp_path) == []
+    assert Retention(1).obsolete(files.checkpoint_path(tmp_path, 8)) == []
+
+
+def test_damaged_ones_that_the_run_was_resumed_before_do_not_push_out_what_it_writes(tmp_path: Path) -> None:
+    trainer(LOCAL, tmp_path, epochs=3).fit(data())
+    for step in (8, 12):
+        (files.checkpoint_path(tmp_path, step) / files.TRAINING).write_bytes(b"")
+    resumed = trainer(LOCAL, tmp_path, steps=6, checkpoint_every_steps=1, keep_last=1, resume="auto")
+    assert resumed.run.cursor.step == 4
+    resumed.fit(data())
+    assert trainer(LOCAL, tmp_path, epochs=3, resume="auto").run.cursor.step == 6
 
 
 def test_what_is_kept_beside_all_is_refused() -> None:

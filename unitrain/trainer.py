@@ -231,7 +231,7 @@ class Trainer:
             self._tracker.step(epoch, part.step_samples)
             self._callbacks.call("on_step_end", self)
             if config.checkpoint_every_steps and cursor.step % config.checkpoint_every_steps == 0:
-                self._save({})
+                self._save({}, None)
             if self._loss.due(cursor.step):
                 self._look(epoch)
             elif self.run.stopping.due(cursor.step):
@@ -255,14 +255,15 @@ class Trainer:
         self._tracker.epoch(epoch, cursor.step, results, trained / seconds)
         self._callbacks.call("on_epoch_end", self, results)
         self._meet()
+        row = {"epoch": epoch, "step": cursor.step, **results, **speed}
         if cursor.epoch % config.checkpoint_every == 0 or self.run.finished():
-            self._save(results)
-        self.run.record({"epoch": epoch, "step": cursor.step, **results, **speed, **self._times.gather()})
+            self._save(results, row)
+        self.run.record({**row, **self._times.gather()})
         return results
 
-    def _save(self, results: dict[str, float]) -> None:
+    def _save(self, results: dict[str, float], row: dict[str, Any] | None) -> None:
         with self._times.spent_on("checkpoint"):
-            self.run.save(self.backend.unwrap(self.model), self.optimizer, self.scheduler, results)
+            self.run.save(self.backend.unwrap(self.model), self.optimizer, self.scheduler, results, row)
 
     def _micro_step(self, batch: Any, part: Slice) -> None:
         """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from unitrain.run.plain_state import plain_state
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 _FORMAT = 1
+_STEP = re.compile(r"step-(\d{9,})")
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +54,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def damage(path: Path) -> str | None:
     """Return what is wrong with the files of checkpoint `path`, or None when all are there and unchanged."""
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = manifest["files"]
+        named = _STEP.fullmatch(path.name)
+        if named and "step" in manifest and manifest["step"] != int(named[1]):
+            return f"it is the checkpoint of step {manifest['step']} under another's name"
         for name in (MODEL, TRAINING):
             if (found := (path / name).stat().st_size) != files[name]["bytes"]:
                 return f"{name} has {found} bytes instead of {files[name]['bytes']}"

@@ -25,17 +25,20 @@ class Retention:
     best: str | None = None
     mode: Mode = "min"
 
-    def obsolete(self, folder: Path) -> list[Path]:
-        """Return the checkpoints in `folder` that need not be kept, oldest first; damaged ones count as if absent."""
+    def obsolete(self, newest: Path) -> list[Path]:
+        """Return the checkpoints beside `newest`, the one just written, that need not be kept, oldest first.
+
+        Damaged ones count as if absent, and so do later ones: the run was resumed before them, as they are not sound.
+        """
         if self.last is None:
             return []
-        whole = [path for path in files.candidates(folder) if files.read_manifest(path)]
+        whole = [path for path in files.candidates(newest.parent) if path <= newest and files.read_manifest(path)]
         kept = {*whole[: self.last], *self._milestones(whole), *self._best(whole)}
         return [path for path in reversed(whole) if path not in kept]
 
-    def apply(self, folder: Path) -> None:
+    def apply(self, newest: Path) -> None:
         """Remove what is obsolete; what is half removed is not taken for a checkpoint."""
-        for path in self.obsolete(folder):
+        for path in self.obsolete(newest):
             removed = path.with_name(f".{path.name}.unfinished")
             shutil.rmtree(removed, ignore_errors=True)
             path.rename(removed)

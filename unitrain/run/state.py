@@ -64,6 +64,7 @@ class Run:
         self._restored: dict[str, Any] | None = None
         self._generators: dict[str, Any] | None = None
         self._order: dict[str, Any] | None = None
+        self._row: dict[str, Any] | None = None
         self._seeded = False
         self._share: TrainingData | None = None
         self.description: dict[str, Any] = {}
@@ -113,7 +114,7 @@ class Run:
         if not restored and not isinstance(resume, bool):
             self._restore(Path(resume), *parts, required=True)
         # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
-        self._write_history("", lambda history: history.rewind(self.cursor.step))
+        self._write_history("", self._rewind)
         self.description = describe_parts(model, optimizer, scheduler)
 
     def begin(self, share: TrainingData) -> None:
@@ -156,8 +157,19 @@ class Run:
             except OSError as error:
                 self._unwritten = error
 
-    def save(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, results: Mapping[str, float]) -> None:
-        """Write a checkpoint, or begin to; `model` is the user's own, `results` are those of the epoch so far."""
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Any,
+        results: Mapping[str, float],
+        row: dict[str, Any] | None,
+    ) -> None:
+        """Write a checkpoint, or begin to; `model` is the user's own, `results` are those of the epoch so far.
+
+        At the end of an epoch `row` is what is known of its row in the history, which is written after the checkpoint:
+        a run that was killed in between has it from there.
+        """
         if self._writer is None:
             return
         share_buffers(model, self._backend)
@@ -169,6 +181,7 @@ class Run:
             "seed": self._config.seed,
             "learning_rate": self._learning_rate(),
             "order": self._order,
+            "row": None if row is None else self._placed(row),
             "generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device)),
         }
         about = {
@@ -207,12 +220,18 @@ class Run:
                     f"its learning rates would change. Use TrainConfig({name}={value!r})."
                 )
         self.cursor, self._order = Cursor(**training["cursor"]), training.get("order")
+        self._row = training.get("row")
         for name, part in self._parts.items():
             part.load_state_dict(training.get(name, {}))
         self._restored = training
         states = training.get("generators", [])
         self._generators = states[self._backend.rank] if len(states) == self._backend.size else None
         return True
+
+    def _rewind(self, history: History) -> None:
+        history.rewind(self.cursor.step)
+        if self._row is not None:
+            history.append(EPOCHS, self._row)
 
     def _learning_rate(self) -> dict[str, Any]:
         return {name: getattr(self._config, name) for name in ("lr_scaling", "reference_batch_size", "warmup_steps")}

@@ -68,7 +68,7 @@ class CheckpointWriter:
     def _write(self, target: Path, model: dict[str, Any], training: dict[str, Any], about: dict[str, Any]) -> None:
         try:
             files.write(target, model, training, about)
-            self._retention.apply(self._folder)
+            self._retention.apply(target)
         except CheckpointError as error:
             self._error = error
         except Exception as error:  # whatever it is, the other ranks would wait for ever if it were lost in a thread

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unitrain.tracking.rows import append_row, drop_rows_after
+from unitrain.tracking.rows import append_row, drop_rows_after, last_row
 
 STARTS, EPOCHS, STEPS = "run.jsonl", "history.jsonl", "steps.jsonl"
 
@@ -30,5 +30,10 @@ class History:
             drop_rows_after(last, self.folder / name)
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Add one row, which has a "step", to the file of that name."""
-        append_row(row, self.folder / name)
+        """Add one row, which has a "step", to the file of that name.
+
+        That of an epoch is left out where it is there: a run that goes on from an epoch's last step ends it once more.
+        """
+        last = last_row(self.folder / name) if name == EPOCHS else None
+        if last is None or (last["epoch"], last["step"]) != (row["epoch"], row["step"]):
+            append_row(row, self.folder / name)

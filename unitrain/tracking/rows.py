@@ -15,6 +15,13 @@ def append_row(row: dict[str, Any], path: Path) -> None:
         file.write(json.dumps(finite, default=str) + "\n")
 
 
+def last_row(path: Path) -> dict[str, Any] | None:
+    """Return the last row of a file whose rows are whole, None where there is none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    row: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
+    return row
+
+
 def drop_rows_after(step: int, path: Path) -> None:
     """Forget the rows of later steps, and a last one that was not written to its end. There may be no such file."""
     if not path.exists():

@@ -1,0 +1,137 @@
+"""Whether anything is lost: runs that are killed and go on elsewhere, and checkpoints that are damaged.
+
+Small runs are killed with SIGKILL, one rank or all, at random moments and in the middle of writing a checkpoint, and go
+on with another backend and number of ranks until they are finished. Every epoch must then have seen each sample exactly
+once, and the weights must be those of a run that nobody killed. Then copies of a run are damaged; each must go on from
+the newest checkpoint that is whole, or be refused.
+
+    python benchmarks/chaos                # writes benchmarks/results/chaos.*
+    python benchmarks/chaos --runs 1000
+
+What is drawn depends on the seed; how far a run has come when the time for its kill is over does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import torch
+from corruptions import KINDS, OUTCOMES, Corruptions
+from kills import PLACES, Chaos, Tally
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+def kill(folder: Path, runs: int, seed: int) -> Tally:
+    """Return what came of that many runs."""
+    chaos = Chaos(folder, seed)
+    # No thread may run beside the forks, as a livelier bar has.
+    with click.progressbar(range(runs), label="kills", file=sys.stderr) as numbers:
+        for number in numbers:
+            chaos.run(number)
+    return chaos.tally
+
+
+def corrupt(folder: Path, count: int, seed: int) -> Corruptions:
+    """Return what came of that many damaged copies."""
+    corruptions = Corruptions(folder, seed)
+    with click.progressbar(range(count), label="corruptions", file=sys.stderr) as numbers:
+        for number in numbers:
+            corruptions.run(number)
+    return corruptions
+
+
+def heading(runs: int, copies: int, seed: int) -> list[str]:
+    return [
+        "# Whether anything is lost",
+        "",
+        f"Seed {seed}; torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} processors. "
+        f"Made by `python benchmarks/chaos --runs {runs} --corruptions {copies} --seed {seed}`.",
+    ]
+
+
+def table_of_kills(tally: Tally, seconds: float) -> list[str]:
+    kills = sum(tally.kills.values())
+    lines = [
+        "",
+        f"{tally.runs} runs came to their end over {kills} kills with SIGKILL, in {seconds:.0f} s; "
+        f"{tally.resumed} times from a checkpoint, otherwise from the beginning. "
+        f"**{tally.lost} samples lost, {tally.repeated} repeated**; final weights differ from those of a run that "
+        f"nobody killed by at most **{tally.difference:.1e}**. {len(tally.failures)} failures.",
+        "",
+        "| backend | ranks | starts | killed |",
+        "|---|---|---|---|",
+    ]
+    for backend, size in PLACES:
+        place = f"{backend} {size}"
+        lines.append(f"| {backend} | {size} | {tally.starts.get(place, 0)} | {tally.kills.get(place, 0)} |")
+    lines += ["", "| killed in a step, at a file operation, or after a time | kills |", "|---|---|"]
+    lines += [f"| {way} | {count} |" for way, count in sorted(tally.ways.items())]
+    return lines
+
+
+def table_of_corruptions(corruptions: Corruptions, seconds: float) -> list[str]:
+    total = sum(sum(counts.values()) for counts in corruptions.outcomes.values())
+    lines = [
+        "",
+        f"{total} damaged copies of a run with a dozen checkpoints, up to all of them damaged, in {seconds:.0f} s. "
+        "Those that went on did so with the state of that step, and ended where the run did that nobody touched.",
+        "",
+        f"| what was damaged | {' | '.join(OUTCOMES)} |",
+        "|---|" + "---|" * len(OUTCOMES),
+    ]
+    for kind in KINDS:
+        counts = corruptions.outcomes.get(kind, {})
+        lines.append(f"| {kind} | {' | '.join(str(counts.get(outcome, 0)) for outcome in OUTCOMES)} |")
+    return lines
+
+
+@click.command()
+@click.option("--runs", type=click.IntRange(min=0), default=200, show_default=True)
+@click.option("--corruptions", "copies", type=click.IntRange(min=0), default=200, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+def main(runs: int, copies: int, seed: int, output: Path) -> None:
+    """Kill and damage, print the tables and keep them; exit with 1 where anything was lost."""
+    torch.set_num_threads(1)
+    text, kept, failures = heading(runs, copies, seed), {"seed": seed}, []
+    # In memory where that is a folder: SIGKILL loses nothing that the kernel has, and a disk takes most of the time.
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="unitrain-chaos-", dir=memory if os.access(memory, os.W_OK) else None))
+    folder.chmod(0o755)  # for the user nobody, who is let into what is in it
+    click.echo(f"seed {seed}, in {folder}", err=True)
+    if runs:
+        began = time.monotonic()
+        tally = kill(folder, runs, seed)
+        text += table_of_kills(tally, time.monotonic() - began)
+        failures += tally.failures
+        kept |= {"kills": asdict(tally)}
+    if copies:
+        began = time.monotonic()
+        corruptions = corrupt(folder, copies, seed)
+        text += table_of_corruptions(corruptions, time.monotonic() - began)
+        failures += corruptions.failures
+        kept |= {"corruptions": corruptions.outcomes}
+    shown = "\n".join(text) + "\n"
+    click.echo(shown)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "chaos.md").write_text(shown)
+    (output / "chaos.json").write_text(json.dumps(kept))
+    if failures:
+        click.echo("\n".join(failures), err=True)
+        click.echo(f"What is left of them is in {folder}.", err=True)
+        sys.exit(1)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Checkpoints that are damaged in every way that a disk, a full one, or a hand may; then the run is to go on.
+
+It must go on from the newest checkpoint that is whole, with the weights and the optimizer of that step, and end where
+the run ended that nobody touched; or be refused with a CheckpointError. Anything else is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from training import Settings, data, difference, final_weights, trainer_of
+
+import unitrain
+from unitrain.backends.base import Backend
+from unitrain.errors import CheckpointError
+from unitrain.run import checkpoint_files
+from unitrain.run.checkpoint_files import MANIFEST, MODEL, TRAINING
+
+Random = random.Random
+_NOBODY = 65534
+# Outcomes, in the order of the table's columns.
+NEWEST, OLDER, REFUSED, SKIPPED, WRONG = "newest", "an older one", "refused", "not possible here", "wrong"
+OUTCOMES = (NEWEST, OLDER, REFUSED, SKIPPED, WRONG)
+
+
+def truncate(folder: Path, checkpoint: Path, chance: Random) -> None:
+    path = _any_file(checkpoint, chance)
+    os.truncate(path, chance.randrange(path.stat().st_size))
+
+
+def flip_a_bit(folder: Path, checkpoint: Path, chance: Random) -> None:
+    path = _any_file(checkpoint, chance)
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def remove_a_file(folder: Path, checkpoint: Path, chance: Random) -> None:
+    _any_file(checkpoint, chance).unlink()
+
+
+def remove_it(folder: Path, checkpoint: Path, chance: Random) -> None:
+    shutil.rmtree(checkpoint)
+
+
+def add_bytes(folder: Path, checkpoint: Path, chance: Random) -> None:
+    with _any_file(checkpoint, chance).open("ab") as file:
+        file.write(chance.randbytes(chance.randint(1, 5000)))
+
+
+def half_a_manifest(folder: Path, checkpoint: Path, chance: Random) -> None:
+    path = checkpoint / MANIFEST
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty_a_file(folder: Path, checkpoint: Path, chance: Random) -> None:
+    os.truncate(_any_file(checkpoint, chance), 0)
+
+
+def zero_a_block(folder: Path, checkpoint: Path, chance: Random) -> None:
+    path = checkpoint / chance.choice([MODEL, TRAINING])
+    content = bytearray(path.read_bytes())
+    start = chance.randrange(len(content))
+    content[start : start + 512] = bytes(len(content[start : start + 512]))
+    path.write_bytes(content)
+
+
+def swap_files(folder: Path, checkpoint: Path, chance: Random) -> None:
+    other = chance.choice([path for path in checkpoint_files.candidates(folder) if path != checkpoint])
+    name = chance.choice([MODEL, TRAINING, MANIFEST])
+    if (other / name).exists() and (checkpoint / name).exists():
+        _swap(checkpoint / name, other / name)
+
+
+def swap_checkpoints(folder: Path, checkpoint: Path, chance: Random) -> None:
+    _swap(checkpoint, chance.choice([path for path in checkpoint_files.candidates(folder) if path != checkpoint]))
+
+
+def leave_it_unfinished(folder: Path, checkpoint: Path, chance: Random) -> None:
+    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.unfinished"))
+
+
+def tear_the_history(folder: Path, checkpoint: Path, chance: Random) -> None:
+    path = folder / chance.choice(["history.jsonl", "run.jsonl"])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines)[: -chance.randint(1, len(lines[-1]))])
+
+
+READ_ONLY, FULL = "read-only folder", "full disk"
+DAMAGES: dict[str, Callable[[Path, Path, Random], None]] = {
+    "a file truncated": truncate,
+    "a bit flipped": flip_a_bit,
+    "a file removed": remove_a_file,
+    "a checkpoint removed": remove_it,
+    "bytes added": add_bytes,
+    "half a manifest": half_a_manifest,
+    "a file emptied": empty_a_file,
+    "512 bytes zeroed": zero_a_block,
+    "files swapped between checkpoints": swap_files,
+    "checkpoints swapped": swap_checkpoints,
+    "left unfinished": leave_it_unfinished,
+    "the history torn": tear_the_history,
+}
+KINDS = (*DAMAGES, READ_ONLY, FULL)
+
+
+class Corruptions:
+    """Damages copies of a run in `folder` and lets them go on; `outcomes[kind][outcome]` counts what came of it."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        logging.getLogger("unitrain").setLevel(logging.ERROR)  # what is passed over is said hundreds of times
+        torch.set_num_threads(1)
+        self._folder, self._seed = folder, seed
+        self._base = folder / "base"
+        self.outcomes: dict[str, dict[str, int]] = {}
+        self.failures: list[str] = []
+        with _backend() as backend:
+            trainer_of(backend, self._base, Settings()).fit(data())
+        self._known = {_step(path): _content(path) for path in checkpoint_files.candidates(self._base)}
+        self._states = {_step(path): _saved_state(path) for path in checkpoint_files.candidates(self._base)}
+        self._wanted = final_weights(self._base)
+
+    def run(self, number: int) -> None:
+        """Make, damage and go on with copy `number`."""
+        chance = random.Random(f"{self._seed}/{number}")
+        kind = KINDS[number % len(KINDS)]
+        case = self._folder / f"case-{number:05d}"
+        try:
+            outcome = self._outcome(kind, case, chance)
+        except Exception as error:
+            outcome = WRONG
+            self.failures.append(f"corruption {number} of seed {self._seed}, {kind}: {type(error).__name__}: {error}")
+        else:
+            shutil.rmtree(case, ignore_errors=True)
+        counts = self.outcomes.setdefault(kind, {})
+        counts[outcome] = counts.get(outcome, 0) + 1
+
+    def _outcome(self, kind: str, case: Path, chance: Random) -> str:
+        if kind == READ_ONLY:
+            return self._in_a_read_only_folder(case, chance)
+        if kind == FULL:
+            return self._on_a_full_disk(case, chance)
+        shutil.copytree(self._base, case)
+        found = checkpoint_files.candidates(case)
+        # Mostly a few of the newest ones, now and then all of them.
+        count = chance.choice([1, 1, 2, 3, len(found)])
+        for checkpoint in found[:count]:
+            if checkpoint.exists():
+                DAMAGES[kind](case, checkpoint, chance)
+        return self._go_on(case, chance, self._untouched(case))
+
+    def _go_on(self, case: Path, chance: Random, sound: list[int]) -> str:
+        """Return what became of the copy with these `sound` steps. Raises AssertionError where it is wrong."""
+        newest = max(sound, default=0)
+        settings = Settings(asynchronous=chance.random() < 0.5, keep_last=chance.choice([None, 1, 2]))
+        with _backend() as backend:
+            try:
+                trainer = trainer_of(backend, case, settings)
+            except CheckpointError as error:
+                _check_words(error)
+                # A bit flipped in the manifest may make it one of a later format, which is not to be passed over.
+                if newest and os.access(case, os.W_OK, effective_ids=True) and "newer unitrain" not in str(error):
+                    raise AssertionError(f"refused, though step {newest} is whole: {error}") from error
+                return REFUSED
+            step = trainer.run.cursor.step
+            if step < newest:
+                raise AssertionError(f"went on from step {step}, though {newest} is whole")
+            if step and not _same(trainer.model.state_dict(), trainer.optimizer.state_dict(), self._states[step]):
+                raise AssertionError(f"went on from step {step} with another state than it had")
+            if not step and checkpoint_files.candidates(case):
+                raise AssertionError("began anew beside damaged checkpoints")
+            trainer.fit(data())
+        apart = difference(final_weights(case), self._wanted)
+        if apart > 1e-6:
+            raise AssertionError(f"went on from step {step} and ended {apart} apart")
+        return NEWEST if step == max(self._known) else OLDER
+
+    def _untouched(self, case: Path) -> list[int]:
+        """Return the steps of which every file of the copy is what it was, by the bytes and by nothing else."""
+        return [step for step, content in self._known.items() if _content(case / f"step-{step:09d}") == content]
+
+    def _in_a_read_only_folder(self, case: Path, chance: Random) -> str:
+        shutil.copytree(self._base, case)
+        shutil.rmtree(checkpoint_files.candidates(case)[0])
+        sound = self._untouched(case)
+        case.chmod(0o555)
+        try:
+            with _as_nobody():
+                outcome = self._go_on(case, chance, sound)
+        finally:
+            case.chmod(0o755)
+        if outcome != REFUSED:
+            raise AssertionError("a folder that cannot be written to was taken")
+        if self._go_on(case, chance, sound) != OLDER:  # writable again
+            raise AssertionError("it was not the same afterwards")
+        return outcome
+
+    def _on_a_full_disk(self, case: Path, chance: Random) -> str:
+        case.mkdir()
+        with _small_disk(case, "8m") as mounted:
+            if not mounted:
+                return SKIPPED
+            run, ballast = case / "run", case / "ballast"
+            shutil.copytree(self._base, run)
+            for checkpoint in checkpoint_files.candidates(run)[: chance.randint(2, 8)]:
+                shutil.rmtree(checkpoint)
+            free = os.statvfs(case).f_bavail * os.statvfs(case).f_frsize
+            ballast.write_bytes(bytes(max(0, free - chance.randrange(0, 60_000))))
+            whole = max(self._untouched(run))
+            with _backend() as backend:
+                try:
+                    trainer_of(backend, run, Settings(asynchronous=chance.random() < 0.5)).fit(data())
+                    outcome = OLDER
+                except CheckpointError as error:
+                    _check_words(error)
+                    outcome = REFUSED
+            if max(self._untouched_or_new(run)) < whole:
+                raise AssertionError(f"the checkpoint of step {whole} is gone")
+            ballast.unlink()
+            if self._go_on(run, chance, self._untouched(run)) == REFUSED:
+                raise AssertionError("it was not whole once there was room again")
+        return outcome
+
+    def _untouched_or_new(self, run: Path) -> list[int]:
+        return [_step(path) for path in checkpoint_files.candidates(run) if checkpoint_files.damage(path) is None]
+
+
+def _any_file(checkpoint: Path, chance: Random) -> Path:
+    return chance.choice(sorted(path for path in checkpoint.iterdir() if path.stat().st_size))
+
+
+def _swap(one: Path, other: Path) -> None:
+    aside = one.with_name(".aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _content(checkpoint: Path) -> dict[str, bytes]:
+    if not checkpoint.is_dir():
+        return {}
+    return {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+
+
+def _saved_state(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
+    """Return the weights and the optimizer's state, read with torch and safetensors alone."""
+    return load_file(checkpoint / MODEL), torch.load(checkpoint / TRAINING, weights_only=True)["optimizer"]
+
+
+def _same(weights: dict[str, Tensor], optimizer: dict[str, Any], known: tuple[dict[str, Tensor], Any]) -> bool:
+    had, had_optimizer = known
+    moments = [state["momentum_buffer"] for state in optimizer["state"].values()]
+    had_moments = [state["momentum_buffer"] for state in had_optimizer["state"].values()]
+    return difference(weights, had) == 0 and all(map(torch.equal, moments, had_moments))
+
+
+def _check_words(error: CheckpointError) -> None:
+    if len(str(error).split(". ")) < 2 or "'" not in str(error):
+        raise AssertionError(f"does not say what is wrong and what to do: {error}") from error
+
+
+@contextmanager
+def _backend() -> Iterator[Backend]:
+    with unitrain.init("local", device="cpu") as backend:
+        yield backend
+
+
+@contextmanager
+def _as_nobody() -> Iterator[None]:
+    """Do without the powers of root, for whom no folder is read-only."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(_NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@contextmanager
+def _small_disk(place: Path, size: str) -> Iterator[bool]:
+    """Mount a file system of that size; yield whether this process may."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    mounted = False
+    with contextlib.suppress(OSError):
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(place)], capture_output=True, check=False)

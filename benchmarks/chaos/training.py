@@ -1,0 +1,152 @@
+"""The small training run that is killed and damaged, and what each of its ranks notes of the samples it trained on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain import Callback, TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.run import checkpoint_files
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 50, 12, 4
+STEPS_PER_EPOCH = -(-SAMPLES // GLOBAL_BATCH)  # the last step has 2 samples, too few for 3 ranks
+STEPS = EPOCHS * STEPS_PER_EPOCH
+OPTIMIZERS = ("sgd", "adamw")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What may differ from run to run."""
+
+    optimizer: str = "sgd"
+    checkpoint_every_steps: int = 2
+    asynchronous: bool = False
+    keep_last: int | None = None
+
+
+def trainer_of(backend: Backend, folder: Path, settings: Settings, *callbacks: Callback) -> Trainer:
+    """Return the run in `folder`, which goes on there if it can; in double precision, so that 1e-6 is far off."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    if settings.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    config = TrainConfig(
+        epochs=EPOCHS,
+        global_batch_size=GLOBAL_BATCH,
+        output_dir=folder,
+        resume="auto",
+        checkpoint_every_steps=settings.checkpoint_every_steps,
+        asynchronous_checkpoints=settings.asynchronous,
+        keep_last=settings.keep_last,
+        progress="off",
+    )
+    return Trainer(model, optimizer, _loss, backend=backend, config=config, callbacks=callbacks)
+
+
+def data() -> TensorDataset:
+    """Return samples whose target is a pair: what to learn, and the sample's number."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    numbers = torch.arange(SAMPLES, dtype=torch.float64)
+    return TensorDataset(inputs, torch.stack([inputs.sin().sum(1), numbers], dim=1))
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output[:, 0], target[:, 0])
+
+
+class Notes(Callback):
+    """Writes which samples this rank trained on in each step; each line is in the kernel's hands before the next."""
+
+    def __init__(self, folder: Path, attempt: int, rank: int, size: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._file = os.open(folder / f"{attempt:03d}-{rank}-of-{size}.jsonl", flags, 0o644)
+        self._samples: list[int] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._write({"start": trainer.run.cursor.step})
+
+    def on_micro_step(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
+        self._samples += [int(number) for number in batch[1][: part.samples, 1]]
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self._write({"step": trainer.run.cursor.step, "samples": self._samples})
+        self._samples = []
+
+    def _write(self, line: dict[str, Any]) -> None:
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+
+
+@dataclass(frozen=True)
+class Audit:
+    """How many samples of the finished run no kept step trained on, and how many were trained on once too often."""
+
+    lost: int
+    repeated: int
+    resumed: int
+
+
+def audit(notes: Path) -> Audit:
+    """Return what all attempts' notes amount to: each starts where it was resumed, and what came after is replaced."""
+    attempts: dict[str, list[Path]] = {}
+    for path in sorted(notes.glob("*.jsonl")):
+        attempts.setdefault(path.name.split("-")[0], []).append(path)
+    kept: dict[int, list[int]] = {}
+    resumed = 0
+    for paths in attempts.values():
+        lines = [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.endswith("}")]
+        starts = {line["start"] for line in lines if "start" in line}
+        if not starts:
+            continue  # killed before it trained
+        if len(starts) > 1:
+            raise AssertionError(f"The ranks of one attempt started from steps {sorted(starts)}, in {notes}.")
+        (start,) = starts
+        resumed += start > 0
+        kept = {step: samples for step, samples in kept.items() if step <= start}
+        for line in lines:
+            if "step" in line:
+                kept.setdefault(line["step"], []).extend(line["samples"])
+    lost = repeated = 0
+    for epoch in range(EPOCHS):
+        steps = range(epoch * STEPS_PER_EPOCH + 1, (epoch + 1) * STEPS_PER_EPOCH + 1)
+        seen = Counter(sample for step in steps for sample in kept.get(step, []))
+        lost += sum(sample not in seen for sample in range(SAMPLES))
+        repeated += sum(times - 1 for times in seen.values())
+    return Audit(lost, repeated + sum(len(samples) for step, samples in kept.items() if step > STEPS), resumed)
+
+
+def final_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights that the finished run in `folder` has left.
+
+    Raises AssertionError where its last checkpoint or its history is not whole.
+    """
+    path = checkpoint_files.checkpoint_path(folder, STEPS)
+    newest = checkpoint_files.candidates(folder)[:1]
+    if newest != [path] or (wrong := checkpoint_files.damage(path)) is not None:
+        raise AssertionError(f"The newest checkpoint is {newest}, {wrong if newest == [path] else f'not {path}'}.")
+    rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    found = [(row["epoch"], row["step"]) for row in rows]
+    wanted = [(epoch, epoch * STEPS_PER_EPOCH) for epoch in range(1, EPOCHS + 1)]
+    if found != wanted:
+        raise AssertionError(f"The history of the finished run has the (epoch, step) {found}.")
+    return load_file(path / checkpoint_files.MODEL)
+
+
+def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Return the greatest difference between two models' weights."""
+    if found.keys() != wanted.keys():
+        raise AssertionError(f"The weights are {sorted(found)} instead of {sorted(wanted)}.")
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
