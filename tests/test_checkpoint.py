@@ -315,6 +315,16 @@ def test_a_damaged_newest_falls_back_and_is_replaced(
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Path) -> None:
+    trainer(tmp_path, epochs=2, checkpoint_every_steps=2).fit(samples())
+    (tmp_path / "step-000000012").rename(tmp_path / "aside")
+    (tmp_path / "step-000000004").rename(tmp_path / "step-000000012")
+    assert trainer(tmp_path, epochs=2, resume=True).run.cursor.step == 10
+    wrong = checkpoint_files.damage(tmp_path / "step-000000012")
+    assert wrong == "it is the checkpoint of step 4 under another's name"
+    assert checkpoint_files.damage(tmp_path / "aside") is None  # as one may be copied
+
+
 def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
     trainer(tmp_path, epochs=2).fit(samples())
     newest = tmp_path / "step-000000012"

@@ -120,6 +120,30 @@ def test_a_run_that_was_stopped_within_an_epoch_goes_on_there(tmp_path: Path) ->
     assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == list(range(2, 25, 2))
 
 
+def test_a_run_that_was_killed_before_the_row_of_its_epoch_has_it_from_the_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path, epochs=2)
+    first, second = (tmp_path / "history.jsonl").read_text().splitlines()
+    (tmp_path / "history.jsonl").write_text(f"{first}\n{second[:-9]}")
+    train(tmp_path, epochs=3, resume=True)
+    history = rows(tmp_path, "history.jsonl")
+    assert [(row["epoch"], row["step"], row["epochs"]) for row in history] == [(1, 6, 1), (2, 12, 2), (3, 18, 3)]
+    had = json.loads(second)
+    assert history[1] == {name: value for name, value in had.items() if not name.endswith("_seconds")}
+    train(tmp_path / "other", epochs=4, resume=tmp_path)  # the rows of another folder stay there
+    assert [row["epoch"] for row in rows(tmp_path / "other", "history.jsonl")] == [4]
+
+
+def test_an_epoch_that_is_ended_twice_has_one_row(tmp_path: Path) -> None:
+    train(tmp_path, epochs=3, checkpoint_every=3, checkpoint_every_steps=6)
+    (tmp_path / "step-000000018").rename(tmp_path / "gone")
+    before = rows(tmp_path, "history.jsonl")[:2]
+    trainer = train(tmp_path, epochs=3, checkpoint_every=3, checkpoint_every_steps=6, resume=True)
+    assert trainer.run.cursor.step == 18
+    after = rows(tmp_path, "history.jsonl")
+    assert after[:2] == before  # with the train_loss, which the second time nobody knows
+    assert [row["epoch"] for row in after] == [1, 2, 3]
+
+
 def test_a_start_that_left_no_checkpoint_is_forgotten(tmp_path: Path) -> None:
     train(tmp_path, epochs=1, checkpoint_every=2, max_seconds=None)
     for path in tmp_path.glob("step-*"):

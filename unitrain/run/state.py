@@ -114,7 +114,7 @@ class Run:
         if not restored and not isinstance(resume, bool):
             self._restore(Path(resume), *parts, required=True)
         # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
-        self._write_history("", self._rewind)
+        self._write_history("", lambda history: self._rewind(history, restored))
         self.description = describe_parts(model, optimizer, scheduler)
 
     def begin(self, share: TrainingData) -> None:
@@ -228,9 +228,9 @@ class Run:
         self._generators = states[self._backend.rank] if len(states) == self._backend.size else None
         return True
 
-    def _rewind(self, history: History) -> None:
+    def _rewind(self, history: History, restored: bool) -> None:
         history.rewind(self.cursor.step)
-        if self._row is not None:
+        if restored and self._row is not None:  # the rows of another folder stay there
             history.append(EPOCHS, self._row)
 
     def _learning_rate(self) -> dict[str, Any]:

@@ -35,5 +35,5 @@ class History:
         That of an epoch is left out where it is there: a run that goes on from an epoch's last step ends it once more.
         """
         last = last_row(self.folder / name) if name == EPOCHS else None
-        if last is None or (last["epoch"], last["step"]) != (row["epoch"], row["step"]):
+        if last is None or any(last.get(place) != row.get(place) for place in ("epoch", "step", "epochs")):
             append_row(row, self.folder / name)
