@@ -94,8 +94,10 @@ def leave_it_unfinished(folder: Path, checkpoint: Path, chance: Random) -> None:
 
 def tear_the_history(folder: Path, checkpoint: Path, chance: Random) -> None:
     path = folder / chance.choice(["history.jsonl", "run.jsonl"])
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(lines)[: -chance.randint(1, len(lines[-1]))])
+    text = path.read_text()
+    if text.endswith("\n"):  # no more than a row is written at once
+        last = text.splitlines()[-1]
+        path.write_text(text[: -chance.randint(1, len(last) + 1)])
 
 
 READ_ONLY, FULL = "read-only folder", "full disk"
