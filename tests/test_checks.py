@@ -22,23 +22,23 @@ class Pruned(nn.Module):
 
 
 def test_only_embeddings_give_sparse_gradients() -> None:
-    check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2), nn.EmbeddingBag(3, 2)), None, CPU)
+    check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2), nn.EmbeddingBag(3, 2)), "none", CPU)
     with pytest.raises(ModelError, match=r"^Module '1' produces sparse .*: Embedding\(\.\.\., sparse=False\)\.$"):
-        check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2, sparse=True)), None, CPU)
+        check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2, sparse=True)), "none", CPU)
 
     class Words(nn.EmbeddingBag):
         pass
 
     with pytest.raises(ModelError, match=r"^Module 'Words' produces sparse gradients"):
-        check_model(Words(3, 2, sparse=True), None, CPU)
+        check_model(Words(3, 2, sparse=True), "none", CPU)
 
 
 def test_the_model_must_be_where_the_rank_computes() -> None:
-    check_model(nn.Linear(2, 2), None, CPU)
+    check_model(nn.Linear(2, 2), "none", CPU)
     with pytest.raises(
         ModelError, match=r"^The model is on cpu and this rank computes on cuda:0\. Use model\.to\(backend\.device\) f"
     ):
-        check_model(nn.Linear(2, 2), None, torch.device("cuda", 0))
+        check_model(nn.Linear(2, 2), "none", torch.device("cuda", 0))
     partly = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ModelError, match=r"^The model is on meta and this rank computes on cpu\."):
         LocalBackend(CPU).distributed_model(partly)
