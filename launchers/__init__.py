@@ -1,17 +1,33 @@
-"""What starts the processes: each launcher is one pure function from what the user asked to the command that does it.
+"""What starts the processes: each launcher is one function from what the user asked to the command that does it.
 
     from launchers import LaunchSpec, build
 
     command = build("horovodrun", LaunchSpec(script="train.py", num_processes=4, hosts=parse_hosts("a:2,b:2")))
     print(command.shell())
 
-This package imports neither torch nor unitrain, so that a command can be shown at once, on any machine. A package adds
-a launcher through the entry-point group `unitrain.launchers`, name -> build function.
+torchrun, horovodrun, Open MPI's mpirun and Slurm's srun are built in, and "none". A command is data and starts nothing;
+what it needs of the machine it asks there, as for the hosts of an allocation or a free port. This package imports
+neither torch nor unitrain, so that a command can be shown at once, on any machine. A package adds a launcher through
+the entry-point group `unitrain.launchers`, name -> build function.
 """
 
 from launchers.errors import LaunchError
+from launchers.exports import parse_exports
 from launchers.hosts import Host, parse_hosts
+from launchers.options import parse_options
 from launchers.registry import available, build
+from launchers.slurm import allocated_slots
 from launchers.spec import Command, LaunchSpec
 
-__all__ = ["Command", "Host", "LaunchError", "LaunchSpec", "available", "build", "parse_hosts"]
+__all__ = [
+    "Command",
+    "Host",
+    "LaunchError",
+    "LaunchSpec",
+    "allocated_slots",
+    "available",
+    "build",
+    "parse_exports",
+    "parse_hosts",
+    "parse_options",
+]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from launchers.errors import LaunchError
-from launchers.hosts import check_spellings
+from launchers.exports import looks_secret
+from launchers.hosts import check_spellings, is_here
 from launchers.programs import find_program
 from launchers.spec import Command, LaunchSpec
 
@@ -24,11 +25,18 @@ def build(spec: LaunchSpec) -> Command:
     if controller == "mpi" and spec.backend == "ddp":
         raise LaunchError(
             "Backend 'ddp' needs an address to meet at, which MPI does not give. "
-            "Leave --mpi out, or use --backend horovod."
+            "Leave --mpi out, or use --backend horovod, or --launcher mpirun."
         )
     options.append(f"--{controller}")
+    secrets = [name for name in spec.forwarded if looks_secret(name, os.environ.get(name, ""))]
+    if secrets and controller == "gloo" and not all(map(is_here, spec.hosts)):
+        raise LaunchError(
+            f"horovodrun shows the values of all variables to everybody who lists this host's processes, and "
+            f"-x {secrets[0]} hands on one that looks secret. "
+            f"Use --launcher mpirun, which names it only, or set it on each host and leave -x {secrets[0]} out"
+        )
     if len(spec.hosts) > 1:
         options.append("--disable-cache")  # it remembers for an hour which hosts it could reach
     if controller == "mpi" and os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return Command((program, *options, spec.python, spec.script, *spec.args), variables)
+    return Command((program, *options, *spec.launcher_args, spec.python, spec.script, *spec.args), variables)

@@ -52,20 +52,38 @@ def check_spellings(hosts: tuple[Host, ...], resolve: Callable[[str], str] = soc
         seen[address] = host.name
 
 
-def check_is_here(host: Host, launcher: str) -> None:
-    """Raise LaunchError when `host` is another machine, which a launcher that starts ranks here would ignore."""
+def is_here(host: Host) -> bool:
+    """Return whether `host` is this machine."""
     name = host.name.strip("[]")
     if name in ("localhost", socket.gethostname(), socket.getfqdn()):
-        return
+        return True
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)  # which only an address of this machine lets
     except OSError:
+        return False
+    return True
+
+
+def check_is_here(host: Host, launcher: str) -> None:
+    """Raise LaunchError when `host` is another machine, which a launcher that starts ranks here would ignore."""
+    if not is_here(host):
         raise LaunchError(
             f"{launcher} starts ranks on this host only, but -H names {host.name!r}. "
             "Type it there, or use --launcher horovodrun."
-        ) from None
+        )
+
+
+def shares(processes: int, hosts: tuple[Host, ...]) -> list[int]:
+    """Return how many processes the hosts get: they are filled in order, as horovodrun does, until none is left."""
+    counts: list[int] = []
+    for host in hosts:
+        if not processes:
+            break
+        counts.append(min(processes, host.slots))
+        processes -= counts[-1]
+    return counts
 
 
 def _parse_host(part: str, text: str) -> Host:

@@ -6,14 +6,16 @@ import difflib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from launchers import horovodrun, none, torchrun
+from launchers import horovodrun, mpirun, none, srun, torchrun
 from launchers.errors import LaunchError
 from launchers.spec import Command, LaunchSpec
 
 _GROUP = "unitrain.launchers"
 _BUILT_IN: dict[str, Callable[[LaunchSpec], Command]] = {
     "horovodrun": horovodrun.build,
+    "mpirun": mpirun.build,
     "none": none.build,
+    "srun": srun.build,
     "torchrun": torchrun.build,
 }
 

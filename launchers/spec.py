@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from launchers.errors import LaunchError
-from launchers.hosts import Host
+from launchers.hosts import Host, shares
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """A launch: run `python script args...` as `num_processes` ranks on `hosts`, or on this one when there are none.
 
-    `backend` reaches the script as UNITRAIN_BACKEND. `controller` is horovodrun's, "gloo" or "mpi".
+    `backend` reaches the script as UNITRAIN_BACKEND. `controller` is horovodrun's, "gloo" or "mpi". Every rank gets the
+    variables of `environment` and those whose names are in `forwarded`. `launcher_args` are options of the launcher
+    itself, which go before those made from this spec where both say the same.
     Raises LaunchError for fewer than one process, or more than there are slots.
     """
 
@@ -28,6 +30,8 @@ class LaunchSpec:
     controller: str | None = None
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
+    forwarded: tuple[str, ...] = ()
+    launcher_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -40,14 +44,18 @@ class LaunchSpec:
                 f"-H {self.hosts[0].name}:{self.hosts[0].slots + self.num_processes - slots}"
             )
 
+    def check_no_controller(self, launcher: str) -> None:
+        """Raise LaunchError where a controller was chosen, which `launcher` has not."""
+        if self.controller is not None:
+            raise LaunchError(
+                f"--{self.controller} chooses horovodrun's controller, but the launcher is {launcher}. "
+                "Leave it out, or use: --backend horovod --launcher horovodrun"
+            )
+
     @property
     def most_per_host(self) -> int:
         """The number of processes on the fullest host; hosts are filled in order."""
-        left, most = self.num_processes, 0
-        for host in self.hosts or (Host("localhost", self.num_processes),):
-            most = max(most, min(left, host.slots))
-            left -= min(left, host.slots)
-        return most
+        return max(shares(self.num_processes, self.hosts or (Host("localhost", self.num_processes),)))
 
     @property
     def variables(self) -> dict[str, str]:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
+from launchers.addresses import DEFAULT_PORT
 from launchers.errors import LaunchError
-from launchers.hosts import Host, check_is_here
+from launchers.exports import looks_secret
+from launchers.hosts import check_is_here, shares
 from launchers.programs import find_program
 from launchers.spec import Command, LaunchSpec
-
-_PORT = 29500
 
 
 def build(spec: LaunchSpec) -> Command:
     """Return the command for this host. Raises LaunchError for several, with what to type on each."""
-    if spec.controller is not None:
-        raise LaunchError(
-            f"--{spec.controller} chooses horovodrun's controller, but the launcher is torchrun. "
-            "Leave it out, or use: --backend horovod --launcher horovodrun"
-        )
+    spec.check_no_controller("torchrun")
     if len(spec.hosts) > 1:
         lines = "\n".join(
             # Hosts that are left without a process come last, and have no line.
             f"  on {host.name}: {command.shell()}"
             for host, command in zip(spec.hosts, per_host(spec), strict=False)
         )
+        secrets = ", ".join(_secrets(spec))
+        first = f" with {secrets} set there" if secrets else ""
         raise LaunchError(
             f"torchrun is started once on each host, but -H names {len(spec.hosts)}. "
-            f"Type on each its own line, or use --launcher horovodrun:\n{lines}"
+            f"Type on each its own line{first}, or use --launcher horovodrun:\n{lines}"
         )
     for host in spec.hosts:
         check_is_here(host, "torchrun")
@@ -34,34 +35,35 @@ def build(spec: LaunchSpec) -> Command:
 
 
 def per_host(spec: LaunchSpec) -> list[Command]:
-    """Return the command of each host that gets a process, in the order of the hosts; the ranks meet on the first."""
-    shares = _shares(spec.num_processes, spec.hosts)
+    """Return the command of each host that gets a process, in the order of the hosts; the ranks meet on the first.
+
+    Forwarded variables are on the line with their values, but for those that look secret.
+    """
+    counts = shares(spec.num_processes, spec.hosts)
+    secrets = _secrets(spec)
+    forwarded = {name: os.environ[name] for name in spec.forwarded if name in os.environ and name not in secrets}
+    spec = replace(spec, environment={**forwarded, **spec.environment})
     return [
         _command(
             spec,
             [
-                *("--nnodes", str(len(shares)), "--node-rank", str(number)),
+                *("--nnodes", str(len(counts)), "--node-rank", str(number)),
                 *("--nproc-per-node", str(count)),
-                *("--master-addr", spec.hosts[0].name, "--master-port", str(_PORT)),
+                *("--master-addr", spec.hosts[0].name, "--master-port", str(DEFAULT_PORT)),
             ],
         )
-        for number, count in enumerate(shares)
+        for number, count in enumerate(counts)
     ]
 
 
-def _shares(processes: int, hosts: tuple[Host, ...]) -> list[int]:
-    """Return how many processes the hosts get: they are filled in order, as horovodrun does, until none is left."""
-    shares = []
-    for host in hosts:
-        if not processes:
-            break
-        shares.append(min(processes, host.slots))
-        processes -= shares[-1]
-    return shares
+def _secrets(spec: LaunchSpec) -> list[str]:
+    return [
+        name for name in spec.forwarded if name not in spec.environment and looks_secret(name, os.environ.get(name, ""))
+    ]
 
 
 def _command(spec: LaunchSpec, options: list[str]) -> Command:
     program = find_program("torchrun", spec.python, "It comes with torch: pip install torch")
     # Without it the workers of a restart read the addresses of the workers that died (pytorch#135712).
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **spec.variables}
-    return Command((program, *options, spec.script, *spec.args), variables)
+    return Command((program, *options, *spec.launcher_args, spec.script, *spec.args), variables)

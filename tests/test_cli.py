@@ -17,8 +17,8 @@ from unitrain.cli import unitrain
 OPTIONS = {
     "unitrain": {"--version"},
     "unitrain launch": {
-        "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "--dry-run",
-        "--max-restarts", "SCRIPT", "ARGS",
+        "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "-x",
+        "--launcher-args", "--max-restarts", "--dry-run", "SCRIPT", "ARGS",
     },
     "unitrain ckpt": set(),
     "unitrain ckpt convert": {"SOURCE", "FOLDER", "--strip-prefix", "--epoch", "--step"},
@@ -141,6 +141,8 @@ def test_options_after_the_script_are_the_scripts(script: str) -> None:
         (["--launcher", "horovodrun"], "horovodrun", "horovod"),
         (["--launcher", "torchrun"], "torchrun", "ddp"),
         (["--mpi"], "horovodrun", "horovod"),
+        (["--launcher", "mpirun"], "mpirun", "horovod"),
+        (["--launcher", "mpirun", "--backend", "ddp"], "mpirun", "ddp"),
         (["--backend", "horovod", "--launcher", "torchrun"], "torchrun", "horovod"),
         (["--backend", "ddp", "--launcher", "horovodrun"], "horovodrun", "ddp"),
     ],
@@ -182,7 +184,7 @@ def test_what_is_refused_says_what_to_type(script: str) -> None:
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."
     )
     assert refused("launch", "--launcher", "torchrum", script) == (
-        "Unknown launcher 'torchrum'. Did you mean 'torchrun'? Available: horovodrun, none, torchrun."
+        "Unknown launcher 'torchrum'. Did you mean 'torchrun'? Available: horovodrun, mpirun, none, srun, torchrun."
     )
     assert "Did you mean '--dry-run'?" in refused("launch", "--dry-rum", script)
     assert refused("launch", "-np", "0", script) == "A run needs at least 1 process, got -np 0. Use: -np 1"
@@ -221,6 +223,25 @@ def test_a_launch_inside_a_launch_is_refused(launcher: str, marker: str, prefix:
         f"{launcher} has started this process already ({prefix}RANK=0, {size}=2, {prefix}LOCAL_RANK=0). "
         f"Run the script itself: python {script}"
     )
+
+
+def test_a_launch_inside_mpichs_is_refused(script: str) -> None:
+    inside = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    assert refused("launch", script, **inside).startswith("mpiexec has started this process already (PMI_RANK=0,")
+
+
+def test_variables_and_options_are_handed_on(script: str) -> None:
+    options = ["-x", "LEVEL=3", "-x", "HF_TOKEN", "--launcher-args", "--tee 3", "--launcher-args", "--max-restarts 1"]
+    printed = run("launch", "--dry-run", *options, script, HF_TOKEN="abc").stdout
+    assert printed.endswith(f"--nproc-per-node 1 --tee 3 --max-restarts 1 {script}\n")
+    assert "LEVEL=3 " in printed
+    assert "abc" not in printed
+    assert refused("launch", "-x", "UNITRAIN_BACKEND=ddp", script) == (
+        "-x UNITRAIN_BACKEND=ddp is what --backend sets. Use: --backend ddp"
+    )
+    assert refused("launch", "-x", "HF_TOKEN=abc", script).startswith("-x HF_TOKEN=... shows a value that looks secret")
+    assert refused("launch", "--launcher-args", "core", script).startswith("--launcher-args 'core' does not begin with")
+    assert refused("launch", "--launcher", "srun", script).startswith("srun starts ranks in an allocation of Slurm's,")
 
 
 @pytest.mark.parametrize("value", ["first", "²"])

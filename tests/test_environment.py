@@ -22,6 +22,11 @@ MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_RANK": "1",
 }  # fmt: skip
+# MPICH 4.0.2.
+MPIEXEC = {
+    "PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+    "HYDI_CONTROL_FD": "7", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "vm", "GFORTRAN_UNBUFFERED_PRECONNECTED": "y",
+}  # fmt: skip
 SRUN = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8",
     "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -35,6 +40,7 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
         (TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
         (HOROVODRUN, Placement("horovodrun", 2, 3, 0, 1)),
         (MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
+        (MPIEXEC, Placement("mpiexec", 1, 2, 1, 2)),
         (SRUN, Placement("srun", 3, 4, 1, None, 1)),
         (BY_HAND, Placement("env", 1, 2, 1)),
         (BY_HAND | {"LOCAL_RANK": "0"}, Placement("env", 1, 2, 0)),
@@ -44,6 +50,9 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
         (SRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
         (SRUN | HOROVODRUN, Placement("horovodrun", 2, 3, 0, 1)),
         (SRUN | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
+        (SRUN | MPIEXEC, Placement("mpiexec", 1, 2, 1, 2)),
+        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9"}, Placement("srun", 3, 4, 1, None, 1)),
+        (MPIEXEC | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
         (MPIRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
         (HOROVODRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
         # The same said twice, and too little said to be a place.
@@ -54,9 +63,10 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
         (SRUN | {"WORLD_SIZE": "2"}, Placement("srun", 3, 4, 1, None, 1)),
     ],
     ids=[
-        "torchrun", "horovodrun", "mpirun", "srun", "by hand", "by hand with local rank", "nothing", "in an allocation",
-        "torchrun in srun", "horovodrun in srun", "mpirun in srun", "torchrun in mpirun",
-        "torchrun in horovodrun", "horovodrun said twice", "mpirun said twice", "srun said twice",
+        "torchrun", "horovodrun", "mpirun", "mpiexec", "srun", "by hand", "by hand with local rank", "nothing",
+        "in an allocation", "torchrun in srun", "horovodrun in srun", "mpirun in srun", "mpiexec in srun",
+        "srun with PMI", "torchrun in mpiexec", "torchrun in mpirun", "torchrun in horovodrun", "horovodrun said twice",
+        "mpirun said twice", "srun said twice",
         "srun and an empty RANK", "srun and no RANK",
     ],
 )  # fmt: skip

@@ -222,7 +222,7 @@ def test_an_unknown_launcher() -> None:
     with pytest.raises(LaunchError) as caught:
         build("torchrunn", spec())
     assert str(caught.value) == (
-        "Unknown launcher 'torchrunn'. Did you mean 'torchrun'? Available: horovodrun, none, torchrun."
+        "Unknown launcher 'torchrunn'. Did you mean 'torchrun'? Available: horovodrun, mpirun, none, srun, torchrun."
     )
 
 
@@ -243,7 +243,7 @@ def test_a_package_adds_a_launcher_but_replaces_none(tmp_path: Path, monkeypatch
         "broken = a_library_nobody_has:build\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert launchers.available() == ["broken", "horovodrun", "none", "site", "torchrun"]
+    assert launchers.available() == ["broken", "horovodrun", "mpirun", "none", "site", "srun", "torchrun"]
     assert build("site", spec()).argv == ("site", "train.py")
     assert build("torchrun", spec()).argv[0] == str(BESIDE_PYTHON / "torchrun")
     with pytest.raises(LaunchError) as caught:

@@ -33,6 +33,11 @@ def nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
             "give one: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
         ),
         (
+            "mpiexec",
+            "mpiexec said rank 1 of 2, but gave no address to meet at. "
+            "Give one: mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ...",
+        ),
+        (
             "srun",
             "srun said rank 1 of 2, but gave no address to meet at. Give one before srun: export "
             'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500',

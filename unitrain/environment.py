@@ -18,8 +18,8 @@ from unitrain.errors import EnvironmentVariableError
 class Placement:
     """Where a launcher put this process, in the words of DESIGN; what the launcher does not tell is None.
 
-    `launcher` is "torchrun", "horovodrun", "mpirun", "srun", "env" (somebody set RANK and WORLD_SIZE) or "none".
-    `evidence` names the variables that were believed, as "RANK=0".
+    `launcher` is "torchrun", "horovodrun", "mpirun" (Open MPI's), "mpiexec" (MPICH's), "srun", "env" (somebody set RANK
+    and WORLD_SIZE) or "none". `evidence` names the variables that were believed, as "RANK=0".
     """
 
     launcher: str
@@ -65,6 +65,8 @@ _LAUNCHERS = (
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
+    # MPICH's and Intel MPI's. The marker is theirs alone: srun may set PMI_RANK too, and it may have started them.
+    _Variables("mpiexec", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # A process in an allocation is a task of a step only when srun started it.
     _Variables("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID"),
     _Variables("env", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -78,7 +80,7 @@ _TOLD_BESIDE = (
     "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS",
     LED_BY_UNITRAIN, "OMPI_COMM", "OMPI_ARGV", "OMPI_UNIVERSE_SIZE", "OMPI_NUM_APP_CTX", "OMPI_APP_CTX_",
     "OMPI_FIRST_RANKS", "OMPI_FILE_LOCATION", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_",
-    "OMPI_MCA_pmix", "PMIX_", "PMI_",
+    "OMPI_MCA_pmix", "PMIX_", "PMI_", "HYDI_",
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ _IMPLIED = {
     "env": "ddp",
     "horovodrun": "horovod",
     "mpirun": "horovod",
+    "mpiexec": "horovod",
 }
 
 

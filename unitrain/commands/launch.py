@@ -18,7 +18,7 @@ from unitrain.errors import ConfigError, did_you_mean
 
 # The launcher that a backend's users know, and the other way round.
 LAUNCHER_OF = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}
-_BACKEND_OF = {launcher: backend for backend, launcher in LAUNCHER_OF.items()}
+_BACKEND_OF = {launcher: backend for backend, launcher in LAUNCHER_OF.items()} | {"mpirun": "horovod", "srun": "ddp"}
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -27,7 +27,7 @@ _BACKEND_OF = {launcher: backend for backend, launcher in LAUNCHER_OF.items()}
     metavar="NAME",
     help="ddp, horovod, local, or a plug-in. [default: UNITRAIN_BACKEND, else the launcher's, else ddp]",
 )
-@click.option("--launcher", metavar="NAME", help="torchrun or horovodrun. [default: the backend's]")
+@click.option("--launcher", metavar="NAME", help="torchrun, horovodrun, mpirun, srun or none. [default: the backend's]")
 @click.option("-np", "-n", "--num-processes", type=int, metavar="N", help="Ranks in all. [default: all slots, else 1]")
 @click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Where they run. [default: this host]")
 @click.option("--gloo", "controller", flag_value="gloo", help="horovodrun: Gloo brings the ranks together. [default]")
@@ -39,6 +39,15 @@ _BACKEND_OF = {launcher: backend for backend, launcher in LAUNCHER_OF.items()}
     metavar="N",
     help="Start the job again when it fails, up to N times; a Trainer goes on from its newest checkpoint. [default: 0]",
 )
+@click.option(
+    "-x", "exports", multiple=True, metavar="NAME[=VALUE]", help="Hand a variable on to all ranks. Repeatable."
+)
+@click.option(
+    "--launcher-args",
+    multiple=True,
+    metavar="OPTIONS",
+    help='Options of the launcher\'s own, as in --launcher-args "--bind-to core". Repeatable.',
+)
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -48,6 +57,8 @@ def launch(
     num_processes: int | None,
     hosts: str | None,
     controller: str | None,
+    exports: tuple[str, ...],
+    launcher_args: tuple[str, ...],
     max_restarts: int,
     dry_run: bool,
     script: Path,
@@ -62,10 +73,13 @@ def launch(
       unitrain launch -np 2 train.py --epochs 3
       unitrain launch --backend horovod -np 8 -H node1:4,node2:4 train.py
       unitrain launch --backend horovod --launcher torchrun -np 2 train.py
+      unitrain launch --launcher mpirun --backend ddp -np 8 -H node1:4,node2:4 -x WANDB_API_KEY train.py
     """
     try:
         job = {environment.JOB: secrets.token_hex(8)} if max_restarts else {}
-        command = _command(backend, launcher, num_processes, hosts, controller, script, args, job)
+        command = _command(
+            backend, launcher, num_processes, hosts, controller, exports, launcher_args, script, args, job
+        )
     except (launchers.LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
     click.echo(command.shell(), err=not dry_run)
@@ -84,6 +98,8 @@ def _command(
     num_processes: int | None,
     hosts: str | None,
     controller: str | None,
+    exports: tuple[str, ...],
+    launcher_args: tuple[str, ...],
     script: Path,
     args: tuple[str, ...],
     variables: Mapping[str, str],
@@ -101,7 +117,13 @@ def _command(
     check_not_launched(f"Run the script itself: python {script}")
     parsed = launchers.parse_hosts(hosts) if hosts is not None else ()
     if num_processes is None:
-        num_processes = sum(host.slots for host in parsed) or 1
+        num_processes = sum(host.slots for host in parsed) or launchers.allocated_slots(launcher) or 1
+    forwarded, values = launchers.parse_exports(exports)
+    if "UNITRAIN_BACKEND" in values:
+        raise launchers.LaunchError(
+            f"-x UNITRAIN_BACKEND={values['UNITRAIN_BACKEND']} is what --backend sets. "
+            f"Use: --backend {values['UNITRAIN_BACKEND']}"
+        )
     spec = launchers.LaunchSpec(
         script=str(script),
         args=args,
@@ -109,7 +131,9 @@ def _command(
         hosts=parsed,
         backend=backend,
         controller=controller,
-        environment=variables,
+        environment={**values, **variables},
+        forwarded=forwarded,
+        launcher_args=launchers.parse_options(launcher_args),
     )
     return launchers.build(launcher, spec)
 
@@ -125,7 +149,7 @@ def check_script(script: Path) -> None:
 def check_not_launched(fix: str) -> None:
     """Raise LaunchError, with the `fix`, where this process is a launcher's."""
     placement = environment.detect()
-    if placement.launcher in ("torchrun", "horovodrun", "mpirun"):
+    if placement.launcher in ("torchrun", "horovodrun", "mpirun", "mpiexec"):
         raise launchers.LaunchError(
             f"{placement.launcher} has started this process already ({', '.join(placement.evidence)}). {fix}"
         )

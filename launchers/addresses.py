@@ -1,0 +1,41 @@
+"""Where ranks meet: the MASTER_ADDR and MASTER_PORT of launchers that give their ranks none."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from launchers.errors import LaunchError
+from launchers.hosts import Host
+
+DEFAULT_PORT = 29500  # torch's own
+
+
+def meeting_place(hosts: tuple[Host, ...], port: int | None, given: Mapping[str, str]) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT, each the user's where `given` or the environment has it.
+
+    The ranks meet on the first host, which has rank 0, at `port`; with port None they are all on this host and a free
+    port is taken. Raises LaunchError where the first of several hosts has a name that means another one on each.
+    """
+    own = {**os.environ, **given}
+    if port is None:
+        address = "127.0.0.1"
+    else:
+        address = hosts[0].name.strip("[]")
+        if len(hosts) > 1 and not own.get("MASTER_ADDR") and (address == "localhost" or address.startswith("127.")):
+            raise LaunchError(
+                f"Ranks on {len(hosts)} hosts meet on the first, but {address!r} is another host on each. "
+                f"Name it as the others reach it, as in: -H {socket.gethostname()}:{hosts[0].slots}"
+            )
+    return {
+        "MASTER_ADDR": own.get("MASTER_ADDR") or address,
+        "MASTER_PORT": own.get("MASTER_PORT") or str(_free_port() if port is None else port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

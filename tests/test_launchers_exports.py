@@ -1,0 +1,120 @@
+"""Variables and options that the user hands on to ranks and launchers."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from launchers import LaunchError, LaunchSpec, build, parse_exports, parse_hosts, parse_options
+from launchers.exports import looks_secret
+from launchers.torchrun import per_host
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("WANDB_API_KEY", "", True), ("HF_TOKEN", "", True), ("aws_secret_access_key", "", True), ("MY_PASS", "", True),
+        ("DATABASE_URL", "postgres://me:word@host/runs", True), ("TOKENIZERS_PARALLELISM", "false", False),
+        ("MAX_TOKENS", "512", False), ("KEYBOARD", "us", False), ("DATABASE_URL", "http://host:80/a@b", False),
+    ],
+)  # fmt: skip
+def test_what_looks_secret(name: str, value: str, secret: bool) -> None:
+    assert looks_secret(name, value) is secret
+
+
+def test_variables_are_named_or_given() -> None:
+    environ = {"HF_TOKEN": "abc", "EMPTY": ""}
+    assert parse_exports(["HF_TOKEN", "A=b=c", "EMPTY", "B=", "A=d", "A"], environ) == (
+        ("HF_TOKEN", "A", "EMPTY", "B"),
+        {"A": "d", "B": ""},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "-x needs the name of a variable, got ''. Write -x NAME or -x NAME=VALUE"),
+        ("A B", "-x needs the name of a variable, got 'A B'. Write -x NAME or -x NAME=VALUE"),
+        ("=1", "-x needs the name of a variable, got ''. Write -x NAME or -x NAME=VALUE"),
+        (
+            "LEVEL",
+            "-x LEVEL hands on a variable that is not set here. Set it, with: export LEVEL=..., or leave -x LEVEL out",
+        ),
+        (
+            "HF_TOKEN=abc",
+            "-x HF_TOKEN=... shows a value that looks secret to everybody who lists the processes of this host. "
+            "Set it first, with: export HF_TOKEN=..., and give its name alone: -x HF_TOKEN",
+        ),
+    ],
+)
+def test_variables_that_cannot_be_handed_on(text: str, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        parse_exports([text], {})
+    assert str(caught.value) == message
+
+
+def test_options_are_taken_apart_as_by_a_shell() -> None:
+    given = ["--bind-to core", "-mca plm_rsh_args '-o Port=2222'", "--report-bindings"]
+    assert parse_options(given) == (
+        "--bind-to", "core", "-mca", "plm_rsh_args", "-o Port=2222", "--report-bindings",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "--name 'a",
+            '--launcher-args "--name \'a" cannot be taken apart: No closing quotation. Quote it as for a shell',
+        ),
+        ("core", "--launcher-args 'core' does not begin with an option. Give the option with its values"),
+        ("", "--launcher-args '' does not begin with an option. Give the option with its values"),
+    ],
+)
+def test_options_that_cannot_be_meant(text: str, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        parse_options([text])
+    assert str(caught.value) == f'{message}, as in --launcher-args "--bind-to core"'
+
+
+def test_every_launcher_takes_options_before_the_program() -> None:
+    for launcher, program in (("torchrun", "train.py"), ("horovodrun", sys.executable)):
+        argv = build(launcher, LaunchSpec(script="train.py", launcher_args=("--verbose",))).argv
+        assert argv[argv.index(program) - 1] == "--verbose", argv
+    with pytest.raises(LaunchError, match=r"^--launcher-args '--verbose' are for a launcher, but one process"):
+        build("none", LaunchSpec(script="train.py", launcher_args=("--verbose",)))
+
+
+def test_torchrun_on_several_hosts_shows_values_but_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "abc")
+    monkeypatch.setenv("LEVEL", "3")
+    hosts = parse_hosts("a:1,b:1")
+    asked = LaunchSpec(
+        script="t.py", num_processes=2, hosts=hosts, forwarded=("HF_TOKEN", "LEVEL", "A"), environment={"A": "b"}
+    )
+    for command in per_host(asked):
+        assert {"LEVEL": "3", "A": "b"}.items() <= command.environment.items()
+        assert "HF_TOKEN" not in command.environment
+    with pytest.raises(LaunchError, match=r"Type on each its own line with HF_TOKEN set there, or use") as caught:
+        build("torchrun", asked)
+    assert "abc" not in str(caught.value)
+
+
+def test_horovodrun_would_show_a_secret_to_the_first_hosts_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Gloo it types all variables with their values into its ssh commands."""
+    monkeypatch.setenv("HF_TOKEN", "abc")
+    hosts = parse_hosts("a.invalid:1,b.invalid:1")
+    asked = LaunchSpec(script="t.py", num_processes=2, hosts=hosts, forwarded=("HF_TOKEN",))
+    with pytest.raises(
+        LaunchError, match=r"^horovodrun shows the values .* -x HF_TOKEN hands on .* Use --launcher mpir"
+    ):
+        build("horovodrun", asked)
+    for quiet in ({"controller": "mpi"}, {"hosts": parse_hosts("localhost:2")}, {"forwarded": ()}):
+        assert "abc" not in build("horovodrun", LaunchSpec(**(vars(asked) | quiet))).shell()
+
+
+def test_no_value_is_in_a_printed_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "abc")
+    for launcher in ("torchrun", "horovodrun", "none"):
+        assert "abc" not in build(launcher, LaunchSpec(script="train.py", forwarded=("HF_TOKEN",))).shell()

@@ -1,0 +1,165 @@
+"""The command for Open MPI's mpirun, without starting anything: an mpirun that only tells its version stands in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launchers import Command, Host, LaunchError, LaunchSpec, build, parse_hosts
+
+ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+DEFAULTS = ["--bind-to", "none", "--map-by", "slot", "-mca", "odls_base_sigkill_timeout", "5"]
+SSH = ["-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new"]
+
+
+def program(folder: Path, name: str, lines: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH of one folder, and an environment that says nothing else."""
+    for name in os.environ:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    program(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    return tmp_path
+
+
+def spec(folder: Path, **given: object) -> LaunchSpec:
+    python = str(folder / "python")
+    return LaunchSpec(**{"script": "train.py", "args": ("-v",), "python": python, **given})  # type: ignore[arg-type]
+
+
+def options(command: Command, folder: Path) -> list[str]:
+    """Return the command without its program, and without the script and its arguments."""
+    assert command.argv[0] == str(folder / "mpirun")
+    assert command.argv[-3:] == (str(folder / "python"), "train.py", "-v")
+    return list(command.argv[1:-3])
+
+
+def names(*variables: str) -> list[str]:
+    return [word for name in variables for word in ("-x", name)]
+
+
+def test_horovod_needs_no_address(folder: Path) -> None:
+    command = build("mpirun", spec(folder, num_processes=2, backend="horovod"))
+    assert options(command, folder) == [
+        "-np", "2", "-H", "localhost:2", *names("UNITRAIN_BACKEND", "OMP_NUM_THREADS"), *DEFAULTS,
+    ]  # fmt: skip
+    assert command.environment == {"UNITRAIN_BACKEND": "horovod", "OMP_NUM_THREADS": "4", **ROOT}
+
+
+@pytest.mark.parametrize("hosts", [(), (Host("localhost", 3),), (Host("127.0.0.1", 2),)], ids=str)
+@pytest.mark.parametrize("backend", ["ddp", None, "a_plugin"])
+def test_others_meet_at_a_free_port_of_this_host(folder: Path, hosts: tuple[Host, ...], backend: str | None) -> None:
+    commands = [build("mpirun", spec(folder, num_processes=2, hosts=hosts, backend=backend)) for _ in range(3)]
+    for command in commands:
+        assert command.environment["MASTER_ADDR"] == "127.0.0.1"
+        assert f"-H {hosts[0] if hosts else 'localhost:2'}" in " ".join(command.argv)
+        words = options(command, folder)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            assert words[words.index(name) - 1] == "-x"
+    assert len({command.environment["MASTER_PORT"] for command in commands}) > 1
+
+
+def test_on_other_hosts_they_meet_on_the_first_and_are_told_what_libraries_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTHONPATH", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "LD_LIBRARY_PATH", "EDITOR", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "a-value")
+    asked = spec(
+        folder, num_processes=3, hosts=parse_hosts("a.invalid:2,b.invalid:1"), backend="ddp",
+        forwarded=("WANDB_API_KEY", "LEVEL"), environment={"LEVEL": "3"},
+    )  # fmt: skip
+    command = build("mpirun", asked)
+    assert options(command, folder) == [
+        "-np", "3", "-H", "a.invalid:2,b.invalid:1",
+        *names(
+            "LEVEL", "UNITRAIN_BACKEND", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "WANDB_API_KEY",
+            "HOROVOD_CYCLE_TIME", "LD_LIBRARY_PATH", "NCCL_DEBUG", "PATH", "PYTHONPATH",
+        ),
+        *DEFAULTS, *SSH,
+    ]  # fmt: skip
+    assert command.environment == {
+        "LEVEL": "3", "UNITRAIN_BACKEND": "ddp", "OMP_NUM_THREADS": "4", "MASTER_ADDR": "a.invalid",
+        "MASTER_PORT": "29500", **ROOT,
+    }  # fmt: skip
+    assert "a-value" not in command.shell()
+
+
+def test_an_address_of_the_users_stays_and_reaches_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have it and ranks that have not would wait for each other at different places."""
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.9")
+    hosts = parse_hosts("localhost:1,b.invalid:1")
+    command = build("mpirun", spec(folder, num_processes=2, hosts=hosts, backend="ddp"))
+    assert (command.environment["MASTER_ADDR"], command.environment["MASTER_PORT"]) == ("10.0.0.9", "29500")
+    command = build("mpirun", spec(folder, num_processes=2, hosts=hosts, backend="horovod"))
+    assert "MASTER_ADDR" not in command.environment
+    assert "-x MASTER_ADDR" in command.shell()
+
+
+def test_localhost_is_no_place_for_several_hosts_to_meet(folder: Path) -> None:
+    for name in ("localhost", "127.0.0.1"):
+        with pytest.raises(
+            LaunchError, match=rf"^Ranks on 2 hosts meet on the first, but '{name}' is another host on "
+        ):
+            build("mpirun", spec(folder, num_processes=2, hosts=(Host(name, 1), Host("b.invalid", 1)), backend="ddp"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--bind-to", "core"), [*DEFAULTS[2:], "--bind-to", "core"]),
+        (("-bind-to", "core"), [*DEFAULTS[2:], "-bind-to", "core"]),
+        (
+            ("--mca", "odls_base_sigkill_timeout", "60"),
+            [*DEFAULTS[:4], "--mca", "odls_base_sigkill_timeout", "60"],
+        ),
+        (("-mca", "btl", "^openib"), [*DEFAULTS, "-mca", "btl", "^openib"]),
+    ],
+    ids=str,
+)
+def test_options_of_the_users_replace_ours(folder: Path, given: tuple[str, ...], words: list[str]) -> None:
+    """Open MPI 4 refuses an MCA parameter that is given twice."""
+    command = build("mpirun", spec(folder, backend="horovod", launcher_args=given))
+    assert options(command, folder)[-len(words) :] == words
+    assert options(command, folder)[-len(words) - 1] == "OMP_NUM_THREADS"
+
+
+def test_another_mpi_is_refused(folder: Path) -> None:
+    program(folder, "mpirun", "echo 'HYDRA build details:'; echo '    Version:   4.0.2'")
+    with pytest.raises(LaunchError) as caught:
+        build("mpirun", spec(folder))
+    assert str(caught.value) == (
+        f"'{folder}/mpirun' is not Open MPI's: its --version says 'HYDRA build details:'. Put Open MPI's first on "
+        "PATH, or start the script with this one: mpiexec "
+        "-genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."
+    )
+    (folder / "mpirun").unlink()
+    with pytest.raises(LaunchError, match=r"^Launcher 'mpirun' is not installed\. Open MPI has it: sudo apt-get inst"):
+        build("mpirun", spec(folder))
+
+
+def test_a_controller_is_horovodruns(folder: Path) -> None:
+    with pytest.raises(LaunchError, match=r"^--mpi chooses horovodrun's controller, but the launcher is mpirun\."):
+        build("mpirun", spec(folder, controller="mpi"))
+
+
+def test_in_an_allocation_the_hosts_are_slurms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(folder, "scontrol", "echo n1.invalid; echo n2.invalid")
+    for name, value in (("JOB_ID", "4071"), ("JOB_NODELIST", "n[1-2]"), ("TASKS_PER_NODE", "2(x2)")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    command = build("mpirun", spec(folder, num_processes=4, backend="ddp"))
+    assert "-H" not in command.argv
+    assert "plm_rsh_args" not in command.argv  # Slurm starts mpirun's daemons
+    assert (command.environment["MASTER_ADDR"], command.environment["MASTER_PORT"]) == ("n1.invalid", "29571")
+    with pytest.raises(
+        LaunchError, match=r"^5 processes were asked for, but Slurm's job 4071 has 4 tasks\. Use -np 4,"
+    ):
+        build("mpirun", spec(folder, num_processes=5, backend="ddp"))

@@ -1,0 +1,134 @@
+"""The command for srun, without Slurm: its variables are set, and a `scontrol` that knows two nodes stands in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launchers import LaunchError, LaunchSpec, allocated_slots, build, parse_hosts
+
+ALLOCATION = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+
+
+def program(folder: Path, name: str, lines: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH of one folder, and an environment that says only that this is an allocation."""
+    for name in os.environ:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, value in ALLOCATION.items():
+        monkeypatch.setenv(name, value)
+    program(tmp_path, "srun", "exit 1")
+    program(tmp_path, "scontrol", '[ "$*" = "show hostnames n[1-2]" ] && echo n1 && echo n2')
+    return tmp_path
+
+
+def spec(folder: Path, **given: object) -> LaunchSpec:
+    python = str(folder / "python")
+    return LaunchSpec(**{"script": "train.py", "args": ("-v",), "python": python, **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("processes", "tasks", "nodes", "per_node"),
+    [
+        (8, "4(x2)", "n1,n2", 4),
+        (5, "4(x2)", "n1,n2", 4),
+        (3, "4(x2)", "n1", 3),
+        (3, "1,2", "n1,n2", 2),
+        (2, "1,2", "n1,n2", 1),
+    ],
+)
+def test_hosts_are_filled_in_slurms_order(
+    processes: int, tasks: str, nodes: str, per_node: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", tasks)
+    command = build("srun", spec(folder, num_processes=processes, backend="ddp", launcher_args=("--cpu-bind", "none")))
+    assert command.argv == (
+        str(folder / "srun"), "--nodelist", nodes, "--nodes", str(len(nodes.split(","))), "--ntasks", str(processes),
+        "--ntasks-per-node", str(per_node), "--kill-on-bad-exit=1", "--export", "ALL", "--wait", "0",
+        "--cpu-bind", "none", str(folder / "python"), "train.py", "-v",
+    )  # fmt: skip
+    assert command.environment == {
+        "UNITRAIN_BACKEND": "ddp", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29734",
+    }  # fmt: skip
+
+
+def test_cores_of_a_task_are_asked_for_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun no longer takes them over from sbatch."""
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
+    command = build("srun", spec(folder, num_processes=2))
+    assert "--cpus-per-task 6" in command.shell()
+    assert command.environment["OMP_NUM_THREADS"] == "6"
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "OMP_NUM_THREADS" not in build("srun", spec(folder, num_processes=2)).environment
+
+
+def test_a_shell_inside_a_step_shares_its_cores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--overlap" not in build("srun", spec(folder)).argv
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert "--overlap" in build("srun", spec(folder)).argv
+
+
+def test_settings_of_the_users_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "4444")
+    command = build("srun", spec(folder, launcher_args=("--wait", "60"), environment={"MASTER_ADDR": "n1-ib"}))
+    assert (command.environment["MASTER_ADDR"], command.environment["MASTER_PORT"]) == ("n1-ib", "4444")
+    assert command.shell().count("--wait") == 1
+
+
+def test_all_tasks_are_used_by_those_that_start_ranks_in_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [allocated_slots(launcher) for launcher in ("srun", "mpirun", "torchrun", "none")] == [8, 8, None, None]
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert allocated_slots("srun") is None
+
+
+def refused(folder: Path, **given: object) -> str:
+    with pytest.raises(LaunchError) as caught:
+        build("srun", spec(folder, **given))
+    return str(caught.value)
+
+
+def test_what_srun_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused(folder, num_processes=9) == (
+        "9 processes were asked for, but Slurm's job 1234 has 8 tasks. Use -np 8, or ask Slurm for more: --ntasks 9"
+    )
+    assert refused(folder, num_processes=2, hosts=parse_hosts("a:1,b:1")) == (
+        "srun starts ranks on the hosts that Slurm has chosen, but -H names a,b. Leave -H out, and ask Slurm for them: "
+        "salloc --nodelist a,b --ntasks 2 unitrain launch --launcher srun -np 2 ..."
+    )
+    assert refused(folder, controller="mpi").startswith(
+        "--mpi chooses horovodrun's controller, but the launcher is srun."
+    )
+    (folder / "srun").unlink()
+    assert refused(folder).startswith("Launcher 'srun' is not installed. It comes with Slurm")
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert refused(folder, num_processes=4) == (
+        "srun starts ranks in an allocation of Slurm's, but SLURM_JOB_ID is not set: this is none. Write the line into "
+        "an sbatch script, or begin it with: salloc --ntasks 4 unitrain launch --launcher srun -np 4 ..."
+    )
+
+
+def test_what_slurm_should_have_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x3)")
+    assert refused(folder).startswith("Slurm's job 1234 has 2 hosts by SLURM_JOB_NODELIST=n[1-2], but 3 by SLURM_TASKS")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "four")
+    assert refused(folder).startswith("SLURM_TASKS_PER_NODE must be numbers of tasks as in 2(x3),1, got 'four'.")
+    monkeypatch.delenv("SLURM_TASKS_PER_NODE")
+    assert refused(folder).startswith(
+        "SLURM_JOB_ID=1234 says that this is an allocation of Slurm's, but SLURM_TASKS_PER_NODE is not set."
+    )
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    program(folder, "scontrol", "echo 'Invalid hostlist' >&2; exit 1")
+    assert refused(folder) == (
+        "scontrol could not tell the hosts of 'n[1-2]': Invalid hostlist. Try: scontrol show hostnames n[1-2]"
+    )
+    (folder / "scontrol").unlink()
+    assert refused(folder).startswith("scontrol, which tells the hosts of 'n[1-2]', is not on PATH.")
