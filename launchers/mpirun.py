@@ -35,9 +35,9 @@ def build(spec: LaunchSpec) -> Command:
     """Return the command; it is typed on one host and reaches the others itself.
 
     Without hosts the ranks are on this one, or on those of the Slurm allocation that it is typed in. Variables are
-    handed on by name, so that no command line shows a value. A backend other than Horovod, which has MPI's own way,
-    is told an address to meet at: a free port on one host, else port 29500 of the first host (in a Slurm allocation
-    see `slurm.Allocation`), unless MASTER_ADDR and MASTER_PORT are set.
+    handed on by name, so that no command line shows a value. They are told to meet at a free port of this host, but for
+    Horovod's, which need none there, or at port 29500 of the first of several (in a Slurm allocation see
+    `slurm.Allocation`), unless MASTER_ADDR and MASTER_PORT are set.
     """
     spec.check_no_controller("mpirun")
     program = find_program("mpirun", spec.python, "Open MPI has it: sudo apt-get install openmpi-bin")
@@ -51,7 +51,9 @@ def build(spec: LaunchSpec) -> Command:
         spec = replace(spec, hosts=(Host("localhost", spec.num_processes),))
     elsewhere = len(spec.hosts) > 1 or not is_here(spec.hosts[0])
     variables = spec.variables
-    if spec.backend != "horovod":
+    # On one host Horovod lets its ranks find each other. Between hosts it would have to guess an address of rank 0's,
+    # which it cannot where no route leads out of the cluster.
+    if elsewhere or spec.backend != "horovod":
         port = (job.port if job is not None else DEFAULT_PORT) if elsewhere else None
         variables |= meeting_place(spec.hosts, port, variables)
     users = [name for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
