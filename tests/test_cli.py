@@ -141,8 +141,6 @@ def test_options_after_the_script_are_the_scripts(script: str) -> None:
         (["--launcher", "horovodrun"], "horovodrun", "horovod"),
         (["--launcher", "torchrun"], "torchrun", "ddp"),
         (["--mpi"], "horovodrun", "horovod"),
-        (["--launcher", "mpirun"], "mpirun", "horovod"),
-        (["--launcher", "mpirun", "--backend", "ddp"], "mpirun", "ddp"),
         (["--backend", "horovod", "--launcher", "torchrun"], "torchrun", "horovod"),
         (["--backend", "ddp", "--launcher", "horovodrun"], "horovodrun", "ddp"),
     ],
@@ -153,6 +151,16 @@ def test_backend_and_launcher_imply_each_other(options: list[str], program: str,
     called = next(word for word in words if "=" not in word)
     assert Path(called).name.startswith(program)
     assert f"UNITRAIN_BACKEND={backend}" in words
+
+
+def test_mpirun_is_horovods_unless_another_backend_is_asked_for(script: str, tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+    mpirun.chmod(0o755)
+    for options, backend in (([], "horovod"), (["--backend", "ddp"], "ddp")):
+        words = run("launch", "--dry-run", "--launcher", "mpirun", *options, script, PATH=str(tmp_path)).stdout.split()
+        assert str(mpirun) in words
+        assert f"UNITRAIN_BACKEND={backend}" in words
 
 
 def test_the_variable_goes_before_what_the_launcher_implies(script: str) -> None:
