@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -60,8 +60,9 @@ class KnowsNothing(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if time.monotonic() > self.server.silent_from:  # type: ignore[attr-defined]
-            time.sleep(10)
-        self.send_error(404)
+            self.server.over.wait(60)  # type: ignore[attr-defined]
+        else:
+            self.send_error(404)
 
     do_PUT = do_GET  # noqa: N815
 
@@ -77,13 +78,15 @@ def horovodruns_server(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
             yield f"127.0.0.1:{held.getsockname()[1]}"
         return
     server = ThreadingHTTPServer(("127.0.0.1", 0), KnowsNothing)
-    server.daemon_threads = True
+    server.over = Event()  # type: ignore[attr-defined]
+    server.daemon_threads = False  # closing waits for what still answers, so that no later test hears of it
     server.silent_from = time.monotonic() + (1.6 if request.param == "falls silent" else 60)  # type: ignore[attr-defined]
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"127.0.0.1:{server.server_port}"
+    server.over.set()  # type: ignore[attr-defined]
     server.shutdown()
-    server.socket.close()
+    server.server_close()
     thread.join()
 
 
