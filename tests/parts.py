@@ -9,6 +9,7 @@ import os
 import shutil
 
 import horovod.torch as hvd
+import hosts
 import pytest
 
 
@@ -24,4 +25,8 @@ needs_mpi = _needs(
 needs_network_namespaces = _needs(
     os.geteuid() == 0 and all(shutil.which(program) for program in ("unshare", "nsenter", "ip")),
     "needs root, and: sudo apt-get install util-linux iproute2",
+)
+needs_hosts = _needs(
+    os.geteuid() == 0 and all(map(shutil.which, hosts.PROGRAMS)),
+    "needs root, and: sudo apt-get install util-linux iproute2 openssh-server",
 )

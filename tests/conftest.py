@@ -1,0 +1,21 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hosts import Host, HostsRefusedError, hosts
+
+
+@pytest.fixture
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Two hosts of the test's own (`hosts.py`), and an end to all that runs there when the test does.
+
+    A test that asks for them is marked with `parts.needs_hosts`.
+    """
+    try:
+        with hosts(2, tmp_path_factory.mktemp("hosts")) as both:
+            yield both
+    except HostsRefusedError as error:
+        pytest.skip(str(error))

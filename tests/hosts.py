@@ -1,0 +1,242 @@
+"""Several hosts on one machine, each with what makes a host one: a network, a name, processes and an sshd of its own.
+
+A host is a set of Linux namespaces. Its first process is sshd, and when that goes everything in it goes. Files are
+this machine's own, at the same paths on every host as on a shared file system; apart are /etc/hosts, /dev/shm, /run
+and root's home, which has the keys. Hosts reach each other by name at 10.77.0.N and nothing else: no route leads out.
+The machine's own network, files and processes are left as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SSHD = "/usr/sbin/sshd"  # by its full path, as it starts itself again for each connection
+PROGRAMS = ("unshare", "nsenter", "ip", SSHD, "ssh", "ssh-keygen")
+SECONDS = 100
+_UP_SECONDS = 20
+
+
+class HostsRefusedError(RuntimeError):
+    """This kernel does not let us have namespaces."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host. `first` is its first process as this machine numbers it; `home` is root's folder there."""
+
+    name: str
+    address: str
+    home: Path
+    first: int
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """Return what runs `argv` on this host, started here, in the current folder and with this environment."""
+        enter = ["nsenter", "-t", str(self.first), "--net", "--uts", "--ipc", "--mount", "--pid"]
+        return [*enter, f"--wd={Path.cwd()}", "--", "env", f"HOME={self.home}", *argv]
+
+    def start(
+        self, argv: Sequence[str], variables: Mapping[str, str] | None = None, **options: int
+    ) -> subprocess.Popen[str]:
+        """Start a program there; both its streams are in `stdout`. `end_all` ends it: a signal sent to the returned
+        process stays here."""
+        return subprocess.Popen(
+            self.command(argv),
+            env={**os.environ, **(variables or {})},
+            stdin=subprocess.DEVNULL,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},  # type: ignore[call-overload]
+            text=True,
+        )
+
+    def run(
+        self, argv: Sequence[str], variables: Mapping[str, str] | None = None, seconds: float = SECONDS
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program there to its end; `stdout` has both its streams. After `seconds` all on this host is ended."""
+        process = self.start(argv, variables)
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.end_all()
+            output, _ = process.communicate(timeout=SECONDS)
+            said = f"having said:\n{output}"
+            raise TimeoutError(f"{list(argv)} on {self.name} was ended after {seconds} s, {said}") from None
+        return subprocess.CompletedProcess(list(argv), process.returncode, output)
+
+    def living(self) -> dict[int, str]:
+        """Return the processes on this host and their commands, but for the sshd that listens."""
+        found: dict[int, str] = {}
+        try:
+            own = _namespace(self.first)
+        except OSError:
+            return found  # it is switched off
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if int(folder.name) != self.first and _namespace(int(folder.name)) == own:
+                    state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                    if state != "Z":
+                        found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
+        return found
+
+    def wait_until_none_lives(self, seconds: float) -> None:
+        """Raise TimeoutError, naming them, when after `seconds` something still runs here."""
+        deadline = time.monotonic() + seconds
+        while living := self.living():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still on {self.name} after {seconds} s: {living}")
+            time.sleep(0.1)
+
+    def end_all(self) -> None:
+        """Kill whatever runs here, but for the sshd that listens."""
+        deadline = time.monotonic() + 10
+        while (living := self.living()) and time.monotonic() < deadline:
+            for pid in living:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def unplug(self) -> None:
+        """Pull its cable: nobody is told, what is sent is lost."""
+        self._link("down")
+
+    def plug_in(self) -> None:
+        """Put the cable back."""
+        self._link("up")
+
+    def kill(self) -> None:
+        """Switch it off, for good: all processes are gone at once, and nobody answers for them."""
+        self.unplug()  # first, or its kernel would still close the connections
+        with contextlib.suppress(OSError):
+            os.kill(self.first, signal.SIGKILL)
+
+    def _link(self, state: str) -> None:
+        _checked("nsenter", "-t", str(self.first), "--net", "ip", "link", "set", "eth0", state)
+
+
+@contextlib.contextmanager
+def hosts(count: int, folder: Path, *, own_name_is_loopback: bool = False) -> Iterator[list[Host]]:
+    """Have `count` hosts, h1 and so on, with their files in the empty `folder`, until the context ends.
+
+    With `own_name_is_loopback` each knows its own name as 127.0.1.1, as Debian's installer sets it up. Raises
+    HostsRefusedError where the kernel does not let us.
+    """
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "true"],
+        capture_output=True, text=True, timeout=_UP_SECONDS, check=False,
+    )  # fmt: skip
+    if tried.returncode:
+        raise HostsRefusedError(f"the kernel refuses namespaces: {tried.stderr.strip()}")
+    key = folder / "key"
+    _checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+    found: list[Host] = []
+    with contextlib.ExitStack() as ended:
+        switch = ended.enter_context(_kept(["unshare", "--net", "sh", "-c", "echo up; exec sleep 86400"]))
+        _checked("nsenter", "-t", str(switch.pid), "--net", "ip", "link", "add", "bridge", "type", "bridge")
+        _checked("nsenter", "-t", str(switch.pid), "--net", "ip", "link", "set", "bridge", "up")
+        for number in range(1, count + 1):
+            own = folder / f"h{number}"
+            _write_files(own, number, count, key, own_name_is_loopback)
+            holder = ended.enter_context(
+                _kept(
+                    ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
+                    "sh", str(own / "begin")]
+                )
+            )  # fmt: skip
+            first = _only_child(holder.pid)
+            _checked(
+                *("ip", "link", "add", f"host{number}", "netns", str(switch.pid)),
+                *("type", "veth", "peer", "name", "eth0", "netns", str(first)),
+            )
+            inside = ("nsenter", "-t", str(first), "--net", "ip")
+            _checked(*inside, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            _checked(*inside, "link", "set", "eth0", "up")
+            _checked(
+                *("nsenter", "-t", str(switch.pid), "--net"),
+                *("ip", "link", "set", f"host{number}", "master", "bridge", "up"),
+            )
+            found.append(Host(f"h{number}", f"10.77.0.{number}", own / "home", first))
+        for host in found:
+            _wait_for_sshd(host.home.parent / "sshd.log")
+        yield found
+
+
+def _write_files(own: Path, number: int, count: int, key: Path, own_name_is_loopback: bool) -> None:
+    ssh = own / "home" / ".ssh"
+    ssh.mkdir(parents=True, mode=0o700)
+    (ssh / "id_ed25519").touch(mode=0o600)
+    (ssh / "id_ed25519").write_bytes(key.read_bytes())
+    (ssh / "authorized_keys").write_bytes(key.with_suffix(".pub").read_bytes())
+    _checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own / "host_key"))
+    names = [
+        f"127.0.1.1 h{other}" if own_name_is_loopback and other == number else f"10.77.0.{other} h{other}"
+        for other in range(1, count + 1)
+    ]
+    (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+    # ssh and sshd take root's home from here, whatever HOME says.
+    users = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
+    for user in users:
+        if user[0] == "root":
+            user[5] = str(own / "home")
+    (own / "passwd").write_text("\n".join([":".join(user) for user in users] + [""]))
+    (own / "sshd_config").write_text(
+        f"HostKey {own}/host_key\nPidFile none\nUsePAM no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+        "PermitRootLogin prohibit-password\nMaxStartups 100:30:200\nStrictModes no\n"
+    )
+    (own / "begin").write_text(
+        f"""set -e
+hostname h{number}
+mount --bind {own}/hosts /etc/hosts
+mount --bind {own}/passwd /etc/passwd
+mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs tmpfs /run
+mkdir /run/sshd
+ip link set lo up
+echo up
+exec {SSHD} -D -E {own}/sshd.log -f {own}/sshd_config
+"""
+    )
+
+
+@contextlib.contextmanager
+def _kept(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a command that says "up" when it is, until the context ends."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        if said != "up\n":
+            raise HostsRefusedError(f"{command} says: {said}{process.stdout.read()}")
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=_UP_SECONDS)
+
+
+def _only_child(pid: int) -> int:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def _wait_for_sshd(log: Path) -> None:
+    deadline = time.monotonic() + _UP_SECONDS
+    while not log.exists() or "listening" not in log.read_text():
+        if time.monotonic() > deadline:
+            raise HostsRefusedError(f"sshd does not listen: {log.read_text() if log.exists() else 'it says nothing'}")
+        time.sleep(0.02)
+
+
+def _namespace(pid: int) -> str:
+    return str(Path(f"/proc/{pid}/ns/pid").readlink())
+
+
+def _checked(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_UP_SECONDS, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
