@@ -296,7 +296,7 @@ def test_own_streams_have_random_numbers_of_their_own(group: RankGroup, workers:
         assert len(set(column)) == len(rows)
 
 
-LENGTHS = {1: [9], 2: [13, 4], 3: [13, 4, 20]}
+LENGTHS = {1: [9], 2: [13, 6], 3: [13, 6, 20]}
 NONE_ON_SOME = {1: [5], 2: [0, 9], 3: [9, 0, 4]}
 UNEVEN = ("weight", "drop", "pad")
 
@@ -314,8 +314,6 @@ def test_unequal_streams_train_as_one_process_with_the_samples_of_each_step(
     lengths = LENGTHS[group.size]
     ranks = [own_batches(own_numbers(rank, lengths), 2, workers) for rank in range(group.size)]
     steps = expected_steps(ranks, accumulate, uneven)
-    if not steps:
-        pytest.skip("no whole step here")
     settings = {"uneven": uneven, "num_workers": workers, "accumulate": accumulate}
     results = group.run(train_own, lengths, 2, settings)
     expected = by_hand(steps * 2)
@@ -657,7 +655,7 @@ def refusal(backend: Backend, case: Callable[[int], Any]) -> str:
 @pytest.mark.parametrize(("case", "message"), ERRORS, ids=[case.__name__ for case, _ in ERRORS])
 def test_what_goes_wrong_is_told_on_every_rank(group: RankGroup, case: Callable[[int], Any], message: str) -> None:
     if group.size == 1 and case in ONLY_BETWEEN_RANKS:
-        pytest.skip("one rank does not differ from itself")
+        message = "^accepted$"
     texts = group.run(refusal, case)
     assert len(set(texts)) == 1
     assert re.search(message, texts[0], re.DOTALL), texts[0]

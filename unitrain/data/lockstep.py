@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Lockstep:
         self._error: DataError | None = None
 
     def epoch(
-        self, batches: Callable[[], Iterator[Counted]], *, start: int, stride: int, passed: int
+        self, batches: Callable[[], Generator[Counted]], *, start: int, stride: int, passed: int
     ) -> Generator[tuple[Any, Slice]]:
         """Yield (batch, its slice) for each of this rank's micro-steps, until the epoch ends for all ranks.
 
@@ -46,30 +47,31 @@ class Lockstep:
         over. `start` is the position after these, and `stride` how far a micro-step goes. Raises DataError on every
         rank when the batches of any cannot be had.
         """
-        own, again = batches(), _endless(batches)
-        self._error = None
-        self._pass_over(own, again, passed)
-        window, per_step = self._steps * self._accumulate, self._accumulate * stride
-        over = False
-        while not over:
-            held: list[Counted | None] = [None] * window
-            self._fill(held, range(window), own)
-            table = self._agree(held)
-            steps, over = plan(table, self._accumulate, self._uneven, self._full)
-            lacking = [at for step in steps for at in step if any(counts[at] == OUT for counts in table)]
-            if self._uneven == "pad" and lacking:
-                self._fill(held, [at for at in lacking if held[at] is None], again)
+        # An error of another rank leaves its traceback, and with it what is iterated over, to the garbage collector.
+        with closing(batches()) as own, closing(_endless(batches)) as again:
+            self._error = None
+            self._pass_over(own, again, passed)
+            window, per_step = self._steps * self._accumulate, self._accumulate * stride
+            over = False
+            while not over:
+                held: list[Counted | None] = [None] * window
+                self._fill(held, range(window), own)
                 table = self._agree(held)
-            for live in steps:
-                end = start + per_step
-                total = sum(max(0, counts[at]) for counts in table for at in live)
-                for at in live:
-                    samples, batch = held[at] or (0, None)
-                    held[at] = None  # from now on only the loop holds it
-                    if not samples and self._spare is not None:
-                        batch = self._spare[1]
-                    yield batch, Slice(slice(start, end), samples, total, end, at == live[-1])
-                start = end
+                steps, over = plan(table, self._accumulate, self._uneven, self._full)
+                lacking = [at for step in steps for at in step if any(counts[at] == OUT for counts in table)]
+                if self._uneven == "pad" and lacking:
+                    self._fill(held, [at for at in lacking if held[at] is None], again)
+                    table = self._agree(held)
+                for live in steps:
+                    end = start + per_step
+                    total = sum(max(0, counts[at]) for counts in table for at in live)
+                    for at in live:
+                        samples, batch = held[at] or (0, None)
+                        held[at] = None  # from now on only the loop holds it
+                        if not samples and self._spare is not None:
+                            batch = self._spare[1]
+                        yield batch, Slice(slice(start, end), samples, total, end, at == live[-1])
+                    start = end
 
     def _pass_over(self, own: Iterator[Counted], again: Iterator[Counted], passed: int) -> None:
         """Pass over what an interrupted run has trained on, and what it has repeated."""
@@ -137,7 +139,7 @@ def plan(table: list[list[int]], accumulate: int, uneven: Uneven, full: int | No
     return steps, False
 
 
-def _endless(batches: Callable[[], Iterator[Counted]]) -> Iterator[Counted]:
+def _endless(batches: Callable[[], Generator[Counted]]) -> Generator[Counted]:
     """Yield what `batches` begins, over and over, as long as that is anything."""
     found = True
     while found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count, islice
 from typing import Any
@@ -82,7 +82,7 @@ class StreamSource:
         """How many batches the workers have ready, or are about to."""
         return self.workers * (self._loader.prefetch_factor or 0)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Counted]:
+    def batches(self, epoch: int, start: int = 0) -> Generator[Counted]:
         """Yield (samples, batch), of a shared stream from item `start` on; what is before is passed over by count."""
         self._batches.begin(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, Stream.WORKERS, epoch, self._rank))
