@@ -24,9 +24,9 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
-from unitrain.run import checkpoint, checkpoint_files
-from unitrain.run.retention import Retention
-from unitrain.run.writer import CheckpointWriter
+from unitrain.lifecycle import checkpoint, checkpoint_files
+from unitrain.lifecycle.retention import Retention
+from unitrain.lifecycle.writer import CheckpointWriter
 from unitrain.testing import run_ranks
 from unitrain.trainer import Trainer
 
@@ -431,7 +431,7 @@ KILLED_WHILE_WRITING = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from unitrain.run import checkpoint, checkpoint_files
+from unitrain.lifecycle import checkpoint, checkpoint_files
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 

@@ -18,10 +18,10 @@ from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import CheckpointError, ConfigError
-from unitrain.run import checkpoint_files as files
-from unitrain.run.host_copy import host_copy
-from unitrain.run.retention import Retention
-from unitrain.run.writer import CheckpointWriter
+from unitrain.lifecycle import checkpoint_files as files
+from unitrain.lifecycle.host_copy import host_copy
+from unitrain.lifecycle.retention import Retention
+from unitrain.lifecycle.writer import CheckpointWriter
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))

@@ -16,7 +16,7 @@ from launches import Launch, started
 
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, Preempted
-from unitrain.run.preemption import Preemption
+from unitrain.lifecycle.preemption import Preemption
 
 BIN = Path(sys.executable).parent
 DIGITS = str(Path(__file__).parent.parent / "examples" / "digits.py")
@@ -163,7 +163,7 @@ def test_a_signal_to_every_process_counts_once(kind: str, number: signal.Signals
 
 TWICE = """
 import sys, time
-from unitrain.run.preemption import Preemption
+from unitrain.lifecycle.preemption import Preemption
 with Preemption(["SIGTERM"]) as preemption:
     print("ready", flush=True)
     end = time.monotonic() + 30

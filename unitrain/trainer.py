@@ -22,13 +22,13 @@ from unitrain.data.share import EvaluationShare, open_training_data
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import Preempted
 from unitrain.evaluation import Evaluation, LossFunction
+from unitrain.lifecycle.state import Run, Stateful
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
 from unitrain.modules.averaging import WeightAverage
 from unitrain.modules.compiled import compile_forward
 from unitrain.modules.memory_format import use_channels_last
 from unitrain.modules.sync_batch_norm import standing_in, sync_batch_norm
-from unitrain.run.state import Run, Stateful
 from unitrain.step.epoch_scheduler import EpochScheduler
 from unitrain.step.forward import Forward, ForwardFunction
 from unitrain.step.learning_rate import LearningRateFactor

@@ -25,8 +25,8 @@ from training import Settings, data, difference, final_weights, trainer_of
 import unitrain
 from unitrain.backends.base import Backend
 from unitrain.errors import CheckpointError
-from unitrain.run import checkpoint_files
-from unitrain.run.checkpoint_files import MANIFEST, MODEL, TRAINING
+from unitrain.lifecycle import checkpoint_files
+from unitrain.lifecycle.checkpoint_files import MANIFEST, MODEL, TRAINING
 
 Random = random.Random
 _NOBODY = 65534

@@ -27,7 +27,7 @@ import unitrain
 from unitrain import Callback, Trainer, environment
 from unitrain.backends import ddp, horovod, local  # noqa: F401 (imported once, before the ranks are forked)
 from unitrain.backends.network import free_port
-from unitrain.run import checkpoint_files
+from unitrain.lifecycle import checkpoint_files
 
 # Where the kill comes from; a checkpoint's files are what it is aimed at most.
 WAYS = ("step", "file", "file", "time")

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
-from unitrain.run import checkpoint_files
+from unitrain.lifecycle import checkpoint_files
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 50, 12, 4
 STEPS_PER_EPOCH = -(-SAMPLES // GLOBAL_BATCH)  # the last step has 2 samples, too few for 3 ranks

@@ -39,7 +39,7 @@ def _told(command: Callable[..., None]) -> Callable[..., None]:
 @_told
 def list_checkpoints(folder: Path, as_json: bool) -> None:
     """List the checkpoints in FOLDER, a run's output_dir: where each is in the run, its results, its size."""
-    from unitrain.run import checkpoint_files as files
+    from unitrain.lifecycle import checkpoint_files as files
 
     found = files.candidates(folder)[::-1]
     if not found:
@@ -72,7 +72,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
 @_told
 def verify(folder: Path) -> None:
     """Compare the files of the checkpoints in FOLDER, or of the one that it is, with their manifests."""
-    from unitrain.run import checkpoint_files as files
+    from unitrain.lifecycle import checkpoint_files as files
 
     found = files.candidates(folder)[::-1] or [folder]
     damages = {path: files.damage(path) for path in found}
@@ -93,7 +93,7 @@ def show(checkpoint: Path) -> None:
     """Show what CHECKPOINT holds, or the newest sound one in it: the manifest, and every tensor of the model."""
     from safetensors import safe_open
 
-    from unitrain.run import checkpoint_files as files
+    from unitrain.lifecycle import checkpoint_files as files
 
     path = files.newest_sound(checkpoint, required=True)
     assert path is not None
@@ -119,8 +119,8 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     "epoch"), a safetensors file, a .ckpt of Lightning, or a folder of Accelerate. A run goes on from it with
     TrainConfig(resume="FOLDER", output_dir=...).
     """
-    from unitrain.run import checkpoint_files as files
-    from unitrain.run.foreign import read_foreign
+    from unitrain.lifecycle import checkpoint_files as files
+    from unitrain.lifecycle.foreign import read_foreign
 
     found = read_foreign(source)
     if strip_prefix and not any(name.startswith(strip_prefix) for name in found.model):

@@ -10,10 +10,10 @@ from torch import nn
 
 from unitrain.backends.base import Communicator, raise_together
 from unitrain.errors import CheckpointError
-from unitrain.run import checkpoint_files as files
-from unitrain.run.checkpoint import WRITABLE
-from unitrain.run.host_copy import host_copy
-from unitrain.run.retention import Retention
+from unitrain.lifecycle import checkpoint_files as files
+from unitrain.lifecycle.checkpoint import WRITABLE
+from unitrain.lifecycle.host_copy import host_copy
+from unitrain.lifecycle.retention import Retention
 
 # How long the other ranks are left waiting in one collective while rank 0's disk is busy.
 _PATIENCE_SECONDS = 1.0

@@ -13,7 +13,7 @@ from torch import nn
 from unitrain import environment
 from unitrain.backends.base import Communicator, raise_together
 from unitrain.errors import CheckpointError
-from unitrain.run import checkpoint_files as files
+from unitrain.lifecycle import checkpoint_files as files
 
 GRADIENTS = "gradients"
 WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."

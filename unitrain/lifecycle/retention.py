@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unitrain.run import checkpoint_files as files
+from unitrain.lifecycle import checkpoint_files as files
 
 Mode = Literal["min", "max"]
 

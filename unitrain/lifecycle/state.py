@@ -17,12 +17,12 @@ from unitrain.config import TrainConfig
 from unitrain.data.order import Cursor
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError
+from unitrain.lifecycle import checkpoint
+from unitrain.lifecycle.description import describe_parts, describe_start
+from unitrain.lifecycle.retention import Retention
+from unitrain.lifecycle.stopping import Stopping
+from unitrain.lifecycle.writer import CheckpointWriter
 from unitrain.modules.buffers import share_buffers
-from unitrain.run import checkpoint
-from unitrain.run.description import describe_parts, describe_start
-from unitrain.run.retention import Retention
-from unitrain.run.stopping import Stopping
-from unitrain.run.writer import CheckpointWriter
 from unitrain.tracking.history import EPOCHS, STARTS, STEPS, History
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from unitrain import __version__
 from unitrain.errors import CheckpointError
-from unitrain.run.plain_state import plain_state
+from unitrain.lifecycle.plain_state import plain_state
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 _FORMAT = 1

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from unitrain.backends.base import Communicator
-from unitrain.run.preemption import Preemption
+from unitrain.lifecycle.preemption import Preemption
 
 # How long a request may go unheard on the other ranks.
 _AGREE_SECONDS = 2.0
