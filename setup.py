@@ -18,6 +18,7 @@ tensorboard = ["pillow>=10.0", "tensorboard>=2.14"]
 wandb = ["pillow>=10.0", "wandb>=0.17"]
 mlflow = ["alembic>=1.10", "mlflow-skinny>=2.14", "pillow>=10.0", "sqlalchemy>=2.0"]  # with its database in a file
 loggers = [*tensorboard, *wandb, *mlflow]
+notebook = ["ipykernel>=6.20", "nbclient>=0.8"]  # for the tests: what runs a notebook
 dev = ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.6"]
 
 setup(
@@ -29,7 +30,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["unitrain", "unitrain.*", "launchers", "launchers.*"]),
     package_data={"unitrain": ["py.typed", "report/page.html"], "launchers": ["py.typed"]},
-    install_requires=["click>=8.1", "numpy>=1.26", "rich>=13.0", "safetensors>=0.4", "torch>=2.6"],
+    install_requires=["click>=8.1", "cloudpickle>=2.0", "numpy>=1.26", "rich>=13.0", "safetensors>=0.4", "torch>=2.6"],
     extras_require={
         "horovod": horovod,
         "examples": examples,
@@ -39,7 +40,7 @@ setup(
         "mlflow": mlflow,
         "loggers": loggers,
         "report": report,
-        "dev": [*dev, *horovod, *examples, *torchmetrics, *report, *loggers],
+        "dev": [*dev, *horovod, *examples, *torchmetrics, *report, *loggers, *notebook],
     },
     entry_points={"console_scripts": ["unitrain = unitrain.cli:unitrain"]},
 )

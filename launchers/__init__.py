@@ -15,11 +15,12 @@ from launchers.errors import LaunchError
 from launchers.exports import parse_exports
 from launchers.hosts import Host, parse_hosts
 from launchers.options import parse_options
-from launchers.registry import available, build
+from launchers.registry import LAUNCHER_OF, available, build
 from launchers.slurm import allocated_slots
 from launchers.spec import Command, LaunchSpec
 
 __all__ = [
+    "LAUNCHER_OF",
     "Command",
     "Host",
     "LaunchError",

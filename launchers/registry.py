@@ -10,6 +10,8 @@ from launchers import horovodrun, mpirun, none, srun, torchrun
 from launchers.errors import LaunchError
 from launchers.spec import Command, LaunchSpec
 
+# The launcher that a backend's users know.
+LAUNCHER_OF = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}
 _GROUP = "unitrain.launchers"
 _BUILT_IN: dict[str, Callable[[LaunchSpec], Command]] = {
     "horovodrun": horovodrun.build,

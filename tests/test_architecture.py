@@ -22,7 +22,20 @@ FORBIDDEN = [
     ("unitrain/environment.py", ["torch", "unitrain", "launchers"], ["unitrain.errors"]),
     ("unitrain/cli.py unitrain/__main__.py", ["torch", "launchers"], []),
     ("unitrain/horovod_wheel/*", ["unitrain", "launchers"], ["unitrain.horovod_wheel", "unitrain.errors"]),
-    ("unitrain/* -unitrain/commands/*", ["launchers", "unitrain.commands"], []),
+    ("unitrain/* -unitrain/commands/*", ["unitrain.commands"], []),
+    ("unitrain/* -unitrain/commands/* -unitrain/functions/run.py", ["launchers"], []),
+    # A function's ranks are started like a script's; what it does there is its own matter.
+    (
+        "unitrain/functions/*",
+        ["torch", "unitrain"],
+        [
+            "unitrain.functions",
+            "unitrain.environment",
+            "unitrain.errors",
+            "unitrain.descendants",
+            "unitrain.backends.registry",
+        ],
+    ),
     ("unitrain/* -unitrain/commands/* -unitrain/horovod_wheel/*", ["unitrain.horovod_wheel"], []),
     ("unitrain/* -unitrain/testing/*", ["unitrain.testing"], []),
     # What a backend stands on; the interface stands on less, and no backend on another one.
@@ -33,7 +46,8 @@ FORBIDDEN = [
     ("unitrain/backends/* -unitrain/backends/local.py", ["unitrain.backends.local"], []),
     # The loop and all it stands on know the interface, never what is behind it; the names are for who starts a backend.
     (
-        "unitrain/* examples/* -unitrain/backends/* -unitrain/initialise.py -unitrain/commands/* -unitrain/testing/*",
+        "unitrain/* examples/* -unitrain/backends/* -unitrain/initialise.py -unitrain/commands/* -unitrain/testing/* "
+        "-unitrain/functions/*",
         ["unitrain.backends"],
         ["unitrain.backends.base"],
     ),

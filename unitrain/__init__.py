@@ -41,6 +41,7 @@ _EXPORTS = {
     "init": "unitrain.initialise",
     "register_process_group": "unitrain.backends.horovod_registration",
     "require": "unitrain.backends.base",
+    "run": "unitrain.functions.run",
     "share_buffers": "unitrain.modules.buffers",
     "sync_batch_norm": "unitrain.modules.sync_batch_norm",
 }
@@ -70,6 +71,7 @@ __all__ = [
     "init",
     "register_process_group",
     "require",
+    "run",
     "share_buffers",
     "sync_batch_norm",
 ]
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
     from unitrain.config import TrainConfig
     from unitrain.environment import Placement
     from unitrain.errors import CheckpointError, UnitrainError
+    from unitrain.functions.run import run
     from unitrain.initialise import init
     from unitrain.modules.buffers import share_buffers
     from unitrain.modules.sync_batch_norm import sync_batch_norm

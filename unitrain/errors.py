@@ -117,6 +117,21 @@ class ReportError(UnitrainError, ValueError):
     """A folder holds no run to report on, or a record that is damaged."""
 
 
+class FunctionError(UnitrainError, ValueError):
+    """A function, or what is to be given to it, cannot be sent to the ranks."""
+
+
+class RankFailedError(UnitrainError, RuntimeError):
+    """A rank of `unitrain.run` failed; `rank` is the one that failed first, and its exception the cause of this one.
+
+    `rank` is None where no rank has told of an exception, as where a process was killed.
+    """
+
+    def __init__(self, text: str, rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
 class Preempted(SystemExit):
     """A run was stopped by a signal and has left a checkpoint; the program ends with 75, "try again later".
 

@@ -16,9 +16,11 @@ from unitrain.backends import registry
 from unitrain.commands.restarts import Restarts
 from unitrain.errors import ConfigError, did_you_mean
 
-# The launcher that a backend's users know, and the other way round.
-LAUNCHER_OF = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}
-_BACKEND_OF = {launcher: backend for backend, launcher in LAUNCHER_OF.items()} | {"mpirun": "horovod", "srun": "ddp"}
+# The backend that a launcher's users know.
+_BACKEND_OF = {launcher: backend for backend, launcher in launchers.LAUNCHER_OF.items()} | {
+    "mpirun": "horovod",
+    "srun": "ddp",
+}
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -110,7 +112,7 @@ def _command(
     if launcher is None:
         # --gloo and --mpi are horovodrun's, so they choose it where nothing else does.
         implied = "horovodrun" if controller is not None and backend is None else "torchrun"
-        launcher = LAUNCHER_OF.get(backend or "", implied)
+        launcher = launchers.LAUNCHER_OF.get(backend or "", implied)
     if backend is None:
         backend = _BACKEND_OF.get(launcher)
     check_script(script)

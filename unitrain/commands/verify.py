@@ -17,7 +17,7 @@ import click
 import launchers
 from unitrain import environment
 from unitrain.backends import registry
-from unitrain.commands.launch import LAUNCHER_OF, check_not_launched, check_script
+from unitrain.commands.launch import check_not_launched, check_script
 from unitrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _outcome(job: _Job, run: Run) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix=f"{run.backend}-", dir=job.folder))
     Request(steps=job.steps, as_ranks=run.as_ranks, float64=job.float64).write(folder)
     try:
-        command = launchers.build(LAUNCHER_OF.get(run.backend, "torchrun"), _spec(job, run, folder))
+        command = launchers.build(launchers.LAUNCHER_OF.get(run.backend, "torchrun"), _spec(job, run, folder))
     except launchers.LaunchError as error:
         return Outcome(run=run, seconds=0.0, problem=str(error))
     ranks = "1 process" if run.processes == 1 else f"{run.processes} ranks"

@@ -9,9 +9,11 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from unitrain.descendants import end_all, marked
 
 _TERM_SECONDS = 5.0
 _STACK_SECONDS = 1.0
@@ -73,7 +75,7 @@ def run(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TERM_SECONDS)
         finally:
-            _end_all(process, tag)
+            end_all(process, tag)
     return Ended(code, time.monotonic() - started, output.read_text(errors="replace") if told is None else told)
 
 
@@ -87,29 +89,10 @@ def last_words(output: str, most: int = 16) -> list[str]:
 
 def _ask_for_stacks(tag: bytes, script: str) -> None:
     """Let the ranks, which are of no more use, print their stacks."""
-    for pid in _marked(tag):
+    for pid in marked(tag):
         with contextlib.suppress(OSError):
             program, *arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             if "python" in program and next((one for one in arguments if not one.startswith("-")), None) == script:
                 resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
                 os.kill(pid, signal.SIGABRT)
     time.sleep(_STACK_SECONDS)
-
-
-def _end_all(process: subprocess.Popen[bytes], tag: bytes) -> None:
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + _TERM_SECONDS
-    while (living := list(_marked(tag))) and time.monotonic() < deadline:  # again: they may have started others
-        for pid in living:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def _marked(tag: bytes) -> Iterator[int]:
-    """Yield the processes with `tag` in their environment; none where there is no /proc to read it from."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if tag in (folder / "environ").read_bytes().split(b"\0"):
-                yield int(folder.name)

@@ -1,0 +1,146 @@
+"""`unitrain.run`: a function on several ranks, from a notebook's kernel and from a program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import nbformat
+import pytest
+from launches import started
+from nbclient import NotebookClient
+
+import unitrain
+from unitrain.errors import ConfigError, FunctionError
+
+SETUP = """
+import torch
+import unitrain
+
+GREETING = "hello from the notebook"
+
+def train(steps, factor=1.0):
+    backend = unitrain.init(device="cpu")
+    model = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(model.weight, 0.5)
+    model = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1 * factor), model)
+    for _ in range(steps):
+        model(torch.full((1, 2), float(backend.rank))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(GREETING, backend.rank, flush=True)
+    name, rank, weight = backend.name, backend.rank, backend.unwrap(model).weight.detach()
+    backend.shutdown()
+    return name, rank, weight
+
+class Broken(Exception):
+    pass
+
+def fail():
+    with unitrain.init(device="cpu") as backend:
+        if backend.rank == 1:
+            raise Broken("item 31")  # the line to see
+        backend.barrier()
+"""
+CALLS = [
+    """
+for backend in ("ddp", "horovod"):
+    results = unitrain.run(train, (3,), {"factor": 2.0}, np=2, backend=backend)
+    for rank, (name, own, weight) in enumerate(results):
+        assert (name, own) == (backend, rank)
+        torch.testing.assert_close(weight, torch.full((1, 2), 0.5 - 3 * 0.2 * 0.5))
+print("both agree")
+""",
+    """
+from unitrain.errors import RankFailedError
+try:
+    unitrain.run(fail, np=2, backend="ddp")
+except RankFailedError as error:
+    assert error.rank == 1 and type(error.__cause__) is Broken, (error.rank, error.__cause__)
+    print("caught:", error)
+""",
+]
+
+
+def test_a_notebook_runs_its_own_functions() -> None:
+    cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, *CALLS)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    first, second = (
+        "".join(output.text for output in cell.outputs if output.output_type == "stream") for cell in notebook.cells[1:]
+    )
+    assert first.count("hello from the notebook 0") == first.count("hello from the notebook 1") == 2
+    assert "both agree" in first
+    told = second[second.index("caught: ") :]
+    assert told.startswith("caught: Rank 1 of 2 failed first:\n\nTraceback")
+    # The line of the cell, which is in no file, and nothing of unitrain's own around it.
+    assert 'raise Broken("item 31")  # the line to see' in told
+    assert "unitrain/functions" not in told
+
+
+def test_a_program_needs_no_guard_and_leaves_no_process(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import os, signal, sys, time
+            import unitrain
+
+            def work(what):
+                if what == "is killed" and os.environ["RANK"] == "0":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if what != "returns":
+                    print("working", flush=True)
+                    time.sleep(300)
+                return os.environ["RANK"], what
+
+            print(unitrain.run(work, ("returns",), np=2))
+            try:
+                unitrain.run(work, ("is killed",), np=2)
+            except unitrain.UnitrainError as error:
+                print(type(error).__name__, str(error).splitlines()[0])
+            try:
+                unitrain.run(work, ("takes long",), np=1, timeout_seconds=4)
+            except TimeoutError as error:
+                print(error)
+            unitrain.run(work, ("goes on",), np=2)
+            """
+        )
+    )
+    with started([sys.executable, str(program)]) as launch:
+        assert launch.process.stdout is not None
+        lines = []
+        while not (lines and lines[-1] == "working" and any("were not done" in line for line in lines)):
+            lines.append(launch.process.stdout.readline().rstrip())
+        assert "[('0', 'returns'), ('1', 'returns')]" in lines
+        assert any(line.startswith("RankFailedError Ranks [0, 1] of 2 ended without a word") for line in lines)
+        assert "The ranks were not done after 4 s, and were ended. Allow more with timeout_seconds." in lines
+        launch.process.kill()  # as a kernel that is killed
+        launch.wait_until_none_lives(20)
+
+
+def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
+    lock = threading.Lock()
+    with pytest.raises(FunctionError, match=r"^<lambda> or its arguments cannot be sent .*lock.* Make inside of"):
+        unitrain.run(lambda: lock.acquire(), np=2)
+    with pytest.raises(unitrain.UnitrainError, match=r"Unknown backend 'dpp'. Did you mean 'ddp'"):
+        unitrain.run(print, np=2, backend="dpp")
+    with pytest.raises(ConfigError, match=r"^A run needs at least 1 process, got -np 0"):
+        unitrain.run(print, np=0)
+
+
+def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"^unitrain\.run starts ranks itself, but torchrun has started this process"):
+        unitrain.run(print, np=2)
+
+
+def test_importing_it_is_cheap() -> None:
+    shown = "import sys, unitrain; unitrain.run; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
