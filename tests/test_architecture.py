@@ -36,7 +36,7 @@ FORBIDDEN = [
             "unitrain.backends.registry",
         ],
     ),
-    ("unitrain/* -unitrain/commands/* -unitrain/horovod_wheel/*", ["unitrain.horovod_wheel"], []),
+    ("unitrain/* -unitrain/commands/* -unitrain/horovod_wheel/* -unitrain/doctor/*", ["unitrain.horovod_wheel"], []),
     ("unitrain/* -unitrain/testing/*", ["unitrain.testing"], []),
     # What a backend stands on; the interface stands on less, and no backend on another one.
     ("unitrain/backends/*", ["unitrain"], ["unitrain.backends", "unitrain.environment", "unitrain.errors"]),
@@ -47,12 +47,19 @@ FORBIDDEN = [
     # The loop and all it stands on know the interface, never what is behind it; the names are for who starts a backend.
     (
         "unitrain/* examples/* -unitrain/backends/* -unitrain/initialise.py -unitrain/commands/* -unitrain/testing/* "
-        "-unitrain/functions/*",
+        "-unitrain/functions/* -unitrain/doctor/*",
         ["unitrain.backends"],
         ["unitrain.backends.base"],
     ),
     ("unitrain/initialise.py", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.backends.registry"]),
-    ("unitrain/commands/*", ["unitrain.backends"], ["unitrain.backends.registry"]),
+    ("unitrain/commands/* -unitrain/commands/doctor.py", ["unitrain.backends"], ["unitrain.backends.registry"]),
+    # It looks at what backends stand on, and at no backend.
+    (
+        "unitrain/doctor/* unitrain/commands/doctor.py",
+        ["unitrain.backends"],
+        ["unitrain.backends.network", "unitrain.backends.rendezvous", "unitrain.backends.transports"],
+    ),
+    ("unitrain/* -unitrain/commands/* -unitrain/doctor/*", ["unitrain.doctor"], []),
     (
         "unitrain/testing/*",
         ["unitrain.backends"],

@@ -34,6 +34,7 @@ OPTIONS = {
         "--with-mpi", "--without-mpi", "--with-cuda", "--without-cuda", "--jobs", "--cache-dir", "--no-install",
         "--force", "--dry-run",
     },
+    "unitrain doctor": {"--launch", "--json", "--timeout-seconds", "--for-launch"},
     "unitrain horovod check": {"--json"},
     "unitrain report": {"--output", "--png", "RUN_DIR..."},
 }  # fmt: skip
@@ -186,7 +187,7 @@ def test_what_is_refused_says_what_to_type(script: str) -> None:
     assert "Did you mean 'build'?" in refused("horovod", "biuld")
     assert (
         refused("lunch")
-        == "Unknown command 'lunch'. Did you mean 'launch'? Available: ckpt, horovod, launch, report, verify."
+        == "Unknown command 'lunch'. Did you mean 'launch'? Available: ckpt, doctor, horovod, launch, report, verify."
     )
     assert refused("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."

@@ -11,6 +11,7 @@ from unitrain.errors import did_you_mean
 
 _COMMANDS = {
     "ckpt": ("unitrain.commands.ckpt", "List, verify, show and convert checkpoints."),
+    "doctor": ("unitrain.commands.doctor", "Find what is wrong with a machine, or between the ranks of a job."),
     "horovod": ("unitrain.commands.horovod", "Build Horovod for the installed torch, and see what it can do."),
     "launch": ("unitrain.commands.launch", "Run a training script on several ranks."),
     "report": ("unitrain.commands.report", "Show what became of a run, and where its time went."),

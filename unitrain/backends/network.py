@@ -20,18 +20,25 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface that carries `address`, or None when it cannot be told."""
+def interfaces() -> dict[str, str]:
+    """Return this host's interfaces that have an IPv4 address, with it."""
+    found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
                 reply = fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)
             except OSError:
-                continue  # an interface without an IPv4 address
-            own = socket.inet_ntoa(reply[20:24])
-            if own == address or (own.startswith("127.") and address.startswith("127.")):
-                return name
+                continue  # it has none
+            found[name] = socket.inet_ntoa(reply[20:24])
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that carries `address`, or None when it cannot be told."""
+    for name, own in interfaces().items():
+        if own == address or (own.startswith("127.") and address.startswith("127.")):
+            return name
     return None
 
 
