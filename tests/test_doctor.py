@@ -113,7 +113,10 @@ CASES: dict[str, tuple[Callable[[], list[Told]], str]] = {
         lambda: ranks({"infiniband": True, "locked_memory": 65536}),
         r"warning: a has InfiniBand, but lets a process lock only 64 KiB",
     ),
-    "cores": (lambda: ranks({"cores": 0}), r"warning: a has 0 cores for 1 ranks"),
+    "cores": (
+        lambda: ranks({"cores": (2,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (2,)}),
+        r"warning: 2 ranks share 1 core on a, and will wait for each other\. \$ -np 1",
+    ),
     "threads": (
         lambda: ranks({"variables": THREADS}, {"variables": THREADS, "cores": tuple(range(8))}),
         r"warning: 1 rank of 8 threads each share 4 cores on a\. \$ export OMP_NUM_THREADS=4",

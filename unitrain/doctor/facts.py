@@ -163,6 +163,12 @@ def _horovod() -> dict[str, Any] | None:
     return None if report.folder is None else report.as_json()
 
 
+def _cores() -> tuple[int, ...]:
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
 def _memory() -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
