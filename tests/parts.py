@@ -11,6 +11,7 @@ import shutil
 import horovod.torch as hvd
 import hosts
 import pytest
+import slurm
 
 
 def _needs(present: bool, reason: str) -> pytest.MarkDecorator:
@@ -30,3 +31,5 @@ needs_hosts = _needs(
     os.geteuid() == 0 and all(map(shutil.which, hosts.PROGRAMS)),
     "needs root, and: sudo apt-get install util-linux iproute2 openssh-server",
 )
+needs_mpich = _needs(shutil.which("mpiexec.mpich") is not None, "needs MPICH: sudo apt-get install mpich")
+needs_slurm = _needs(all(map(shutil.which, slurm.PROGRAMS)), "needs Slurm: sudo apt-get install slurm-wlm munge")

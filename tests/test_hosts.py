@@ -11,7 +11,7 @@ from hosts import Host, hosts
 from parts import needs_hosts
 
 pytestmark = needs_hosts
-SSH = ["ssh", "-o", "StrictHostKeyChecking=accept-new", "-o", "ConnectTimeout=2"]
+SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=2"]
 
 
 def test_hosts_have_names_networks_and_processes_of_their_own(two_hosts: list[Host]) -> None:
@@ -29,7 +29,8 @@ def test_hosts_have_names_networks_and_processes_of_their_own(two_hosts: list[Ho
 def test_what_runs_on_a_host_is_seen_and_ended(two_hosts: list[Host]) -> None:
     first, second = two_hosts
     first.run([*SSH, "h2", "sleep 300 >/dev/null 2>&1 &"])
-    assert list(second.living().values()) == ["sleep 300"]
+    (command,) = second.living().values()
+    assert "sleep 300" in command
     with pytest.raises(TimeoutError, match=r"still on h2 after 0\.2 s: .*sleep 300"):
         second.wait_until_none_lives(0.2)
     second.end_all()

@@ -11,6 +11,7 @@ from threading import Event, Thread
 
 import pytest
 
+from unitrain.backends import network
 from unitrain.backends.rendezvous import meet
 from unitrain.environment import Placement
 from unitrain.errors import CollectiveTimeoutError, LauncherMismatchError
@@ -105,3 +106,13 @@ def test_the_wait_for_horovodruns_server_has_one_limit(
         f"This rank could not {missed} at horovodrun's server {horovodruns_server} within 2 s: "
     )
     assert str(caught.value).endswith(". Look at the first error that rank 0 or horovodrun logged.")
+
+
+def test_the_addresses_at_which_somebody_listens() -> None:
+    """127.0.0.2 is this host too, and there nobody does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert network.answering(["127.0.0.2", "127.0.0.1"], port, 2.0) == ["127.0.0.1"]
+    own = network.own_addresses()
+    assert own[-1] == "127.0.0.1"
+    assert [network.is_loopback(address) for address in own] == [False] * (len(own) - 1) + [True]

@@ -12,7 +12,7 @@ from unitrain import environment
 from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
 from unitrain.backends.devices import check_gpus, choose_device
-from unitrain.backends.network import interface_towards
+from unitrain.backends.network import interface_of
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.backends.rendezvous import meet
 from unitrain.errors import ConfigError, did_you_mean
@@ -36,7 +36,7 @@ class DDPBackend(ProcessGroupBackend):
         _check_transport(transport, device)
         meeting = meet(placement, options.timeout)
         check_gpus(meeting, device, options.device)
-        if interface := interface_towards(meeting.host):
+        if (own := meeting.own_address) and (interface := interface_of(own)):
             environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(
             # CPU tensors, which the agreement before each collective is made of, always travel over Gloo.

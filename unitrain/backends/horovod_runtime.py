@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -12,11 +13,12 @@ from horovod.runner.http.http_server import RendezvousServer
 from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints that it is missing)
 
 from unitrain import environment
-from unitrain.backends.network import address_towards, free_port, interface_of
+from unitrain.backends.network import address_towards, answering, interface_of, own_addresses
 from unitrain.backends.rendezvous import Meeting, Seat, meet, tcp_store
 from unitrain.environment import Placement
 from unitrain.errors import BackendUnavailableError, LauncherMismatchError
 
+_ANSWER_SECONDS = 3.0  # a host answers without its processes; one lost packet is sent again after a second
 _servers: list[Any] = []  # rank 0's rendezvous server, kept alive as long as the process
 
 
@@ -70,8 +72,11 @@ def tell_torch_where(placement: Placement) -> None:
     if placement.launcher not in ("horovodrun", "mpirun", "none") or environment.setting("MASTER_ADDR"):
         return
     start_horovod(placement, Meeting(placement, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
-    own = (_own_address(), free_port()) if placement.rank == 0 else None
-    host, port = hvd.broadcast_object(own, 0, name="unitrain.master")
+    if placement.rank == 0:
+        with socket.create_server(("", 0)) as free:
+            host, port = _agreed_address(free.getsockname()[1])
+    else:
+        host, port = _agreed_address(None)
     environment.export_defaults({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
 
 
@@ -84,7 +89,7 @@ def _lead_to_each_other(placement: Placement, meeting: Meeting) -> None:
             "Build it with both controllers: unitrain horovod build --force"
         )
     seats = meeting.seats
-    address = address_towards(meeting.host)
+    address = meeting.own_address or address_towards(meeting.host)
     own = ""
     if placement.rank == 0:
         server = RendezvousServer()
@@ -131,16 +136,29 @@ def _slot(seats: list[Seat], rank: int) -> SlotInfo:
 
 
 def _store_through_horovod(placement: Placement, timeout: timedelta) -> tuple[dist.Store, str]:
-    store = tcp_store(_own_address(), 0, placement, timeout, serves=True) if placement.rank == 0 else None
-    own = None if store is None else (store.host, store.port)
-    host, port = hvd.broadcast_object(own, 0, name="unitrain.store")  # without a name it would hang: type(own) differs
-    return store or tcp_store(host, port, placement, timeout, serves=False), host
+    served = tcp_store("127.0.0.1", 0, placement, timeout, serves=True) if placement.rank == 0 else None
+    host, port = _agreed_address(None if served is None else served.port)
+    return served or tcp_store(host, port, placement, timeout, serves=False), host
 
 
-def _own_address() -> str:
-    """Return an address of this host that the other ranks reach: on the way out, or loopback where there is no way
-    out."""
-    try:
-        return address_towards("10.255.255.255")
-    except OSError:
-        return "127.0.0.1"
+def _agreed_address(port: int | None) -> tuple[str, int]:
+    """Return an address of rank 0, where it listens at `port`, by which all ranks reach it; it need not know which
+    of its networks leads to them. All ranks call it, with Horovod running, the others without a port.
+
+    Raises LauncherMismatchError where there is none.
+    """
+    own = None if port is None else (own_addresses(), port)
+    addresses, port = hvd.broadcast_object(
+        own, 0, name="unitrain.addresses"
+    )  # unnamed it would hang: type(own) differs
+    reached = hvd.allgather_object(answering(addresses, port, _ANSWER_SECONDS), name="unitrain.reached")
+    for address in addresses:
+        if all(address in one for one in reached):
+            return address, port
+    missing = [rank for rank, one in enumerate(reached) if not one] or list(range(1, len(reached)))
+    raise LauncherMismatchError(
+        f"Rank 0 has the addresses {', '.join(addresses)}, but "
+        f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} reach it at none that all reach. "
+        "Open the ports between the hosts, or say where to meet: "
+        "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
+    )

@@ -6,9 +6,11 @@ refuse connections, or hang, as soon as there are two hosts.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
@@ -37,17 +39,36 @@ def interfaces() -> dict[str, str]:
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that carries `address`, or None when it cannot be told."""
     for name, own in interfaces().items():
-        if own == address or (own.startswith("127.") and address.startswith("127.")):
+        if own == address or (is_loopback(own) and is_loopback(address)):
             return name
     return None
 
 
-def interface_towards(host: str) -> str | None:
-    """Return the name of the interface that leads to `host`, or None when it cannot be told."""
-    try:
-        return interface_of(address_towards(host))
-    except OSError:
-        return None
+def own_addresses() -> list[str]:
+    """Return this host's addresses, the most promising first: on the way out, others, and loopback last."""
+    found = list(interfaces().values())
+    with contextlib.suppress(OSError):  # no way out
+        found.insert(0, address_towards("10.255.255.255"))
+    return sorted(dict.fromkeys(found), key=is_loopback) or ["127.0.0.1"]
+
+
+def answering(addresses: list[str], port: int, seconds: float) -> list[str]:
+    """Return those of the addresses where somebody listens at `port`; all are tried at once, for so long."""
+
+    def answers(address: str) -> bool:
+        try:
+            socket.create_connection((address, port), timeout=seconds).close()
+        except OSError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        return [address for address, answer in zip(addresses, pool.map(answers, addresses), strict=True) if answer]
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an IPv4 address means this host on every host."""
+    return address.startswith("127.")
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from unitrain import environment
-from unitrain.backends.network import address_towards
+from unitrain.backends.network import address_towards, is_loopback
 from unitrain.environment import Placement
 from unitrain.errors import CollectiveTimeoutError, LauncherMismatchError
 
@@ -87,6 +87,20 @@ class Meeting:
             Seat(local_rank, hosts.count(host), numbers[host], len(numbers))
             for host, (_, _, local_rank) in zip(hosts, told, strict=True)
         ]
+
+    @cached_property
+    def own_address(self) -> str | None:
+        """This rank's address as the other hosts reach it, or None when it cannot be told. All ranks ask for it."""
+        try:
+            own = address_towards(self.host)
+        except OSError:
+            own = None
+        told = self.exchange("address", own)
+        if own is None or not is_loopback(own):
+            return own
+        # The first host may know its own name as 127.0.1.1, as Debian's installer sets it up.
+        elsewhere = [address for address in told if address is not None and not is_loopback(address)]
+        return address_towards(elsewhere[0]) if elsewhere else own
 
 
 def meet(placement: Placement, timeout: timedelta) -> Meeting:
