@@ -239,6 +239,16 @@ def test_a_launch_inside_mpichs_is_refused(script: str) -> None:
     assert refused("launch", script, **inside).startswith("mpiexec has started this process already (PMI_RANK=0,")
 
 
+def test_a_launch_in_one_of_several_pods_is_refused(script: str) -> None:
+    """Each pod would train alone."""
+    assert refused("launch", script, PET_NNODES="2", PET_NODE_RANK="0", PET_NPROC_PER_NODE="4") == (
+        "PET_NNODES=2 says that this is one of 2 pods of a job, but ranks would be started in this one only. Start the "
+        "script with torchrun, which reads it, as in: torchrun train.py"
+    )
+    printed = run("launch", "--dry-run", script, PET_NNODES="1", PET_NODE_RANK="0", PET_NPROC_PER_NODE="4").stdout
+    assert "--nproc-per-node 1" in printed
+
+
 def test_variables_and_options_are_handed_on(script: str) -> None:
     options = ["-x", "LEVEL=3", "-x", "HF_TOKEN", "--launcher-args", "--tee 3", "--launcher-args", "--max-restarts 1"]
     printed = run("launch", "--dry-run", *options, script, HF_TOKEN="abc").stdout

@@ -32,6 +32,43 @@ SRUN = {
     "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
 }  # fmt: skip
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
+# mpirun_rsh and jsrun as open-mpi/ompi-tests-public reads them (comm_split_type, get_rank_size_info).
+MPIRUN_RSH = {
+    "MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2", "PMI_ID": "3",
+}  # fmt: skip
+# The environment of Lightning's own test of its LSFEnvironment.
+JSRUN = {
+    "LSB_MCPU_HOSTS": "10.10.10.0 1 10.10.10.1 1 10.10.10.2 1 10.10.10.3 1", "LSB_JOBID": "1234",
+    "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_LOCAL_RANK": "1", "PMIX_RANK": "3",
+}  # fmt: skip
+# flux-core's src/shell/task.c: what it sets for every task.
+FLUX = {
+    "FLUX_TASK_RANK": "3", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "2", "FLUX_JOB_ID": "f9",
+    "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9",
+}  # fmt: skip
+# ALCF's Polaris and Aurora, with the mpiexec of PALS.
+PALS = {
+    "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PALS_RANKID": "3",
+    "PALS_LOCAL_RANKID": "1",
+}  # fmt: skip
+# The training-operator since kubeflow/trainer#1840: RANK is the pod's.
+PYTORCHJOB = {
+    "PYTHONUNBUFFERED": "1", "MASTER_PORT": "23456", "PET_MASTER_PORT": "23456", "MASTER_ADDR": "digits-master-0",
+    "PET_MASTER_ADDR": "digits-master-0", "WORLD_SIZE": "2", "RANK": "1", "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1", "PET_NNODES": "2", "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+}  # fmt: skip
+# The one before it, and Alibaba's DLC.
+OLD_PYTORCHJOB = {
+    name: value for name, value in PYTORCHJOB.items() if not name.startswith("PET_")
+}  # fmt: skip
+# The torch plugin of Kubeflow Trainer 2 (pkg/runtime/framework/plugins/torch).
+TRAINJOB = {
+    "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29500",
+    "PET_MASTER_ADDR": "digits-node-0-0.digits", "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+}  # fmt: skip
+# A worker of the MPI operator's MPIJob has what mpirun tells it.
+MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-worker-1", "K_MPI_JOB_ROLE": "worker"}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +92,23 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
         (MPIEXEC | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
         (MPIRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
         (HOROVODRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
+        (MPIRUN_RSH, Placement("mpirun_rsh", 3, 4, 1, 2)),
+        ({name.replace("MV2", "MVP"): value for name, value in MPIRUN_RSH.items()}, Placement("mpirun_rsh", 3, 4, 1, 2)),
+        (JSRUN, Placement("jsrun", 3, 4, 1)),
+        (JSRUN | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
+        (FLUX, Placement("flux", 3, 4, 1, None, None, 2)),
+        (PALS, Placement("mpiexec", 3, 4, 1, 2)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Placement("mpiexec", 0, 1, 0)),
+        (PYTORCHJOB, Placement("kubernetes", 1, 2, 0, None, 1, 2)),
+        (OLD_PYTORCHJOB, Placement("kubernetes", 1, 2, 0, None, 1, 2)),
+        (TRAINJOB, Placement("kubernetes", 1, 2, 0, None, 1, 2)),
+        (TRAINJOB | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
+        (PYTORCHJOB | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
+        (MPIJOB, Placement("mpirun", 1, 2, 1, 2)),
+        # Processes that one pod's own script starts.
+        (OLD_PYTORCHJOB | {"LOCAL_RANK": "1"}, Placement("env", 1, 2, 1)),
+        (OLD_PYTORCHJOB | {"MASTER_ADDR": "localhost"}, Placement("env", 1, 2, 1)),
+        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, Placement("none", 0, 1, 0, 1, 0, 1)),
         # The same said twice, and too little said to be a place.
         (HOROVODRUN | {"RANK": "2", "WORLD_SIZE": "3"}, Placement("horovodrun", 2, 3, 0, 1)),
         (MPIRUN | BY_HAND, Placement("mpirun", 1, 2, 1, 2)),
@@ -65,7 +119,10 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
     ids=[
         "torchrun", "horovodrun", "mpirun", "mpiexec", "srun", "by hand", "by hand with local rank", "nothing",
         "in an allocation", "torchrun in srun", "horovodrun in srun", "mpirun in srun", "mpiexec in srun",
-        "srun with PMI", "torchrun in mpiexec", "torchrun in mpirun", "torchrun in horovodrun", "horovodrun said twice",
+        "srun with PMI", "torchrun in mpiexec", "torchrun in mpirun", "torchrun in horovodrun", "mvapich2",
+        "mvapich 3", "jsrun", "jsrun with Spectrum MPI", "flux", "pals", "pmi of one", "PyTorchJob", "older PyTorchJob",
+        "TrainJob", "torchrun in a TrainJob", "torchrun in a PyTorchJob", "MPIJob", "ranks in a pod",
+        "ranks at a pod's own address", "a pod", "horovodrun said twice",
         "mpirun said twice", "srun said twice",
         "srun and an empty RANK", "srun and no RANK",
     ],
@@ -147,6 +204,22 @@ def test_the_evidence_names_what_was_believed() -> None:
             "left over: unset RANK WORLD_SIZE, or, where horovodrun did not start this process itself: "
             "unset HOROVOD_RANK",
         ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2"},
+            "PMI_RANK is set, but PMI_LOCAL_RANK is not. Set it too, or clear the other with: unset PMI_RANK",
+        ),
+        (
+            {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-1@1"},
+            "PMIX_RANK=1 says that a launcher of PMIx started this process, but no variable says how many there are. "
+            "Tell every rank, in the command that it runs: "
+            "env RANK=$PMIX_RANK WORLD_SIZE=<ranks> LOCAL_RANK=<number on its host> python ..., or clear it with: "
+            "unset PMIX_RANK",
+        ),
+        (
+            PYTORCHJOB | {"PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "8"},
+            "PET_NPROC_PER_NODE=4 says that 4 processes share this pod, but nothing has started them. "
+            "Start the script with torchrun, which reads it, as in: torchrun train.py",
+        ),
     ],
     ids=[
         "missing",
@@ -160,6 +233,9 @@ def test_the_evidence_names_what_was_believed() -> None:
         "a spawner in srun",
         "a spawner in mpirun",
         "leftovers under horovodrun",
+        "PMI without a place",
+        "PMIx alone",
+        "a pod for more",
     ],
 )
 def test_variables_that_cannot_be_believed(variables: dict[str, str], message: str) -> None:
@@ -180,6 +256,30 @@ def test_a_job_started_inside_others_has_places_of_its_own(monkeypatch: pytest.M
     assert run_ranks(place, 2, backend="ddp") == [(0, 2, 0), (1, 2, 1)]
     kept = environment.without_launcher()
     assert {name for name in outer if name in kept} == {"SLURM_JOB_ID", "SLURM_NTASKS"}  # which mpirun and srun ask for
+
+
+def test_pods_meet_where_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("PET_MASTER_ADDR", TRAINJOB["PET_MASTER_ADDR"])
+    assert environment.setting("MASTER_ADDR") == TRAINJOB["PET_MASTER_ADDR"]
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert environment.setting("MASTER_ADDR") == "10.0.0.1"
+
+
+def test_a_launch_in_a_pod_says_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun would read PET_NNODES, and wait for the others for ever."""
+    for name, value in PYTORCHJOB.items():
+        monkeypatch.setenv(name, value)
+    assert environment.pods() == 2
+    kept = environment.without_ranks()
+    assert {name for name in PYTORCHJOB if name in kept} == {
+        "PYTHONUNBUFFERED", "MASTER_ADDR", "MASTER_PORT", "KUBERNETES_SERVICE_HOST",
+    }  # fmt: skip
+    monkeypatch.setenv("PET_NNODES", "1:3")
+    assert environment.pods() == 3
+    monkeypatch.setenv("PET_NNODES", "")
+    assert environment.pods() == 1
+    assert "KUBERNETES_SERVICE_HOST" in environment.without_launcher()
 
 
 def test_reading_and_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,14 @@ _IMPLIED = {
     "none": "local",
     "torchrun": "ddp",
     "srun": "ddp",
+    "flux": "ddp",
+    "kubernetes": "ddp",
     "env": "ddp",
     "horovodrun": "horovod",
     "mpirun": "horovod",
+    "mpirun_rsh": "horovod",
     "mpiexec": "horovod",
+    "jsrun": "horovod",
 }
 
 
@@ -62,6 +66,7 @@ def init(
         raise LauncherMismatchError(
             f"{placement.source} said rank {placement.rank} of {placement.size}, but backend {name!r} came up as "
             f"rank {started.rank} of {started.size}. "
+            f"Believed was {', '.join(placement.evidence) or 'that no launcher has set a variable'}. "
             f"Start it with: unitrain launch --backend {name} -np {placement.size} ..."
         )
     return started

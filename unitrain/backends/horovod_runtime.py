@@ -68,6 +68,7 @@ def tell_torch_where(placement: Placement) -> None:
     """
     environment.export_defaults(
         {"RANK": str(placement.rank), "WORLD_SIZE": str(placement.size), "LOCAL_RANK": str(placement.local_rank)}
+        | {name: value for name in ("MASTER_ADDR", "MASTER_PORT") if (value := environment.setting(name))}
     )
     if placement.launcher not in ("horovodrun", "mpirun", "none") or environment.setting("MASTER_ADDR"):
         return

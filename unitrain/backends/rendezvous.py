@@ -131,6 +131,9 @@ def _shared_store(placement: Placement, timeout: timedelta, name: str) -> tuple[
         "mpirun": "Use --backend horovod, which brings its own, or give one: "
         "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
         "mpiexec": "Give one: mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ...",
+        "mpirun_rsh": "Give one before the program: mpirun_rsh ... MASTER_ADDR=<host of rank 0> MASTER_PORT=29500 "
+        "python ...",
+        "jsrun": "Give one: jsrun -E MASTER_ADDR=<host of rank 0> -E MASTER_PORT=29500 ...",
         "srun": "Give one before srun: "
         'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500',
     }.get(placement.launcher, "Give one to every rank: export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500")

@@ -149,9 +149,15 @@ def check_script(script: Path) -> None:
 
 
 def check_not_launched(fix: str) -> None:
-    """Raise LaunchError, with the `fix`, where this process is a launcher's."""
-    placement = environment.detect()
-    if placement.launcher in ("torchrun", "horovodrun", "mpirun", "mpiexec"):
+    """Raise LaunchError, with the `fix`, where this process is a launcher's, or in one of several pods of a job."""
+    if (pods := environment.pods()) > 1:
+        # Each pod would train alone.
+        raise launchers.LaunchError(
+            f"PET_NNODES={pods} says that this is one of {pods} pods of a job, but ranks would be started in this one "
+            "only. Start the script with torchrun, which reads it, as in: torchrun train.py"
+        )
+    placement = environment.detect(environment.without_pod())
+    if placement.launcher in ("torchrun", "horovodrun", "mpirun", "mpirun_rsh", "mpiexec", "jsrun"):
         raise launchers.LaunchError(
             f"{placement.launcher} has started this process already ({', '.join(placement.evidence)}). {fix}"
         )
