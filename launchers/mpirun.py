@@ -14,7 +14,7 @@ from launchers.options import with_defaults
 from launchers.programs import find_program
 from launchers.spec import Command, LaunchSpec
 
-_DEFAULTS = (
+DEFAULTS = (
     # Open MPI would bind each rank to one core or one socket, with all its threads.
     ("--bind-to", "none"),
     # The first host is filled first, as by the other launchers.
@@ -24,7 +24,7 @@ _DEFAULTS = (
     ("-mca", "odls_base_sigkill_timeout", "5"),
 )
 # A new host's key would be asked about, where nobody answers. A key that has changed is still refused.
-_SSH = ("-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new")
+SSH = ("-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new")
 # On another host a rank has only what is named to it. These are what Python and the libraries below unitrain read;
 # anything else is the user's to name.
 _HANDED_ON = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -59,12 +59,12 @@ def build(spec: LaunchSpec) -> Command:
     users = [name for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
     names = dict.fromkeys([*variables, *users, *spec.forwarded])
     options = ["-np", str(spec.num_processes)]
-    defaults = list(_DEFAULTS)
+    defaults = list(DEFAULTS)
     if job is None:  # mpirun knows the hosts of its allocation
         options += ["-H", ",".join(map(str, spec.hosts))]
     if elsewhere:
         if job is None:
-            defaults.append(_SSH)
+            defaults.append(SSH)
         names |= dict.fromkeys(sorted(name for name in os.environ if _is_handed_on(name)))
     for name in names:
         options += ["-x", name]

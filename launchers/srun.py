@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from launchers import slurm
@@ -13,12 +14,20 @@ from launchers.options import with_defaults
 from launchers.programs import find_program
 from launchers.spec import Command, LaunchSpec
 
-_DEFAULTS = (
+DEFAULTS = (
     ("--export", "ALL"),
     # A cluster may be set to end the others some seconds after the first rank has ended, in the middle of rank 0's
     # last checkpoint. Ranks of unitrain that are waited for in vain end themselves.
     ("--wait", "0"),
 )
+
+
+def task_options(counts: Sequence[int]) -> list[str]:
+    """Return what asks for `counts` ranks on as many hosts."""
+    return [
+        *("--nodes", str(len(counts)), "--ntasks", str(sum(counts)), "--ntasks-per-node", str(max(counts))),
+        "--kill-on-bad-exit=1",  # a rank that fails ends the job
+    ]
 
 
 def build(spec: LaunchSpec) -> Command:
@@ -49,9 +58,7 @@ def build(spec: LaunchSpec) -> Command:
     options = [
         # Without their names Slurm may choose any of them, and the ranks wait for the first.
         *("--nodelist", ",".join(host.name for host in job.hosts[: len(counts)])),
-        *("--nodes", str(len(counts)), "--ntasks", str(spec.num_processes)),
-        *("--ntasks-per-node", str(max(counts))),
-        "--kill-on-bad-exit=1",  # a rank that fails ends the job
+        *task_options(counts),
     ]
     if job.cpus_per_task is not None:
         # From Slurm 22.05 on srun does not take it over from sbatch, and each rank would have one core.
@@ -63,5 +70,5 @@ def build(spec: LaunchSpec) -> Command:
         # The cores of the job, which are not all of the host.
         variables["OMP_NUM_THREADS"] = str(job.cpus_per_task or 1)
     variables |= meeting_place(job.hosts, job.port, variables)
-    options += with_defaults(_DEFAULTS, spec.launcher_args)
+    options += with_defaults(DEFAULTS, spec.launcher_args)
     return Command((program, *options, spec.python, spec.script, *spec.args), variables)

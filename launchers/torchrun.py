@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from launchers.addresses import DEFAULT_PORT
@@ -11,6 +12,9 @@ from launchers.exports import looks_secret
 from launchers.hosts import check_is_here, shares
 from launchers.programs import find_program
 from launchers.spec import Command, LaunchSpec
+
+# Without it the workers of a restart read the addresses of the workers that died (pytorch#135712).
+RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def build(spec: LaunchSpec) -> Command:
@@ -43,15 +47,17 @@ def per_host(spec: LaunchSpec) -> list[Command]:
     secrets = _secrets(spec)
     forwarded = {name: os.environ[name] for name in spec.forwarded if name in os.environ and name not in secrets}
     spec = replace(spec, environment={**forwarded, **spec.environment})
+    return [_command(spec, options) for options in node_options(counts, spec.hosts[0].name)]
+
+
+def node_options(counts: Sequence[int], address: str, port: int = DEFAULT_PORT) -> list[list[str]]:
+    """Return the options of each of several hosts, which get `counts` processes and meet at `address`."""
     return [
-        _command(
-            spec,
-            [
-                *("--nnodes", str(len(counts)), "--node-rank", str(number)),
-                *("--nproc-per-node", str(count)),
-                *("--master-addr", spec.hosts[0].name, "--master-port", str(DEFAULT_PORT)),
-            ],
-        )
+        [
+            *("--nnodes", str(len(counts)), "--node-rank", str(number)),
+            *("--nproc-per-node", str(count)),
+            *("--master-addr", address, "--master-port", str(port)),
+        ]
         for number, count in enumerate(counts)
     ]
 
@@ -64,6 +70,4 @@ def _secrets(spec: LaunchSpec) -> list[str]:
 
 def _command(spec: LaunchSpec, options: list[str]) -> Command:
     program = find_program("torchrun", spec.python, "It comes with torch: pip install torch")
-    # Without it the workers of a restart read the addresses of the workers that died (pytorch#135712).
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **spec.variables}
-    return Command((program, *options, *spec.launcher_args, spec.script, *spec.args), variables)
+    return Command((program, *options, *spec.launcher_args, spec.script, *spec.args), {**RESTARTS, **spec.variables})

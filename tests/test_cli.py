@@ -25,6 +25,12 @@ OPTIONS = {
     "unitrain ckpt ls": {"FOLDER", "--json"},
     "unitrain ckpt show": {"CHECKPOINT"},
     "unitrain ckpt verify": {"FOLDER"},
+    "unitrain submit": {
+        "--to", "--backend", "--nodes", "-np", "-n", "--num-processes", "--gpus-per-node", "--cpus-per-task",
+        "--memory", "--time", "--job-name", "--partition", "--account", "--output", "--signal-seconds", "--kind",
+        "--image", "--namespace", "-x", "--dry-run", "[OPTION=VALUE]... SCRIPT [ARGS]...",
+    },
+    "unitrain translate": {"--to", "-H", "--hosts", "--backend", "LINE"},
     "unitrain verify": {
         "-np", "-n", "--num-processes", "--steps", "--backends", "--tolerance", "--float64", "--cpu",
         "--timeout-seconds", "--json", "TARGET", "ARGS",
@@ -185,9 +191,9 @@ def test_all_slots_are_used_unless_fewer_are_asked_for(script: str) -> None:
 
 def test_what_is_refused_says_what_to_type(script: str) -> None:
     assert "Did you mean 'build'?" in refused("horovod", "biuld")
-    assert (
-        refused("lunch")
-        == "Unknown command 'lunch'. Did you mean 'launch'? Available: ckpt, doctor, horovod, launch, report, verify."
+    assert refused("lunch") == (
+        "Unknown command 'lunch'. Did you mean 'launch'? "
+        "Available: ckpt, doctor, horovod, launch, report, submit, translate, verify."
     )
     assert refused("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."

@@ -93,7 +93,7 @@ MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-w
         (MPIRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
         (HOROVODRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
         (MPIRUN_RSH, Placement("mpirun_rsh", 3, 4, 1, 2)),
-        ({name.replace("MV2", "MVP"): value for name, value in MPIRUN_RSH.items()}, Placement("mpirun_rsh", 3, 4, 1, 2)),
+        ({f"MVP{name[3:]}": value for name, value in MPIRUN_RSH.items()}, Placement("mpirun_rsh", 3, 4, 1, 2)),
         (JSRUN, Placement("jsrun", 3, 4, 1)),
         (JSRUN | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
         (FLUX, Placement("flux", 3, 4, 1, None, None, 2)),

@@ -15,6 +15,8 @@ _COMMANDS = {
     "horovod": ("unitrain.commands.horovod", "Build Horovod for the installed torch, and see what it can do."),
     "launch": ("unitrain.commands.launch", "Run a training script on several ranks."),
     "report": ("unitrain.commands.report", "Show what became of a run, and where its time went."),
+    "submit": ("unitrain.commands.submit", "Hand a training script to Slurm or Kubernetes."),
+    "translate": ("unitrain.commands.translate", "Write one launcher's command line for another."),
     "verify": ("unitrain.commands.verify", "Train on every backend, and tell whether the numbers are the same."),
 }
 

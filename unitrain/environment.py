@@ -113,7 +113,8 @@ _TOLD_BESIDE = (
     "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS",
     LED_BY_UNITRAIN, "OMPI_COMM", "OMPI_ARGV", "OMPI_UNIVERSE_SIZE", "OMPI_NUM_APP_CTX", "OMPI_APP_CTX_",
     "OMPI_FIRST_RANKS", "OMPI_FILE_LOCATION", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_",
-    "OMPI_MCA_pmix", "PMIX_", "PMI_", "HYDI_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "JSM_", "FLUX_TASK_", "PALS_", "PET_",
+    "OMPI_MCA_pmix", "PMIX_", "PMI_", "HYDI_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "JSM_", "FLUX_TASK_", "PALS_",
+    "PET_",
 )  # fmt: skip
 
 
@@ -248,7 +249,9 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:
     rank, size = number(variables.rank) or 0, number(variables.size) or 0
     alone = variables.local_rank is None or size == 1
     # Without a local_rank all processes are taken to be on one host, as torch's own env:// does.
-    local_rank = number(variables.local_rank, default=rank if variables.launcher == "env" else 0 if alone else None) or 0
+    local_rank = (
+        number(variables.local_rank, default=rank if variables.launcher == "env" else 0 if alone else None) or 0
+    )
     if size < 1:
         raise EnvironmentVariableError(
             f"{variables.size} must be at least 1, got {size}. Set it, or clear it with: "

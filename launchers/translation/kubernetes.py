@@ -1,0 +1,210 @@
+"""Manifests for Kubernetes: Kubeflow's PyTorchJob and TrainJob, and the MPI operator's MPIJob."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from launchers import mpirun
+from launchers.errors import LaunchError
+from launchers.exports import looks_secret
+from launchers.translation import torchrun
+from launchers.translation.job import Job
+from launchers.translation.sbatch import name_of
+from launchers.translation.words import expands, shown
+from launchers.translation.writing import Written, environment, options_of
+from launchers.translation.yaml import dump
+
+LAUNCHER = "kubernetes"
+KINDS = ("PyTorchJob", "TrainJob", "MPIJob")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:m|[kMGTPE]i?)?")
+_GRACE_SECONDS = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pods:
+    """What a manifest says beyond the job: `kind` of KINDS, or None for the backend's, and what each pod has."""
+
+    kind: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    image: str = "IMAGE"
+    gpus: int | None = None
+    cpus: str | None = None
+    memory: str | None = None
+    seconds: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def write(job: Job, pods: Pods | None = None) -> Written:
+    """Return the manifest, for `kubectl apply -f`: a pod for each host, which gets SIGTERM two minutes before its end.
+
+    DDP has a PyTorchJob, in whose pods torchrun starts the ranks, and Horovod an MPIJob, in which mpirun does, unless
+    `pods` says otherwise. Raises LaunchError for what they cannot have.
+    """
+    pods = pods or Pods()
+    kind = pods.kind or ("MPIJob" if job.backend == "horovod" else "PyTorchJob")
+    if kind not in KINDS:
+        raise LaunchError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}. Use: --kind {KINDS[0]}")
+    job.check_even(kind)
+    for word in (*job.program, *job.environment.values()):
+        if expands(word):
+            raise LaunchError(
+                f"{shown(word)!r} is for a shell to expand, and a container's command has none. Write its value in its "
+                "place, or start a script of your own: bash -c '...'"
+            )
+    name = pods.name or name_of(job).lower().replace("_", "-")
+    if not _NAME.fullmatch(name):
+        raise LaunchError(
+            f"A job's name in Kubernetes has small letters, digits and dashes only, got {name!r}. Use: --job-name train"
+        )
+    for option, quantity in (("--cpus", pods.cpus), ("--memory", pods.memory)):
+        if quantity is not None and not _QUANTITY.fullmatch(quantity):
+            raise LaunchError(f"{option} must be a quantity of Kubernetes, got {quantity!r}. Use, as in: {option} 16Gi")
+    said = [*job.remarks, *options_of(job, LAUNCHER)[1]]
+    if job.hosts:
+        said.append(f"Kubernetes chooses the hosts: the names {', '.join(job.hosts)} are left out.")
+    if pods.image == "IMAGE":
+        said.append("Put the name of your image in the place of IMAGE, or give it: unitrain submit --image NAME.")
+    metadata: dict[str, Any] = {"name": name}
+    if pods.namespace is not None:
+        metadata["namespace"] = pods.namespace
+    build = {"PyTorchJob": _pytorchjob, "TrainJob": _trainjob, "MPIJob": _mpijob}[kind]
+    version, spec = build(job, pods, name, said)
+    manifest = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+    return Written(text=dump(manifest), remarks=said)
+
+
+def _pytorchjob(job: Job, pods: Pods, name: str, said: list[str]) -> tuple[str, dict[str, Any]]:
+    container = {
+        # The operator looks for a container of this name.
+        "name": "pytorch", "image": pods.image, "command": _torchrun(job), **_common(job, pods, name, said),
+    }  # fmt: skip
+    template = _template(container)
+    # A rank that was told to go ends with 75, and its pod is to be started again.
+    replica = {"restartPolicy": "OnFailure", "template": template}
+    replicas: dict[str, Any] = {"Master": {"replicas": 1, **replica}}
+    if len(job.counts) > 1:
+        replicas["Worker"] = {"replicas": len(job.counts) - 1, **replica}
+    policy: dict[str, Any] = {"cleanPodPolicy": "None", "backoffLimit": job.max_restarts or 3}
+    if pods.seconds is not None:
+        policy["activeDeadlineSeconds"] = pods.seconds
+    spec = {"nprocPerNode": str(job.counts[0]), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
+    return "kubeflow.org/v1", spec
+
+
+def _trainjob(job: Job, pods: Pods, name: str, said: list[str]) -> tuple[str, dict[str, Any]]:
+    common = _common(job, pods, name, said)
+    if "workingDir" in common:
+        raise LaunchError(
+            f"A TrainJob has no working directory of its own, and the job is in {job.directory}. Set it in the image, "
+            "or use: --kind PyTorchJob"
+        )
+    trainer: dict[str, Any] = {
+        "image": pods.image, "command": _torchrun(job), "numNodes": len(job.counts), "numProcPerNode": job.counts[0],
+    }  # fmt: skip
+    if "env" in common:
+        trainer["env"] = common["env"]
+    if "resources" in common:
+        trainer["resourcesPerNode"] = common["resources"]
+    said.append("The TrainJob needs the ClusterTrainingRuntime 'torch-distributed', which Kubeflow Trainer brings.")
+    spec: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
+    if pods.seconds is not None:
+        spec["activeDeadlineSeconds"] = pods.seconds
+    return "trainer.kubeflow.org/v1alpha1", spec
+
+
+def _mpijob(job: Job, pods: Pods, name: str, said: list[str]) -> tuple[str, dict[str, Any]]:
+    variables = environment(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    names = [*environment(job, "mpirun"), *job.forwarded, "PATH"]
+    if job.backend != "horovod":
+        # The operator gives each worker this name, in a service that is called as the job.
+        variables |= {"MASTER_ADDR": f"{name}-worker-0.{name}", "MASTER_PORT": str(job.port or 29500)}
+        names = [*names, "MASTER_ADDR", "MASTER_PORT"]
+    command = ["mpirun", "-np", str(job.size)]  # the operator tells it the hosts and their slots
+    command += [word for one in dict.fromkeys(names) for word in ("-x", one)]
+    command += [word for default in mpirun.DEFAULTS for word in default]
+    common = _common(replace(job, environment=variables, backend=None, others=()), pods, name, said)
+    resources = {"resources": common.pop("resources")} if "resources" in common else {}
+    if "workingDir" in common:
+        command += ["-wdir", common["workingDir"]]
+    launcher = {
+        "name": "launcher", "image": pods.image, "command": [*command, *job.program], **common,
+    }  # fmt: skip
+    worker = {"name": "worker", "image": pods.image, "command": ["/usr/sbin/sshd", "-De"], **resources}
+    policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts or 3}
+    if pods.seconds is not None:
+        policy["activeDeadlineSeconds"] = pods.seconds
+    said.append("The image needs Open MPI and an sshd, as those made from mpioperator/openmpi have them.")
+    spec = {
+        "slotsPerWorker": job.counts[0],
+        "runPolicy": policy,
+        "mpiReplicaSpecs": {
+            "Launcher": {
+                "replicas": 1,
+                "restartPolicy": "OnFailure",
+                "template": _template(launcher),
+            },
+            "Worker": {
+                "replicas": len(job.counts),
+                "restartPolicy": "OnFailure",
+                "template": _template(worker),
+            },
+        },
+    }
+    return "kubeflow.org/v2beta1", spec
+
+
+def _template(container: dict[str, Any]) -> dict[str, Any]:
+    """Return a pod of one container. The workers of a DataLoader need more shared memory than the usual 64 MB."""
+    shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
+    return {
+        "spec": {
+            "terminationGracePeriodSeconds": _GRACE_SECONDS,
+            "containers": [{**container, "volumeMounts": [shared]}],
+            "volumes": [{"name": shared["name"], "emptyDir": {"medium": "Memory"}}],
+        }
+    }
+
+
+def _torchrun(job: Job) -> list[str]:
+    """Return torchrun's command, which reads all else from the variables that the pod is told."""
+    launcher, program = torchrun.started(job)
+    return [*launcher, *program]
+
+
+def _common(job: Job, pods: Pods, name: str, said: list[str]) -> dict[str, Any]:
+    """Return what a container has of a job: its directory, variables and resources."""
+    found: dict[str, Any] = {}
+    if job.directory is not None:
+        found["workingDir"] = job.directory
+    variables: list[dict[str, Any]] = []
+    secrets: list[str] = []
+    values = environment(job, LAUNCHER)
+    values |= {one: os.environ[one] for one in job.forwarded if one in os.environ and one not in values}
+    for one in dict.fromkeys([*values, *job.forwarded]):
+        if one in values and not looks_secret(one, values[one]):
+            variables.append({"name": one, "value": values[one]})
+        else:
+            secrets.append(one)
+            variables.append({"name": one, "valueFrom": {"secretKeyRef": {"name": f"{name}-env", "key": one}}})
+    if secrets:
+        literals = " ".join(f'--from-literal={one}="${one}"' for one in secrets)
+        create = f"kubectl create secret generic {name}-env {literals}"
+        said.append(f"The values of {', '.join(secrets)} come from a secret: {create}")
+    if variables:
+        found["env"] = variables
+    limits: dict[str, Any] = {}
+    if pods.gpus:
+        limits["nvidia.com/gpu"] = pods.gpus
+    if pods.cpus is not None:
+        limits["cpu"] = pods.cpus
+    if pods.memory is not None:
+        limits["memory"] = pods.memory
+    if limits:
+        found["resources"] = {"limits": limits}
+    return found

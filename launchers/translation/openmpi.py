@@ -1,0 +1,171 @@
+"""The command line of Open MPI's mpirun, also called mpiexec and orterun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from launchers import mpirun
+from launchers.errors import LaunchError
+from launchers.exports import looks_secret
+from launchers.hosts import Host
+from launchers.options import with_defaults
+from launchers.translation.hosts import fill, listed, named, spread
+from launchers.translation.job import Job, Other, number
+from launchers.translation.options import Options, Syntax, table, topics
+from launchers.translation.words import expands
+from launchers.translation.writing import Line, Written, environment, options_of, restarts
+
+LAUNCHER = "mpirun"
+SYNTAX = Syntax(
+    LAUNCHER,
+    table(
+        "--quiet --verbose --version --continuous --debug --display-allocation --display-map --get-stack-traces "
+        "--leave-session-attached --output-proctable --report-state-on-timeout --tv --merge-stderr-to-stdout "
+        "--report-child-jobs-separately --tag-output --timestamp-output --xml --index-argv-by-rank --nolocal "
+        "--nooversubscribe --oversubscribe --use-hwthread-cpus --report-bindings --debug-devel --debug-daemons "
+        "--debug-daemons-file --display-devel-allocation --display-devel-map --display-diffable-map --display-topo "
+        "--do-not-launch --do-not-resolve --bind-to-core --bind-to-socket --bycore --bynode --byslot --pernode "
+        "--allow-run-as-root --enable-instant-on-support --fwd-mpirun-port --noprefix --preload-binary "
+        "--set-cwd-to-session-dir --show-progress --use-regexp --dvm --novm --disable-recovery --enable-recovery",
+        "--np --help --cpu-set --debugger --report-events --report-pid --report-uri --timeout --tune --output-filename "
+        "--xml-file --xterm --stdin --cartofile --cpus-per-proc --cpus-per-rank --host --map-by -N --ppr --rankfile "
+        "--rank-by --bind-to --cpu-list --npernode --npersocket --am --app --default-hostfile --hostfile "
+        "--launch-agent --machinefile --path --personality --prefix --preload-files --wdir -x --hnp --max-vm-size "
+        "--ompi-server --max-restarts",
+    )
+    | {"--mca": 2, "--gmca": 2},
+    {
+        "-c": "--np", "-n": "--np", "--n": "--np", "-H": "--host", "-rf": "--rankfile", "-cf": "--cartofile",
+        "-q": "--quiet", "-v": "--verbose", "-V": "--version", "-d": "--debug-devel", "-s": "--preload-binary",
+        "--wd": "--wdir", "-h": "--help",
+    },
+    any_dashes=True,
+)  # fmt: skip
+_TOPICS = topics(
+    output="--output-filename --tag-output --timestamp-output --merge-stderr-to-stdout --xml --xml-file --xterm "
+    "--quiet --report-child-jobs-separately",
+    binding="--bind-to --bind-to-core --bind-to-socket --cpu-set --cpu-list --cpus-per-proc --cpus-per-rank "
+    "--report-bindings --use-hwthread-cpus",
+    mapping="--map-by --rank-by --rankfile --cartofile --bynode --bycore --npersocket --ppr --nolocal --oversubscribe "
+    "--nooversubscribe",
+    diagnosis="--verbose --debug --debugger --tv --display-map --display-allocation --display-devel-map "
+    "--display-devel-allocation --display-diffable-map --display-topo --debug-daemons --debug-devel --do-not-launch",
+    elastic="--enable-recovery --disable-recovery --continuous --max-restarts",
+)
+
+
+def read(words: Sequence[str]) -> Job:
+    """Return the job of mpirun's words, which come after its name."""
+    options = Options(SYNTAX, words)
+    if ":" in options.program:
+        raise LaunchError(
+            "mpirun's line starts several programs, with a ':' between them, which no other launcher does. "
+            "Start one script, which looks at its rank"
+        )
+    texts = [one.values[0] for one in options.all("--host")]
+    hosts = named(
+        ",".join(texts) if texts else None,
+        options.last("--hostfile", "--machinefile", "--default-hostfile"),
+        "--hostfile",
+    )
+    variables: dict[str, str] = {}
+    forwarded: list[str] = []
+    for one in options.all("-x"):
+        name, equals, value = one.values[0].partition("=")
+        if equals:
+            variables[name] = value
+        else:
+            forwarded.append(name)
+    counts, names, said = _placed(options, hosts)
+    directory = options.last("--wdir")
+    others = [*_settings(options), *options.others(_TOPICS)]
+    return Job(
+        program=options.program,
+        counts=counts,
+        hosts=names,
+        environment=variables,
+        forwarded=tuple(dict.fromkeys(name for name in forwarded if name != "PATH")),  # which all others hand on
+        directory=directory,
+        others=tuple(others),
+        remarks=said,
+    )
+
+
+def write(job: Job) -> Written:
+    """Return mpirun's line, which is typed on one host."""
+    job.check_hosts_named(LAUNCHER)
+    given, said = options_of(job, LAUNCHER)
+    several = len(job.counts) > 1
+    variables = environment(job, LAUNCHER)
+    if several or job.backend != "horovod" or job.address or job.port:
+        variables |= job.meeting  # DDP's ranks meet there, and Horovod's on several hosts
+    options = ["-np", str(job.size)]
+    if job.hosts:
+        options += ["-H", listed(job.slots)]
+    else:  # as many as are asked for, and not as there are cores
+        options += ["-H", f"localhost:{job.size}"]
+    # A value that looks secret is only named: everybody may list the line.
+    secrets = {name: value for name, value in variables.items() if looks_secret(name, value)}
+    names = [*job.forwarded, *secrets, *(("PATH",) if several and "PATH" not in job.forwarded else ())]
+    options += [word for name in dict.fromkeys(names) for word in ("-x", name)]
+    options += [word for name, value in variables.items() if name not in secrets for word in ("-x", f"{name}={value}")]
+    if job.directory is not None:
+        options += ["--wdir", job.directory]
+    options += with_defaults((*mpirun.DEFAULTS, *((mpirun.SSH,) if several else ())), given)
+    if several:
+        said.append("On other hosts mpirun's ranks have no variable but those named with -x: name what else they need.")
+    line = Line([LAUNCHER, *options, *job.program], secrets)
+    return Written([line], [*job.remarks, *said, *restarts(job)])
+
+
+def _placed(options: Options, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return how many processes each host gets, the hosts' names, and what is to be said."""
+    size = options.number("--np")
+    per_host = options.number("-N") or options.number("--npernode") or (1 if options.flag("--pernode") else None)
+    dealt = options.flag("--bynode")
+    for one in options.all("--map-by"):
+        policy = one.values[0].lower().split(":")
+        if policy[0] == "ppr" and policy[2:3] == ["node"]:
+            per_host = number("--map-by ppr:N:node", policy[1])
+        elif policy[0] == "node":
+            dealt = True
+        elif policy[0] != "slot":
+            options.put_back(one)
+    options.flag("--byslot")
+    if per_host is not None:
+        if hosts:
+            hosts = tuple(replace(host, slots=per_host) for host in hosts)
+            return fill(size or sum(host.slots for host in hosts), hosts)
+        if size is None:
+            raise LaunchError("mpirun's line does not say how many processes it starts. Add -np N to it")
+        whole, rest = divmod(size, per_host)
+        return (per_host,) * whole + ((rest,) if rest else ()), (), ()
+    size = size or sum(host.slots for host in hosts)
+    if not size:
+        raise LaunchError("mpirun's line does not say how many processes it starts. Add -np N to it")
+    if dealt and len(hosts) > 1:
+        dealt_out = "mpirun deals ranks out to the hosts in turn here: elsewhere they are numbered host by host."
+        return spread(size, len(hosts)), tuple(host.name for host in hosts[:size]), (dealt_out,)
+    return fill(size, hosts)
+
+
+def _settings(options: Options) -> list[Other]:
+    """Return what is set in ways that have counterparts, but for what unitrain itself sets, which is no loss."""
+    bound = [one for one in options.all("--bind-to") if one.values[0] != "none"]
+    found = [Other(LAUNCHER, one.words, "binding") for one in bound]
+    for one in options.all("--mca", "--gmca"):
+        name, value = one.values
+        other = Other(LAUNCHER, one.words, "own")
+        if ("-mca", name, value) in (*mpirun.DEFAULTS, mpirun.SSH):
+            continue
+        if name == "odls_base_sigkill_timeout":
+            other = replace(other, topic="grace", passes={"torchrun": ("--shutdown-timeout", value)})
+        elif name.endswith("_if_include"):
+            other = replace(other, topic="network")
+            if not expands(value):
+                other = replace(other, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
+        elif name == "plm_rsh_args":
+            other = replace(other, topic="ssh")
+        found.append(other)
+    return found

@@ -1,0 +1,98 @@
+"""An sbatch script: a job that Slurm may stop and start again, and that goes on where it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from launchers.errors import LaunchError
+from launchers.exports import looks_secret
+from launchers.options import with_defaults
+from launchers.srun import DEFAULTS, task_options
+from launchers.translation.job import Job
+from launchers.translation.srun import meeting
+from launchers.translation.words import join, quote
+from launchers.translation.writing import Written, environment, options_of
+
+LAUNCHER = "sbatch"
+# What unitrain's ranks end with when a signal has come and their checkpoint is written: EX_TEMPFAIL of sysexits.h.
+_AGAIN = 75
+_WARNING_SECONDS = 120
+_PORT = "$((29500 + SLURM_JOB_ID % 1000))"  # two jobs that share a host seldom meet
+
+
+def write(job: Job, directives: Sequence[str] = ()) -> Written:
+    """Return the script. `directives` are options of sbatch's, which go before its own where both say the same.
+
+    Slurm warns the ranks with SIGUSR1 two minutes before the time is over; they save, end with 75, and the job is
+    queued again. Raises LaunchError for a script that could not be queued.
+    """
+    # What srun is told and sbatch does not know stays with srun.
+    own = [other for other in job.others if other.launcher == "srun" and LAUNCHER not in other.passes]
+    given, said = options_of(replace(job, others=tuple(one for one in job.others if one not in own)), LAUNCHER)
+    secrets = [name for name, value in job.environment.items() if looks_secret(name, value)]
+    if secrets:
+        raise LaunchError(
+            f"{secrets[0]}=... would be written into the script, and looks secret. "
+            f"Leave it out, and set it where sbatch is typed, which hands it on: export {secrets[0]}=..."
+        )
+    usual = [
+        f"--job-name={name_of(job)}",
+        *_tasks(job),
+        f"--signal=USR1@{_WARNING_SECONDS}",
+        "--requeue",
+        "--output=%x-%j.out",
+        "--open-mode=append",
+    ]
+    if job.directory is not None:
+        usual.append(f"--chdir={job.directory}")
+    if job.hosts:
+        usual.append(f"--nodelist={','.join(name.strip('[]') for name in job.hosts)}")
+    asked = _merged(usual, [*given, *directives])
+    variables = {**environment(job, LAUNCHER), **meeting(job, said)}
+    if job.port is None:
+        del variables["MASTER_PORT"]
+    exports = [f"export {name}={quote(value)}" for name, value in variables.items()]
+    if job.port is None:
+        exports.append(f"export MASTER_PORT={_PORT}")
+    if "OMP_NUM_THREADS" not in variables:
+        exports.append("export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}")
+    start = join(
+        ["srun", "--kill-on-bad-exit=1", *with_defaults(DEFAULTS, [word for one in own for word in one.words])]
+    )
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in asked),
+        "",
+        *exports,
+        "",
+        # From Slurm 22.05 on srun does not take it over from sbatch, and each rank would have one core.
+        f"{start} ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} {join(job.program)}",
+        "code=$?",
+        f'if [ "$code" -eq {_AGAIN} ]; then  # the ranks were warned, and have saved',
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
+    ]
+    said.append('The script goes on from its newest checkpoint with TrainConfig(resume="auto", output_dir=...).')
+    if job.max_restarts:
+        said.append(f"--max-restarts {job.max_restarts} is left out: a job that fails is not queued again.")
+    return Written(text="\n".join(lines) + "\n", remarks=[*job.remarks, *said])
+
+
+def _tasks(job: Job) -> list[str]:
+    words = task_options(job.counts)[:-1]
+    return [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
+
+
+def name_of(job: Job) -> str:
+    """Return a name after the script."""
+    names = [word for word in job.program[1:] if not word.startswith("-")] or [job.program[0]]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", names[0].rpartition("/")[2].removesuffix(".py")).strip("-") or "job"
+
+
+def _merged(usual: Iterable[str], given: Sequence[str]) -> list[str]:
+    """Return the usual options that are not given otherwise, and those that are given."""
+    names = {option.partition("=")[0] for option in given}
+    return [*(option for option in usual if option.partition("=")[0] not in names), *given]

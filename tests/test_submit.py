@@ -1,0 +1,350 @@
+"""Batch scripts and manifests: what is in them, that bash, Kubernetes and Kubeflow take them, and who gets them."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
+from launchers.translation.yaml import dump
+from unitrain.cli import unitrain
+
+# What the definitions of PyTorchJob (kubeflow.org/v1, training-operator 1.9) and MPIJob (kubeflow.org/v2beta1,
+# mpi-operator 0.4) say of all but the pods, which are Kubernetes' own.
+_POLICY = {
+    "type": "object",
+    "properties": {
+        "activeDeadlineSeconds": {"type": "integer", "minimum": 1},
+        "backoffLimit": {"type": "integer", "minimum": 0},
+        "cleanPodPolicy": {"enum": ["All", "Running", "None"]},
+    },
+    "additionalProperties": False,
+}
+
+
+def schema(version: str, kind: str, roles: tuple[str, str], replicas: str, own: dict[str, Any]) -> dict[str, Any]:
+    replica = {
+        "type": "object",
+        "properties": {
+            "replicas": {"type": "integer", "minimum": 1},
+            "restartPolicy": {"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
+            "template": {"type": "object"},
+        },
+        "required": ["replicas", "restartPolicy", "template"],
+        "additionalProperties": False,
+    }
+    spec = {
+        "type": "object",
+        "properties": {
+            **own,
+            "runPolicy": _POLICY,
+            replicas: {
+                "type": "object",
+                "properties": dict.fromkeys(roles, replica),
+                "required": [roles[0]],
+                "additionalProperties": False,
+            },
+        },
+        "required": [replicas],
+        "additionalProperties": False,
+    }
+    top = {"apiVersion": {"const": version}, "kind": {"const": kind}, "metadata": {"type": "object"}, "spec": spec}
+    return {"type": "object", "properties": top, "required": list(top), "additionalProperties": False}
+
+
+SCHEMAS = {
+    "PyTorchJob": schema(
+        "kubeflow.org/v1",
+        "PyTorchJob",
+        ("Master", "Worker"),
+        "pytorchReplicaSpecs",
+        {"nprocPerNode": {"type": "string"}, "elasticPolicy": {"type": "object"}},
+    ),
+    "MPIJob": schema(
+        "kubeflow.org/v2beta1",
+        "MPIJob",
+        ("Launcher", "Worker"),
+        "mpiReplicaSpecs",
+        {
+            "slotsPerWorker": {"type": "integer", "minimum": 1},
+            "sshAuthMountPath": {"type": "string"},
+            "mpiImplementation": {"enum": ["OpenMPI", "Intel", "MPICH"]},
+        },
+    ),
+}
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script in the folder of the test, in which nothing has set variables that matter here."""
+    for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "train_digits.py"
+    path.write_text("")
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def submit(*arguments: str, **variables: str) -> Result:
+    return CliRunner().invoke(unitrain, ["submit", *arguments], env=variables)
+
+
+def printed(*arguments: str, **variables: str) -> str:
+    result = submit("--dry-run", *arguments, **variables)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def manifest(*arguments: str, **variables: str) -> dict[str, Any]:
+    """Return the manifest, which Kubernetes and Kubeflow take."""
+    found: dict[str, Any] = yaml.safe_load(printed("--to", "kubernetes", *arguments, **variables))
+    if found["kind"] == "TrainJob":
+        read = TrainerV1alpha1TrainJob.from_dict(found)
+        assert read is not None
+        assert read.to_dict() == found  # it leaves out what it does not know
+        return found
+    jsonschema.validate(found, SCHEMAS[found["kind"]])
+    for replica in found["spec"].get("pytorchReplicaSpecs", found["spec"].get("mpiReplicaSpecs")).values():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replica["template"]["spec"]}
+        kubernetes_validate.validate(pod, "1.33", strict=True)
+    return found
+
+
+def test_a_script_for_slurm(script: Path) -> None:
+    asked = ["--nodes", "2", "--gpus-per-node", "4", "--cpus-per-task", "8", "--memory", "64G", "--time", "12:00:00"]
+    asked += ["--partition", "gpu", "--account", "me", "-x", "LEVEL=a b", "--qos=high", "--exclusive"]
+    text = printed("--to", "slurm", *asked, script.name, "--epochs", "9 0")
+    head, _, body = text.partition("\n\n")
+    assert head.splitlines() == ["#!/bin/bash", *(f"#SBATCH {option}" for option in (
+        "--job-name=train_digits", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--signal=USR1@120", "--requeue",
+        "--output=%x-%j.out", "--open-mode=append", "--gpus-per-node=4", "--cpus-per-task=8", "--mem=64G",
+        "--time=12:00:00", "--partition=gpu", "--account=me", "--qos=high", "--exclusive",
+    ))]  # fmt: skip
+    assert "export UNITRAIN_BACKEND" not in body  # under srun a script that asks for none has DDP
+    assert "export LEVEL='a b'\n" in body
+    assert f"{sys.executable} train_digits.py --epochs '9 0'\n" in body
+    assert "export UNITRAIN_BACKEND=horovod\n" in printed("--to", "slurm", "--backend", "horovod", script.name)
+    chosen = printed("--to", "slurm", "--job-name", "a", "--output", "b.out", "--signal-seconds", "60", script.name)
+    assert "#SBATCH --signal=USR1@60\n" in chosen
+    assert "USR1@120" not in chosen
+    assert "%x-%j" not in chosen
+
+
+def program(folder: Path, name: str, lines: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_a_job_whose_ranks_were_warned_is_queued_again(code: int, script: Path, tmp_path: Path) -> None:
+    text = printed("--to", "slurm", "--nodes", "2", "-np", "2", "-x", "LEVEL=3", script.name, "a b")
+    program(tmp_path, "scontrol", 'echo "scontrol $*" >> log; [ "$1" != show ] || printf "n1\\nn2\\n"')
+    program(tmp_path, "srun", f'echo "srun $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $LEVEL" >> log; '
+            f'for word in "$@"; do echo "<$word>" >> log; done; exit {code}')  # fmt: skip
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "4071", "SLURM_JOB_NODELIST": "n[1-2]",
+               "SLURM_CPUS_PER_TASK": "6"}  # fmt: skip
+    done = subprocess.run(["bash", "-u", "-c", text], env=environ, cwd=tmp_path, check=False, timeout=30)
+    log = (tmp_path / "log").read_text().splitlines()
+    assert done.returncode == code
+    assert log[:2] == ["scontrol show hostnames n[1-2]", "srun n1:29571 6 3"]
+    again = ["scontrol requeue 4071"] if code == 75 else []
+    assert log[log.index("<train_digits.py>") :] == ["<train_digits.py>", "<a b>", *again]
+    assert "<--cpus-per-task=6>" in log
+
+
+def test_slurms_warning_is_one_that_the_trainer_heeds(script: Path) -> None:
+    from unitrain import TrainConfig
+    from unitrain.errors import Preempted
+
+    text = printed("--to", "slurm", script.name)
+    assert "--signal=USR1@" in text
+    assert "SIGUSR1" in TrainConfig(epochs=1).preemption_signals
+    assert f'"$code" -eq {Preempted(None).code} ' in text
+
+
+def test_ddp_in_kubernetes(script: Path) -> None:
+    asked = ["--nodes", "3", "--gpus-per-node", "4", "--cpus-per-task", "2", "--memory", "64G", "--time", "2-1"]
+    found = manifest(*asked, "--image", "registry/train:1", "--namespace", "team", "-x", "LEVEL=3", script.name, "-v")
+    assert (found["kind"], found["metadata"]) == ("PyTorchJob", {"name": "train-digits", "namespace": "team"})
+    spec = found["spec"]
+    assert (spec["nprocPerNode"], spec["runPolicy"]["activeDeadlineSeconds"]) == ("4", 49 * 3600)
+    replicas = spec["pytorchReplicaSpecs"]
+    assert [(name, one["replicas"]) for name, one in replicas.items()] == [("Master", 1), ("Worker", 2)]
+    container = replicas["Worker"]["template"]["spec"]["containers"][0]
+    assert container["name"] == "pytorch"
+    assert container["command"] == ["torchrun", "train_digits.py", "-v"]
+    assert container["env"] == [{"name": "LEVEL", "value": "3"}]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "cpu": "8", "memory": "64Gi"}}
+    assert list(manifest("--image", "a", script.name)["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+
+
+def test_a_trainjob(script: Path) -> None:
+    asked = ["--nodes", "2", "--gpus-per-node", "4", "--image", "a", "--kind", "TrainJob", "--backend", "horovod"]
+    found = manifest(*asked, "--time", "90", script.name)
+    assert found["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    assert found["spec"] == {
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": {
+            "image": "a",
+            "command": ["torchrun", "train_digits.py"],
+            "numNodes": 2,
+            "numProcPerNode": 4,
+            "env": [{"name": "UNITRAIN_BACKEND", "value": "horovod"}],
+            "resourcesPerNode": {"limits": {"nvidia.com/gpu": 4}},
+        },
+        "activeDeadlineSeconds": 5400,
+    }
+
+
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+def test_mpirun_in_kubernetes(backend: str, script: Path) -> None:
+    found = manifest("--backend", backend, "--kind", "MPIJob", "--nodes", "2", "-np", "8", "--image", "a", script.name)
+    spec = found["spec"]
+    assert spec["slotsPerWorker"] == 4
+    assert [(name, one["replicas"]) for name, one in spec["mpiReplicaSpecs"].items()] == [
+        ("Launcher", 1),
+        ("Worker", 2),
+    ]
+    launcher = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    assert launcher["command"][:3] == ["mpirun", "-np", "8"]
+    assert launcher["command"][-2:] == ["python", "train_digits.py"]
+    told = {one["name"]: one["value"] for one in launcher["env"]}
+    handed_on = {
+        word for before, word in zip(launcher["command"], launcher["command"][1:], strict=False) if before == "-x"
+    }
+    meeting = {"MASTER_ADDR": "train-digits-worker-0.train-digits", "MASTER_PORT": "29500", "UNITRAIN_BACKEND": "ddp"}
+    assert {name: value for name, value in told.items() if not name.startswith("OMPI_")} == (
+        {} if backend == "horovod" else meeting
+    )
+    assert handed_on == {"PATH", *(() if backend == "horovod" else meeting)}
+    assert manifest("--backend", "horovod", "--image", "a", script.name)["kind"] == "MPIJob"
+
+
+def test_secrets_stay_secret(script: Path) -> None:
+    asked = ["-x", "HF_TOKEN", "-x", "LEVEL", script.name]
+    told = {"HF_TOKEN": "abc", "LEVEL": "3"}
+    for kind in ("PyTorchJob", "TrainJob", "MPIJob"):
+        result = submit("--dry-run", "--to", "kubernetes", "--kind", kind, "--image", "a", *asked, **told)
+        assert "abc" not in result.output
+        assert 'kubectl create secret generic train-digits-env --from-literal=HF_TOKEN="$HF_TOKEN"' in result.stderr
+        found = manifest("--kind", kind, "--image", "a", *asked, **told)
+        env = str(found)
+        assert (
+            "{'name': 'HF_TOKEN', 'valueFrom': {'secretKeyRef': {'name': 'train-digits-env', 'key': 'HF_TOKEN'}}}"
+            in env
+        )
+        assert "{'name': 'LEVEL', 'value': '3'}" in env
+    assert "abc" not in printed("--to", "slurm", *asked, **told)
+
+
+@pytest.mark.parametrize(("target", "command"), [("slurm", "sbatch"), ("kubernetes", "kubectl apply -f -")])
+def test_a_job_is_shown_and_handed_over(target: str, command: str, script: Path, tmp_path: Path) -> None:
+    name = command.partition(" ")[0]
+    program(tmp_path, name, 'echo "$0 $*" | sed s,.*/,, > log; cat > taken; exit 3')
+    image = ["--image", "a"] if target == "kubernetes" else []
+    result = submit("--to", target, *image, script.name, PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert result.exit_code == 3
+    assert (tmp_path / "log").read_text().strip() == command
+    assert (tmp_path / "taken").read_text() == printed("--to", target, *image, script.name) == result.stdout
+    assert "resume=" in result.stderr or target == "kubernetes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--to slrum T", "Unknown scheduler 'slrum'. Did you mean 'slurm'? Available: slurm, kubernetes."),
+        ("--to slurm --backend dpd T", "Unknown backend 'dpd'. Did you mean 'ddp'? Available: ddp, horovod, local."),
+        ("--to slurm --time 4h T", "--time must be minutes, or as in 4:00:00 and 2-12, got '4h'. Use: --time 4:00:00"),
+        ("--to slurm --memory lots T", "--memory must be a number with K, M, G or T, got 'lots'. Use: --memory 64G"),
+        ("--to slurm --nodes 3 -np 2 T", "-np 2 leaves some of 3 nodes without a rank. Use: --nodes 2"),
+        ("--to slurm --image a T", "--image a is for kubernetes, and the job goes to slurm. Leave --image out"),
+        (
+            "--to kubernetes --partition a T",
+            "--partition a is for slurm, and the job goes to kubernetes. Leave --partition out",
+        ),
+        (
+            "--to kubernetes --qos=high T",
+            (
+                "unitrain submit has no option '--qos=high' for kubernetes. Change the manifest itself: "
+                "--dry-run > job.yaml"
+            ),
+        ),
+        (
+            "--to kubernetes --kind Job T",
+            "--kind must be one of PyTorchJob, TrainJob, MPIJob, got 'Job'. Use: --kind PyTorchJob",
+        ),
+        (
+            "--to kubernetes --job-name My_Job T",
+            "A job's name in Kubernetes has small letters, digits and dashes only, got 'My_Job'. Use: --job-name train",
+        ),
+        (
+            "--to kubernetes --nodes 2 -np 3 --image a T",
+            (
+                "PyTorchJob starts equally many processes on each host, and these get 2, 1. Use as many slots on "
+                "each, as in: -np 4 with 2 slots a host"
+            ),
+        ),
+        (
+            "--to slurm train_digit.py",
+            "Script 'train_digit.py' does not exist. Did you mean 'train_digits.py'? "
+            "Options of unitrain go before the script.",
+        ),
+        (
+            "--to slurm --qos high T",
+            (
+                "Script 'high' does not exist. Options of unitrain go before the script. Options of sbatch's own "
+                "are one word each, as in: --qos=high"
+            ),
+        ),
+        ("--to slurm --requeue", "No script was given to run. End the line as in: train.py"),
+        (
+            "--to slurm -x HF_TOKEN=abc T",
+            (
+                "-x HF_TOKEN=... shows a value that looks secret to everybody who lists the processes of this "
+                "host. Set it first, with: export HF_TOKEN=..., and give its name alone: -x HF_TOKEN"
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_refused_says_what_to_type(arguments: str, message: str, script: Path) -> None:
+    result = submit("--dry-run", *shlex.split(arguments.replace(" T", f" {script.name}")))
+    assert result.exit_code == 2, result.output
+    assert result.stderr.rpartition("\nError: ")[2].strip() == message
+
+
+def test_what_a_handover_needs(script: Path, tmp_path: Path) -> None:
+    assert "A job of Kubernetes needs an image with the script in it. Add --image NAME" in (
+        submit("--to", "kubernetes", script.name).stderr
+    )
+    assert (
+        "sbatch, which hands the job over, is not on PATH. Go to a host that has it, or keep what is to be handed"
+        in (submit("--to", "slurm", script.name, PATH=str(tmp_path)).stderr)
+    )
+
+
+PLAIN = st.recursive(
+    st.text(max_size=12)
+    | st.integers()
+    | st.booleans()
+    | st.sampled_from(["no", "1e3", "~", "0x1", "a: b", "- a", "12:30"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=6), PLAIN, max_size=4))
+def test_what_is_dumped_is_read_as_the_same(data: dict[str, Any]) -> None:
+    assert yaml.safe_load(dump(data)) == data
