@@ -37,7 +37,8 @@ FORBIDDEN = [
         ],
     ),
     ("unitrain/* -unitrain/commands/* -unitrain/horovod_wheel/* -unitrain/doctor/*", ["unitrain.horovod_wheel"], []),
-    ("unitrain/* -unitrain/testing/*", ["unitrain.testing"], []),
+    # Ranks that take turns are measured as they are tested: kept alive between functions, and ended whatever happens.
+    ("unitrain/* -unitrain/testing/* -unitrain/bench/contestants.py", ["unitrain.testing"], []),
     # What a backend stands on; the interface stands on less, and no backend on another one.
     ("unitrain/backends/*", ["unitrain"], ["unitrain.backends", "unitrain.environment", "unitrain.errors"]),
     ("unitrain/backends/base.py", ["unitrain.backends"], ["unitrain.backends.whereabouts"]),
@@ -47,10 +48,19 @@ FORBIDDEN = [
     # The loop and all it stands on know the interface, never what is behind it; the names are for who starts a backend.
     (
         "unitrain/* examples/* -unitrain/backends/* -unitrain/initialise.py -unitrain/commands/* -unitrain/testing/* "
-        "-unitrain/functions/* -unitrain/doctor/*",
+        "-unitrain/functions/* -unitrain/doctor/* -unitrain/bench/*",
         ["unitrain.backends"],
         ["unitrain.backends.base"],
     ),
+    ("unitrain/bench/*", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.backends.network"]),
+    # What is measured and worked out of it is nobody's else to know; figures alone can be read without torch.
+    ("unitrain/* -unitrain/bench/* -unitrain/commands/* -unitrain/report/*", ["unitrain.bench"], []),
+    (
+        "unitrain/bench/bandwidth.py unitrain/bench/results.py unitrain/bench/tables.py unitrain/bench/cost_*.py",
+        ["torch", "unitrain"],
+        ["unitrain.bench", "unitrain.errors"],
+    ),
+    ("unitrain/bench/*", ["unitrain.lifecycle", "unitrain.step", "unitrain.tracking", "unitrain.metrics"], []),
     ("unitrain/initialise.py", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.backends.registry"]),
     ("unitrain/commands/* -unitrain/commands/doctor.py", ["unitrain.backends"], ["unitrain.backends.registry"]),
     # It looks at what backends stand on, and at no backend.
@@ -69,7 +79,14 @@ FORBIDDEN = [
     (
         "unitrain/report/*",
         ["torch", "unitrain", "launchers"],
-        ["unitrain.report", "unitrain.errors", "unitrain.tracking.history", "unitrain.tracking.stragglers"],
+        [
+            "unitrain.report",
+            "unitrain.errors",
+            "unitrain.tracking.history",
+            "unitrain.tracking.stragglers",
+            "unitrain.bench.bandwidth",
+            "unitrain.bench.results",
+        ],
     ),
     ("unitrain/* -unitrain/commands/* -unitrain/report/*", ["unitrain.report"], []),
     ("unitrain/* -unitrain/report/charts.py", ["matplotlib"], []),
@@ -239,6 +256,11 @@ RULES: list[tuple[Rule, str, str]] = [
     (imports_go_one_way, "unitrain/backends/ddp.py", "from unitrain.backends.horovod import HorovodBackend"),
     (imports_go_one_way, "unitrain/backends/process_group.py", "from unitrain.backends.ddp import DDPBackend"),
     (imports_go_one_way, "unitrain/x.py", "from unitrain.testing import run_ranks"),
+    (imports_go_one_way, "unitrain/bench/sweep.py", "from unitrain.testing import run_ranks"),
+    (imports_go_one_way, "unitrain/bench/x.py", "from unitrain.backends.ddp import DDPBackend"),
+    (imports_go_one_way, "unitrain/bench/cost_model.py", "import torch"),
+    (imports_go_one_way, "unitrain/trainer.py", "from unitrain.bench import results"),
+    (imports_go_one_way, "unitrain/report/x.py", "from unitrain.bench import sweep"),
     (imports_go_one_way, "unitrain/report/x.py", "import torch"),
     (imports_go_one_way, "unitrain/report/x.py", "from unitrain.lifecycle import checkpoint"),
     (imports_go_one_way, "unitrain/tracking/x.py", "from unitrain.report import figures"),

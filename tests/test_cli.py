@@ -16,6 +16,11 @@ from unitrain.cli import unitrain
 # A changed name is a decision: scripts and job files use them. Every command takes --help and -h as well.
 OPTIONS = {
     "unitrain": {"--version"},
+    "unitrain bench": set(),
+    "unitrain bench collectives": {
+        "-np", "-n", "--num-processes", "--backends", "--operations", "--sizes", "--max-bytes", "--seconds", "--device",
+        "--json", "--output",
+    },
     "unitrain launch": {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "-x",
         "--launcher-args", "--max-restarts", "--dry-run", "SCRIPT", "ARGS",
@@ -117,11 +122,12 @@ def test_the_options_are_frozen() -> None:
 
 def test_nothing_here_imports_torch(script: str) -> None:
     lines = ["--help", "--version", "launch --help", "verify --help", "horovod --help", "horovod build --help"]
+    lines += ["bench --help", "bench collectives --help"]
     lines += [f"launch --dry-run --backend {name} -np 2 {script}" for name in ("ddp", "horovod")]
     source = QUICK.format(lines="".join(f"{line!r}," for line in lines))
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Usage: ") == 5, done.stdout
+    assert done.stdout.count("Usage: ") == 7, done.stdout
     assert done.stdout.count("--nproc-per-node 2") == 1
     assert done.stdout.count("horovodrun -np 2 --gloo") == 1
 
@@ -193,7 +199,7 @@ def test_what_is_refused_says_what_to_type(script: str) -> None:
     assert "Did you mean 'build'?" in refused("horovod", "biuld")
     assert refused("lunch") == (
         "Unknown command 'lunch'. Did you mean 'launch'? "
-        "Available: ckpt, doctor, horovod, launch, report, submit, translate, verify."
+        "Available: bench, ckpt, doctor, horovod, launch, report, submit, translate, verify."
     )
     assert refused("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."

@@ -22,7 +22,7 @@ import unitrain
 from unitrain.backends.base import StartOptions
 from unitrain.backends.local import LocalBackend
 from unitrain.cli import unitrain as command
-from unitrain.commands.verify import _available as available
+from unitrain.commands.available import available_here
 from unitrain.environment import Placement
 from unitrain.verify.processes import last_words
 from unitrain.verify.record import FOLDER, Record, Request
@@ -251,7 +251,7 @@ def test_a_bad_call_is_refused(arguments: list[str], said: str, script: str) -> 
 
 def test_what_cannot_run_here_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    controllers, skipped = available(["ddp", "horovod", "local"])
+    controllers, skipped = available_here(["ddp", "horovod", "local"])
     assert controllers == {"ddp": [None], "horovod": ["gloo"], "local": [None]}
     ((what, why),) = skipped
     assert what == "horovod over mpi"

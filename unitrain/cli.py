@@ -10,6 +10,7 @@ from unitrain import __version__
 from unitrain.errors import did_you_mean
 
 _COMMANDS = {
+    "bench": ("unitrain.commands.bench", "Measure collectives and training on every backend, and predict more ranks."),
     "ckpt": ("unitrain.commands.ckpt", "List, verify, show and convert checkpoints."),
     "doctor": ("unitrain.commands.doctor", "Find what is wrong with a machine, or between the ranks of a job."),
     "horovod": ("unitrain.commands.horovod", "Build Horovod for the installed torch, and see what it can do."),

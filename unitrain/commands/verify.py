@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -16,7 +15,7 @@ import click
 
 import launchers
 from unitrain import environment
-from unitrain.backends import registry
+from unitrain.commands.available import available_here, names_of
 from unitrain.commands.launch import check_not_launched, check_script
 from unitrain.errors import ConfigError
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from unitrain.verify.record import Record
     from unitrain.verify.verdict import Group, Outcome, Run
 
-_CONTROLLERS = ("gloo", "mpi")
 _FACTORY = Path(__file__).parent.parent / "verify" / "factory.py"
 
 
@@ -92,7 +90,7 @@ def verify(
     """
     try:
         sizes = _sizes(num_processes)
-        names = _names(backends)
+        names = names_of(backends)
         check_not_launched("Type unitrain verify without a launcher: it starts its own.")
         is_function = not target.endswith(".py") and ":" in target
         if is_function and args:
@@ -107,7 +105,7 @@ def verify(
 
     if tolerance is None:
         tolerance = 1e-8 if float64 else 1e-6
-    controllers, skipped = _available(names)
+    controllers, skipped = available_here(names)
     # Without it SIGTERM would leave the ranks behind; this way the run at hand is ended first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="unitrain-verify-") as folder:
@@ -151,48 +149,6 @@ def _sizes(text: str) -> list[int]:
                 f"-np takes numbers of ranks from 1, as in -np 1,2,3, got {part!r} in {text!r}. Use -np 2"
             )
     return list(dict.fromkeys(map(int, parts)))
-
-
-def _names(backends: str | None) -> list[str]:
-    if backends is None:
-        return registry.available()
-    names = list(dict.fromkeys(name.strip() for name in backends.split(",")))
-    for name in names:
-        registry.check_known(name)
-    return names
-
-
-def _available(names: list[str]) -> tuple[dict[str, list[str | None]], list[tuple[str, str]]]:
-    """Return the controllers that each backend can be launched with here, [None] where none is to be chosen, and what
-    cannot run here, with the reason."""
-    from unitrain.errors import BackendUnavailableError
-    from unitrain.horovod_wheel import check
-
-    found: dict[str, list[str | None]] = {}
-    skipped: list[tuple[str, str]] = []
-    for name in names:
-        if name == "horovod":
-            horovod = check.inspect()
-            fatal = [f"{problem.what} {problem.fix}" for problem in horovod.problems if problem.fatal]
-            if fatal:
-                skipped.append((name, fatal[0]))
-                continue
-            reasons = {
-                one: None if one in horovod.controllers else "Horovod was built without it." for one in _CONTROLLERS
-            }
-            if reasons["mpi"] is None and shutil.which("mpirun") is None:
-                reasons["mpi"] = "mpirun is not on PATH."
-            found[name] = [one for one, reason in reasons.items() if reason is None]
-            skipped += [(f"{name} over {one}", reason) for one, reason in reasons.items() if reason is not None]
-        elif name in registry.BUILT_IN:
-            found[name] = [None]
-        else:
-            try:
-                registry.load(name)
-                found[name] = [None]
-            except BackendUnavailableError as error:
-                skipped.append((name, str(error)))
-    return found, skipped
 
 
 def _runs_of(job: _Job, controllers: dict[str, list[str | None]], size: int) -> Iterator[Outcome]:

@@ -76,7 +76,8 @@ class Line:
 @dataclass(frozen=True)
 class LineChart:
     """Values over epochs or steps. `marks` are positions to mark with a word, `dots` points with their label, and
-    `spells` are shaded from a position to another, with a word.
+    `spells` are shaded from a position to another, with a word. With `ticks`, (position, label) each, the positions
+    are on a logarithmic axis.
     """
 
     title: str
@@ -88,6 +89,7 @@ class LineChart:
     marks: Sequence[tuple[float, str]] = ()
     dots: Sequence[tuple[float, float, str, int]] = ()
     spells: Sequence[tuple[float, float, str]] = ()
+    ticks: Sequence[tuple[float, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,12 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
     positions = [position for line in chart.lines for position, _ in line.points]
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=not 0 < max(positions) - min(positions) < 1, min_n_ticks=1))
+    if chart.ticks:
+        axes.set_xscale("log")
+        axes.set_xticks(*zip(*chart.ticks, strict=True), minor=False)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=not 0 < max(positions) - min(positions) < 1, min_n_ticks=1))
     axes.margins(x=0.03, y=0.1)
     if chart.from_zero:
         axes.set_ylim(bottom=0)

@@ -1,0 +1,67 @@
+"""Results as tables on the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from unitrain.bench.bandwidth import bus_factor
+from unitrain.bench.results import middle, name_of, names, shown_bytes, shown_seconds
+
+_WIDTH = 200  # where there is no terminal: no cell is broken into lines
+
+
+def console() -> Console:
+    """Return what tables are printed on."""
+    terminal = Console(highlight=False, soft_wrap=True)
+    return terminal if terminal.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDTH)
+
+
+def collectives(result: dict[str, Any]) -> Table:
+    """Return a row for each operation and size: time, and algorithm and bus bandwidth, of each backend; the floors."""
+    ranks = result["ranks"]
+    nodes = "one host" if result["num_nodes"] == 1 else f"{result['num_nodes']} hosts"
+    rounds = len(result["rows"][0]["seconds"]) if result["rows"] else 0
+    table = table_of(
+        f"{ranks} ranks on {nodes}, {result['device']}; medians of {rounds} rounds; "
+        "GB/s are 10^9 bytes a second, algorithm and bus bandwidth as in nccl-tests"
+    )
+    who = names(result)
+    floors = list(dict.fromkeys(floor["name"] for floor in result["floors"]))
+    table.add_column("operation")
+    table.add_column("size", justify="right")
+    for name in who:
+        for heading in (name, "alg GB/s", "bus GB/s"):
+            table.add_column(heading, justify="right")
+    for floor in floors:
+        table.add_column(f"{floor} GB/s", justify="right", style="dim")
+    speed = {(one["name"], one["bytes"]): one["bytes"] / middle(one["seconds"])[1] / 1e9 for one in result["floors"]}
+    taken = {(name_of(row), row["operation"], row["bytes"]): middle(row["seconds"])[1] for row in result["rows"]}
+    pairs = list(dict.fromkeys((row["operation"], row["bytes"]) for row in result["rows"]))
+    for number, (operation, size) in enumerate(pairs):
+        cells = [operation, shown_bytes(size)]
+        for name in who:
+            seconds = taken.get((name, operation, size))
+            if seconds is None:
+                cells += ["", "", ""]
+                continue
+            algorithm = size / seconds / 1e9
+            cells += [shown_seconds(seconds), f"{algorithm:.3g}", f"{algorithm * bus_factor(operation, ranks):.3g}"]
+        cells += [f"{speed[floor, size]:.3g}" if (floor, size) in speed else "" for floor in floors]
+        last = number + 1 == len(pairs) or pairs[number + 1][0] != operation
+        table.add_row(*cells, end_section=last)
+    return table
+
+
+def table_of(title: str) -> Table:
+    """Return an empty table in the house's looks."""
+    return Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
+
+
+def texts(table: Table) -> tuple[list[str], list[list[str]]]:
+    """Return the headings of a table and its rows, as a page shows them."""
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    return [str(column.header) for column in table.columns], [list(row) for row in zip(*columns, strict=True)]

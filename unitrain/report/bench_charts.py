@@ -1,0 +1,80 @@
+"""What `unitrain bench` measured as charts: a PNG, or a page with the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from unitrain.bench.bandwidth import bus_factor
+from unitrain.bench.results import middle, name_of, names, shown_bytes
+from unitrain.report.charts import COLOURS, RUNS, Chart, Line, LineChart, to_png, to_svg
+
+
+def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write the charts of a result to `output`, a .png, or a .html page that has the figures as a table too."""
+    who = shown_names(result)
+    charts = collective_charts(result)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.suffix == ".png":
+        to_png(charts, who, output)
+        return
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    machine = result["machine"]
+    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+    page = environment.get_template("bench.html").render(
+        colours=COLOURS,
+        title=f"{result['kind']} on {result['ranks']} ranks",
+        place=f"{result['num_nodes']} hosts, {result['device']}{gpu}; {machine['processors']} processors, "
+        f"{machine['system']}, torch {machine['torch']}, Python {machine['python']}",
+        names=[(name, f"run-{run % RUNS}") for run, name in enumerate(who)],
+        charts=[(chart.title, to_svg(chart)) for chart in charts],
+        headings=headings,
+        rows=rows,
+        version=result["unitrain"],
+    )
+    output.write_text(page, encoding="utf-8")
+
+
+def shown_names(result: dict[str, Any]) -> list[str]:
+    """Return everyone who has a colour: who was measured, then the floors."""
+    return [*names(result), *dict.fromkeys(floor["name"] for floor in result.get("floors", ()))]
+
+
+def collective_charts(result: dict[str, Any]) -> list[Chart]:
+    """Return two charts for each operation: the time of a call by its size, and the bus bandwidth with the floors."""
+    who = shown_names(result)
+    sizes = sorted({row["bytes"] for row in result["rows"]})
+    ticks = [(size, shown_bytes(size).replace(" ", "")) for size in sizes[:: -(-len(sizes) // 6)]]
+    floors = [
+        Line(
+            name,
+            [(one["bytes"], _speed(one)) for one in result["floors"] if one["name"] == name],
+            who.index(name),
+            "dashed",
+        )
+        for name in dict.fromkeys(floor["name"] for floor in result["floors"])
+    ]
+    charts: list[Chart] = []
+    for operation in dict.fromkeys(row["operation"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["operation"] == operation]
+        factor = bus_factor(operation, result["ranks"])
+        times, speeds = [], []
+        for name in names(result):
+            own = [row for row in rows if name_of(row) == name]
+            times.append(Line(name, [(row["bytes"], middle(row["seconds"])[1]) for row in own], who.index(name)))
+            speeds.append(Line(name, [(row["bytes"], factor * _speed(row)) for row in own], who.index(name)))
+        look: dict[str, Any] = {"x_label": "size", "legend": False, "logarithmic": True, "ticks": ticks}
+        charts.append(LineChart(f"{operation}: seconds", times, **look))
+        charts.append(LineChart(f"{operation}: bus bandwidth, GB/s", [*speeds, *floors], **look))
+    return charts
+
+
+def _speed(row: dict[str, Any]) -> float:
+    """Return the algorithm bandwidth in GB/s."""
+    return float(row["bytes"] / middle(row["seconds"])[1] / 1e9)
