@@ -11,9 +11,11 @@ neither torch nor unitrain, so that a command can be shown at once, on any machi
 the entry-point group `unitrain.launchers`, name -> build function.
 """
 
+from launchers.discovery import answering, discover
+from launchers.elastic import Elastic, parse_elastic
 from launchers.errors import LaunchError
 from launchers.exports import parse_exports
-from launchers.hosts import Host, parse_hosts
+from launchers.hosts import Host, is_here, parse_hosts
 from launchers.options import parse_options
 from launchers.registry import LAUNCHER_OF, available, build
 from launchers.slurm import allocated_slots
@@ -22,12 +24,17 @@ from launchers.spec import Command, LaunchSpec
 __all__ = [
     "LAUNCHER_OF",
     "Command",
+    "Elastic",
     "Host",
     "LaunchError",
     "LaunchSpec",
     "allocated_slots",
+    "answering",
     "available",
     "build",
+    "discover",
+    "is_here",
+    "parse_elastic",
     "parse_exports",
     "parse_hosts",
     "parse_options",

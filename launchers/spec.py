@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from launchers.elastic import Elastic
 from launchers.errors import LaunchError
 from launchers.hosts import Host, shares
 
@@ -18,7 +19,8 @@ class LaunchSpec:
 
     `backend` reaches the script as UNITRAIN_BACKEND. `controller` is horovodrun's, "gloo" or "mpi". Every rank gets the
     variables of `environment` and those whose names are in `forwarded`. `launcher_args` are options of the launcher
-    itself, which go before those made from this spec where both say the same.
+    itself, which go before those made from this spec where both say the same. `elastic` and `max_restarts` are for a
+    launcher that is started on every host, and starts the job again by itself: torchrun on several hosts.
     Raises LaunchError for fewer than one process, or more than there are slots.
     """
 
@@ -32,6 +34,8 @@ class LaunchSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     forwarded: tuple[str, ...] = ()
     launcher_args: tuple[str, ...] = ()
+    elastic: Elastic | None = None
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:

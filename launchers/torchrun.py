@@ -28,6 +28,8 @@ def build(spec: LaunchSpec) -> Command:
         )
         secrets = ", ".join(_secrets(spec))
         first = f" with {secrets} set there" if secrets else ""
+        if spec.elastic is not None:
+            lines += "\n  on a host that is added: the last of them, with its own name after --local-addr"
         raise LaunchError(
             f"torchrun is started once on each host, but -H names {len(spec.hosts)}. "
             f"Type on each its own line{first}, or use --launcher horovodrun:\n{lines}"
@@ -47,6 +49,8 @@ def per_host(spec: LaunchSpec) -> list[Command]:
     secrets = _secrets(spec)
     forwarded = {name: os.environ[name] for name in spec.forwarded if name in os.environ and name not in secrets}
     spec = replace(spec, environment={**forwarded, **spec.environment})
+    if spec.max_restarts or spec.elastic is not None:
+        return [_command(spec, _restarted(spec, number, counts)) for number in range(len(counts))]
     return [_command(spec, options) for options in node_options(counts, spec.hosts[0].name)]
 
 
@@ -59,6 +63,27 @@ def node_options(counts: Sequence[int], address: str, port: int = DEFAULT_PORT) 
             *("--master-addr", address, "--master-port", str(port)),
         ]
         for number, count in enumerate(counts)
+    ]
+
+
+def _restarted(spec: LaunchSpec, number: int, counts: Sequence[int]) -> list[str]:
+    """Return the options of host `number` of a job that is started again by the torchruns that are left of it."""
+    first, own = spec.hosts[0].name, spec.hosts[number].name
+    least, most = (len(counts), len(counts)) if spec.elastic is None else spec.elastic.nodes(spec.hosts)
+    settings = {
+        # Its own name may mean another address on a host than that by which the others know it.
+        "is_host": "true" if number == 0 else "false",
+        # Seconds in which others are waited for once there are enough, and until a host is given up: 3 x 2.
+        "last_call_timeout": "10",
+        "keep_alive_interval": "2",
+        "keep_alive_max_attempt": "3",
+    }
+    return [
+        *("--nnodes", f"{least}:{most}", "--nproc-per-node", str(counts[number])),
+        *("--max-restarts", str(spec.max_restarts)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{DEFAULT_PORT}"),
+        *("--rdzv-id", spec.environment.get("UNITRAIN_JOB", "unitrain"), "--local-addr", own),
+        *("--rdzv-conf", ",".join(f"{name}={value}" for name, value in settings.items())),
     ]
 
 

@@ -106,11 +106,16 @@ _LAUNCHERS = (
 _ALSO_CALLED = {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}
 # The name of a job that `unitrain launch` starts again when it fails, the same in every attempt.
 JOB = "UNITRAIN_JOB"
+# Where the `unitrain launch` that does so is reached.
+SUPERVISOR = "UNITRAIN_SUPERVISOR"
+# How many ranks such a job may have, as "2:8", where that may change from one attempt to the next.
+ELASTIC = "UNITRAIN_ELASTIC"
 # What launchers tell their processes beside that, by the start of its name. What a scheduler or a user tells a
 # launcher, as SLURM_JOB_ID, is not among it.
 _TOLD_BESIDE = (
     "TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS",
+    JOB, SUPERVISOR, ELASTIC,
     LED_BY_UNITRAIN, "OMPI_COMM", "OMPI_ARGV", "OMPI_UNIVERSE_SIZE", "OMPI_NUM_APP_CTX", "OMPI_APP_CTX_",
     "OMPI_FIRST_RANKS", "OMPI_FILE_LOCATION", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_",
     "OMPI_MCA_pmix", "PMIX_", "PMI_", "HYDI_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "JSM_", "FLUX_TASK_", "PALS_",
@@ -156,6 +161,11 @@ def setting(name: str) -> str | None:
 def job() -> str | None:
     """Return the name of this job if it is started again when it fails; all attempts have the same."""
     return setting(JOB)
+
+
+def elastic() -> bool:
+    """Return whether this job may have another number of ranks when it is started again."""
+    return setting(ELASTIC) is not None
 
 
 def inherited() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from unitrain import environment
+from unitrain import environment, supervised
 from unitrain.backends import registry
 from unitrain.errors import ConfigError, LauncherMismatchError
 
@@ -69,4 +69,5 @@ def init(
             f"Believed was {', '.join(placement.evidence) or 'that no launcher has set a variable'}. "
             f"Start it with: unitrain launch --backend {name} -np {placement.size} ..."
         )
+    supervised.follow(started.rank)
     return started

@@ -109,8 +109,10 @@ def meet(placement: Placement, timeout: timedelta) -> Meeting:
     Raises LauncherMismatchError where the launcher gives no address to meet at, CollectiveTimeoutError naming who is
     missing.
     """
-    # Neither a restarted run nor a second meeting of the same processes may read the keys of the one before.
-    attempt = environment.setting("TORCHELASTIC_RESTART_COUNT") or "0"
+    # Neither a restarted run nor a second meeting of the same processes may read the keys of the one before. The
+    # number of restarts is torchrun's on this host: one that came later has seen fewer, but in no store that is shared.
+    shared = environment.setting("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = (environment.setting("TORCHELASTIC_RESTART_COUNT") if shared else None) or "0"
     name = f"unitrain/{attempt}/{next(_meetings)}"
     store, host = _shared_store(placement, timeout, name)
     meeting = Meeting(placement, PrefixStore(name, store), host, timeout)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -13,7 +14,9 @@ import click
 import launchers
 from unitrain import environment
 from unitrain.backends import registry
-from unitrain.commands.restarts import Restarts
+from unitrain.commands.job import Job
+from unitrain.commands.membership import Membership
+from unitrain.commands.supervisor import Supervisor
 from unitrain.errors import ConfigError, did_you_mean
 
 # The backend that a launcher's users know.
@@ -21,6 +24,7 @@ _BACKEND_OF = {launcher: backend for backend, launcher in launchers.LAUNCHER_OF.
     "mpirun": "horovod",
     "srun": "ddp",
 }
+_ELASTIC_RESTARTS = 3
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -37,9 +41,27 @@ _BACKEND_OF = {launcher: backend for backend, launcher in launchers.LAUNCHER_OF.
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
-    default=0,
     metavar="N",
-    help="Start the job again when it fails, up to N times; a Trainer goes on from its newest checkpoint. [default: 0]",
+    help="Start the job again when it fails, up to N times; a Trainer goes on from its newest checkpoint. "
+    "[default: 0, with --elastic 3]",
+)
+@click.option(
+    "--elastic",
+    metavar="MIN:MAX",
+    help="Run with so many ranks as the hosts that answer have slots for, and start the job again when they change.",
+)
+@click.option(
+    "--host-discovery-script",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Ask this program, time and again, which hosts there are; it prints HOST:SLOTS lines.",
+)
+@click.option(
+    "--elastic-timeout",
+    type=click.FloatRange(min=0),
+    default=600.0,
+    metavar="SECONDS",
+    help="How long an elastic job waits for MIN slots before it ends. [default: 600]",
 )
 @click.option(
     "-x", "exports", multiple=True, metavar="NAME[=VALUE]", help="Hand a variable on to all ranks. Repeatable."
@@ -61,7 +83,10 @@ def launch(
     controller: str | None,
     exports: tuple[str, ...],
     launcher_args: tuple[str, ...],
-    max_restarts: int,
+    max_restarts: int | None,
+    elastic: str | None,
+    host_discovery_script: Path | None,
+    elastic_timeout: float,
     dry_run: bool,
     script: Path,
     args: tuple[str, ...],
@@ -69,43 +94,59 @@ def launch(
     """Run SCRIPT with its ARGS on several ranks.
 
     Prints the launcher's own command and becomes it, so that signals and exit codes are the launcher's. The backend
-    reaches the script as UNITRAIN_BACKEND. Any backend runs under any launcher.
+    reaches the script as UNITRAIN_BACKEND. Any backend runs under any launcher. With --max-restarts or --elastic it
+    stays, and starts the command again.
 
     \b
       unitrain launch -np 2 train.py --epochs 3
       unitrain launch --backend horovod -np 8 -H node1:4,node2:4 train.py
       unitrain launch --backend horovod --launcher torchrun -np 2 train.py
       unitrain launch --launcher mpirun --backend ddp -np 8 -H node1:4,node2:4 -x WANDB_API_KEY train.py
+      unitrain launch --backend horovod --elastic 2:8 -H node1:4,node2:4 train.py
     """
     try:
-        job = {environment.JOB: secrets.token_hex(8)} if max_restarts else {}
-        command = _command(
-            backend, launcher, num_processes, hosts, controller, exports, launcher_args, script, args, job
-        )
+        launcher, spec = _request(backend, launcher, hosts, controller, exports, launcher_args, script, args)
+        if elastic is None:
+            _check_not_discovered(host_discovery_script)
+            slots = sum(host.slots for host in spec.hosts) or launchers.allocated_slots(launcher) or 1
+            processes = slots if num_processes is None else num_processes
+            job = Job(launcher, replace(spec, num_processes=processes, max_restarts=max_restarts or 0))
+            membership, command = None, job.command()
+        else:
+            limits = launchers.parse_elastic(elastic)
+            _check_elastic(limits, launcher, num_processes, hosts, host_discovery_script)
+            restarts = _ELASTIC_RESTARTS if max_restarts is None else max_restarts
+            job = Job(launcher, replace(spec, elastic=limits, max_restarts=restarts))
+            listed = _listed(limits, spec, host_discovery_script)
+            membership = Membership(limits, listed, elastic_timeout)
+            # Not all of them may answer, but what cannot be built on them is told before anything is tried.
+            command = job.command(_first_hosts(launcher, limits, listed()))
     except (launchers.LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
-    click.echo(command.shell(), err=not dry_run)
     if dry_run:
+        click.echo(command.shell())
         return
     sys.stdout.flush()
-    environ = environment.without_ranks() | dict(command.environment)
-    if max_restarts:
-        sys.exit(Restarts(max_restarts).run(command.argv, environ))
-    os.execvpe(command.argv[0], command.argv, environ)
+    if job.is_restarted:
+        try:
+            sys.exit(Supervisor(job, membership).run())
+        except launchers.LaunchError as error:
+            raise click.ClickException(str(error)) from error
+    click.echo(command.shell(), err=True)
+    os.execvpe(command.argv[0], command.argv, environment.without_ranks() | dict(command.environment))
 
 
-def _command(
+def _request(
     backend: str | None,
     launcher: str | None,
-    num_processes: int | None,
     hosts: str | None,
     controller: str | None,
     exports: tuple[str, ...],
     launcher_args: tuple[str, ...],
     script: Path,
     args: tuple[str, ...],
-    variables: Mapping[str, str],
-) -> launchers.Command:
+) -> tuple[str, launchers.LaunchSpec]:
+    """Return the launcher, and what is asked of it but for the number of ranks."""
     backend = backend or environment.setting("UNITRAIN_BACKEND")
     if backend is not None:
         registry.check_known(backend)
@@ -117,27 +158,78 @@ def _command(
         backend = _BACKEND_OF.get(launcher)
     check_script(script)
     check_not_launched(f"Run the script itself: python {script}")
-    parsed = launchers.parse_hosts(hosts) if hosts is not None else ()
-    if num_processes is None:
-        num_processes = sum(host.slots for host in parsed) or launchers.allocated_slots(launcher) or 1
     forwarded, values = launchers.parse_exports(exports)
     if "UNITRAIN_BACKEND" in values:
         raise launchers.LaunchError(
             f"-x UNITRAIN_BACKEND={values['UNITRAIN_BACKEND']} is what --backend sets. "
             f"Use: --backend {values['UNITRAIN_BACKEND']}"
         )
-    spec = launchers.LaunchSpec(
+    return launcher, launchers.LaunchSpec(
         script=str(script),
         args=args,
-        num_processes=num_processes,
-        hosts=parsed,
+        hosts=launchers.parse_hosts(hosts) if hosts is not None else (),
         backend=backend,
         controller=controller,
-        environment={**values, **variables},
+        environment=values,
         forwarded=forwarded,
         launcher_args=launchers.parse_options(launcher_args),
     )
-    return launchers.build(launcher, spec)
+
+
+def _check_not_discovered(script: Path | None) -> None:
+    if script is not None:
+        raise launchers.LaunchError(
+            f"--host-discovery-script '{script}' finds the hosts of an elastic job, which this is not. "
+            "Say how many ranks it may have: --elastic 1:8"
+        )
+
+
+def _check_elastic(
+    limits: launchers.Elastic, launcher: str, num_processes: int | None, hosts: str | None, script: Path | None
+) -> None:
+    """Raise LaunchError for what an elastic job cannot have."""
+    if launcher in ("none", "srun"):
+        why = {
+            "none": "one process without a launcher is never more. Use --backend ddp or --backend horovod",
+            "srun": "Slurm gives a job its hosts once and for all. Leave --elastic out, and let Slurm start the job "
+            "again: sbatch --requeue",
+        }[launcher]
+        raise launchers.LaunchError(f"--elastic {limits} changes the number of ranks, but {why}")
+    if num_processes is not None:
+        raise launchers.LaunchError(
+            f"-np {num_processes} asks for a fixed number of ranks, and --elastic {limits} for another one now and "
+            f"then. Leave -np out, or use --elastic {num_processes}:{num_processes}"
+        )
+    if hosts is not None and script is not None:
+        raise launchers.LaunchError(
+            f"-H {hosts} and --host-discovery-script '{script}' both say which hosts there are. Leave one of them out"
+        )
+
+
+def _first_hosts(
+    launcher: str, limits: launchers.Elastic, listed: tuple[launchers.Host, ...]
+) -> tuple[launchers.Host, ...]:
+    """Return the hosts of the command that is shown; under torchrun, where it refuses several, all for its answer."""
+    if launcher == "torchrun" and len(listed) > 1:
+        return listed
+    return limits.fit(listed) or (launchers.Host("localhost", limits.least),)
+
+
+def _listed(
+    limits: launchers.Elastic, spec: launchers.LaunchSpec, script: Path | None
+) -> Callable[[], tuple[launchers.Host, ...]]:
+    """Return what tells the hosts of an elastic job. Raises LaunchError where they can never be enough."""
+    if script is not None:
+        return partial(launchers.discover, script)
+    hosts = spec.hosts or (launchers.Host("localhost", limits.most),)
+    slots = sum(host.slots for host in hosts)
+    if slots < limits.least:
+        raise launchers.LaunchError(
+            f"--elastic {limits} needs slots for {limits.least} ranks, but the hosts have {slots} in all. "
+            f"Use --elastic {slots}:{limits.most}, or give the hosts more slots: "
+            f"-H {hosts[0].name}:{hosts[0].slots + limits.least - slots}"
+        )
+    return lambda: hosts
 
 
 def check_script(script: Path) -> None:

@@ -9,8 +9,14 @@ from typing import Self
 
 import torch
 
+from unitrain import supervised
 from unitrain.backends.base import Communicator
+<<<<<<< HEAD:unitrain/lifecycle/stopping.py
 from unitrain.lifecycle.preemption import Preemption
+=======
+from unitrain.errors import Preempted
+from unitrain.run.preemption import Preemption
+>>>>>>> 45d4f42 (Start an elastic job again when its hosts change, and learn from its ranks how they end):unitrain/run/stopping.py
 
 # How long a request may go unheard on the other ranks.
 _AGREE_SECONDS = 2.0
@@ -41,6 +47,8 @@ class Stopping:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._preemption.__exit__(kind, error, trace)
+        if isinstance(error, Preempted):
+            supervised.tell_preempted()
 
     def begin(self, step: int) -> None:
         """Training begins, with `step` steps done."""
