@@ -12,36 +12,74 @@ from unitrain.errors import ConfigError
 
 
 class Batching(NamedTuple):
-    """Samples per rank and micro-step (None where nothing says how many), and micro-steps per step."""
+    """Samples per rank and micro-step (None where nothing says how many), and micro-steps per step.
+
+    `whole` is the global batch size where it is not their product: the ranks then share it out as evenly as they can.
+    """
 
     batch_size: int | None
     accumulate: int
+    whole: int | None = None
 
 
 def batching_of(
-    data: Data, communicator: Communicator, *, batch_size: int | None, accumulate: int | None, whole: int | None
+    data: Data,
+    communicator: Communicator,
+    *,
+    batch_size: int | None,
+    accumulate: int | None,
+    whole: int | None,
+    first_size: int | None = None,
+    whole_batches: bool = False,
 ) -> Batching:
     """Return `derive_batching` for `data`, of which a DataLoader has a batch size of its own. All ranks call it.
 
-    The batch size is the one to ask of the data: for a DataLoader what the user asked for beside. Raises ConfigError,
-    on all ranks, also for a `whole` where the data makes batches of its own sizes.
+    The batch size is the one to ask of the data: for a DataLoader what the user asked for beside. A job that is elastic
+    and began with `first_size` ranks keeps its global batch, with `whole_batches` as nearly as these allow. Raises
+    ConfigError, on all ranks, also for a `whole` where the data makes batches of its own sizes.
     """
 
     def derive() -> Batching:
-        if not isinstance(data, DataLoader):
-            return derive_batching(communicator.size, batch_size=batch_size, accumulate=accumulate, whole=whole)
-        if data.batch_size is None and whole is not None:
+        size = communicator.size
+        own = data.batch_size if isinstance(data, DataLoader) else None
+        if isinstance(data, DataLoader) and own is None and whole is not None:
             maker = data.dataset if data.batch_sampler is None else data.batch_sampler
             raise ConfigError(
                 f"TrainConfig.global_batch_size {whole} cannot be kept, because {type(maker).__name__} decides how "
                 "large a batch is. Leave it out, and use accumulate for larger steps."
             )
-        derived = derive_batching(
-            communicator.size, batch_size=data.batch_size or batch_size, accumulate=accumulate, whole=whole
-        )
-        return Batching(batch_size, derived.accumulate)
+        asked = {"batch_size": own or batch_size, "accumulate": accumulate, "whole": whole}
+        if first_size is None:
+            derived = derive_batching(size, **asked)
+        else:
+            derived = keep_batching(size, first_size, **asked, whole_batches=whole_batches)
+        return derived._replace(batch_size=batch_size) if isinstance(data, DataLoader) else derived
 
     return together(communicator, derive)
+
+
+def keep_batching(
+    size: int,
+    first_size: int,
+    *,
+    batch_size: int | None,
+    accumulate: int | None,
+    whole: int | None,
+    whole_batches: bool = False,
+) -> Batching:
+    """Return the batching on `size` ranks whose global batch is that on `first_size` ranks, whatever it divides by.
+
+    No rank has more samples in a micro-step than it would have there. With `whole_batches` all have as many, and the
+    global batch is as near as they allow; so it is counted in batches where nothing says how large these are.
+    """
+    if whole is None and batch_size is None:
+        return Batching(None, max(1, round(first_size * (accumulate or 1) / size)))
+    if batch_size is None:
+        batch_size = -(-(whole or 0) // (first_size * (accumulate or 1)))
+    whole = whole or first_size * batch_size * (accumulate or 1)
+    if whole_batches:
+        return Batching(batch_size, max(1, round(whole / (size * batch_size))), whole)
+    return Batching(batch_size, -(-whole // (size * batch_size)), whole)
 
 
 def derive_batching(size: int, *, batch_size: int | None, accumulate: int | None, whole: int | None) -> Batching:

@@ -50,17 +50,21 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(derive_seed(seed, Stream.ORDER, epoch)))
 
 
-def training_slices(start: int, end: int, *, batch_size: int, accumulate: int, rank: int, size: int) -> Iterator[Slice]:
+def training_slices(
+    start: int, end: int, *, batch_size: int, accumulate: int, rank: int, size: int, whole: int | None = None
+) -> Iterator[Slice]:
     """Yield this rank's micro-steps over the positions from `start` to `end` of an epoch's order.
 
-    Each step takes the next size * batch_size * accumulate positions, so the samples of a step depend on this product
-    and not on the number of ranks. The last step takes what is left, in as few micro-steps as hold it, shared so that
-    no rank has more than one sample more than another; a rank gets none in a micro-step only when there are too few for
-    every rank to have one. All ranks have the same number of micro-steps.
+    Each step takes the next size * batch_size * accumulate positions, or `whole` of them where it is fewer, so the
+    samples of a step depend on this and not on the number of ranks. They are taken in as few micro-steps as hold them,
+    as those that are left to the last step are, and shared so that no rank has more than one sample more than another;
+    a rank gets none in a micro-step only when there are too few for every rank to have one. All ranks have the same
+    number of micro-steps.
     """
     per_micro_step = size * batch_size
-    for block in range(start, end, per_micro_step * accumulate):
-        total = min(per_micro_step * accumulate, end - block)
+    whole = whole or per_micro_step * accumulate
+    for block in range(start, end, whole):
+        total = min(whole, end - block)
         micro_steps = -(-total // per_micro_step)
         base, extra = divmod(total, micro_steps * size)
         for share in range(rank, micro_steps * size, size):

@@ -51,11 +51,17 @@ class TrainingShare(TrainingData):
         shuffle: bool = True,
         num_workers: int = 0,
         uneven: Uneven = "weight",
+        first_size: int | None = None,
     ) -> None:
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
         batching = batching_of(
-            data, communicator, batch_size=batch_size, accumulate=accumulate, whole=global_batch_size
+            data,
+            communicator,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            whole=global_batch_size,
+            first_size=first_size,
         )
         self._seed, self._accumulate, self._uneven = seed, batching.accumulate, uneven
         self._source = source = _open(data, communicator, batching.batch_size, shuffle, num_workers, "batch_size")
@@ -70,7 +76,8 @@ class TrainingShare(TrainingData):
         alike |= {"sampler": self._sampler_name, "accumulate": self._accumulate, "seed": seed}
         check_alike("The training data", communicator, source.length, alike)
         micro_steps = self._size * self._accumulate
-        self.global_batch_size = None if source.batch_size is None else source.batch_size * micro_steps
+        self._whole = batching.whole
+        self.global_batch_size = None if source.batch_size is None else self._whole or source.batch_size * micro_steps
         if source.sampler is None:
             if source.length < self._size:
                 raise DataError(
@@ -141,7 +148,7 @@ class TrainingShare(TrainingData):
             return order, batch_slices(bounds, start, uneven=self._uneven, **place)
         self._end = self._end_of(len(order))
         assert source.batch_size is not None
-        return order, training_slices(start, self._end, batch_size=source.batch_size, **place)
+        return order, training_slices(start, self._end, batch_size=source.batch_size, whole=self._whole, **place)
 
     def _end_of(self, length: int) -> int:
         """Return where an epoch of `length` samples ends."""
@@ -240,9 +247,12 @@ class EvaluationShare:
                 yield batch, part.stop - part.start
 
 
-def open_training_data(data: Data, communicator: Communicator, config: TrainConfig) -> TrainingData:
+def open_training_data(
+    data: Data, communicator: Communicator, config: TrainConfig, first_size: int | None = None
+) -> TrainingData:
     """Return this rank's part of `data`, with indices or without, as `config` asks for it. All ranks call it.
 
+    An elastic job that began with `first_size` ranks keeps its global batch on however many there are now.
     Raises what TrainingShare and TrainingStream raise.
     """
     settings: dict[str, Any] = {
@@ -252,6 +262,7 @@ def open_training_data(data: Data, communicator: Communicator, config: TrainConf
         "seed": config.seed,
         "num_workers": config.num_workers,
         "uneven": config.uneven,
+        "first_size": first_size,
     }
     # Where the ranks do not make the same of it, they ask each other the same all the same, and find out.
     if comes_in_turn(data):

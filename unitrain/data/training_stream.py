@@ -47,9 +47,16 @@ class TrainingStream(TrainingData):
         num_workers: int = 0,
         stream: StreamKind = "shared",
         uneven: Uneven = "weight",
+        first_size: int | None = None,
     ) -> None:
         batching = batching_of(
-            data, communicator, batch_size=batch_size, accumulate=accumulate, whole=global_batch_size
+            data,
+            communicator,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            whole=global_batch_size,
+            first_size=first_size,
+            whole_batches=True,
         )
         self._source = source = open_stream(
             data,
@@ -67,6 +74,12 @@ class TrainingStream(TrainingData):
         self.global_batch_size = None
         if all(sizes):
             self.global_batch_size = sum(size or 0 for size in sizes) * batching.accumulate
+        if batching.whole not in (None, self.global_batch_size) and communicator.rank == 0:
+            _log.warning(
+                "Steps of this job were of %d samples when it began, on %d ranks, and are of %d on %d: whole batches of "
+                "a stream come no nearer. Use numbers of ranks that divide it.",
+                *(batching.whole, first_size, self.global_batch_size, communicator.size),
+            )
         self._communicator = communicator
         # Batches that workers have prepared anyway are held no longer for that; without workers none is made early.
         ahead = min(_AHEAD, *communicator.allgather_object(source.prepared))

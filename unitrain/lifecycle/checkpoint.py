@@ -10,15 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from unitrain import environment
 from unitrain.backends.base import Communicator, raise_together
 from unitrain.errors import CheckpointError
 from unitrain.lifecycle import checkpoint_files as files
+from unitrain.lifecycle import job
 
 GRADIENTS = "gradients"
 WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
-# In a run's folder: the job that writes to it, where that is one that is started again when it fails.
-_JOB = ".job"
 
 _ResultT = TypeVar("_ResultT")
 
@@ -42,36 +40,32 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
     return result
 
 
-def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> bool:
+def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, int | None]:
     """Make `folder` and prove that it can be written to, before training begins; tell whether to go on from there.
 
-    That is so with `resume`, and where an earlier attempt of the same job has been there. All ranks call it. Raises
-    CheckpointError on every rank when it cannot, or when it holds another run's checkpoints.
+    That is so with `resume`, and where an earlier attempt of the same job has been there. Tell also the number of ranks
+    that an elastic job began with, None for any other. All ranks call it. Raises CheckpointError on every rank when it
+    cannot, or when it holds another run's checkpoints.
     """
 
-    def prepare() -> bool:
+    def prepare() -> tuple[bool, int | None]:
         folder.mkdir(parents=True, exist_ok=True)
         for unfinished in folder.glob(".*.unfinished"):
             shutil.rmtree(unfinished)
         probe = folder / ".probe.unfinished"
         probe.mkdir()
         probe.rmdir()
-        found, job, mark = files.candidates(folder), environment.job(), folder / _JOB
-        goes_on = resume or (job is not None and mark.exists() and mark.read_text() == job)
+        found, goes_on = files.candidates(folder), resume or job.is_own(folder)
         if found and not goes_on:
             raise CheckpointError(
                 f"Output folder '{folder}' already holds a run, up to {found[0].name}. "
                 "Use TrainConfig(resume=True) to go on from there, or another output_dir."
             )
-        if job is not None:
-            mark.write_text(job)
-        return goes_on
+        return goes_on, job.mark(folder, communicator.size)
 
-    return bool(
-        communicator.broadcast_object(
-            on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, prepare)
-        )
-    )
+    prepared = on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, prepare)
+    answer: tuple[bool, int | None] = communicator.broadcast_object(prepared)
+    return answer
 
 
 def restore(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain import randomness
+from unitrain import environment, randomness
 from unitrain.backends.base import Backend, PowerSGD, SupportsPowerSGD, read_compression, require
 from unitrain.config import TrainConfig
 from unitrain.data.order import Cursor
@@ -40,7 +40,8 @@ class Stateful(Protocol):
 class Run:
     """The state of a run beside model and optimizer. All ranks use it alike; without an output folder nothing is kept.
 
-    `parts` are what else has a state. `stopping` is how the run ends before its time, `description` what it is.
+    `parts` are what else has a state. `stopping` is how the run ends before its time, `description` what it is,
+    `first_size` the number of ranks that an elastic job began with.
     Raises CheckpointError, on every rank alike, when the folder cannot be written to, holds another run, or holds one
     that this cannot go on from.
     """
@@ -68,6 +69,7 @@ class Run:
         self._seeded = False
         self._share: TrainingData | None = None
         self.description: dict[str, Any] = {}
+        self.first_size: int | None = None
         self._unwritten: OSError | None = None
 
     def keep_gradients(self, model: nn.Module, loss_scale: Callable[[], Tensor | None]) -> None:
@@ -107,9 +109,11 @@ class Run:
         """
         resume, folder, parts = self._config.resume, self._folder, (model, optimizer, scheduler)
         restored = False
+        self.first_size = self._backend.size if environment.elastic() else None
         if folder is not None:
             own = resume is True or (resume and Path(resume).resolve() == folder.resolve())
-            if checkpoint.prepare_folder(folder, self._backend, resume=bool(own)):
+            goes_on, self.first_size = checkpoint.prepare_folder(folder, self._backend, resume=bool(own))
+            if goes_on:
                 restored = self._restore(folder, *parts, required=False)
         if not restored and not isinstance(resume, bool):
             self._restore(Path(resume), *parts, required=True)

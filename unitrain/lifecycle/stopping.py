@@ -11,12 +11,8 @@ import torch
 
 from unitrain import supervised
 from unitrain.backends.base import Communicator
-<<<<<<< HEAD:unitrain/lifecycle/stopping.py
-from unitrain.lifecycle.preemption import Preemption
-=======
 from unitrain.errors import Preempted
-from unitrain.run.preemption import Preemption
->>>>>>> 45d4f42 (Start an elastic job again when its hosts change, and learn from its ranks how they end):unitrain/run/stopping.py
+from unitrain.lifecycle.preemption import Preemption
 
 # How long a request may go unheard on the other ranks.
 _AGREE_SECONDS = 2.0
