@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 
 from unitrain import environment
@@ -23,6 +24,7 @@ END, OVER = "end", "over"
 BYE, PREEMPTED = "bye", "preempted"
 
 _CONNECT_SECONDS = 10.0
+_BEGIN_SECONDS = 30.0
 _LAST_CHECKPOINT_SECONDS = 60.0
 
 
@@ -49,13 +51,20 @@ class _Line:
                 if line.strip() == OVER:
                     os._exit(1)
                 asked = True
+                self._await_trainer()
                 os.kill(self._process, signal.SIGTERM)
         # The launch is gone, and with it or soon all that it started: this is the time for a last checkpoint.
         sys.stderr.write(f"unitrain: rank {self._rank} ends, because unitrain launch is gone\n")
         if not asked:
             os.kill(self._process, signal.SIGTERM)
-        threading.Event().wait(_LAST_CHECKPOINT_SECONDS)
+        time.sleep(_LAST_CHECKPOINT_SECONDS)
         os._exit(1)
+
+    def _await_trainer(self) -> None:
+        """Give the program a while to come to where the signal is handled: before, it would end without a word."""
+        deadline = time.monotonic() + _BEGIN_SECONDS
+        while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and time.monotonic() < deadline:
+            time.sleep(0.1)
 
 
 _line: _Line | None = None

@@ -57,9 +57,10 @@ class Supervisor:
             code, ranks = self._attempt(hosts)
             if code == 0:
                 return code
-            if self._asked.is_set() or code == _PREEMPTED or (ranks.preempted and not ranks.asked):
-                # torchrun and horovodrun end with 1, whatever their ranks end with.
-                return _PREEMPTED if ranks.preempted else code
+            # torchrun and horovodrun end with 1, whatever their ranks end with.
+            code = _PREEMPTED if ranks.preempted else code
+            if self._asked.is_set() or (code == _PREEMPTED and not ranks.asked):
+                return code
             if ranks.asked:
                 click.echo("unitrain: the job is started again, on the hosts that there are now", err=True)
                 continue

@@ -76,8 +76,8 @@ class TrainingStream(TrainingData):
             self.global_batch_size = sum(size or 0 for size in sizes) * batching.accumulate
         if batching.whole not in (None, self.global_batch_size) and communicator.rank == 0:
             _log.warning(
-                "Steps of this job were of %d samples when it began, on %d ranks, and are of %d on %d: whole batches of "
-                "a stream come no nearer. Use numbers of ranks that divide it.",
+                "Steps of this job were of %d samples when it began, on %d ranks, and are of %d on %d: whole batches "
+                "of a stream come no nearer. Use numbers of ranks that divide it.",
                 *(batching.whole, first_size, self.global_batch_size, communicator.size),
             )
         self._communicator = communicator
