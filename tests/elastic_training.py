@@ -1,0 +1,112 @@
+"""A training that says which sample each step took, changes its job's hosts and kills its ranks as it is told.
+
+python elastic_training.py FOLDER [SECONDS]: FOLDER gets the run, and a line per rank and step. FOLDER/plan.json has the
+events: {"2": {"7": "slots 3"}, "3": {"30": "kill 1"}} has three slots offered after step 7 of two ranks, and rank 1 of
+three killed after step 30. Each happens once. After slots have changed, a step takes SECONDS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import unitrain
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 120, 8, 3
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
+    """Samples that know their own index."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
+        self.targets = torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.inputs[index], self.targets[index], index
+
+
+class Events(unitrain.Callback):
+    """Writes down what a step took, and lets happen what is planned after it."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self._folder, self._seconds, self._taken = folder, seconds, list[int]()
+        plan = folder / "plan.json"
+        self._plan: dict[str, dict[str, str]] = json.loads(plan.read_text()) if plan.exists() else {}
+
+    def on_micro_step(self, trainer: unitrain.Trainer, batch: Any, part: Any, loss: Any) -> None:
+        if part.samples:
+            self._taken += batch[2].tolist()
+
+    def on_step_end(self, trainer: unitrain.Trainer) -> None:
+        rank, size, step = trainer.backend.rank, trainer.backend.size, trainer.run.cursor.step
+        with (self._folder / f"taken-{rank}.txt").open("a") as file:
+            file.write(json.dumps([step, size, self._taken]) + "\n")
+        self._taken = []
+        (self._folder / f"at-{rank}").write_text(f"{step} {size}")
+        planned = self._plan.get(str(size), {})
+        for number, event in planned.items():
+            mark = self._folder / f"done-{size}-{number}"
+            if step >= int(number) and not mark.exists():
+                self._do(*event.split(), rank=rank, mark=mark)
+            if event.startswith("slots") and mark.exists():
+                time.sleep(self._seconds)
+
+    def _do(self, kind: str, value: str, *, rank: int, mark: Path) -> None:
+        if kind == "slots" and rank == 0:
+            (self._folder / "slots").write_text(value)
+            mark.touch()
+        elif kind == "kill" and rank == int(value):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+    return model(batch[0]), batch[1]
+
+
+def train(backend: unitrain.Backend, folder: Path, seconds: float = 0.0) -> list[float]:
+    """Train, and return the parameters."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = unitrain.TrainConfig(
+        epochs=EPOCHS,
+        batch_size=GLOBAL_BATCH // backend.size if backend.size == 1 else 4,
+        output_dir=folder / "run",
+        checkpoint_every_steps=5,
+        show_every=1,
+        progress="off",
+    )
+    trainer = unitrain.Trainer(
+        model,
+        optimizer,
+        nn.functional.mse_loss,
+        backend=backend,
+        config=config,
+        forward=forward,
+        callbacks=[Events(folder, seconds)],
+    )
+    trainer.fit(Numbered())
+    return [*model.weight.flatten().tolist(), *model.bias.tolist()]
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    with unitrain.init(device="cpu", timeout_seconds=100) as backend:
+        parameters = train(backend, folder, float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+        if backend.rank == 0:
+            (folder / "parameters.json").write_text(json.dumps([backend.size, parameters]))
