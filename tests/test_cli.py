@@ -23,7 +23,8 @@ OPTIONS = {
     },
     "unitrain launch": {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "-x",
-        "--launcher-args", "--max-restarts", "--dry-run", "SCRIPT", "ARGS",
+        "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout", "--dry-run",
+        "SCRIPT", "ARGS",
     },
     "unitrain ckpt": set(),
     "unitrain ckpt convert": {"SOURCE", "FOLDER", "--strip-prefix", "--epoch", "--step"},

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import elastic_training
 import pytest
 from elastic_training import EPOCHS, GLOBAL_BATCH, SAMPLES
-from hosts import Host, HostsRefusedError, hosts
 from launches import started
-from parts import needs_hosts, needs_mpi
+from parts import needs_mpi
 
 from unitrain.testing import RankGroup
 

@@ -27,7 +27,8 @@ class TrainConfig:
 
     Batches: `batch_size` counts samples per rank and micro-step, `accumulate` micro-steps per step, and
     `global_batch_size` samples per step over all ranks. Two of them give the third; `global_batch_size` alone is split
-    over the ranks, and `batch_size` alone is not accumulated. A DataLoader's own batch size, shuffling and workers
+    over the ranks, and `batch_size` alone is not accumulated. An elastic job keeps the global batch of the ranks that
+    it began with. A DataLoader's own batch size, shuffling and workers
     count. `eval_batch_size` is for evaluation; without it a DataLoader's own counts, and for a Dataset the one trained
     with.
 

@@ -1,0 +1,181 @@
+"""How many ranks an elastic job has, and on which hosts: by what is listed, what answers, and who has died."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launchers import Elastic, Host, LaunchError, discover, parse_elastic, parse_hosts
+from launchers.discovery import answering
+from unitrain.cli import unitrain
+from unitrain.commands import membership
+from unitrain.commands.membership import Membership
+
+
+class Cluster:
+    """Hosts that are listed, and those of them that answer."""
+
+    def __init__(self, listed: str) -> None:
+        self.listed = listed
+        self.silent: set[str] = set()
+        self.asked: list[str] = []
+
+    def hosts(self) -> tuple[Host, ...]:
+        if self.listed == "broken":
+            raise LaunchError("the script is broken")
+        return parse_hosts(self.listed) if self.listed else ()
+
+    def answering(self, hosts: list[Host]) -> set[str]:
+        self.asked = [host.name for host in hosts]
+        return set(self.asked) - self.silent
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster("a:2,b:2,c:2")
+    monkeypatch.setattr(membership, "answering", made.answering)
+    monkeypatch.setattr(membership, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(membership, "_ASK_AGAIN_SECONDS", 0.0)
+    return made
+
+
+def gather(members: Membership) -> str:
+    return ",".join(map(str, members.gather(threading.Event())))
+
+
+def settled(members: Membership) -> str | None:
+    assert members.change() is None, "hosts that come one after the other would each start the job again"
+    return members.change()
+
+
+def test_hosts_are_filled_in_order_up_to_the_most_ranks(cluster: Cluster) -> None:
+    assert gather(Membership(Elastic(1, 6), cluster.hosts, 1)) == "a:2,b:2,c:2"
+    assert gather(Membership(Elastic(1, 3), cluster.hosts, 1)) == "a:2,b:1"
+    cluster.silent = {"a"}
+    assert gather(Membership(Elastic(3, 6), cluster.hosts, 1)) == "b:2,c:2"
+
+
+def test_a_job_grows_behind_the_hosts_that_it_has(cluster: Cluster) -> None:
+    cluster.silent = {"a"}
+    members = Membership(Elastic(1, 6), cluster.hosts, 1)
+    assert gather(members) == "b:2,c:2"
+    assert members.change() is None
+    assert cluster.asked == ["a"]  # those of a running job are left alone
+    cluster.silent = set()
+    assert settled(members) == "there are slots for 6 ranks instead of 4"
+    assert gather(members) == "b:2,c:2,a:2"
+    assert settled(members) is None
+
+
+def test_a_host_that_is_listed_no_longer_is_given_up_where_the_others_are_enough(cluster: Cluster) -> None:
+    members = Membership(Elastic(3, 6), cluster.hosts, 1)
+    gather(members)
+    cluster.listed = "a:2,c:1"
+    assert settled(members) == "b, c should be given up, 3 ranks are left"
+    cluster.listed = "a:2"
+    assert settled(members) is None
+    cluster.listed = "broken"
+    assert settled(members) is None
+
+
+def test_too_few_are_waited_for_and_told(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.silent = {"a", "b"}
+    members = Membership(Elastic(3, 6), cluster.hosts, 0.05)
+    with pytest.raises(LaunchError) as caught:
+        gather(members)
+    assert str(caught.value) == (
+        "--elastic 3:6 needs slots for 3 ranks, but for 0.05 s the hosts that answer were c:2. "
+        "Bring back the others, or wait longer with: --elastic-timeout 0.1"
+    )
+    assert capsys.readouterr().err == "unitrain: the job waits for slots for 3 ranks; hosts that answer: c:2\n"
+    ended = threading.Event()
+    ended.set()
+    assert members.gather(ended) == ()
+
+
+def test_a_host_whose_rank_is_the_first_to_die_twice_is_left_out_where_others_suffice(cluster: Cluster) -> None:
+    members = Membership(Elastic(3, 6), cluster.hosts, 1)
+    gather(members)
+    for rank in (2, None, 3):
+        members.note_death(rank)
+    assert gather(members) == "a:2,b:2,c:2"
+    members.note_death(2)
+    assert gather(members) == "a:2,c:2"
+    cluster.listed = "a:2,b:2"
+    assert gather(members) == "a:2,b:2"
+
+
+def test_hosts_are_those_that_a_script_prints(tmp_path: Path) -> None:
+    script = tmp_path / "discover"
+    script.write_text("#!/bin/sh\nprintf 'a:4\\n\\n b \\n'\n")
+    with pytest.raises(LaunchError, match=r"discover' cannot be run: Permission denied\. .*chmod \+x "):
+        discover(script)
+    script.chmod(0o755)
+    assert discover(script) == (Host("a", 4), Host("b", 1))
+    script.write_text("#!/bin/sh\n")
+    assert discover(script) == ()
+    script.write_text("#!/bin/sh\necho no network >&2\nexit 3\n")
+    with pytest.raises(LaunchError, match=r"discover' ended with exit code 3: no network\. "):
+        discover(script)
+    script.write_text("#!/bin/sh\necho a:x\n")
+    with pytest.raises(LaunchError, match="whole number of slots from 1, got 'x'"):
+        discover(script)
+
+
+def test_who_answers() -> None:
+    assert answering([Host("localhost", 1), Host("no-such-host.invalid", 1)]) == {"localhost"}
+
+
+@pytest.mark.parametrize("text", ["2", "a:b", "2:", ":3", "2:3:4", "-1:3", "1.5:2"])
+def test_what_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"--elastic takes MIN:MAX ranks, got .* as in --elastic 2:8"):
+        parse_elastic(text)
+
+
+def test_ranges() -> None:
+    assert parse_elastic("2:8") == Elastic(2, 8)
+    with pytest.raises(LaunchError, match=r"got '4:2'\. Use --elastic 2:4"):
+        parse_elastic("4:2")
+    with pytest.raises(LaunchError, match=r"got '0:2'\. Use --elastic 1:2"):
+        parse_elastic("0:2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-np", "2"], "-np 2 asks for a fixed number of ranks, and --elastic 2:4 for another one now and then."),
+        (["-H", "a:1"], "--elastic 2:4 needs slots for 2 ranks, but the hosts have 1 in all. Use --elastic 1:4, or"),
+        (["-H", "a:2", "--host-discovery-script", "x"], "-H a:2 and --host-discovery-script 'x' both say which hosts"),
+        (["--backend", "local"], "--elastic 2:4 changes the number of ranks, but one process without a launcher is"),
+        (["--launcher", "srun"], "but Slurm gives a job its hosts once and for all. Leave --elastic out, and let"),
+        (["-H", "a:2,b:1"], "torchrun counts hosts, and '2:4' counts ranks: hosts need equal slots, but -H has a:2"),
+        (["-H", "a:3,b:3", "--elastic", "4:5"], "--elastic 4:5 is no whole number of hosts with 3 slots each. Use"),
+    ],
+)
+def test_what_an_elastic_job_cannot_have(options: list[str], message: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    result = CliRunner().invoke(unitrain, ["launch", "--dry-run", "--elastic", "2:4", *options, str(script)])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+
+
+def test_torchrun_on_several_hosts_is_elastic_by_itself(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    options = ["--elastic", "3:8", "--max-restarts", "5", "-H", "a:2,b:2"]
+    result = CliRunner().invoke(unitrain, ["launch", "--dry-run", *options, str(script)])
+    assert result.exit_code == 2
+    first, second, added = result.stderr.splitlines()[-3:]
+    common = "--nnodes 2:4 --nproc-per-node 2 --max-restarts 5 --rdzv-backend c10d --rdzv-endpoint a:29500 --rdzv-id "
+    for line, name, is_host in ((first, "a", "true"), (second, "b", "false")):
+        assert line.startswith(f"  on {name}: ")
+        assert common in line
+        assert f"--local-addr {name} --rdzv-conf is_host={is_host},last_call_timeout=" in line
+        assert "UNITRAIN_ELASTIC=3:8" in line
+        assert "UNITRAIN_SUPERVISOR" not in line
+    assert first.split("UNITRAIN_JOB=")[1].split()[0] == second.split("UNITRAIN_JOB=")[1].split()[0]
+    assert added == "  on a host that is added: the last of them, with its own name after --local-addr"
