@@ -101,8 +101,11 @@ FORBIDDEN = [
     # trainer -> run -> data, step, tracking, metrics, modules -> config
     ("*", ["unitrain.trainer"], []),
     # A run that is verified is recorded in its own processes, and compared by the command; nothing else knows of it.
-    ("unitrain/* -unitrain/verify/* -unitrain/commands/* -unitrain/trainer.py", ["unitrain.verify"], []),
-    ("unitrain/trainer.py", ["unitrain.verify"], ["unitrain.verify.recorder"]),
+    ("unitrain/* -unitrain/verify/* -unitrain/commands/* -unitrain/guest.py", ["unitrain.verify"], []),
+    ("unitrain/guest.py", ["unitrain"], ["unitrain.verify.recorder", "unitrain.tuning.timer"]),
+    ("unitrain/* -unitrain/tuning/* -unitrain/commands/* -unitrain/guest.py", ["unitrain.tuning"], []),
+    ("unitrain/* -unitrain/trainer.py", ["unitrain.guest"], []),
+    ("unitrain/tuning/* -unitrain/tuning/timer.py", ["torch", "unitrain"], ["unitrain.tuning", "unitrain.errors"]),
     ("unitrain/verify/* -unitrain/verify/recorder.py", ["unitrain.callbacks", "unitrain.data", "unitrain.config"], []),
     ("unitrain/verify/*", ["unitrain.lifecycle", "unitrain.step", "unitrain.tracking", "unitrain.metrics"], []),
     ("unitrain/config.py", ["unitrain"], ["unitrain.backends.base", "unitrain.errors"]),

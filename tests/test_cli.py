@@ -23,8 +23,8 @@ OPTIONS = {
     },
     "unitrain launch": {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "-x",
-        "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout", "--dry-run",
-        "SCRIPT", "ARGS",
+        "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout", "--untuned",
+        "--dry-run", "SCRIPT", "ARGS",
     },
     "unitrain ckpt": set(),
     "unitrain ckpt convert": {"SOURCE", "FOLDER", "--strip-prefix", "--epoch", "--step"},
@@ -48,6 +48,7 @@ OPTIONS = {
     },
     "unitrain doctor": {"--launch", "--json", "--timeout-seconds", "--for-launch"},
     "unitrain horovod check": {"--json"},
+    "unitrain tune": {"--launch", "--minutes", "--seconds", "--compression", "SCRIPT", "ARGS"},
     "unitrain report": {"--output", "--png", "RUN_DIR..."},
 }  # fmt: skip
 QUICK = """
@@ -200,7 +201,7 @@ def test_what_is_refused_says_what_to_type(script: str) -> None:
     assert "Did you mean 'build'?" in refused("horovod", "biuld")
     assert refused("lunch") == (
         "Unknown command 'lunch'. Did you mean 'launch'? "
-        "Available: bench, ckpt, doctor, horovod, launch, report, submit, translate, verify."
+        "Available: bench, ckpt, doctor, horovod, launch, report, submit, translate, tune, verify."
     )
     assert refused("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."

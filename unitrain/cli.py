@@ -18,6 +18,7 @@ _COMMANDS = {
     "report": ("unitrain.commands.report", "Show what became of a run, and where its time went."),
     "submit": ("unitrain.commands.submit", "Hand a training script to Slurm or Kubernetes."),
     "translate": ("unitrain.commands.translate", "Write one launcher's command line for another."),
+    "tune": ("unitrain.commands.tune", "Find settings that make a script train faster on this machine."),
     "verify": ("unitrain.commands.verify", "Train on every backend, and tell whether the numbers are the same."),
 }
 

@@ -22,6 +22,7 @@ from unitrain.data.share import EvaluationShare, open_training_data
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import Preempted
 from unitrain.evaluation import Evaluation, LossFunction
+from unitrain.guest import guest_of_this_run
 from unitrain.lifecycle.state import Run, Stateful
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
@@ -39,7 +40,6 @@ from unitrain.tracking.loggers.logger import Logger
 from unitrain.tracking.stragglers import Stragglers
 from unitrain.tracking.times import Times
 from unitrain.tracking.tracker import Tracker
-from unitrain.verify.recorder import Recorder
 
 
 class Trainer:
@@ -74,8 +74,8 @@ class Trainer:
         loggers: Sequence[Logger | str] = (),
     ) -> None:
         check_alike(config, backend)
-        if (recorder := Recorder.asked_for()) is not None:  # `unitrain verify` runs this script
-            overridden = recorder.take_part(model, loss_fn, config, callbacks, forward, backend)
+        if (guest := guest_of_this_run()) is not None:  # `unitrain verify` or `unitrain tune` runs this script
+            overridden = guest.take_part(model, loss_fn, config, callbacks, forward, backend)
             (loss_fn, config, callbacks, forward), loggers = overridden, ()
         self.backend, self.config = backend, config
         self.loss_fn, self.scheduler = loss_fn, scheduler

@@ -8,6 +8,7 @@ reduced too (DDP leaves those gradients local, and the replicas drift apart).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +20,14 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from unitrain import environment
 from unitrain.backends.base import Communicator
 from unitrain.backends.compressed_buckets import compress_buckets
 from unitrain.backends.compression import Compressor
 from unitrain.backends.outputs import gradient_tensors
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.unused_parameters import watch_first_backward
-from unitrain.errors import ConfigError, ModelError
+from unitrain.errors import ConfigError, EnvironmentVariableError, ModelError
 
 _wrapped_models = 0
 
@@ -48,7 +50,7 @@ class GlobalGradients(DistributedDataParallel):
             device_ids=[device] if device.type == "cuda" else None,
             process_group=group,
             find_unused_parameters=unused_parameters,
-            gradient_as_bucket_view=True,
+            **_bucketing(),
         )
         # Shared above, as the contract says. From here on each rank's are its own until `share_buffers` makes them rank
         # 0's again, before an evaluation or a checkpoint: rank 0's never depend on the others', so they are then what
@@ -160,6 +162,26 @@ class GlobalGradients(DistributedDataParallel):
                 ]
         except RuntimeError:  # torch.autograd.grad with respect to parameters, which leaves every .grad alone
             return []
+
+
+def _bucketing() -> dict[str, Any]:
+    """Return how DDP is to put gradients together, which changes no more than rounding; `unitrain tune` tries it."""
+    chosen: dict[str, Any] = {"gradient_as_bucket_view": environment.setting("UNITRAIN_BUCKET_VIEW") != "0"}
+    text = environment.setting("UNITRAIN_BUCKETS_MB")
+    if text is None:
+        return chosen
+    try:
+        first, rest = (int(part) for part in text.split(","))
+        if min(first, rest) < 1:
+            raise ValueError
+    except ValueError:
+        raise EnvironmentVariableError(
+            f"UNITRAIN_BUCKETS_MB must be the MiB of the first bucket of gradients and of the rest, got {text!r}. "
+            "Use UNITRAIN_BUCKETS_MB=1,25"
+        ) from None
+    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
+        return {**chosen, "bucket_cap_mb_list": [first, rest]}
+    return {**chosen, "bucket_cap_mb": rest}  # before torch 2.14 the first bucket is as it is
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from unitrain.commands.job import Job
 from unitrain.commands.membership import Membership
 from unitrain.commands.supervisor import Supervisor
 from unitrain.errors import ConfigError, did_you_mean
+from unitrain.tuning.kept import tuned_for
 
 # The backend that a launcher's users know.
 _BACKEND_OF = {launcher: backend for backend, launcher in launchers.LAUNCHER_OF.items()} | {
@@ -72,6 +73,7 @@ _ELASTIC_RESTARTS = 3
     metavar="OPTIONS",
     help='Options of the launcher\'s own, as in --launcher-args "--bind-to core". Repeatable.',
 )
+@click.option("--untuned", is_flag=True, help="Leave out what unitrain tune has found, in unitrain-tuned.json.")
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -87,6 +89,7 @@ def launch(
     elastic: str | None,
     host_discovery_script: Path | None,
     elastic_timeout: float,
+    untuned: bool,
     dry_run: bool,
     script: Path,
     args: tuple[str, ...],
@@ -110,6 +113,8 @@ def launch(
             _check_not_discovered(host_discovery_script)
             slots = sum(host.slots for host in spec.hosts) or launchers.allocated_slots(launcher) or 1
             processes = slots if num_processes is None else num_processes
+            if not untuned:
+                spec = replace(spec, environment=_tuned(spec, processes) | dict(spec.environment))
             job = Job(launcher, replace(spec, num_processes=processes, max_restarts=max_restarts or 0))
             membership, command = None, job.command()
         else:
@@ -230,6 +235,14 @@ def _listed(
             f"-H {hosts[0].name}:{hosts[0].slots + limits.least - slots}"
         )
     return lambda: hosts
+
+
+def _tuned(spec: launchers.LaunchSpec, num_processes: int) -> dict[str, str]:
+    """Return what `unitrain tune` has found for this run, but for what the user has set."""
+    tuned = tuned_for(spec.script, spec.backend, num_processes)
+    if tuned is None:
+        return {}
+    return {name: value for name, value in tuned.variables.items() if environment.setting(name) is None}
 
 
 def check_script(script: Path) -> None:

@@ -1,0 +1,184 @@
+"""`unitrain tune`: what it takes for a gain, and what becomes of one."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from launches import started
+from torch import nn
+
+import unitrain
+from unitrain.cli import unitrain as program
+from unitrain.errors import ConfigError, EnvironmentVariableError
+from unitrain.testing import RankGroup
+from unitrain.tuning.kept import FILE, Tuned, forget, tuned_for
+from unitrain.tuning.knobs import Knob, knobs
+from unitrain.tuning.search import PAIRS, Gain, search
+
+SIZES = Knob("SIZE", "", "1", ("2", "3"))
+COLOURS = Knob("COLOUR", "", "red", ("green",))
+
+
+class Machine:
+    """Takes so long for a step, and disturbs every measurement by up to `noise` of it; a run takes ten seconds."""
+
+    def __init__(self, noise: float, seed: int = 0) -> None:
+        self.random, self.noise, self.now, self.runs = random.Random(seed), noise, 0.0, 0
+
+    def measure(self, settings: Mapping[str, str]) -> float:
+        self.now += 10
+        self.runs += 1
+        seconds = 1.0
+        seconds *= {"1": 1.0, "2": 0.9, "3": 0.8}[settings.get("SIZE", "1")]
+        seconds *= {"red": 1.0, "green": 0.9}[settings.get("COLOUR", "red")]
+        return seconds * self.random.uniform(1, 1 + self.noise)
+
+    def clock(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_of_each_knob_are_combined(seed: int) -> None:
+    machine = Machine(0.05, seed)
+    found = search(machine.measure, [SIZES, COLOURS], 1000, clock=machine.clock)
+    assert found.settings == {"SIZE": "3", "COLOUR": "green"}
+    assert found.gain is not None
+    assert abs(found.gain.median - 1 / 0.72) < 0.05
+    assert len(found.gain.ratios) == PAIRS
+    assert machine.now <= 1000
+
+
+def test_noise_is_no_gain() -> None:
+    harmless = Knob("NAME", "", "0", ("1", "2", "3"))
+    claimed = 0
+    for seed in range(200):
+        machine = Machine(0.2, seed)
+        found = search(machine.measure, [harmless], 2000, clock=machine.clock)
+        claimed += bool(found.settings)
+    # A coin that is thrown eight times falls seven or more times on one side in 3.5 %, and few are thrown at all.
+    assert claimed <= 10
+
+
+def test_no_more_time_is_taken_than_there_is() -> None:
+    machine = Machine(0.0)
+    found = search(machine.measure, [SIZES, COLOURS], 200, clock=machine.clock)
+    assert machine.now <= 200
+    assert found.left == 1
+    assert found.settings == {"SIZE": "3"}
+    assert search(machine.measure, [], 100, clock=machine.clock).gain is None
+
+
+def test_a_gain_takes_pairs_that_agree() -> None:
+    assert Gain([1.1] * 7 + [0.9]).clear
+    assert not Gain([1.1] * 6 + [0.9] * 2).clear
+    assert not Gain([1.1] * 7).clear
+    assert not Gain([1.005] * 8).clear
+
+
+def test_only_knobs_of_the_backend_are_turned() -> None:
+    names = {one.variable for one in knobs("ddp", None, 4)}
+    assert names == {"UNITRAIN_BUCKETS_MB", "UNITRAIN_BUCKET_VIEW"}
+    of_horovod = {one.variable: one for one in knobs("horovod", 2, 4)}
+    assert {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", *names, "OMP_NUM_THREADS"} == set(of_horovod)
+    assert of_horovod["OMP_NUM_THREADS"].others == ("1", "4", "8")
+    for one in of_horovod.values():
+        assert one.default not in one.others
+
+
+def gradients(backend: unitrain.Backend) -> tuple[list[torch.Tensor], int]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]  # a MiB each
+    model = backend.distributed_model(nn.Sequential(*layers))
+    for _ in range(3):  # the second time buckets are in the order of the first backward, and then that shows
+        model.zero_grad()
+        model(torch.full((1, 512), 1.0 + backend.rank)).square().mean().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    buckets = model._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
+    return found, len(buckets.split(","))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_buckets_are_as_they_are_set_and_gradients_the_same(backend: str) -> None:
+    settings = {"UNITRAIN_BUCKETS_MB": "1,1", "UNITRAIN_BUCKET_VIEW": "0"}
+    with RankGroup(backend, 2) as plain, RankGroup(backend, 2, variables=settings) as small:
+        (expected, few), _ = plain.run(gradients)
+        (found, many), _ = small.run(gradients)
+    assert (few, many) == (2, 3)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("text", ["25", "0,25", "a,b", "1,2,3"])
+def test_a_bucket_size_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unitrain.backends.gradients import _bucketing
+
+    monkeypatch.setenv("UNITRAIN_BUCKETS_MB", text)
+    with pytest.raises(EnvironmentVariableError, match=r"MiB of the first bucket .* Use UNITRAIN_BUCKETS_MB=1,25$"):
+        _bucketing()
+
+
+def tuned(script: Path, size: int = 2) -> Tuned:
+    return Tuned(
+        script=str(script), backend="ddp", num_processes=size,
+        variables={"OMP_NUM_THREADS": "1", "UNITRAIN_BUCKETS_MB": "5,5"}, gain=1.2, spread=(1.1, 1.3), torch="2",
+    )  # fmt: skip
+
+
+def test_launch_uses_what_is_kept_for_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("UNITRAIN_BACKEND", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    script = tmp_path / "train.py"
+    script.touch()
+    tuned(script).keep()
+    tuned(script, size=3).keep()
+    tuned(script).keep()
+
+    def line(*options: str) -> str:
+        result = CliRunner().invoke(program, ["launch", "--dry-run", *options, "train.py"])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "UNITRAIN_BUCKETS_MB=5,5" in line("-np", "2")
+    assert "OMP_NUM_THREADS" not in line("-np", "2"), "what the user has set stays"
+    assert "UNITRAIN_BUCKETS_MB=1,1" in line("-np", "2", "-x", "UNITRAIN_BUCKETS_MB=1,1")
+    for options in (["-np", "4"], ["-np", "2", "--backend", "horovod"], ["-np", "2", "--untuned"]):
+        assert "BUCKETS" not in line(*options)
+    forget("train.py", "ddp", 2)
+    assert tuned_for("train.py", None, 2) is None
+    assert tuned_for("train.py", None, 3) == tuned(script, size=3)
+    FILE.write_text("[{}]")
+    result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
+    assert "unitrain-tuned.json cannot be read" in result.output
+    with pytest.raises(ConfigError, match="Delete it"):
+        tuned_for("train.py", None, 2)
+
+
+def test_a_script_is_tuned(tmp_path: Path) -> None:
+    script = tmp_path / "digits.py"
+    shutil.copy(Path(__file__).parent.parent / "examples" / "digits.py", script)
+    command = [sys.executable, "-m", "unitrain", "tune", "--minutes", "0.001", "--seconds", "0.1"]
+    with started([*command, "--launch", "-np 2 --backend horovod", str(script), "--device", "cpu"]) as launch:
+        output = launch.output()
+        assert launch.living() == []
+    assert f"{script} on 2 ranks of horovod over " in output
+    assert "Nothing is clearly faster" in output
+    assert "There was no time for" in output
+
+
+def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('no data')")
+    command = [sys.executable, "-m", "unitrain", "tune", "--launch", "-np 1", str(script)]
+    with started(command) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 1
+    assert "Under 'as it is' the run ended with exit code 1 and timed no step. Its last words:" in output
+    assert "ValueError: no data" in output
