@@ -59,7 +59,7 @@ FORBIDDEN = [
     (
         "unitrain/bench/bandwidth.py unitrain/bench/results.py unitrain/bench/tables.py unitrain/bench/cost_*.py",
         ["torch", "unitrain"],
-        ["unitrain.bench", "unitrain.errors"],
+        ["unitrain.bench", "unitrain.errors", "unitrain.__version__"],
     ),
     ("unitrain/bench/*", ["unitrain.lifecycle", "unitrain.step", "unitrain.tracking", "unitrain.metrics"], []),
     ("unitrain/initialise.py", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.backends.registry"]),

@@ -21,6 +21,11 @@ OPTIONS = {
         "-np", "-n", "--num-processes", "--backends", "--operations", "--sizes", "--max-bytes", "--seconds", "--device",
         "--json", "--output",
     },
+    "unitrain bench predict": {
+        "MEASURED", "--train", "--parameters", "--step-seconds", "--backward-share", "--bytes-per-parameter",
+        "--bucket-bytes", "--latency", "--bandwidth", "--algorithms", "--ranks", "--ranks-per-host", "--host-latency",
+        "--host-bandwidth", "--servers", "--json", "--output",
+    },
     "unitrain launch": {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "-x",
         "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout", "--untuned",

@@ -11,7 +11,7 @@ from rich.table import Table
 from unitrain.bench.bandwidth import bus_factor
 from unitrain.bench.results import middle, name_of, names, shown_bytes, shown_seconds
 
-_WIDTH = 200  # where there is no terminal: no cell is broken into lines
+_WIDTH = 260  # where there is no terminal: no cell is broken into lines
 
 
 def console() -> Console:
@@ -54,6 +54,52 @@ def collectives(result: dict[str, Any]) -> Table:
         last = number + 1 == len(pairs) or pairs[number + 1][0] != operation
         table.add_row(*cells, end_section=last)
     return table
+
+
+def prediction(result: dict[str, Any]) -> Table:
+    """Return a row for each number of ranks: the step, its exposed communication, and the efficiency."""
+    model = result["model"]
+    table = table_of(
+        f"{model['parameters']:,.0f} parameters of {model['bytes_per_parameter']:g} bytes, "
+        f"{shown_seconds(model['step_seconds'])} a step on one rank, {model['backward_share']:.0%} of it backward"
+    )
+    table.add_column("ranks", justify="right")
+    columns = list(dict.fromkeys((row["who"], row["algorithm"]) for row in result["rows"]))
+    for who, algorithm in columns:
+        for heading in (f"{who} {algorithm}".strip(), "exposed", "efficiency"):
+            table.add_column(heading, justify="right", overflow="fold")
+    found = {(row["who"], row["algorithm"], row["ranks"]): row for row in result["rows"]}
+    for ranks in dict.fromkeys(row["ranks"] for row in result["rows"]):
+        cells = [f"{ranks:,}"]
+        for who, algorithm in columns:
+            row = found[who, algorithm, ranks]
+            cells += [
+                shown_seconds(row["step_seconds"]),
+                shown_seconds(row["exposed_seconds"]) if row["exposed_seconds"] else "0",
+                f"{row['efficiency']:.1%}",
+            ]
+        table.add_row(*cells)
+    return table
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Return what is to be said below a table: of a prediction, its networks and how far it is off."""
+    said = []
+    for fit in result.get("networks", ()):
+        bandwidth = f"{1 / fit['beta'] / 1e9:.3g} GB/s" if fit["beta"] else "unlimited"
+        line = f"{fit['who']} {fit['algorithm']}".strip() + f": {shown_seconds(fit['alpha'])} a message, {bandwidth}"
+        if fit["most_off"] is not None:
+            line += (
+                f", fitted to {len(fit['points'])} allreduces: {fit['typically_off']:.0%} off in the median, "
+                f"{fit['most_off']:.0%} at most"
+            )
+        said.append(line)
+    said += [
+        f"{point['who']} on {point['ranks']} ranks: measured {shown_seconds(point['measured'])} a step, predicted "
+        f"{shown_seconds(point['predicted'])} ({point['algorithm']}): {point['off']:+.0%}"
+        for point in result.get("measured", ())
+    ]
+    return said
 
 
 def table_of(title: str) -> Table:

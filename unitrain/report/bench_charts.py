@@ -16,7 +16,7 @@ from unitrain.report.charts import COLOURS, RUNS, Chart, Line, LineChart, to_png
 def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Write the charts of a result to `output`, a .png, or a .html page that has the figures as a table too."""
     who = shown_names(result)
-    charts = collective_charts(result)
+    charts = _CHARTS[result["kind"]](result)
     output.parent.mkdir(parents=True, exist_ok=True)
     if output.suffix == ".png":
         to_png(charts, who, output)
@@ -25,13 +25,10 @@ def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Se
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    machine = result["machine"]
-    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     page = environment.get_template("bench.html").render(
         colours=COLOURS,
-        title=f"{result['kind']} on {result['ranks']} ranks",
-        place=f"{result['num_nodes']} hosts, {result['device']}{gpu}; {machine['processors']} processors, "
-        f"{machine['system']}, torch {machine['torch']}, Python {machine['python']}",
+        title=_title(result),
+        place=_place(result),
         names=[(name, f"run-{run % RUNS}") for run, name in enumerate(who)],
         charts=[(chart.title, to_svg(chart)) for chart in charts],
         headings=headings,
@@ -41,8 +38,28 @@ def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Se
     output.write_text(page, encoding="utf-8")
 
 
+def _title(result: dict[str, Any]) -> str:
+    if result["kind"] == "prediction":
+        return f"prediction for {result['model']['parameters']:,.0f} parameters"
+    return f"{result['kind']} on {result['ranks']} ranks"
+
+
+def _place(result: dict[str, Any]) -> str:
+    """Return where it was measured, or what a prediction goes by."""
+    if result["kind"] == "prediction":
+        return "By an alpha-beta model; slower ranks and input are left out."
+    machine = result["machine"]
+    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+    return (
+        f"{result.get('num_nodes', 1)} host(s), {result['device']}{gpu}; {machine['processors']} processors, "
+        f"{machine['system']}, torch {machine['torch']}, Python {machine['python']}"
+    )
+
+
 def shown_names(result: dict[str, Any]) -> list[str]:
-    """Return everyone who has a colour: who was measured, then the floors."""
+    """Return everyone who has a colour: who was measured, then the floors; or each network and algorithm."""
+    if result["kind"] == "prediction":
+        return list(dict.fromkeys(_network(row) for row in result["rows"]))
     return [*names(result), *dict.fromkeys(floor["name"] for floor in result.get("floors", ()))]
 
 
@@ -78,3 +95,28 @@ def collective_charts(result: dict[str, Any]) -> list[Chart]:
 def _speed(row: dict[str, Any]) -> float:
     """Return the algorithm bandwidth in GB/s."""
     return float(row["bytes"] / middle(row["seconds"])[1] / 1e9)
+
+
+def prediction_charts(result: dict[str, Any]) -> list[Chart]:
+    """Return the efficiency and the seconds of a step by the number of ranks."""
+    who = shown_names(result)
+    ranks = sorted({row["ranks"] for row in result["rows"]})
+    look: dict[str, Any] = {"x_label": "ranks", "legend": False, "ticks": [(one, str(one)) for one in ranks]}
+
+    def lines(figure: str, factor: float = 1.0) -> list[Line]:
+        return [
+            Line(name, [(row["ranks"], factor * row[figure]) for row in result["rows"] if _network(row) == name], run)
+            for run, name in enumerate(who)
+        ]
+
+    return [
+        LineChart("efficiency, %", lines("efficiency", 100.0), from_zero=True, **look),
+        LineChart("seconds of a step", lines("step_seconds"), logarithmic=True, **look),
+    ]
+
+
+def _network(row: dict[str, Any]) -> str:
+    return f"{row['who']} {row['algorithm']}".strip()
+
+
+_CHARTS = {"collectives": collective_charts, "prediction": prediction_charts}
