@@ -15,8 +15,8 @@ import pytest
 from launches import started
 
 from unitrain import environment
+from unitrain.backends.answers import name_ranks
 from unitrain.backends.network import free_port
-from unitrain.backends.watch import name_ranks
 from unitrain.backends.whereabouts import call_site, whereabouts
 
 PROGRAM = """\
@@ -86,12 +86,13 @@ def started_ranks(script: Path, backend: str, size: int, *arguments: str) -> Ite
             process.communicate()
 
 
+LAST = "its last was backward #30, at train.py:35: nn.functional.mse_loss(model(inputs), targets).backward()"
 # What is told of rank 1, and how long a collective waits.
 FAULTS = {
     "raises": ("unitrain: rank 1 failed first: ValueError: item 31 is broken", 60.0),
     "exits": ("unitrain: rank 1 failed first: SystemExit: enough of this", 60.0),
-    "is killed": ("  rank 1 gives no answer: its process is gone, or its host cannot be reached", 15.0),
-    "hangs": ("  rank 1 is at train.py:20: time.sleep(300)", 15.0),
+    "is killed": ("unitrain: rank 1 failed first: its process is gone: it was killed, or ended without a word", 60.0),
+    "hangs": (f"  rank 1 is at train.py:20: time.sleep(300); {LAST}", 15.0),
 }
 
 
@@ -108,9 +109,9 @@ def test_a_fault_ends_all_ranks_and_is_told_once(backend: str, fault: str, tmp_p
     assert all(process.returncode for process in processes), together
     assert together.count(told) == 1, together
     # Of ranks that nobody waits for, and that never come to wait themselves, somebody has to know where they are.
-    assert "  rank 2 is at train.py:24: time.sleep(seconds)" in together, together
+    assert f"  rank 2 is at train.py:24: time.sleep(seconds); {LAST}" in together, together
     (began,) = re.findall(r"fault (\S+)", together)
-    assert ended - float(began) < (timeout if fault in ("hangs", "is killed") else 0) + 25, together
+    assert ended - float(began) < (timeout if fault == "hangs" else 0) + 25, together
     assert together.count("Traceback (most recent call last)") <= 2, together  # with what caused it
 
 

@@ -110,6 +110,8 @@ JOB = "UNITRAIN_JOB"
 SUPERVISOR = "UNITRAIN_SUPERVISOR"
 # How many ranks such a job may have, as "2:8", where that may change from one attempt to the next.
 ELASTIC = "UNITRAIN_ELASTIC"
+# Set to 1, ranks also agree on the gradients that they are about to send.
+DEBUG = "UNITRAIN_DEBUG"
 # What launchers tell their processes beside that, by the start of its name. What a scheduler or a user tells a
 # launcher, as SLURM_JOB_ID, is not among it.
 _TOLD_BESIDE = (
@@ -166,6 +168,14 @@ def job() -> str | None:
 def elastic() -> bool:
     """Return whether this job may have another number of ranks when it is started again."""
     return setting(ELASTIC) is not None
+
+
+def debugs() -> bool:
+    """Return whether UNITRAIN_DEBUG asks for checks that cost time. Raises EnvironmentVariableError unless 0 or 1."""
+    value = setting(DEBUG) or "0"
+    if value not in ("0", "1"):
+        raise EnvironmentVariableError(f"{DEBUG} must be 0 or 1, got {value!r}. Use: export {DEBUG}=1")
+    return value == "1"
 
 
 def inherited() -> dict[str, str]:

@@ -16,6 +16,7 @@ from unitrain.backends.checks import DTYPES, REDUCE_OPS, dtype_name
 
 _OPERATIONS = (
     "allreduce", "allgather", "reducescatter", "broadcast", "broadcast_object", "allgather_object", "barrier",
+    "gradients",
 )  # fmt: skip
 _MOST_DIMS = 10
 ROW_LENGTH = 6 + _MOST_DIMS

@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.compression import HALF, Compressor
+from unitrain.backends.gradient_group import GradientGroup
 from unitrain.backends.power_sgd import LowRankGradients, Wait
 
 # Renamed in torch 2.14.
@@ -32,9 +33,9 @@ class _Running(NamedTuple):
     future: torch.futures.Future[Tensor]
 
 
-def compress_buckets(model: DistributedDataParallel, compressor: Compressor) -> None:
+def compress_buckets(model: DistributedDataParallel, compressor: Compressor, sent_in: GradientGroup) -> None:
     """Let `model` reduce its gradients as `compressor` says. All ranks call it, before the first backward."""
-    reduction = _Reduction(compressor, model)
+    reduction = _Reduction(compressor, model, sent_in)
     # A lambda, because DDP compares the annotations of anything else, which are strings here.
     model.register_comm_hook(None, lambda state, bucket: reduction.add(bucket))
 
@@ -42,9 +43,10 @@ def compress_buckets(model: DistributedDataParallel, compressor: Compressor) -> 
 class _Reduction:
     """The buckets of one backward, from the first that is ready to the end."""
 
-    def __init__(self, compressor: Compressor, model: DistributedDataParallel) -> None:
+    def __init__(self, compressor: Compressor, model: DistributedDataParallel, sent_in: GradientGroup) -> None:
         self._compressor, self._size = compressor, dist.get_world_size()
-        self._model = weakref.ref(model)  # which lets go of its group when the backend ends
+        # Both let go of their group when the backend ends.
+        self._model, self._sent_in = weakref.ref(model), weakref.ref(sent_in)
         self._running: list[tuple[_Running, Wait]] = []
         self._rooms: dict[int, Tensor] = {}
 
@@ -56,6 +58,7 @@ class _Reduction:
             if isinstance(self._compressor, LowRankGradients):
                 self._compressor.forget_unfinished()
         buffer = bucket.buffer()
+        self._path().begin(buffer)
         device = buffer.device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         running = _Running(buffer, self._steps(bucket), future)
@@ -67,13 +70,14 @@ class _Reduction:
     @torch.no_grad()
     def _finish(self) -> None:
         buckets = [running for running, _ in self._running]
-        while self._running:
-            waiting, self._running = self._running, []
-            for running, wait in waiting:
-                wait()
-                following = next(running.steps, None)
-                if following is not None:
-                    self._running.append((running, following))
+        with self._path().finishing():
+            while self._running:
+                waiting, self._running = self._running, []
+                for running, wait in waiting:
+                    wait()
+                    following = next(running.steps, None)
+                    if following is not None:
+                        self._running.append((running, following))
         if isinstance(self._compressor, LowRankGradients):
             self._compressor.finish()
         for running in buckets:
@@ -81,7 +85,7 @@ class _Reduction:
 
     def _steps(self, bucket: dist.GradBucket) -> Iterator[Wait]:
         if not isinstance(self._compressor, LowRankGradients):
-            return _reduce_half(bucket.buffer(), self._room(bucket, HALF[self._compressor]), self._size, self._group())
+            return self._reduce_half(bucket.buffer(), self._room(bucket, HALF[self._compressor]))
         if self._compressor.sends_whole:
             return self._compressor.reduce(bucket.parameters()[:1], [bucket.buffer()], self._start_sum)  # no copies
         return self._compressor.reduce(bucket.parameters(), bucket.gradients(), self._start_sum)
@@ -96,33 +100,38 @@ class _Reduction:
             room = self._rooms[bucket.index()] = buffer.new_zeros(shape, dtype=dtype)
         return room
 
+    def _reduce_half(self, buffer: Tensor, room: Tensor) -> Iterator[Wait]:
+        """Make `buffer` the sum over ranks of what each rounds; as a reduce-scatter and an allgather, which move no
+        more than an allreduce does. But an allreduce adds in half precision here and in single there, in an order of
+        its own."""
+        group = self._group()
+        own, received = room
+        own[: buffer.numel()] = buffer.div_(self._size)
+        # As bytes: what only moves needs no dtype, and not every transport knows these.
+        yield self._waiting(
+            dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
+        )
+        first, *others = received.chunk(self._size)
+        total = buffer[: len(first)] if buffer.dtype == torch.float32 else first.float()
+        total.copy_(first)
+        for part in others:
+            total += part
+        first.copy_(total)
+        yield self._waiting(_all_gather(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True))
+        buffer.copy_(own[: buffer.numel()])
+
+    def _start_sum(self, tensor: Tensor) -> Wait:
+        return self._waiting(dist.all_reduce(tensor, group=self._group(), async_op=True))
+
+    def _waiting(self, work: dist.Work | None) -> Wait:
+        return lambda: self._path().wait_for_ranks(work)
+
     def _group(self) -> dist.ProcessGroup:
         model = self._model()
         assert model is not None
         return model.process_group
 
-    def _start_sum(self, tensor: Tensor) -> Wait:
-        return _waiting(dist.all_reduce(tensor, group=self._group(), async_op=True))
-
-
-def _waiting(work: dist.Work | None) -> Wait:
-    return (lambda: None) if work is None else work.wait
-
-
-def _reduce_half(buffer: Tensor, room: Tensor, size: int, group: dist.ProcessGroup) -> Iterator[Wait]:
-    """Make `buffer` the sum over ranks of what each rounds; as a reduce-scatter and an allgather, which move no more
-    than an allreduce does. But an allreduce adds in half precision here and in single there, in an order of its own."""
-    own, received = room
-    own[: buffer.numel()] = buffer.div_(size)
-    # As bytes: what only moves needs no dtype, and not every transport knows these.
-    yield _waiting(
-        dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
-    )
-    first, *others = received.chunk(size)
-    total = buffer[: len(first)] if buffer.dtype == torch.float32 else first.float()
-    total.copy_(first)
-    for part in others:
-        total += part
-    first.copy_(total)
-    yield _waiting(_all_gather(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True))
-    buffer.copy_(own[: buffer.numel()])
+    def _path(self) -> GradientGroup:
+        sent_in = self._sent_in()
+        assert sent_in is not None
+        return sent_in

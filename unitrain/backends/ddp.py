@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Self
 
 import torch
@@ -17,6 +18,7 @@ from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.backends.rendezvous import meet
 from unitrain.errors import ConfigError, did_you_mean
 
+_LAST_RESORT = timedelta(seconds=30)
 _TRANSPORTS = ("gloo", "nccl", "mpi")
 
 
@@ -46,7 +48,14 @@ class DDPBackend(ProcessGroupBackend):
             world_size=placement.size,
             timeout=options.timeout,
         )
-        return cls(meeting, device, transport)
+        started = cls(meeting, device, transport)
+        if transport == "nccl":
+            started._waits_on_stream = True
+            # When its own time is over it aborts the process without a word of why: the watch is to come first.
+            dist.distributed_c10d._get_default_group()._get_backend(device)._set_default_timeout(
+                options.timeout + _LAST_RESORT
+            )
+        return started
 
 
 def _check_transport(transport: str, device: torch.device) -> None:

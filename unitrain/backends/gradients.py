@@ -24,6 +24,7 @@ from unitrain import environment
 from unitrain.backends.base import Communicator
 from unitrain.backends.compressed_buckets import compress_buckets
 from unitrain.backends.compression import Compressor
+from unitrain.backends.gradient_group import GradientGroup
 from unitrain.backends.outputs import gradient_tensors
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.unused_parameters import watch_first_backward
@@ -33,7 +34,10 @@ _wrapped_models = 0
 
 
 class GlobalGradients(DistributedDataParallel):
-    """DDP that keeps unitrain's contract; `module` is the user's model, and gradients travel in `group`."""
+    """DDP that keeps unitrain's contract; `module` is the user's model, and gradients travel in `group`.
+
+    The reducer sends them in `sent_in`, which does so in `group`.
+    """
 
     def __init__(
         self,
@@ -43,8 +47,10 @@ class GlobalGradients(DistributedDataParallel):
         *,
         unused_parameters: bool,
         compressor: Compressor,
+        sent_in: GradientGroup,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._sent_in = sent_in
         super().__init__(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -57,7 +63,7 @@ class GlobalGradients(DistributedDataParallel):
         # sharing them in every forward would have made them.
         self.broadcast_buffers = False
         if compressor != "none":
-            compress_buckets(self, compressor)
+            compress_buckets(self, compressor, sent_in)
         self._everything = list(model.parameters())
         self._trains = [parameter.requires_grad for parameter in self._everything]
         self._forwards = 0  # with gradients, that no backward has followed yet
@@ -80,7 +86,7 @@ class GlobalGradients(DistributedDataParallel):
         """Let go of the process group; from here on calling the model calls the user's, and gradients stay local."""
         if not self._left:
             self._left = True
-            del self.reducer, self.logger, self.process_group
+            del self.reducer, self.logger, self.process_group, self._sent_in
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._left:
@@ -93,9 +99,17 @@ class GlobalGradients(DistributedDataParallel):
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._forwards += 1
+            self._sent_in.expect_backward()
             for tensor in gradient_tensors(output):
                 tensor.register_hook(self._prepare_backward)
         return output
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        group, self.process_group = self.process_group, self._sent_in
+        try:
+            super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.process_group = group
 
     def check_reduced(self, *_: Any) -> None:
         """Raise ModelError when the last backward left gradients unreduced; for before anything is made of them."""
@@ -128,7 +142,7 @@ class GlobalGradients(DistributedDataParallel):
         self._trains = trains
         # As when a wrapped model is unpickled; the reducer before goes, and its hooks with it.
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        self._ddp_init_helper(parameters, sparse, {}, self.static_graph)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
         for hook, hook_state in self._comm_hooks:
             dist._register_comm_hook(self.reducer, hook_state, hook)
 
@@ -142,6 +156,7 @@ class GlobalGradients(DistributedDataParallel):
         if backward == self._backward:
             return
         self._backward = backward
+        self._sent_in.expect_backward()
         forwards, self._forwards = self._forwards, 0
         if forwards == 0:
             self.reducer._rebuild_buckets()  # as forward would, after the first backward

@@ -31,8 +31,9 @@ def start_horovod(placement: Placement, meeting: Meeting) -> None:
     if not hvd.is_initialized():
         environment.export_defaults(
             {
-                # Horovod's own limit is 30 s, and passing it aborts the process without an exception.
-                "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(meeting.timeout.total_seconds())),
+                # Horovod's own limit is 30 s, and passing it aborts the process without an exception, or ends Horovod
+                # without saying whom it waited for: unitrain's own limit is to come first.
+                "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(meeting.timeout.total_seconds()) + 5),
                 # Milliseconds; Horovod's own 1 is as long as a small model's step (benchmarks/step_overhead.py).
                 "HOROVOD_CYCLE_TIME": "0.5",
             }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
@@ -15,18 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unitrain import environment
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, Compression, GradientMemory, ReduceOp, SupportsPowerSGD, raise_together
+from unitrain.backends.base import (
+    Backend,
+    Compression,
+    GradientMemory,
+    ReduceOp,
+    SupportsPowerSGD,
+    together,
+)
 from unitrain.backends.call import ROW_LENGTH, Call, describe_disagreement
 from unitrain.backends.compression import Memories
 from unitrain.backends.forks import make_forks_safe
+from unitrain.backends.gradient_group import GradientGroup
 from unitrain.backends.gradients import GlobalGradients, check_same_model, check_same_settings
+from unitrain.backends.ledger import Ledger
 from unitrain.backends.objects import NOTHING, pack, unpack
 from unitrain.backends.rendezvous import Meeting
+from unitrain.backends.waiting import Waiting
 from unitrain.backends.watch import Watch
 from unitrain.errors import (
     CollectiveMismatchError,
-    CollectiveTimeoutError,
     ConfigError,
     ModelError,
     TensorError,
@@ -44,11 +53,12 @@ _TORCH_OPS = {
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _HALF = (torch.float16, torch.bfloat16)
-_STRAGGLER_PATIENCE = timedelta(seconds=2)
 
 
 class ProcessGroupBackend(Backend, SupportsPowerSGD):
     """A backend over torch.distributed's default group, which its subclass has initialised."""
+
+    _waits_on_stream = False  # whether it is a GPU's stream, and not the host, that waits for gradients
 
     def __init__(self, meeting: Meeting, device: torch.device, transport: str) -> None:
         make_forks_safe()
@@ -58,7 +68,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self.size = dist.get_world_size()
         self._meeting = meeting
         self._calls = 0
-        self._call: Call | None = None  # the latest collective
+        self._ledger = Ledger()
         self._ended = False
         self._wrapped: WeakSet[GlobalGradients] = WeakSet()
         self._gradient_group: Any = None
@@ -66,12 +76,13 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         own = meeting.seats[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
-        self._watch = Watch(meeting, lambda: str(self._call).removeprefix("called ")) if self.size > 1 else None
+        self._watch = Watch(meeting, self._ledger) if self.size > 1 else None
+        self._waiting = Waiting(meeting, self._ledger, self._watch)
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         self._agree("allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op))
         result = _widened(tensor, _reduced_dtype(tensor.dtype, op))
-        self._wait(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
+        self._waiting.wait_for_ranks(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
         return self._finish(result, tensor.dtype, op)
 
     def allgather(self, tensor: Tensor) -> Tensor:
@@ -83,7 +94,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         piece[: own.shape[0]] = own
         gathered = piece.new_empty((self.size, *piece.shape))
         if piece.numel():
-            self._wait(_all_gather(gathered.view(-1), piece.view(-1), async_op=True))
+            self._waiting.wait_for_ranks(_all_gather(gathered.view(-1), piece.view(-1), async_op=True))
         return torch.cat([gathered[rank, :count] for rank, count in enumerate(rows)]).to(tensor.dtype)
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
@@ -95,7 +106,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         whole = _widened(tensor, _reduced_dtype(tensor.dtype, op))
         result = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         if result.numel():
-            self._wait(_reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
+            self._waiting.wait_for_ranks(_reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
         return self._finish(result, tensor.dtype, op)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -106,7 +117,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self._agree("broadcast", tensor, root=root, check=check)
         result = _widened(tensor, _wide_dtype(tensor.dtype))
         if result.numel():
-            self._wait(dist.broadcast(result, root, async_op=True))
+            self._waiting.wait_for_ranks(dist.broadcast(result, root, async_op=True))
         return result.to(tensor.dtype)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
@@ -120,7 +131,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         calls = self._agree("broadcast_object", payload, root=root, check=check)
         if root != self.rank:
             payload = torch.empty(calls[root].shape[0], dtype=torch.uint8)
-        self._wait(dist.broadcast(payload, root, async_op=True))
+        self._waiting.wait_for_ranks(dist.broadcast(payload, root, async_op=True))
         return obj if root == self.rank else unpack(payload, self.device)
 
     def allgather_object(self, obj: Any) -> list[Any]:
@@ -139,20 +150,32 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
     def distributed_model(
         self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression = "none"
     ) -> nn.Module:
-        self._raise_together(lambda: checks.check_model(model, compression, self.device))
-        check_same_settings(self, unused_parameters=unused_parameters, compression=compression)
+        together(self, lambda: checks.check_model(model, compression, self.device))
+        debug = together(self, environment.debugs)
+        check_same_settings(
+            self, unused_parameters=unused_parameters, compression=compression, **{environment.DEBUG: debug}
+        )
         check_same_model(self, model)
         if unused_parameters and self._gradient_group is None:
             # Ranks that leave different parameters out send their gradients earlier or later than other ranks do,
             # relative to the collectives that run inside their backward. Within one group those would meet each other.
-            self._gradient_group = dist.new_group()
+            self._gradient_group = dist.new_group(timeout=self._meeting.timeout)
+        own_group = self._gradient_group if unused_parameters else None
         wrapped = GlobalGradients(
             model,
             self.device,
             self._meeting,
             unused_parameters=unused_parameters,
             compressor=self._memories.compressor(compression, self.unwrap(model), self),
-            group=self._gradient_group if unused_parameters else None,
+            group=own_group,
+            sent_in=GradientGroup(
+                own_group or dist.distributed_c10d._get_default_group(),
+                self._ledger,
+                self._waiting,
+                self._watch,
+                (lambda bucket: self._agree("gradients", bucket)) if debug else None,
+                on_stream=self._waits_on_stream,
+            ),
         )
         self._wrapped.add(wrapped)
         return wrapped
@@ -161,7 +184,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         return self._memories.of(self.unwrap(model))
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-        self._raise_together(lambda: checks.check_optimizer(optimizer, self.unwrap(model)))
+        together(self, lambda: checks.check_optimizer(optimizer, self.unwrap(model)))
         state = self.broadcast_object(optimizer.state_dict())
         if self.rank != 0:
             optimizer.load_state_dict(state)
@@ -230,9 +253,9 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         except (TensorError, ConfigError) as error:
             problem = error
         self._calls += 1
-        self._call = call
+        self._ledger.enter(call)
         rows = torch.empty(self.size, ROW_LENGTH, dtype=torch.int64)
-        self._wait(_all_gather(rows.view(-1), call.row(), async_op=True), str(call))
+        self._waiting.wait_for_ranks(_all_gather(rows.view(-1), call.row(), async_op=True))
         calls = [Call.from_row(row) for row in rows.tolist()]
         if any(other.refused for other in calls):
             self._raise_problem(problem)
@@ -247,59 +270,17 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         """Raise the lowest refused rank's error on every rank, outside the numbered calls."""
         payload, _ = pack(problem)
         sizes = torch.empty(self.size, dtype=torch.int64)
-        self._wait(_all_gather(sizes, torch.tensor([payload.numel()]), async_op=True))
+        self._waiting.wait_for_ranks(_all_gather(sizes, torch.tensor([payload.numel()]), async_op=True))
         for part in self._gather_bytes(payload, sizes.tolist()):
             if (found := unpack(part, self.device)) is not None:
                 raise found
-
-    def _raise_together(self, check: Callable[[], None]) -> None:
-        problem = None
-        try:
-            check()
-        except UnitrainError as error:
-            problem = error
-        raise_together(self, problem)
 
     def _gather_bytes(self, payload: Tensor, sizes: list[int]) -> list[Tensor]:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
         gathered = torch.empty(self.size * max(sizes), dtype=torch.uint8)
-        self._wait(_all_gather(gathered, padded, async_op=True))
+        self._waiting.wait_for_ranks(_all_gather(gathered, padded, async_op=True))
         return [part[:size] for part, size in zip(gathered.view(self.size, -1), sizes, strict=True)]
-
-    def _wait(self, work: dist.Work | None, what: str = "") -> None:
-        """Wait for `work`, at most as long as the group's timeout; a timeout names the ranks that have not come."""
-        if work is None:
-            return
-        try:
-            work.wait()
-        except (RuntimeError, CollectiveTimeoutError) as error:
-            if "imed out" not in str(error) and "imeout" not in str(error):
-                raise
-            raise CollectiveTimeoutError(self._who_is_missing(what)) from error
-
-    def _who_is_missing(self, what: str) -> str:
-        """Ask over the store, which works while the group is stuck, who waits in the same collective."""
-        key = f"stuck/{self._calls}"
-        seconds = self._meeting.timeout.total_seconds()
-        told = f"Rank {self.rank} {what or f'waits in collective #{self._calls - 1}'} and waited {seconds:g} s in vain"
-        try:
-            self._meeting.store.set(f"{key}/{self.rank}", "1")
-            missing = self._meeting.wait_for(key, _STRAGGLER_PATIENCE)
-        except RuntimeError:  # the store went with rank 0's process
-            return f"{told}: rank 0 is gone. Look at the first error that rank 0 logged."
-        names = ", ".join(map(str, missing)) or "none, all came but too late"
-        where = "".join(f"Rank {rank} {doing}. " for rank, doing in self._whereabouts(missing).items())
-        return (
-            f"{told}; ranks that have not come: {names}. {where}"
-            "Look at what those ranks do, or allow more time: unitrain.init(timeout_seconds=...)."
-        )
-
-    def _whereabouts(self, ranks: list[int]) -> dict[int, str]:
-        if self._watch is None or not ranks:
-            return {}
-        answers = self._watch.ask(ranks)
-        return {rank: answers.get(rank, "gives no answer: its process is gone or stopped") for rank in ranks}
 
     def _finish(self, result: Tensor, dtype: torch.dtype, op: str) -> Tensor:
         if op == "mean":

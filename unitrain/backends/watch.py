@@ -1,72 +1,79 @@
 """A thread beside the training that tells the ranks of each other's failures, and where each of them is.
 
-It asks the meeting place once in a while whether anybody has called for help, and costs the training nothing: the
-training itself writes nothing down, and where a rank is shows from its stack when somebody asks. It works while the
-backend is stuck, and while the main thread waits in C++.
+It asks the meeting place once in a while whether anybody has called for help, and costs the training nothing: where a
+rank is shows from its stack and its ledger when somebody asks. It works while the backend is stuck, and while the main
+thread waits in C++.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from unitrain.backends.answers import Answer, Failure, describe
+from unitrain.backends.ledger import Ledger
+from unitrain.backends.presence import Presence
 from unitrain.backends.rendezvous import Meeting
-from unitrain.backends.whereabouts import whereabouts
 from unitrain.errors import CollectiveTimeoutError
 
 _PERIOD_SECONDS = 0.5
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 3.0
 _GRACE_SECONDS = 5.0
 _ASKED, _FAILED = "asked", "failed"
 # Launchers that, when they are killed, leave their ranks running.
 _LEAVES_ORPHANS = ("torchrun",)
 _LAST_CHECKPOINT_SECONDS = 60.0
-_NO_ANSWER = "gives no answer: its process is gone, or its host cannot be reached"
+# How long a rank that lost a peer waits for whoever knows what became of that.
+_NEWS_SECONDS = 4 * _PERIOD_SECONDS
+# How much later than the main thread would do so by itself the watch ends a backward that waits in vain.
+_MARGIN_SECONDS = 5.0
+_GONE = "its process is gone: it was killed, or ended without a word"
 # How the loss of a peer looks, by transport: such an error is what a failure elsewhere leads to.
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Horovod has been shut down",
-              "imed out", "Connection refused", "Read error", "Write error")  # fmt: skip
+              "Connection refused", "Read error", "Write error")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What the rank that failed first has said of it, before its process ended."""
+class _Expected(NamedTuple):
+    """Something that has to come in time, and what to say if it does not."""
 
-    rank: int
-    error: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} failed first: {self.error}"
+    since: float
+    is_done: Callable[[], bool]
+    tell: Callable[[], str]
 
 
 class Watch:
-    """Watches over this rank's main thread until `stop`. All ranks have one.
+    """Watches over this rank's main thread until `stop`. All ranks make theirs at the same time.
 
-    `waits` says which collective the main thread waits in. A rank that fails calls `fail`; the others then end by
-    themselves, or are ended after a few seconds, wherever they are.
+    `ledger` tells which collective the main thread waits in. A rank that fails calls `fail`, and for one that is killed
+    rank 0 does; the others then end by themselves, or are ended after a few seconds, wherever they are.
     """
 
-    def __init__(self, meeting: Meeting, waits: Callable[[], str]) -> None:
+    def __init__(self, meeting: Meeting, ledger: Ledger) -> None:
         self._rank, self._size = meeting.placement.rank, meeting.placement.size
         # A connection of its own: one that waits for an answer makes every other user of it wait too.
         self._store: dist.Store = dist.PrefixStore("watch", meeting.store).clone()
         self._own = dist.PrefixStore("watch", meeting.store).clone()
-        self._waits = waits
+        self._presence = Presence(meeting)
+        self._ledger = ledger
+        self._patience = meeting.timeout.total_seconds() + _MARGIN_SECONDS
         self._launcher, self._parent, self._process = meeting.placement.launcher, os.getppid(), os.getpid()
-        self._ended = threading.Event()
+        self._ended, self._learned = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._report: list[str] = []
         self._first: Failure | None = None
+        self._answered = 0
+        self._expected: _Expected | None = None
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
         self._thread = threading.Thread(target=self._watch, name="unitrain watch", daemon=True)
         self._thread.start()
@@ -77,75 +84,130 @@ class Watch:
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
         self._thread.join(2 * _PERIOD_SECONDS)  # it may hang on a host that is gone
+        self._presence.close()
 
-    def ask(self, ranks: list[int]) -> dict[int, str]:
-        """Return where each of `ranks` is, as the rest of "rank 3 ...", for as many as answer within two seconds."""
-        try:
-            self._own.set(_ASKED, "1")
-            return {rank: told["doing"] for rank, told in self._answers("where", ranks).items()}
-        except dist.DistError:  # rank 0's process went, and the store with it
-            return {}
+    def expect(self, is_done: Callable[[], bool] | None, tell: Callable[[], str] = str) -> None:
+        """End the process, saying what `tell` returns, unless `is_done` by a few seconds after the timeout from now.
+
+        It is for waits that cannot be ended otherwise. The next call, also with None, takes its place; it costs less
+        than a microsecond, and `is_done` is only asked when the time is over.
+        """
+        self._expected = None if is_done is None else _Expected(time.monotonic(), is_done, tell)
+
+    def ask(self, ranks: list[int]) -> dict[int, Answer]:
+        """Return where each of `ranks` is; those that do not tell within three seconds give no answer."""
+        answers = dict.fromkeys(ranks, Answer())
+        with contextlib.suppress(dist.DistError):  # rank 0's process went, and the store with it
+            answers |= self._answers(f"where/{self._own.add(_ASKED, 1)}", ranks)
+        return answers
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends with `error`, and learn where they are. The main thread calls it."""
         if self._error is not None or self._ended.is_set() or os.getpid() != self._process:
             return  # a process that was forked from this one, such as a DataLoader's worker, is no rank
         self._error = error
+        if _lost_a_peer(error):
+            self._learned.wait(_NEWS_SECONDS)  # of what became of that peer, which is what failed first
         self._ended.set()
         own = Failure(self._rank, _one_line(error))
-        try:
-            told = self._own.compare_set(_FAILED, "", json.dumps([own.rank, own.error]))
-            self._first = Failure(*json.loads(told))
-            if self._first == own:
-                self._report = self._describe_others()
-            else:
-                self._own.set(f"heard/{self._rank}", json.dumps({"doing": f"failed too: {own.error}", "stack": []}))
-        except dist.DistError:
-            self._first = None
+        first = self._announce(own)
+        if first == own:
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            self._report = self._describe(self._answers("heard", others), others)
+        elif threading.current_thread() is not self._thread:
+            self._tell("heard", Answer(f"failed too: {own.error}"))
+            self._thread.join(_ANSWER_SECONDS + _PERIOD_SECONDS)  # it may be about to tell where the others are
         if isinstance(error, SystemExit):  # for which there is no excepthook
             _say(self._report)
 
-    def _describe_others(self) -> list[str]:
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        # Also for the sake of those who have not looked yet: the store may end with this process.
-        answers = self._answers("heard", others)
-        lines = [f"unitrain: {self._first} (of {self._size} ranks)"]
-        alike: dict[tuple[str, ...], list[int]] = {}
-        for rank in others:
-            told = answers.get(rank, {"doing": _NO_ANSWER, "stack": []})
-            waits = told["doing"].startswith(("waits", "is in the backward"))
-            alike.setdefault((told["doing"], *([] if waits else told["stack"])), []).append(rank)
-        for (doing, *stack), ranks in alike.items():
-            lines += [f"  {name_ranks(ranks)} {doing}", *(f"    {line}" for line in stack)]
-        return lines
+    def _announce(self, failure: Failure) -> Failure:
+        """Tell all ranks of `failure`, unless they know of an earlier one; return that which came first."""
+        try:
+            told = self._own.compare_set(_FAILED, "", json.dumps([failure.rank, failure.error]))
+            self._first = Failure(*json.loads(told))
+        except dist.DistError:  # rank 0's process went, and the store with it
+            self._first = self._first or failure
+        self._learned.set()
+        return self._first
 
-    def _answers(self, key: str, ranks: list[int]) -> dict[int, Any]:
+    def _describe(self, answers: Mapping[int, Answer], ranks: Sequence[int]) -> list[str]:
+        known = {rank: answers.get(rank, Answer()) for rank in ranks}
+        ledgers = {rank: answer.ledger for rank, answer in known.items()} | {self._rank: self._ledger.lines()}
+        return [f"unitrain: {self._first} (of {self._size} ranks)", *describe(known, ledgers)]
+
+    def _answers(self, key: str, ranks: Sequence[int]) -> dict[int, Answer]:
         deadline = time.monotonic() + _ANSWER_SECONDS
-        answers: dict[int, Any] = {}
-        while len(answers) < len(ranks) and time.monotonic() < deadline:
-            for rank in ranks:
-                if rank not in answers and self._own.check([f"{key}/{rank}"]):
-                    answers[rank] = json.loads(self._own.get(f"{key}/{rank}"))
-            time.sleep(0.02)
+        answers: dict[int, Answer] = {}
+        with contextlib.suppress(dist.DistError):
+            while len(answers) < len(ranks) and time.monotonic() < deadline:
+                for rank in ranks:
+                    if rank not in answers and self._own.check([f"{key}/{rank}"]):
+                        answers[rank] = Answer.read(self._own.get(f"{key}/{rank}"))
+                if threading.current_thread() is self._thread:
+                    self._answer_questions()  # of ranks that ask at the same time
+                time.sleep(0.02)
         return answers
 
     def _watch(self) -> None:
-        reachable, answered = True, False
+        reachable = True
         while not self._ended.wait(_PERIOD_SECONDS):
             if os.getppid() != self._parent and self._launcher in _LEAVES_ORPHANS:
                 self._follow_launcher()
                 return
             try:
-                if reachable and not answered and self._store.check([_ASKED]):
-                    self._answer("where")
-                    answered = True
+                if reachable:
+                    self._answer_questions()
                 if reachable and self._store.check([_FAILED]):
-                    first = Failure(*json.loads(self._store.get(_FAILED)))
-                    self._answer("heard")
-                    self._end(first)
+                    self._first = Failure(*json.loads(self._store.get(_FAILED)))
+                    self._tell("heard", self._here())
+                    self._end()
                     return
             except dist.DistError:
                 reachable = False  # rank 0's process is gone: what needs it fails by itself, and what does not goes on
+            if lost := self._presence.lost():
+                self._tell_of(lost[0])
+                return
+            expected = self._expected
+            if expected is not None and time.monotonic() > expected.since + self._patience:
+                self._give_up(expected)
+
+    def _answer_questions(self) -> None:
+        asked = self._store.add(_ASKED, 0) if self._store.check([_ASKED]) else 0
+        while self._answered < asked:
+            self._answered += 1
+            self._tell(f"where/{self._answered}", self._here())
+
+    def _tell(self, key: str, answer: Answer) -> None:
+        with contextlib.suppress(dist.DistError):
+            self._store.set(f"{key}/{self._rank}", answer.write())
+
+    def _here(self) -> Answer:
+        if self._error is not None:
+            return Answer(f"failed too: {_one_line(self._error)}")
+        return Answer.of_main_thread(self._ledger)
+
+    def _tell_of(self, lost: int) -> None:
+        """Say for a rank that is gone what it could not say itself."""
+        own = Failure(lost, _GONE)
+        if self._announce(own) == own:
+            ranks = [rank for rank in range(self._size) if rank != lost]
+            answers = self._answers("heard", [rank for rank in ranks if rank != self._rank])
+            _say(self._describe({**answers, self._rank: self._here()}, ranks))
+        self._end()
+
+    def _give_up(self, expected: _Expected) -> None:
+        """End the process if what it expects has not come; the main thread waits where no exception can reach it."""
+        if expected.is_done():
+            if self._expected is expected:
+                self._expected = None
+            return
+        error = CollectiveTimeoutError(expected.tell())
+        if self._expected is not expected:  # it came after all, or the main thread noticed itself
+            return
+        stack = Answer.of_main_thread(self._ledger).stack
+        self.fail(error)
+        _say([f"unitrain: {error}", *stack, *self._report])
+        os._exit(1)
 
     def _follow_launcher(self) -> None:
         """End as the launcher should have asked for: in time for a checkpoint."""
@@ -154,16 +216,12 @@ class Watch:
         if not self._ended.wait(_LAST_CHECKPOINT_SECONDS):
             os._exit(1)
 
-    def _answer(self, key: str) -> None:
-        doing, stack = whereabouts(self._waits)
-        self._store.set(f"{key}/{self._rank}", json.dumps({"doing": doing, "stack": stack}))
-
-    def _end(self, first: Failure) -> None:
+    def _end(self) -> None:
         """Give the main thread a moment to fail by itself, then end the process."""
-        self._first = first
+        self._learned.set()
         if not self._ended.wait(_GRACE_SECONDS):
-            doing, _ = whereabouts(self._waits)
-            _say([f"unitrain: rank {self._rank} of {self._size} {doing}, and is ended, because {first}"])
+            doing = self._here().doing
+            _say([f"unitrain: rank {self._rank} of {self._size} {doing}, and is ended, because {self._first}"])
             os._exit(1)
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -171,25 +229,17 @@ class Watch:
             self.fail(error)
             _record(error)
         first, own = self._first, _one_line(error)
-        if first is None or first.rank == self._rank or not (own == first.error or _lost_a_peer(error)):
+        if (
+            first is None
+            or first.rank == self._rank
+            or not (own == first.error or _lost_a_peer(error) or _timed_out(error))
+        ):
             self._hook(kind, error, trace)
         else:
             # Its traceback would be one of many, and show what followed from the failure, not the failure.
             place = f", at {_last_line(trace)}" if trace is not None else ""
             _say([f"unitrain: rank {self._rank} of {self._size} ended with {own}{place}; {first}"])
         _say(self._report)
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """Return "rank 3", or "each of ranks 0-2, 5"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    named = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
-    return f"rank {named}" if len(ranks) == 1 else f"each of ranks {named}"
 
 
 def _say(lines: list[str]) -> None:
@@ -213,9 +263,16 @@ def _one_line(error: BaseException) -> str:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    if isinstance(error, CollectiveTimeoutError | dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_LOST)
+    if isinstance(error, CollectiveTimeoutError):
+        return False
+    told = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in told for sign in _PEER_LOST)
+    )
+
+
+def _timed_out(error: BaseException) -> bool:
+    return isinstance(error, CollectiveTimeoutError) or (isinstance(error, RuntimeError) and "imed out" in str(error))
 
 
 def _last_line(trace: TracebackType) -> str:

@@ -14,6 +14,8 @@ from types import FrameType
 _OURS = str(Path(__file__).parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MOST_FRAMES = 14
+# What a function is called that waits for other ranks.
+_WAITS = "wait_for_ranks"
 
 
 def whereabouts(waits: Callable[[], str]) -> tuple[str, list[str]]:
@@ -31,14 +33,29 @@ def whereabouts(waits: Callable[[], str]) -> tuple[str, list[str]]:
 
 def call_site(frame: FrameType) -> str:
     """Return the line outside of unitrain and of libraries that is being executed, as "train.py:41: code"."""
-    stack = _outermost_first(frame)
-    return _place(next((one for one in reversed(stack) if not _is_library(one) and not _is_ours(one)), stack[0]))
+    user = user_frame(frame)
+    return place(user.f_code.co_filename, user.f_lineno)
+
+
+def user_frame(frame: FrameType) -> FrameType:
+    """Return the innermost frame outside of unitrain and of libraries, from `frame` on, or the outermost of all."""
+    while _is_ours(frame) or _is_library(frame):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame
+
+
+def place(file: str, line: int) -> str:
+    """Return "train.py:41: code"."""
+    code = linecache.getline(file, line).strip()
+    return f"{Path(file).name}:{line}" + (f": {code}" if code else "")
 
 
 def _describe(stack: list[FrameType], waits: Callable[[], str]) -> str:
     user = next((at for at in reversed(range(len(stack))) if not _is_library(stack[at]) and not _is_ours(stack[at])), 0)
-    told = f"at {_place(stack[user])}"
-    if any(_is_ours(frame) and frame.f_code.co_name == "_wait" for frame in stack):
+    told = f"at {place(stack[user].f_code.co_filename, stack[user].f_lineno)}"
+    if any(_is_ours(frame) and frame.f_code.co_name == _WAITS for frame in stack):
         return f"waits in {waits()}, {told}"
     if any(frame.f_code.co_name == "_engine_run_backward" for frame in stack):
         return f"is in the backward pass, which reduces the gradients, {told}"
@@ -71,9 +88,3 @@ def _is_ours(frame: FrameType) -> bool:
 
 def _qualified(frame: FrameType) -> str:
     return getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-
-
-def _place(frame: FrameType) -> str:
-    name, line = frame.f_code.co_filename, frame.f_lineno
-    code = linecache.getline(name, line).strip()
-    return f"{Path(name).name}:{line}" + (f": {code}" if code else "")

@@ -1,0 +1,125 @@
+"""The group that gradients travel in, as DDP's reducer sees it: a backward that waits for other ranks in vain says so.
+
+DDP waits for its buckets in C++, where a timeout is a bare RuntimeError, and with NCCL the end of the process. So the
+buckets are waited for here first, at the end of the backward and just before DDP does. It changes nothing else.
+"""
+
+# torch's stubs type each collective by several overloads of other argument names; it calls them by position.
+# mypy: disable-error-code="override, call-arg"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+
+from unitrain.backends.ledger import Backward, Ledger
+from unitrain.backends.waiting import Waiting
+from unitrain.backends.watch import Watch
+
+
+class GradientGroup(dist.ProcessGroup):
+    """`group`, whose works a backward waits for, never longer than the timeout; then CollectiveTimeoutError tells why.
+
+    `agree` is called with each bucket before it is sent, where that is asked for. With `on_stream` nobody waits on the
+    host, as under NCCL: then the watch sees whether the gradients ever come, and ends the process if not.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ledger: Ledger,
+        waiting: Waiting,
+        watch: Watch | None,
+        agree: Callable[[Tensor], object] | None,
+        *,
+        on_stream: bool,
+    ) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group, self._ledger, self._waiting, self._watch, self._agree = group, ledger, waiting, watch, agree
+        self._event = torch.cuda.Event() if on_stream else None
+        self._works: list[dist.Work] = []
+        self._backward = -1
+        self._backwards = 0
+        self._begins = False
+
+    def expect_backward(self) -> None:
+        """The next gradients that are sent are those of a new backward."""
+        self._begins = True
+
+    def begin(self, bucket: Tensor) -> None:
+        """Note that `bucket` is about to be sent, by whatever collective."""
+        if self._begins:
+            self._begins = False
+            self._works.clear()  # of a backward that an exception has ended
+            self._ledger.enter(Backward(self._backwards))
+            self._backwards += 1
+        if self._agree is not None:
+            self._agree(bucket)
+
+    def wait_for_ranks(self, work: dist.Work | None) -> None:
+        """Wait for `work` of this backward; raises CollectiveTimeoutError naming who has not come."""
+        self._waiting.wait_for_ranks(work)
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """What waits for the gradients inside of this is watched."""
+        if self._watch is None:
+            yield
+            return
+        self._watch.expect(_not_yet)
+        try:
+            yield
+        finally:
+            self._watch.expect(None)
+        if self._event is not None:  # once DDP, whose turn is next, has let the stream wait for the gradients
+            Variable._execution_engine.queue_callback(self._watch_stream)
+
+    # --- what the reducer calls, in C++ and in the middle of what torch.compile compiles ---
+
+    @_disable_dynamo
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        self.begin(tensors[0])
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self._finish)  # before what the group itself queues
+        work = self._group.allreduce(tensors, opts)
+        if backward != -1:
+            self._works.append(work)
+        return work
+
+    @_disable_dynamo
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._group.broadcast(tensors, opts)
+
+    @_disable_dynamo
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._group.allgather(outputs, inputs, opts)
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return "unitrain"
+
+    @_disable_dynamo
+    def _finish(self) -> None:
+        works, self._works = self._works, []
+        with self.finishing():
+            if self._event is None:
+                for work in works:
+                    self._waiting.wait_for_ranks(work)
+
+    def _watch_stream(self) -> None:
+        assert self._event is not None
+        assert self._watch is not None
+        self._event.record()
+        self._watch.expect(self._event.query)
+
+
+def _not_yet() -> bool:
+    return False

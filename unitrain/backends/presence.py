@@ -1,0 +1,127 @@
+"""A connection between rank 0 and every other rank on which nothing is said but goodbye.
+
+The system closes a process's connections whatever it dies of, so one that ends without a goodbye is a rank that was
+killed: nobody else could tell of that, where no launcher looks after the ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import secrets
+import select
+import socket
+import time
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from unitrain.backends.rendezvous import Meeting
+
+_JOIN_SECONDS = 10.0
+_HERE, _GOODBYE = b"+", b"."
+_open: WeakSet[Presence] = WeakSet()
+
+
+class Presence:
+    """This rank's connections; `lost` tells whose processes are gone. All ranks make one at the same time.
+
+    Rank 0 has one to each, every other rank one to rank 0. A rank that cannot be reached has none, and is not missed.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._peers: dict[int, socket.socket] = {}
+        self._store = dist.PrefixStore("presence", meeting.store)
+        with contextlib.suppress(OSError, dist.DistError):
+            if meeting.placement.rank == 0:
+                self._meet_all(meeting.placement.size)
+            else:
+                self._meet_first(meeting)
+        _open.add(self)
+        _see_to_ends()
+
+    def lost(self) -> list[int]:
+        """Return the ranks whose processes have ended without a goodbye since it was last asked."""
+        if not self._peers:
+            return []
+        poll = select.poll()
+        ranks = {peer.fileno(): rank for rank, peer in self._peers.items()}
+        for number in ranks:
+            poll.register(number, select.POLLIN)
+        gone = []
+        for number, _ in poll.poll(0):
+            rank = ranks[number]
+            peer = self._peers.pop(rank)
+            try:
+                said = peer.recv(1)
+            except OSError:
+                said = b""
+            peer.close()
+            if said != _GOODBYE:
+                gone.append(rank)
+        return gone
+
+    def close(self) -> None:
+        """Say goodbye; a second call does nothing."""
+        while self._peers:
+            _, peer = self._peers.popitem()
+            with contextlib.suppress(OSError):
+                peer.send(_GOODBYE)
+            peer.close()
+
+    def forget(self) -> None:
+        """Let go of the connections without a word: this is another process now, and they are those of its parent."""
+        while self._peers:
+            self._peers.popitem()[1].close()
+
+    def _meet_all(self, size: int) -> None:
+        password = secrets.token_hex(16)
+        with socket.create_server(("", 0), backlog=size) as server:
+            self._store.set("door", f"{server.getsockname()[1]} {password}")
+            deadline = time.monotonic() + _JOIN_SECONDS
+            while len(self._peers) < size - 1 and (left := deadline - time.monotonic()) > 0:
+                server.settimeout(left)
+                peer, _ = server.accept()
+                peer.settimeout(_JOIN_SECONDS)
+                with contextlib.suppress(OSError, ValueError):
+                    told, rank = _read(peer, len(password) + 9).split()
+                    if secrets.compare_digest(told, password):
+                        peer.sendall(_HERE)
+                        self._peers[int(rank)] = peer
+                        continue
+                peer.close()
+
+    def _meet_first(self, meeting: Meeting) -> None:
+        port, password = self._store.get("door").decode().split()
+        peer = socket.create_connection((meeting.host, int(port)), timeout=_JOIN_SECONDS)
+        peer.sendall(f"{password} {meeting.placement.rank:08d}".encode())
+        if _read(peer, 1) == _HERE.decode():
+            self._peers[0] = peer
+        else:
+            peer.close()
+
+
+def _read(peer: socket.socket, length: int) -> str:
+    told = b""
+    while len(told) < length and (part := peer.recv(length - len(told))):
+        told += part
+    return told.decode()
+
+
+@functools.cache
+def _see_to_ends() -> None:
+    """See that a process which ends in order says goodbye, and that none which is forked from this one, such as a
+    DataLoader's worker, keeps its connections open."""
+
+    def close() -> None:
+        for presence in list(_open):
+            presence.close()
+
+    def forget() -> None:
+        for presence in list(_open):
+            presence.forget()
+
+    atexit.register(close)
+    os.register_at_fork(after_in_child=forget)

@@ -1,0 +1,54 @@
+"""Waiting for other ranks: never longer than the timeout, and then saying who has not come, and where they are."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from unitrain.backends.ledger import Ledger, differences
+from unitrain.backends.rendezvous import Meeting
+from unitrain.backends.watch import Watch
+from unitrain.errors import CollectiveTimeoutError
+
+_STRAGGLER_PATIENCE = timedelta(seconds=2)
+
+
+class Waiting:
+    """Waits for works of the group, and raises CollectiveTimeoutError for those that do not end in time."""
+
+    def __init__(self, meeting: Meeting, ledger: Ledger, watch: Watch | None) -> None:
+        self._meeting, self._ledger, self._watch = meeting, ledger, watch
+
+    def wait_for_ranks(self, work: dist.Work | None) -> None:
+        """Wait for `work`, which belongs to the ledger's latest entry; under NCCL, let the stream wait for it."""
+        if work is None:
+            return
+        try:
+            work.wait()
+        except (RuntimeError, CollectiveTimeoutError) as error:
+            if "imed out" not in str(error) and "imeout" not in str(error):
+                raise
+            raise CollectiveTimeoutError(self.who_is_missing()) from error
+
+    def who_is_missing(self) -> str:
+        """Ask over the store, which works while the group is stuck, who waits in the same collective or backward."""
+        key, rank = f"stuck/{self._ledger.meeting_point}", self._meeting.placement.rank
+        seconds = self._meeting.timeout.total_seconds()
+        told = f"Rank {rank} {self._ledger.sentence} and waited {seconds:g} s in vain"
+        try:
+            self._meeting.store.set(f"{key}/{rank}", "1")
+            missing = self._meeting.wait_for(key, _STRAGGLER_PATIENCE)
+        except RuntimeError:  # the store went with rank 0's process
+            return f"{told}: rank 0 is gone. Look at the first error that rank 0 logged."
+        names = ", ".join(map(str, missing)) or "none, all came but too late"
+        answers = self._watch.ask(missing) if self._watch is not None and missing else {}
+        ledgers = {rank: self._ledger.lines(), **{one: answer.ledger for one, answer in answers.items()}}
+        return "\n".join(
+            [
+                f"{told}; ranks that have not come: {names}. "
+                "Look at what those ranks do, or allow more time: unitrain.init(timeout_seconds=...).",
+                *(f"Rank {one} {answer.doing}" for one, answer in answers.items()),
+                *differences(ledgers),
+            ]
+        )
