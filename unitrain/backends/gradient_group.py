@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
-from unitrain.backends.ledger import Backward, Ledger
+from unitrain.backends.ledger import GradientWork, Ledger
 from unitrain.backends.waiting import Waiting
 from unitrain.backends.watch import Watch
 
@@ -46,7 +46,7 @@ class GradientGroup(dist.ProcessGroup):
         self._event = torch.cuda.Event() if on_stream else None
         self._works: list[dist.Work] = []
         self._backward = -1
-        self._backwards = 0
+        self._backwards = self._bucketings = 0
         self._begins = False
 
     def expect_backward(self) -> None:
@@ -58,7 +58,7 @@ class GradientGroup(dist.ProcessGroup):
         if self._begins:
             self._begins = False
             self._works.clear()  # of a backward that an exception has ended
-            self._ledger.enter(Backward(self._backwards))
+            self._ledger.enter(GradientWork("backward", self._backwards))
             self._backwards += 1
         if self._agree is not None:
             self._agree(bucket)
@@ -73,13 +73,13 @@ class GradientGroup(dist.ProcessGroup):
         if self._watch is None:
             yield
             return
-        self._watch.expect(_not_yet)
+        self._watch.expect(_not_yet, self._waiting.who_is_missing)
         try:
             yield
         finally:
             self._watch.expect(None)
         if self._event is not None:  # once DDP, whose turn is next, has let the stream wait for the gradients
-            Variable._execution_engine.queue_callback(self._watch_stream)
+            Variable._execution_engine.queue_callback(self._expect_stream)
 
     # --- what the reducer calls, in C++ and in the middle of what torch.compile compiles ---
 
@@ -97,7 +97,12 @@ class GradientGroup(dist.ProcessGroup):
 
     @_disable_dynamo
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._group.broadcast(tensors, opts)
+        self._ledger.enter(GradientWork("bucketing", self._bucketings))
+        self._bucketings += 1
+        work = self._group.broadcast(tensors, opts)
+        self._waiting.wait_for_ranks(work)
+        self._expect_stream()
+        return work
 
     @_disable_dynamo
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -114,11 +119,10 @@ class GradientGroup(dist.ProcessGroup):
                 for work in works:
                     self._waiting.wait_for_ranks(work)
 
-    def _watch_stream(self) -> None:
-        assert self._event is not None
-        assert self._watch is not None
-        self._event.record()
-        self._watch.expect(self._event.query)
+    def _expect_stream(self) -> None:
+        if self._event is not None and self._watch is not None:
+            self._event.record()
+            self._watch.expect(self._event.query, self._waiting.who_is_missing)
 
 
 def _not_yet() -> bool:

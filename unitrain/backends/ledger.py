@@ -16,13 +16,14 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Backward:
-    """A backward whose gradients are reduced, numbered like collectives are."""
+class GradientWork:
+    """What ranks do together for their gradients, numbered by `kind`: "backward", or "bucketing", DDP's plan for it."""
 
+    kind: str
     number: int
 
     def __str__(self) -> str:
-        return f"began backward #{self.number}"
+        return f"began {self.kind} #{self.number}"
 
 
 class Line(NamedTuple):
@@ -40,10 +41,10 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[int, Call | Backward, str, int]] = deque(maxlen=_KEPT)
+        self._entries: deque[tuple[int, Call | GradientWork, str, int]] = deque(maxlen=_KEPT)
         self._entered = 0
 
-    def enter(self, what: Call | Backward) -> None:
+    def enter(self, what: Call | GradientWork) -> None:
         """Note that this rank begins `what` now."""
         frame = user_frame(sys._getframe(1))
         self._entries.append((self._entered, what, frame.f_code.co_filename, frame.f_lineno))
@@ -90,9 +91,9 @@ def differences(ledgers: Mapping[int, Sequence[Line]]) -> list[str]:
     return told
 
 
-def _key(what: Call | Backward) -> str:
-    return f"backward {what.number}" if isinstance(what, Backward) else f"collective {what.number}"
+def _key(what: Call | GradientWork) -> str:
+    return f"{what.kind if isinstance(what, GradientWork) else 'collective'} {what.number}"
 
 
-def _name(what: Call | Backward) -> str:
+def _name(what: Call | GradientWork) -> str:
     return str(what).removeprefix("called ").removeprefix("began ")
