@@ -124,6 +124,9 @@ class _Reduction:
         return self._waiting(dist.all_reduce(tensor, group=self._group(), async_op=True))
 
     def _waiting(self, work: dist.Work | None) -> Wait:
+        if work is None:
+            return lambda: None
+        self._path().add(work)
         return lambda: self._path().wait_for_ranks(work)
 
     def _group(self) -> dist.ProcessGroup:

@@ -60,8 +60,16 @@ class GradientGroup(dist.ProcessGroup):
             self._works.clear()  # of a backward that an exception has ended
             self._ledger.enter(GradientWork("backward", self._backwards))
             self._backwards += 1
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self._finish)  # before what the group itself queues
         if self._agree is not None:
             self._agree(bucket)
+
+    def add(self, work: dist.Work) -> None:
+        """Take over a work that sends a bucket: the end of the backward waits for it."""
+        self._works.append(work)
 
     def wait_for_ranks(self, work: dist.Work | None) -> None:
         """Wait for `work` of this backward; raises CollectiveTimeoutError naming who has not come."""
@@ -70,14 +78,12 @@ class GradientGroup(dist.ProcessGroup):
     @contextmanager
     def finishing(self) -> Iterator[None]:
         """What waits for the gradients inside of this is watched."""
-        if self._watch is None:
-            yield
-            return
-        self._watch.expect(_not_yet, self._waiting.who_is_missing)
+        self._expect(_not_yet)
         try:
             yield
         finally:
-            self._watch.expect(None)
+            self._expect(None)
+            self._works.clear()
         if self._event is not None:  # once DDP, whose turn is next, has let the stream wait for the gradients
             Variable._execution_engine.queue_callback(self._expect_stream)
 
@@ -86,13 +92,8 @@ class GradientGroup(dist.ProcessGroup):
     @_disable_dynamo
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         self.begin(tensors[0])
-        backward = torch._C._current_graph_task_id()
-        if backward not in (-1, self._backward):
-            self._backward = backward
-            Variable._execution_engine.queue_callback(self._finish)  # before what the group itself queues
         work = self._group.allreduce(tensors, opts)
-        if backward != -1:
-            self._works.append(work)
+        self.add(work)
         return work
 
     @_disable_dynamo
@@ -113,16 +114,19 @@ class GradientGroup(dist.ProcessGroup):
 
     @_disable_dynamo
     def _finish(self) -> None:
-        works, self._works = self._works, []
         with self.finishing():
             if self._event is None:
-                for work in works:
+                for work in self._works:
                     self._waiting.wait_for_ranks(work)
 
     def _expect_stream(self) -> None:
-        if self._event is not None and self._watch is not None:
+        if self._event is not None:
             self._event.record()
-            self._watch.expect(self._event.query, self._waiting.who_is_missing)
+            self._expect(self._event.query)
+
+    def _expect(self, is_done: Callable[[], bool] | None) -> None:
+        if self._watch is not None:
+            self._watch.expect(is_done, self._waiting.who_is_missing)
 
 
 def _not_yet() -> bool:

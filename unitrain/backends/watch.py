@@ -86,7 +86,7 @@ class Watch:
         self._thread.join(2 * _PERIOD_SECONDS)  # it may hang on a host that is gone
         self._presence.close()
 
-    def expect(self, is_done: Callable[[], bool] | None, tell: Callable[[], str] = str) -> None:
+    def expect(self, is_done: Callable[[], bool] | None, tell: Callable[[], str]) -> None:
         """End the process, saying what `tell` returns, unless `is_done` by a few seconds after the timeout from now.
 
         It is for waits that cannot be ended otherwise. The next call, also with None, takes its place; it costs less
