@@ -27,7 +27,7 @@ from unitrain.backends.watch import Watch
 class GradientGroup(dist.ProcessGroup):
     """`group`, whose works a backward waits for, never longer than the timeout; then CollectiveTimeoutError tells why.
 
-    `agree` is called with each bucket before it is sent, where that is asked for. With `on_stream` nobody waits on the
+    `agree` is called with whatever is about to be sent, where that is asked for. With `on_stream` nobody waits on the
     host, as under NCCL: then the watch sees whether the gradients ever come, and ends the process if not.
     """
 
@@ -100,6 +100,8 @@ class GradientGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         self._ledger.enter(GradientWork("bucketing", self._bucketings))
         self._bucketings += 1
+        if self._agree is not None:
+            self._agree(tensors[0])
         work = self._group.broadcast(tensors, opts)
         self._waiting.wait_for_ranks(work)
         self._expect_stream()

@@ -85,7 +85,7 @@ def differences(ledgers: Mapping[int, Sequence[Line]]) -> list[str]:
     seen: dict[int, str] = {}
     if all(seen.setdefault(line.position, line.key) == line.key for lines in ledgers.values() for line in lines):
         return []
-    told = ["What the ranks did together last differs:"]
+    told = ["What the ranks did together last differs; with UNITRAIN_DEBUG=1 that is an error at once:"]
     for rank, lines in sorted(ledgers.items()):
         told += [f"  rank {rank}: {line.text}" for line in lines[-_SHOWN:]]
     return told
