@@ -5,6 +5,8 @@
     command = build("horovodrun", LaunchSpec(script="train.py", num_processes=4, hosts=parse_hosts("a:2,b:2")))
     print(command.shell())
 
+`launchers.translation` reads and writes the lines of launchers, also for other machines than this one.
+
 torchrun, horovodrun, Open MPI's mpirun and Slurm's srun are built in, and "none". A command is data and starts nothing;
 what it needs of the machine it asks there, as for the hosts of an allocation or a free port. This package imports
 neither torch nor unitrain, so that a command can be shown at once, on any machine. A package adds a launcher through

@@ -131,6 +131,7 @@ def test_nothing_here_imports_torch(script: str) -> None:
     lines = ["--help", "--version", "launch --help", "verify --help", "horovod --help", "horovod build --help"]
     lines += ["bench --help", "bench collectives --help"]
     lines += [f"launch --dry-run --backend {name} -np 2 {script}" for name in ("ddp", "horovod")]
+    lines += ["translate --to srun -- torchrun train.py", f"submit --dry-run --to slurm {script}"]
     source = QUICK.format(lines="".join(f"{line!r}," for line in lines))
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
