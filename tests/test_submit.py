@@ -232,6 +232,21 @@ def test_mpirun_in_kubernetes(backend: str, script: Path) -> None:
     assert manifest("--backend", "horovod", "--image", "a", script.name)["kind"] == "MPIJob"
 
 
+def test_options_stay_with_what_starts_the_ranks_in_the_pods(script: Path) -> None:
+    def command(line: str) -> str:
+        told = CliRunner().invoke(unitrain, ["translate", "--to", "kubernetes", line])
+        spec = yaml.safe_load(told.stdout)["spec"]
+        replica = next(iter((spec.get("pytorchReplicaSpecs") or spec["mpiReplicaSpecs"]).values()))
+        assert "left out" not in told.stderr
+        return " ".join(replica["template"]["spec"]["containers"][0]["command"])
+
+    assert command("torchrun --nproc-per-node 2 --tee 3 t.py") == "torchrun --tee 3 t.py"
+    assert command("OMPI_MCA_x=1 mpirun -np 2 --report-bindings -bind-to none python t.py") == (
+        "mpirun -np 2 -x OMPI_MCA_x -x PATH --bind-to none --map-by slot -mca odls_base_sigkill_timeout 5 "
+        "--report-bindings python t.py"
+    )
+
+
 def test_secrets_stay_secret(script: Path) -> None:
     asked = ["-x", "HF_TOKEN", "-x", "LEVEL", script.name]
     told = {"HF_TOKEN": "abc", "LEVEL": "3"}

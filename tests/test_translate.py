@@ -8,11 +8,12 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,7 +57,7 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
         ("torchrun --nproc 2 --no-python ./run.sh a", job(("./run.sh", "a"), counts=(2,))),
         ("/v/bin/python -m torch.distributed.run --nproc-per-node 2 t.py", job(("/v/bin/python", "t.py"), counts=(2,))),
         (
-            "python3 -m torch.distributed.launch --nproc_per_node 2 --master_port 1234 t.py",
+            "python3 -m torch.distributed.run --nproc_per_node 2 --master_port 1234 t.py",
             job(("python3", "t.py"), counts=(2,), port=1234),
         ),
         (
@@ -105,6 +106,8 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
         ),
         ("unitrain launch --launcher mpirun -H a:2,b:2 t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
         ("python t.py", job()),
+        ("PET_NNODES=2 PET_MASTER_ADDR=a torchrun --nproc-per-node 2 t.py", job(counts=(2, 2), address="a")),
+        ("python -m torch.distributed.launch --use_env --nproc_per_node=2 t.py", job(counts=(2,))),
         ("A=1 env B='2 3' UNITRAIN_BACKEND=ddp horovodrun -np 1 python t.py", job(environment={"A": "1", "B": "2 3"})),
         ("cd '/my data' && MASTER_PORT=1234 torchrun t.py", job(directory="/my data", port=1234)),
         ("torchrun \\\n  --nproc-per-node 2 \\\n  t.py  # the small one\n", job(counts=(2,))),
@@ -279,6 +282,15 @@ UNLIKE = {
 }
 
 
+def commands(manifest: object) -> Iterator[list[str]]:
+    """Yield the commands of all containers."""
+    if isinstance(manifest, dict):
+        yield from [manifest["command"]] if "command" in manifest else []
+    if isinstance(manifest, dict | list):
+        for below in manifest.values() if isinstance(manifest, dict) else manifest:
+            yield from commands(below)
+
+
 @pytest.mark.parametrize("target", sorted(TARGETS))
 @pytest.mark.parametrize("launcher", sorted(UNLIKE))
 def test_every_option_comes_back_or_is_named(launcher: str, target: str) -> None:
@@ -287,6 +299,8 @@ def test_every_option_comes_back_or_is_named(launcher: str, target: str) -> None
     assert len(job.others) >= 4
     written = write(job, target)
     result = (written.text or "") + "\n".join(one.shell() for one in written.lines)
+    if target == "kubernetes":
+        result = "\n".join(join(words) for words in commands(yaml.safe_load(result)))
     for other in job.others:
         kept = [join(other.words), *(join(words) for words in other.passes.values())]
         named = [
@@ -317,6 +331,13 @@ def test_what_is_said_is_what_to_do() -> None:
         "b of the hosts would get no process, and is left out."
     )
     assert "dealt" in remarks("mpirun -np 4 -H a:2,b:2 --map-by node python t.py", "torchrun").replace("deals", "dealt")
+    for target, said in (("mpirun", ""), ("torchrun", "OMPI_MCA_btl=tcp,self is left out: it is about that launcher")):
+        line = "OMPI_MCA_btl=tcp,self mpirun -np 2 python t.py"
+        assert remarks(line, target).startswith(said)
+        assert lines(line, target)[0].startswith("OMPI_MCA_btl=tcp,self mpirun -np 2 -H") == (not said)
+    assert remarks("python -m torch.distributed.launch t.py", "unitrain") == (
+        "torch.distributed.launch gives the script --local-rank=N: let it read LOCAL_RANK instead."
+    )
     assert "set A on each host." in remarks("mpirun -np 2 -H a,b -x A python t.py", "torchrun")
 
 

@@ -11,7 +11,7 @@ from launchers.errors import LaunchError
 from launchers.translation.hosts import fill, listed, named
 from launchers.translation.job import Job, Other, number
 from launchers.translation.options import Given, Options, Syntax, table, topics
-from launchers.translation.writing import Line, Written, environment, options_of, restarts
+from launchers.translation.writing import Line, Written, options_of, restarts, variables_of
 
 LAUNCHER = "horovodrun"
 SYNTAX = Syntax(
@@ -105,7 +105,7 @@ def write(job: Job) -> Written:
         start.append("--disable-cache")  # it remembers for an hour which hosts it could reach
     if job.address is not None and job.address not in job.hosts[:1]:
         said.append(f"Ranks met at {job.address}: horovodrun chooses an address itself.")
-    line = Line([*start, *job.program], environment(job, LAUNCHER), job.directory)
+    line = Line([*start, *job.program], variables_of(job, LAUNCHER), job.directory)
     return Written([line], [*job.remarks, *said, *restarts(job)])
 
 

@@ -19,7 +19,6 @@ class Other:
     """An option that is not a part of the job: `words` of `launcher`, as they were typed, about some `topic`.
 
     `passes` has the words that say the same to other launchers, `variables` what says it to the ranks themselves.
-    `advice` is for launchers of which neither is known, and goes before what is known of the topic.
     """
 
     launcher: str
@@ -27,7 +26,6 @@ class Other:
     topic: str
     passes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
-    advice: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launchers import mpirun
 from launchers.errors import LaunchError
 from launchers.exports import looks_secret
+from launchers.options import with_defaults
 from launchers.translation import torchrun
 from launchers.translation.job import Job
 from launchers.translation.sbatch import name_of
 from launchers.translation.words import expands, shown
-from launchers.translation.writing import Written, environment, options_of
+from launchers.translation.writing import Written, options_of, variables_of
 from launchers.translation.yaml import dump
 
 LAUNCHER = "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob", "MPIJob")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_QUANTITY = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:m|[kMGTPE]i?)?")
 _GRACE_SECONDS = 120
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pods:
-    """What a manifest says beyond the job: `kind` of KINDS, or None for the backend's, and what each pod has."""
+    """What a manifest says beyond the job: `kind` of KINDS, or None for the backend's, and what each pod has.
+
+    `cpus` and `memory` are quantities as Kubernetes writes them, `seconds` is how long the job may take.
+    """
 
     kind: str | None = None
     name: str | None = None
@@ -37,7 +38,6 @@ class Pods:
     cpus: str | None = None
     memory: str | None = None
     seconds: int | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def write(job: Job, pods: Pods | None = None) -> Written:
@@ -62,10 +62,14 @@ def write(job: Job, pods: Pods | None = None) -> Written:
         raise LaunchError(
             f"A job's name in Kubernetes has small letters, digits and dashes only, got {name!r}. Use: --job-name train"
         )
-    for option, quantity in (("--cpus", pods.cpus), ("--memory", pods.memory)):
-        if quantity is not None and not _QUANTITY.fullmatch(quantity):
-            raise LaunchError(f"{option} must be a quantity of Kubernetes, got {quantity!r}. Use, as in: {option} 16Gi")
-    said = [*job.remarks, *options_of(job, LAUNCHER)[1]]
+    # Options of what starts the ranks in the pods stay with it.
+    runner = "mpirun" if kind == "MPIJob" else "torchrun"
+    kept = [one for one in job.others if one.launcher == runner or runner in one.passes]
+    given, _ = options_of(replace(job, others=tuple(kept)), runner)
+    left = replace(job, others=tuple(one for one in job.others if one not in kept))
+    if runner == "mpirun":
+        left = replace(left, environment={})
+    said = [*job.remarks, *options_of(left, LAUNCHER)[1]]
     if job.hosts:
         said.append(f"Kubernetes chooses the hosts: the names {', '.join(job.hosts)} are left out.")
     if pods.image == "IMAGE":
@@ -74,15 +78,15 @@ def write(job: Job, pods: Pods | None = None) -> Written:
     if pods.namespace is not None:
         metadata["namespace"] = pods.namespace
     build = {"PyTorchJob": _pytorchjob, "TrainJob": _trainjob, "MPIJob": _mpijob}[kind]
-    version, spec = build(job, pods, name, said)
+    version, spec = build(job, pods, name, given, said)
     manifest = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
     return Written(text=dump(manifest), remarks=said)
 
 
-def _pytorchjob(job: Job, pods: Pods, name: str, said: list[str]) -> tuple[str, dict[str, Any]]:
+def _pytorchjob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) -> tuple[str, dict[str, Any]]:
     container = {
         # The operator looks for a container of this name.
-        "name": "pytorch", "image": pods.image, "command": _torchrun(job), **_common(job, pods, name, said),
+        "name": "pytorch", "image": pods.image, "command": _torchrun(job, given), **_common(job, pods, name, said),
     }  # fmt: skip
     template = _template(container)
     # A rank that was told to go ends with 75, and its pod is to be started again.
@@ -97,7 +101,7 @@ def _pytorchjob(job: Job, pods: Pods, name: str, said: list[str]) -> tuple[str, 
     return "kubeflow.org/v1", spec
 
 
-def _trainjob(job: Job, pods: Pods, name: str, said: list[str]) -> tuple[str, dict[str, Any]]:
+def _trainjob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) -> tuple[str, dict[str, Any]]:
     common = _common(job, pods, name, said)
     if "workingDir" in common:
         raise LaunchError(
@@ -105,8 +109,11 @@ def _trainjob(job: Job, pods: Pods, name: str, said: list[str]) -> tuple[str, di
             "or use: --kind PyTorchJob"
         )
     trainer: dict[str, Any] = {
-        "image": pods.image, "command": _torchrun(job), "numNodes": len(job.counts), "numProcPerNode": job.counts[0],
-    }  # fmt: skip
+        "image": pods.image,
+        "command": _torchrun(job, given),
+        "numNodes": len(job.counts),
+        "numProcPerNode": job.counts[0],
+    }
     if "env" in common:
         trainer["env"] = common["env"]
     if "resources" in common:
@@ -118,17 +125,17 @@ def _trainjob(job: Job, pods: Pods, name: str, said: list[str]) -> tuple[str, di
     return "trainer.kubeflow.org/v1alpha1", spec
 
 
-def _mpijob(job: Job, pods: Pods, name: str, said: list[str]) -> tuple[str, dict[str, Any]]:
-    variables = environment(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    names = [*environment(job, "mpirun"), *job.forwarded, "PATH"]
+def _mpijob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) -> tuple[str, dict[str, Any]]:
+    variables = variables_of(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    names = [*variables_of(job, "mpirun"), *job.forwarded, "PATH"]
     if job.backend != "horovod":
         # The operator gives each worker this name, in a service that is called as the job.
         variables |= {"MASTER_ADDR": f"{name}-worker-0.{name}", "MASTER_PORT": str(job.port or 29500)}
         names = [*names, "MASTER_ADDR", "MASTER_PORT"]
     command = ["mpirun", "-np", str(job.size)]  # the operator tells it the hosts and their slots
     command += [word for one in dict.fromkeys(names) for word in ("-x", one)]
-    command += [word for default in mpirun.DEFAULTS for word in default]
-    common = _common(replace(job, environment=variables, backend=None, others=()), pods, name, said)
+    command += with_defaults(mpirun.DEFAULTS, given)
+    common = _common(replace(job, environment=variables, backend=None, others=()), pods, name, said, "mpirun")
     resources = {"resources": common.pop("resources")} if "resources" in common else {}
     if "workingDir" in common:
         command += ["-wdir", common["workingDir"]]
@@ -171,21 +178,20 @@ def _template(container: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _torchrun(job: Job) -> list[str]:
+def _torchrun(job: Job, given: list[str]) -> list[str]:
     """Return torchrun's command, which reads all else from the variables that the pod is told."""
     launcher, program = torchrun.started(job)
-    return [*launcher, *program]
+    return [*launcher, *given, *program]
 
 
-def _common(job: Job, pods: Pods, name: str, said: list[str]) -> dict[str, Any]:
+def _common(job: Job, pods: Pods, name: str, said: list[str], launcher: str = LAUNCHER) -> dict[str, Any]:
     """Return what a container has of a job: its directory, variables and resources."""
     found: dict[str, Any] = {}
     if job.directory is not None:
         found["workingDir"] = job.directory
     variables: list[dict[str, Any]] = []
     secrets: list[str] = []
-    values = environment(job, LAUNCHER)
-    values |= {one: os.environ[one] for one in job.forwarded if one in os.environ and one not in values}
+    values = variables_of(job, launcher)
     for one in dict.fromkeys([*values, *job.forwarded]):
         if one in values and not looks_secret(one, values[one]):
             variables.append({"name": one, "value": values[one]})

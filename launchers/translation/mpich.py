@@ -10,7 +10,7 @@ from launchers.hosts import Host
 from launchers.translation.hosts import fill, listed, named, spread
 from launchers.translation.job import Job
 from launchers.translation.options import Options, Syntax, table, topics
-from launchers.translation.writing import Line, Written, environment, options_of, restarts
+from launchers.translation.writing import Line, Written, options_of, restarts, variables_of
 
 LAUNCHER = "mpiexec"
 SYNTAX = Syntax(
@@ -66,7 +66,7 @@ def write(job: Job) -> Written:
     """Return mpiexec's line, which is typed on one host."""
     job.check_hosts_named(LAUNCHER)
     given, said = options_of(job, LAUNCHER)
-    variables = environment(job, LAUNCHER) | job.meeting  # MPICH gives its ranks no address
+    variables = variables_of(job, LAUNCHER) | job.meeting  # MPICH gives its ranks no address
     secrets = {name: value for name, value in variables.items() if looks_secret(name, value)}
     options = ["-n", str(job.size)]
     if job.hosts:

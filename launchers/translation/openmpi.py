@@ -14,7 +14,7 @@ from launchers.translation.hosts import fill, listed, named, spread
 from launchers.translation.job import Job, Other, number
 from launchers.translation.options import Options, Syntax, table, topics
 from launchers.translation.words import expands
-from launchers.translation.writing import Line, Written, environment, options_of, restarts
+from launchers.translation.writing import Line, Written, is_of_open_mpi, options_of, restarts, variables_of
 
 LAUNCHER = "mpirun"
 SYNTAX = Syntax(
@@ -97,7 +97,7 @@ def write(job: Job) -> Written:
     job.check_hosts_named(LAUNCHER)
     given, said = options_of(job, LAUNCHER)
     several = len(job.counts) > 1
-    variables = environment(job, LAUNCHER)
+    variables = variables_of(job, LAUNCHER)
     if several or job.backend != "horovod" or job.address or job.port:
         variables |= job.meeting  # DDP's ranks meet there, and Horovod's on several hosts
     options = ["-np", str(job.size)]
@@ -106,6 +106,7 @@ def write(job: Job) -> Written:
     else:  # as many as are asked for, and not as there are cores
         options += ["-H", f"localhost:{job.size}"]
     # A value that looks secret is only named: everybody may list the line.
+    own = {name: variables.pop(name) for name in list(variables) if is_of_open_mpi(name)}
     secrets = {name: value for name, value in variables.items() if looks_secret(name, value)}
     names = [*job.forwarded, *secrets, *(("PATH",) if several and "PATH" not in job.forwarded else ())]
     options += [word for name in dict.fromkeys(names) for word in ("-x", name)]
@@ -115,7 +116,7 @@ def write(job: Job) -> Written:
     options += with_defaults((*mpirun.DEFAULTS, *((mpirun.SSH,) if several else ())), given)
     if several:
         said.append("On other hosts mpirun's ranks have no variable but those named with -x: name what else they need.")
-    line = Line([LAUNCHER, *options, *job.program], secrets)
+    line = Line([LAUNCHER, *options, *job.program], {**own, **secrets})
     return Written([line], [*job.remarks, *said, *restarts(job)])
 
 

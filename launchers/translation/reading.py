@@ -10,15 +10,13 @@ from launchers.addresses import DEFAULT_PORT
 from launchers.errors import LaunchError
 from launchers.torchrun import RESTARTS
 from launchers.translation import horovodrun, mpich, openmpi, srun, torchrun, unitrain
-from launchers.translation.job import Job, Other, number
-from launchers.translation.words import assignments, expands, join, shown, split
+from launchers.translation.job import Job, number
+from launchers.translation.words import assignments, expands, shown, split
 from launchers.translation.writing import IMPLIED
 
 _DIRECTORY = re.compile(r"\s*cd\s+((?:[^&|;<>()'\"\s]|'[^']*'|\"[^\"]*\")+)\s*&&")
 _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
-# Variables of a launcher's own, which mean nothing to others.
-_OF_OPEN_MPI = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 _LOCAL = ("localhost", "127.0.0.1")
 KNOWN = "torchrun, horovodrun, mpirun, mpiexec, srun, python and unitrain launch"
 
@@ -37,13 +35,11 @@ def read(line: str) -> Job:
         raise LaunchError(
             f"{line.strip()!r} starts nothing. Give the line that starts the job, as in: 'torchrun train.py'"
         )
-    launcher, job = _read(words)
+    launcher, job = _read(words, variables)
     variables = {**variables, **job.environment}
     if RESTARTS.items() <= variables.items():
         variables = {name: value for name, value in variables.items() if name not in RESTARTS}
     backend = variables.pop("UNITRAIN_BACKEND", None) or job.backend or IMPLIED.get(launcher, "ddp")
-    own = [name for name in variables if name.startswith(_OF_OPEN_MPI)]
-    others = tuple(Other("mpirun", (f"{name}={variables.pop(name)}",), "own") for name in own)
     address, port = _meeting(variables)
     job = replace(
         job,
@@ -52,16 +48,16 @@ def read(line: str) -> Job:
         address=job.address or address,
         port=job.port or port,
         directory=job.directory or directory,
-        others=(*job.others, *others),
     )
     return _plain(job)
 
 
-def _read(words: Sequence[str]) -> tuple[str, Job]:
-    """Return the launcher of a line, and its job."""
+def _read(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:
+    """Return the launcher of a line, and its job; what the launcher itself reads of `variables` is taken out."""
     name, rest = words[0].rpartition("/")[2], words[1:]
     readers: dict[str, Callable[[Sequence[str]], Job]] = {
-        "torchrun": torchrun.read, "horovodrun": horovodrun.read, "srun": srun.read, "orterun": openmpi.read,
+        "torchrun": lambda rest: torchrun.read([*_settings(variables), *rest]),
+        "horovodrun": horovodrun.read, "srun": srun.read, "orterun": openmpi.read,
         "mpirun.openmpi": openmpi.read, "mpiexec.openmpi": openmpi.read, "mpiexec.hydra": mpich.read,
         "mpiexec.mpich": mpich.read, "mpirun.mpich": mpich.read, "mpirun": _read_mpi, "mpiexec": _read_mpi,
     }  # fmt: skip
@@ -71,7 +67,11 @@ def _read(words: Sequence[str]) -> tuple[str, Job]:
         return "unitrain", unitrain.read(rest[1:])
     if _PYTHON.fullmatch(words[0]):
         if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _TORCHRUN_MODULES:
-            return "torchrun", torchrun.read(rest[2:], python=words[0])
+            job = torchrun.read([*_settings(variables), *rest[2:]], python=words[0])
+            if rest[1].endswith("launch") and not {"--use_env", "--use-env"} & set(rest):
+                local = "torch.distributed.launch gives the script --local-rank=N: let it read LOCAL_RANK instead."
+                job = replace(job, remarks=(*job.remarks, local))
+            return "torchrun", job
         if rest[:2] == ["-m", "unitrain"] and rest[2:3] == ["launch"]:
             return "unitrain", unitrain.read(rest[3:])
         if not rest:
@@ -80,6 +80,14 @@ def _read(words: Sequence[str]) -> tuple[str, Job]:
     raise LaunchError(
         f"{shown(words[0])!r} is no launcher that can be translated. Give a line of one of these: {KNOWN}."
     )
+
+
+def _settings(variables: dict[str, str]) -> list[str]:
+    """Take out of `variables` what torchrun reads as options, as PET_NNODES=2, and return these."""
+    told = {name: variables.pop(name) for name in list(variables) if name.startswith("PET_")}
+    options = {f"--{name[4:].lower().replace('_', '-')}": value for name, value in told.items()}
+    flags = [option for option, value in options.items() if torchrun.SYNTAX.arity.get(option) == 0 and value == "1"]
+    return flags + [f"{option}={value}" for option, value in options.items() if torchrun.SYNTAX.arity.get(option) == 1]
 
 
 def _read_mpi(words: Sequence[str]) -> Job:
@@ -111,5 +119,4 @@ def _plain(job: Job) -> Job:
         job,
         address=None if job.address in usual else job.address,
         port=None if job.port == DEFAULT_PORT else job.port,
-        others=tuple(one for one in job.others if join(one.words) != "--disable-cache"),
     )

@@ -13,7 +13,7 @@ from launchers.srun import DEFAULTS, task_options
 from launchers.translation.job import Job
 from launchers.translation.srun import meeting
 from launchers.translation.words import join, quote
-from launchers.translation.writing import Written, environment, options_of
+from launchers.translation.writing import Written, options_of, variables_of
 
 LAUNCHER = "sbatch"
 # What unitrain's ranks end with when a signal has come and their checkpoint is written: EX_TEMPFAIL of sysexits.h.
@@ -50,7 +50,7 @@ def write(job: Job, directives: Sequence[str] = ()) -> Written:
     if job.hosts:
         usual.append(f"--nodelist={','.join(name.strip('[]') for name in job.hosts)}")
     asked = _merged(usual, [*given, *directives])
-    variables = {**environment(job, LAUNCHER), **meeting(job, said)}
+    variables = {**variables_of(job, LAUNCHER), **meeting(job, said)}
     if job.port is None:
         del variables["MASTER_PORT"]
     exports = [f"export {name}={quote(value)}" for name, value in variables.items()]

@@ -13,7 +13,7 @@ from launchers.translation.hosts import expanded, spread
 from launchers.translation.job import Job, Other, number
 from launchers.translation.options import Options, Syntax, table, topics
 from launchers.translation.words import typed
-from launchers.translation.writing import Line, Written, environment, options_of, restarts
+from launchers.translation.writing import Line, Written, options_of, restarts, variables_of
 
 LAUNCHER = "srun"
 FIRST_HOST = typed('"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"')
@@ -115,7 +115,7 @@ def write(job: Job) -> Written:
     asked = [*task_options(job.counts)]
     if job.hosts:
         asked = ["--nodelist", ",".join(name.strip("[]") for name in job.hosts), *asked]
-    variables = environment(job, LAUNCHER) | meeting(job, said)
+    variables = variables_of(job, LAUNCHER) | meeting(job, said)
     if job.directory is not None:
         asked += ["--chdir", job.directory]
     start = with_defaults(DEFAULTS, given)

@@ -9,11 +9,11 @@ from launchers.errors import LaunchError
 from launchers.torchrun import RESTARTS, node_options
 from launchers.translation.job import Job, number
 from launchers.translation.options import Options, Syntax, table, topics
-from launchers.translation.writing import Line, Written, environment, options_of
+from launchers.translation.writing import Line, Written, options_of, variables_of
 
 LAUNCHER = "torchrun"
 _ARITY = table(
-    "--help --standalone --module --no-python --run-path --virtual-local-rank",
+    "--help --standalone --module --no-python --run-path --virtual-local-rank --use-env",  # of torch.distributed.launch
     "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --monitor-interval "
     "--start-method --event-log-handler --role --log-dir --redirects --tee --log-line-prefix-template "
     "--local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank --master-addr "
@@ -53,7 +53,8 @@ def read(words: Sequence[str], python: str = "python") -> Job:
         address, port = host, number("--rdzv-endpoint HOST:PORT", text, least=0) if text else None
     if options.flag("--standalone") or (nodes == 1 and address in ("localhost", "127.0.0.1")):
         address = None
-    options.all("--rdzv-backend", "--node-rank")  # how its agents find each other, and which of the lines it is
+    # How its agents find each other, which of the lines it is, and what torchrun always does.
+    options.all("--rdzv-backend", "--node-rank", "--use-env")
     restarts = options.number("--max-restarts", least=0) or 0
     program = options.program
     if options.flag("--no-python"):
@@ -77,7 +78,7 @@ def write(job: Job) -> Written:
     """Return torchrun's line for each host."""
     if job.address is None:
         job.check_hosts_named(LAUNCHER)
-    variables = {**(RESTARTS if job.max_restarts else {}), **environment(job, LAUNCHER)}
+    variables = {**(RESTARTS if job.max_restarts else {}), **variables_of(job, LAUNCHER)}
     words, said = options_of(job, LAUNCHER)
     if job.max_restarts:
         words = ["--max-restarts", str(job.max_restarts), *words]

@@ -9,6 +9,9 @@ from launchers.translation.job import Job
 from launchers.translation.topics import advice
 from launchers.translation.words import join, quote
 
+# What Open MPI alone reads, and horovodrun hands on to it.
+_OF_OPEN_MPI = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
+_STARTS_OPEN_MPI = ("mpirun", "horovodrun")
 # The launcher's own backend, which a script asks for that asks for none.
 IMPLIED = {"horovodrun": "horovod", "mpirun": "horovod", "mpiexec": "horovod"}
 
@@ -38,9 +41,11 @@ class Written:
     text: str | None = None
 
 
-def environment(job: Job, launcher: str) -> dict[str, str]:
+def variables_of(job: Job, launcher: str) -> dict[str, str]:
     """Return what is set for every rank under `launcher`, with the backend where the launcher implies another."""
     variables = dict(job.environment)
+    if launcher not in _STARTS_OPEN_MPI:
+        variables = {name: value for name, value in variables.items() if not is_of_open_mpi(name)}
     for other in job.others:
         if other.launcher != launcher and launcher not in other.passes:
             variables = {**other.variables, **variables}
@@ -49,19 +54,25 @@ def environment(job: Job, launcher: str) -> dict[str, str]:
     return variables
 
 
+def is_of_open_mpi(name: str) -> bool:
+    """Return whether a variable is one that Open MPI's mpirun reads itself."""
+    return name.startswith(_OF_OPEN_MPI)
+
+
 def options_of(job: Job, launcher: str) -> tuple[list[str], list[str]]:
     """Return the other options of the job that `launcher` takes, and a remark for each that it does not."""
     words: list[str] = []
     said: list[str] = []
+    if launcher not in _STARTS_OPEN_MPI:
+        own = [f"{name}={value}" for name, value in job.environment.items() if is_of_open_mpi(name)]
+        said += [f"{join([one])} is left out: {advice('own', launcher)}" for one in own]
     for other in job.others:
         if other.launcher == launcher:
             words += other.words
         elif launcher in other.passes:
             words += other.passes[launcher]
         elif not other.variables:
-            said.append(
-                f"{join(other.words)} of {other.launcher} is left out: {other.advice or advice(other.topic, launcher)}"
-            )
+            said.append(f"{join(other.words)} of {other.launcher} is left out: {advice(other.topic, launcher)}")
     return words, said
 
 

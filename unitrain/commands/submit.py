@@ -13,8 +13,10 @@ from pathlib import Path
 import click
 
 from launchers import LaunchError, parse_exports
+from launchers.exports import looks_secret
 from launchers.translation import Job, Written, kubernetes, sbatch
 from launchers.translation.hosts import spread
+from unitrain import environment
 from unitrain.backends import registry
 from unitrain.commands.launch import check_script
 from unitrain.commands.translate import show
@@ -99,6 +101,9 @@ def submit(
         given, script, args = _parted(words, target)
         seconds = None if limit is None else _seconds(limit)
         forwarded, values = parse_exports(exports)
+        if target == "kubernetes":  # whose pods have nothing of this shell; what looks secret comes from a secret there
+            here = {name: environment.inherited().get(name, "") for name in forwarded if name not in values}
+            values |= {name: value for name, value in here.items() if not looks_secret(name, value)}
         size = num_processes or nodes * max(gpus_per_node or 1, 1)
         if size < nodes:
             raise LaunchError(f"-np {size} leaves some of {nodes} nodes without a rank. Use: --nodes {size}")
