@@ -209,7 +209,7 @@ def test_a_trainjob(script: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_mpirun_in_kubernetes(backend: str, script: Path) -> None:
+def test_mpirun_in_kubernetes(backend: str, script: Path, tmp_path: Path) -> None:
     found = manifest("--backend", backend, "--kind", "MPIJob", "--nodes", "2", "-np", "8", "--image", "a", script.name)
     spec = found["spec"]
     assert spec["slotsPerWorker"] == 4
@@ -218,17 +218,20 @@ def test_mpirun_in_kubernetes(backend: str, script: Path) -> None:
         ("Worker", 2),
     ]
     launcher = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
-    assert launcher["command"][:3] == ["mpirun", "-np", "8"]
-    assert launcher["command"][-2:] == ["python", "train_digits.py"]
     told = {one["name"]: one["value"] for one in launcher["env"]}
-    handed_on = {
-        word for before, word in zip(launcher["command"], launcher["command"][1:], strict=False) if before == "-x"
+    (tmp_path / "hostfile").write_text("w-0.train slots=4\nw-1.train slots=4\n")
+    program(tmp_path, "mpirun", 'echo "$MASTER_ADDR:$MASTER_PORT:$UNITRAIN_BACKEND"; printf "%s\\n" "$@"')
+    environ = {
+        **told,
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile"),
     }
-    meeting = {"MASTER_ADDR": "train-digits-worker-0.train-digits", "MASTER_PORT": "29500", "UNITRAIN_BACKEND": "ddp"}
-    assert {name: value for name, value in told.items() if not name.startswith("OMPI_")} == (
-        {} if backend == "horovod" else meeting
-    )
-    assert handed_on == {"PATH", *(() if backend == "horovod" else meeting)}
+    said, *words = subprocess.check_output(launcher["command"], env=environ, text=True, timeout=30).splitlines()
+    assert said == ("::" if backend == "horovod" else "w-0.train:29500:ddp")
+    assert words[:2] == ["-np", "8"]
+    assert words[-2:] == ["python", "train_digits.py"]
+    meeting = () if backend == "horovod" else ("UNITRAIN_BACKEND", "MASTER_ADDR", "MASTER_PORT")
+    assert {words[place + 1] for place, word in enumerate(words) if word == "-x"} == {"PATH", *meeting}
     assert manifest("--backend", "horovod", "--image", "a", script.name)["kind"] == "MPIJob"
 
 

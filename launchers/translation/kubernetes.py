@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launchers import mpirun
+from launchers.addresses import DEFAULT_PORT
 from launchers.errors import LaunchError
 from launchers.exports import looks_secret
 from launchers.options import with_defaults
 from launchers.translation import torchrun
 from launchers.translation.job import Job
 from launchers.translation.sbatch import name_of
-from launchers.translation.words import expands, shown
+from launchers.translation.words import expands, join, shown
 from launchers.translation.writing import Written, options_of, variables_of
 from launchers.translation.yaml import dump
 
@@ -129,8 +130,7 @@ def _mpijob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) 
     variables = variables_of(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     names = [*variables_of(job, "mpirun"), *job.forwarded, "PATH"]
     if job.backend != "horovod":
-        # The operator gives each worker this name, in a service that is called as the job.
-        variables |= {"MASTER_ADDR": f"{name}-worker-0.{name}", "MASTER_PORT": str(job.port or 29500)}
+        variables |= {"MASTER_PORT": str(job.port or DEFAULT_PORT)}
         names = [*names, "MASTER_ADDR", "MASTER_PORT"]
     command = ["mpirun", "-np", str(job.size)]  # the operator tells it the hosts and their slots
     command += [word for one in dict.fromkeys(names) for word in ("-x", one)]
@@ -139,9 +139,12 @@ def _mpijob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) 
     resources = {"resources": common.pop("resources")} if "resources" in common else {}
     if "workingDir" in common:
         command += ["-wdir", common["workingDir"]]
-    launcher = {
-        "name": "launcher", "image": pods.image, "command": [*command, *job.program], **common,
-    }  # fmt: skip
+    command += job.program
+    if job.backend != "horovod":
+        # The operator's versions name the workers differently, and all write their names into this file.
+        first = 'export MASTER_ADDR="$(head -n 1 "$OMPI_MCA_orte_default_hostfile" | cut -d " " -f 1)"'
+        command = ["bash", "-c", f"{first} && exec {join(command)}"]
+    launcher = {"name": "launcher", "image": pods.image, "command": command, **common}
     worker = {"name": "worker", "image": pods.image, "command": ["/usr/sbin/sshd", "-De"], **resources}
     policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts or 3}
     if pods.seconds is not None:
