@@ -134,6 +134,7 @@ def test_every_launcher_is_recognised(variables: dict[str, str], expected: Place
         name, _, value = item.partition("=")
         assert variables[name] == value
     assert bool(found.evidence) == (expected.launcher != "none")
+    assert len(set(found.evidence)) == len(found.evidence)
 
 
 def test_a_horovod_that_unitrain_leads_does_not_change_who_started_the_process() -> None:

@@ -291,4 +291,4 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:
         )
         if variable is not None and variable in environ
     }
-    return Placement(variables.launcher, rank, size, local_rank, **optional, evidence=tuple(evidence))
+    return Placement(variables.launcher, rank, size, local_rank, **optional, evidence=tuple(dict.fromkeys(evidence)))
