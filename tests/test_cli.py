@@ -21,6 +21,11 @@ OPTIONS = {
         "-np", "-n", "--num-processes", "--backends", "--operations", "--sizes", "--max-bytes", "--seconds", "--device",
         "--json", "--output",
     },
+    "unitrain bench compare": {"BEFORE", "AFTER"},
+    "unitrain bench train": {
+        "TARGET", "--ranks", "--backends", "--setting", "--batch-size", "--steps", "--seconds", "--device", "--json",
+        "--output",
+    },
     "unitrain bench predict": {
         "MEASURED", "--train", "--parameters", "--step-seconds", "--backward-share", "--bytes-per-parameter",
         "--bucket-bytes", "--latency", "--bandwidth", "--algorithms", "--ranks", "--ranks-per-host", "--host-latency",

@@ -17,8 +17,9 @@ from typing import Any
 
 import unitrain
 from unitrain.backends.base import Backend
-from unitrain.testing import RankGroup
+from unitrain.testing import RankError, RankGroup
 
+__all__ = ["Contestant", "HeldRanks", "LaunchedRanks", "Place", "RankError", "Start", "held"]
 # Longer than any turn should take; what takes longer is stuck.
 TURN_SECONDS = 300.0
 _PR_SET_PDEATHSIG = 1
@@ -115,16 +116,17 @@ class LaunchedRanks(Contestant):
 
 @dataclass(frozen=True)
 class Start:
-    """How ranks on this host are started: see `RankGroup`."""
+    """How `ranks` on this host are started: see `RankGroup`."""
 
     backend: str
+    ranks: int
     command: Sequence[str] = ()
     variables: Mapping[str, str] | None = None
 
 
 @contextmanager
-def held(starts: Sequence[Start], ranks: int, device: str) -> Iterator[list[Contestant]]:
-    """Start a set of `ranks` for each of `starts`; nothing of them is left afterwards, also after SIGTERM."""
+def held(starts: Sequence[Start], device: str) -> Iterator[list[Contestant]]:
+    """Start each set of ranks; nothing of them is left afterwards, also after SIGTERM."""
     # As after Ctrl-C: ranks that are stopped would not notice that nobody is left to wake them.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
@@ -134,7 +136,7 @@ def held(starts: Sequence[Start], ranks: int, device: str) -> Iterator[list[Cont
             group = stack.enter_context(
                 RankGroup(
                     start.backend,
-                    ranks,
+                    start.ranks,
                     command=start.command,
                     variables=start.variables,
                     device=device,

@@ -122,7 +122,7 @@ def _allreduce(cost: Cost, ranks: int, network: Network) -> Callable[[float], fl
 def model_of(trained: dict[str, Any], bytes_per_parameter: float) -> Model:
     """Return the model of a result of `bench train`, by its steps on one rank. Raises ReportError where there are
     none."""
-    alone = [row for row in trained["rows"] if row["ranks"] == 1]
+    alone = [row for row in trained["rows"] if row["ranks"] == 1 and row["setting"] is None]
     if not alone:
         raise ReportError(
             "What a step costs without communication follows from one rank, and none was measured. "
@@ -145,11 +145,16 @@ def measured_beside(
     networks: Mapping[tuple[str, str], Fit],
     wanted: Mapping[str, Cost],
 ) -> list[dict[str, Any]]:
-    """Return for each measured (who, ranks) of more than one rank what was measured, and what is predicted."""
+    """Return for each measured (who, ranks) of more than one rank what was measured, and what is predicted.
+
+    Settings are left out: most change what is computed, or what travels, in ways that the model does not know.
+    """
     found = []
     for row in trained["rows"]:
+        if row["setting"] is not None:
+            continue
         for (who, algorithm), (network, _) in networks.items():
-            if row["ranks"] == 1 or who not in ("", name_of({**row, "setting": None})):
+            if row["ranks"] == 1 or who not in ("", name_of(row)):
                 continue
             step = predict_step(model.work(), _allreduce(wanted[algorithm], row["ranks"], network))
             measured = middle(row["seconds"])[1]

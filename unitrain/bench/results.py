@@ -11,6 +11,8 @@ from typing import Any
 from unitrain.errors import ReportError
 
 KINDS = ("collectives", "train")
+# Of a training step, in the order of time.
+PARTS = ("data", "forward", "backward", "exposed", "optimizer")
 
 
 def write(result: dict[str, Any], path: Path) -> None:
@@ -46,6 +48,17 @@ def name_of(row: dict[str, Any]) -> str:
 def names(result: dict[str, Any]) -> list[str]:
     """Return everyone who was measured, each once, in order."""
     return list(dict.fromkeys(name_of(row) for row in result["rows"]))
+
+
+def samples_per_second(row: dict[str, Any]) -> float:
+    """Return the speed of all ranks in a row of training."""
+    return float(row["samples"] / middle(row["seconds"])[1])
+
+
+def efficiency(result: dict[str, Any], row: dict[str, Any]) -> float | None:
+    """Return what a rank does as a share of what one alone does with the same setting; None where none was measured."""
+    alone = [one for one in result["rows"] if one["ranks"] == 1 and one["setting"] == row["setting"]]
+    return samples_per_second(row) / row["ranks"] / samples_per_second(alone[0]) if alone else None
 
 
 def middle(values: Sequence[float]) -> tuple[float, float, float]:

@@ -9,7 +9,17 @@ from rich.console import Console
 from rich.table import Table
 
 from unitrain.bench.bandwidth import bus_factor
-from unitrain.bench.results import middle, name_of, names, shown_bytes, shown_seconds
+from unitrain.bench.comparison import Difference
+from unitrain.bench.results import (
+    PARTS,
+    efficiency,
+    middle,
+    name_of,
+    names,
+    samples_per_second,
+    shown_bytes,
+    shown_seconds,
+)
 
 _WIDTH = 260  # where there is no terminal: no cell is broken into lines
 
@@ -56,6 +66,51 @@ def collectives(result: dict[str, Any]) -> Table:
     return table
 
 
+def train(result: dict[str, Any]) -> Table:
+    """Return a row for each setting, number of ranks and backend: speed, efficiency, and where a step's time goes."""
+    rounds = len(result["rows"][0]["seconds"])
+    table = table_of(
+        f"{result['target']}: {result['parameters']:,} parameters, {result['device']}; medians of {rounds} rounds of "
+        f"{result['steps']} steps; efficiency against local on one rank; parts in ms, the mean of the ranks"
+    )
+    for heading in ("ranks", "backend"):
+        table.add_column(heading)
+    for heading in ("samples/s", "efficiency", "step", *PARTS, "memory"):
+        table.add_column(heading, justify="right", overflow="fold")
+    rows = sorted(result["rows"], key=lambda row: (row.get("setting") or "", row["ranks"]))
+    for number, row in enumerate(rows):
+        share = efficiency(result, row)
+        table.add_row(
+            str(row["ranks"]),
+            name_of(row),
+            f"{samples_per_second(row):,.4g}",
+            "" if share is None else f"{share:.1%}",
+            shown_seconds(middle(row["seconds"])[1]),
+            *(f"{middle(row['parts'][part])[1] * 1000:.3g}" for part in PARTS),
+            shown_bytes(row["memory"]),
+            end_section=number + 1 == len(rows) or rows[number + 1]["ranks"] != row["ranks"],
+        )
+    return table
+
+
+def differences(found: list[Difference]) -> Table:
+    """Return a row for each measurement that two results share."""
+    table = table_of(
+        "ratio: time before / time after, above 1 the second is faster; in brackets the middle half of all rounds"
+    )
+    table.add_column("")
+    for heading in ("before", "after", "ratio"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for one in found:
+        shown = [
+            f"{shown_seconds(median)} [{shown_seconds(low)}, {shown_seconds(high)}]"
+            for low, median, high in (one.before, one.after)
+        ]
+        table.add_row(one.what, *shown, f"{one.ratio:.3f}", one.verdict)
+    return table
+
+
 def prediction(result: dict[str, Any]) -> Table:
     """Return a row for each number of ranks: the step, its exposed communication, and the efficiency."""
     model = result["model"]
@@ -85,6 +140,10 @@ def prediction(result: dict[str, Any]) -> Table:
 def notes(result: dict[str, Any]) -> list[str]:
     """Return what is to be said below a table: of a prediction, its networks and how far it is off."""
     said = []
+    processors = result.get("machine", {}).get("processors")
+    most = max((row.get("ranks", 0) for row in result["rows"]), default=0)
+    if result["kind"] == "train" and result["device"] == "cpu" and processors is not None and most > processors:
+        said.append(f"{most} ranks share {processors} processors: what they take from each other looks like waiting.")
     for fit in result.get("networks", ()):
         bandwidth = f"{1 / fit['beta'] / 1e9:.3g} GB/s" if fit["beta"] else "unlimited"
         line = f"{fit['who']} {fit['algorithm']}".strip() + f": {shown_seconds(fit['alpha'])} a message, {bandwidth}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from unitrain.bench.bandwidth import bus_factor
-from unitrain.bench.results import middle, name_of, names, shown_bytes
-from unitrain.report.charts import COLOURS, RUNS, Chart, Line, LineChart, to_png, to_svg
+from unitrain.bench.results import PARTS, efficiency, middle, name_of, names, samples_per_second, shown_bytes
+from unitrain.report.charts import COLOURS, RUNS, Chart, Line, LineChart, TimeChart, to_png, to_svg
 
 
 def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -41,7 +41,7 @@ def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Se
 def _title(result: dict[str, Any]) -> str:
     if result["kind"] == "prediction":
         return f"prediction for {result['model']['parameters']:,.0f} parameters"
-    return f"{result['kind']} on {result['ranks']} ranks"
+    return result["target"] if result["kind"] == "train" else f"collectives on {result['ranks']} ranks"
 
 
 def _place(result: dict[str, Any]) -> str:
@@ -119,4 +119,45 @@ def _network(row: dict[str, Any]) -> str:
     return f"{row['who']} {row['algorithm']}".strip()
 
 
-_CHARTS = {"collectives": collective_charts, "prediction": prediction_charts}
+def train_charts(result: dict[str, Any]) -> list[Chart]:
+    """Return where a step's time goes, and speed and efficiency by the number of ranks."""
+    rows = sorted(result["rows"], key=lambda row: (row["setting"] or "", row["ranks"]))
+    labels = [f"{name_of(row)}, {row['ranks']}" for row in rows]
+    parts = {part: [1000 * middle(row["parts"][part])[1] for row in rows] for part in PARTS}
+    charts: list[Chart] = [
+        TimeChart("where a step's time goes, mean over ranks", labels, parts, x_label="milliseconds")
+    ]
+    ranks = sorted({row["ranks"] for row in rows})
+    if len(ranks) > 1:
+        look: dict[str, Any] = {
+            "x_label": "ranks", "legend": False, "from_zero": True, "ticks": [(one, str(one)) for one in ranks],
+        }  # fmt: skip
+        for title, figure in (("samples per second", samples_per_second), ("efficiency, %", _percent(result))):
+            lines = [
+                # From one rank on, which is the same for all backends.
+                Line(name, [(row["ranks"], figure(row)) for row in rows if _continues(row, name)], run)
+                for run, name in enumerate(names(result))
+            ]
+            charts.append(LineChart(title, lines, **look))
+    return charts
+
+
+def _continues(row: dict[str, Any], name: str) -> bool:
+    """Whether a row belongs to the line of `name`: its own, or the one on a single rank with its setting."""
+    setting = name.partition(", ")[2] or None
+    return name_of(row) == name or (row["ranks"] == 1 and row["setting"] == setting and row["backend"] == "local")
+
+
+def _percent(result: dict[str, Any]) -> Callable[[dict[str, Any]], float | None]:
+    def figure(row: dict[str, Any]) -> float | None:
+        share = efficiency(result, row)
+        return None if share is None else 100 * share
+
+    return figure
+
+
+_CHARTS: dict[str, Callable[[dict[str, Any]], Sequence[Chart]]] = {
+    "collectives": collective_charts,
+    "train": train_charts,
+    "prediction": prediction_charts,
+}

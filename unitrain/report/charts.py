@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from unitrain.errors import ReportError
-from unitrain.report.figures import PARTS, Points
+from unitrain.report.figures import Points
 
 # After Okabe and Ito, which colour-blind readers can tell apart. A page replaces each by the variable of its name, so
 # that it can have others where it is dark.
@@ -25,6 +25,7 @@ COLOURS = {
     "run-3": "#b8528f", "run-4": "#8a6d00", "run-5": "#2f9fd6",
     "data": "#e69f00", "compute": "#0173b3", "wait": "#d55e01", "update": "#009e74",
     "validation": "#56b4e9", "checkpoint": "#9a9a9a",
+    "forward": "#56b4ea", "backward": "#0173b4", "exposed": "#d55e02", "optimizer": "#009e75",
     "ink": "#1f2328", "muted": "#656d76", "grid": "#e4e7eb", "paper": "#ffffff",
 }  # fmt: skip
 RUNS = sum(name.startswith("run-") for name in COLOURS)
@@ -232,8 +233,7 @@ def _draw_bars(axes: Axes, chart: TimeChart, draw: Callable[..., Any], offset: s
     before = [0.0] * len(chart.labels)
     places = [float(label) for label in chart.labels] if chart.standing else range(len(chart.labels))
     look = {"linewidth": 0.6, "edgecolor": COLOURS["paper"]}
-    for part in PARTS:
-        values = chart.seconds[part]
+    for part, values in chart.seconds.items():
         if any(values):
             draw(places, values, 0.72, **{offset: before}, color=COLOURS[part], label=part, **look)
         before = [base + value for base, value in zip(before, values, strict=True)]

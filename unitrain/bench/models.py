@@ -1,0 +1,129 @@
+"""What `unitrain bench train` can train without a function of the user's: models with data made of random numbers."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset, TensorDataset
+
+import unitrain
+from unitrain.errors import MissingDependencyError
+
+_FEATURES, _CLASSES = 64, 10
+_SAMPLES = 1 << 14
+_CHARACTERS, _LENGTH = 96, 64
+
+
+def tiny() -> dict[str, Any]:
+    """Two hidden layers of 64: what is left of a step is what it costs beside computing."""
+    return _perceptron([64, 64])
+
+
+def mlp_25m() -> dict[str, Any]:
+    """25 million parameters in four hidden layers: much to communicate for what is computed."""
+    return _perceptron([2048, 3072, 3072, 2816])
+
+
+def resnet18() -> dict[str, Any]:
+    """torchvision's ResNet-18 on images of 224 x 224."""
+    return _resnet("resnet18", batch_size=16)
+
+
+def resnet50() -> dict[str, Any]:
+    """torchvision's ResNet-50 on images of 224 x 224."""
+    return _resnet("resnet50", batch_size=16)
+
+
+def gpt() -> dict[str, Any]:
+    """A transformer of two layers over 64 characters, as examples/gpt.py."""
+    model = SmallGPT()
+    text = torch.randint(_CHARACTERS, (_SAMPLES, _LENGTH + 1))
+    data = TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return _arguments(model, optimizer, data, batch_size=32, loss_fn=_loss_of_characters)
+
+
+class SmallGPT(nn.Module):
+    """Maps characters [n, length] to scores of the one after each, [n, length, characters]."""
+
+    def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(_CHARACTERS, width)
+        self.positions = nn.Embedding(_LENGTH, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.scores = nn.Linear(width, _CHARACTERS, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Look at each character and those before it."""
+        length = text.shape[1]
+        hidden = self.characters(text) + self.positions(torch.arange(length, device=text.device))
+        later = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
+        scores: Tensor = self.scores(self.layers(hidden, mask=later, is_causal=True))
+        return scores
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """A few random images again and again, so that they cost neither memory nor time."""
+
+    def __init__(self, length: int = _SAMPLES) -> None:
+        self._images = torch.randn(32, 3, 224, 224)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._images[index % 32], torch.tensor(index % 1000)
+
+
+def _perceptron(hidden: Sequence[int]) -> dict[str, Any]:
+    widths = [_FEATURES, *hidden, _CLASSES]
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    data = TensorDataset(torch.randn(_SAMPLES, _FEATURES), torch.randint(_CLASSES, (_SAMPLES,)))
+    model = nn.Sequential(*layers[:-1])
+    return _arguments(model, _momentum(model), data, batch_size=32)
+
+
+def _resnet(name: str, batch_size: int) -> dict[str, Any]:
+    try:
+        models = importlib.import_module("torchvision.models")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"{name} is torchvision's, which is not installed. Install it with: pip install 'unitrain[examples]'"
+        ) from error
+    model = getattr(models, name)()
+    return _arguments(model, _momentum(model), Images(), batch_size=batch_size)
+
+
+def _momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def _loss_of_characters(scores: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def _arguments(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Dataset[Any],
+    *,
+    batch_size: int,
+    loss_fn: Callable[..., Tensor] = cross_entropy,
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "loss_fn": loss_fn,
+        "config": unitrain.TrainConfig(epochs=1, batch_size=batch_size),
+        "train_data": data,
+    }
