@@ -13,18 +13,21 @@ neither torch nor unitrain, so that a command can be shown at once, on any machi
 the entry-point group `unitrain.launchers`, name -> build function.
 """
 
+from launchers.agents import MARK, guarded
 from launchers.discovery import answering, discover
 from launchers.elastic import Elastic, parse_elastic
 from launchers.errors import LaunchError
 from launchers.exports import parse_exports
-from launchers.hosts import Host, is_here, parse_hosts
+from launchers.hosts import Host, is_here, parse_hosts, read_hostfile
 from launchers.options import parse_options
+from launchers.preflight import check_hosts
 from launchers.registry import LAUNCHER_OF, available, build
 from launchers.slurm import allocated_slots
 from launchers.spec import Command, LaunchSpec
 
 __all__ = [
     "LAUNCHER_OF",
+    "MARK",
     "Command",
     "Elastic",
     "Host",
@@ -34,10 +37,13 @@ __all__ = [
     "answering",
     "available",
     "build",
+    "check_hosts",
     "discover",
+    "guarded",
     "is_here",
     "parse_elastic",
     "parse_exports",
     "parse_hosts",
     "parse_options",
+    "read_hostfile",
 ]

@@ -14,6 +14,8 @@ _SECRET_WORDS = {
     *("APIKEY", "AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASS", "PASSPHRASE", "PASSWD", "PASSWORD", "PAT"),
     *("SECRET", "SECRETS", "TOKEN"),
 }
+_HANDED_ON = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+_HANDED_ON_PREFIXES = ("PYTHON", "UNITRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
@@ -21,6 +23,12 @@ def looks_secret(name: str, value: str = "") -> bool:
     """Return whether a variable seems to hold what other users of a host must not read: by a word of its name, as
     WANDB_API_KEY, or by a URL with a password in it."""
     return bool(_SECRET_WORDS & set(name.upper().split("_"))) or _URL_WITH_PASSWORD.search(value) is not None
+
+
+def handed_on() -> list[str]:
+    """Return the names of those variables here that ranks on other hosts need, sorted: what Python and the libraries
+    below unitrain read. Anything else is the user's to name."""
+    return sorted(name for name in os.environ if name in _HANDED_ON or name.startswith(_HANDED_ON_PREFIXES))
 
 
 def parse_exports(

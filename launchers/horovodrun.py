@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
+from launchers import slurm
 from launchers.errors import LaunchError
 from launchers.exports import looks_secret
 from launchers.hosts import check_spellings, is_here
@@ -13,6 +15,9 @@ from launchers.spec import Command, LaunchSpec
 
 def build(spec: LaunchSpec) -> Command:
     """Return the command; it is typed on one host and reaches the others itself."""
+    if not spec.hosts and (job := slurm.allocation_of_several_hosts()) is not None:
+        job.check_slots(spec.num_processes)
+        spec = replace(spec, hosts=job.hosts)
     check_spellings(spec.hosts)
     program = find_program("horovodrun", spec.python, "Build Horovod for this torch with: unitrain horovod build")
     options = ["-np", str(spec.num_processes)]
@@ -28,6 +33,8 @@ def build(spec: LaunchSpec) -> Command:
             "Leave --mpi out, or use --backend horovod, or --launcher mpirun."
         )
     options.append(f"--{controller}")
+    if spec.interface is not None:
+        options += ["--network-interfaces", spec.interface]
     secrets = [name for name in spec.forwarded if looks_secret(name, os.environ.get(name, ""))]
     if secrets and controller == "gloo" and not all(map(is_here, spec.hosts)):
         raise LaunchError(

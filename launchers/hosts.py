@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from launchers.errors import LaunchError
 
@@ -34,6 +35,30 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
                     f"-H {host.name}:{earlier.slots + host.slots}"
                 )
     return hosts
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """Return the hosts in a file, one on a line: "name slots=4" as Open MPI and Horovod write it, or "name:4". A host
+    that has several lines, as in a scheduler's list of slots, gets their sum. Raises LaunchError."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(
+            f"--hostfile {path} cannot be read: {error}. Write one host on a line, as in: a slots=4"
+        ) from None
+    slots: dict[str, int] = {}
+    for line in lines:
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        text = ":".join([words[0], *(word.removeprefix("slots=") for word in words[1:] if word.startswith("slots="))])
+        if len(words) > 1 and not words[1].startswith(("slots=", "max_slots=", "max-slots=")):
+            raise LaunchError(f"Line {line.strip()!r} of {path} cannot be read. Write: {words[0]} slots=4")
+        host = _parse_host(text, str(path))
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    if not slots:
+        raise LaunchError(f"--hostfile {path} names no host. Write one on a line, as in: a slots=4")
+    return tuple(Host(name, count) for name, count in slots.items())
 
 
 def check_spellings(hosts: tuple[Host, ...], resolve: Callable[[str], str] = socket.gethostbyname) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from launchers import slurm
 from launchers.addresses import DEFAULT_PORT, meeting_place
 from launchers.errors import LaunchError
+from launchers.exports import handed_on
 from launchers.hosts import Host, check_spellings, is_here
 from launchers.options import with_defaults
 from launchers.programs import find_program
@@ -25,10 +26,6 @@ DEFAULTS = (
 )
 # A new host's key would be asked about, where nobody answers. A key that has changed is still refused.
 SSH = ("-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new")
-# On another host a rank has only what is named to it. These are what Python and the libraries below unitrain read;
-# anything else is the user's to name.
-_HANDED_ON = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
-_HANDED_ON_PREFIXES = ("PYTHON", "UNITRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 
 
 def build(spec: LaunchSpec) -> Command:
@@ -54,7 +51,7 @@ def build(spec: LaunchSpec) -> Command:
     # On one host Horovod lets its ranks find each other. Between hosts it would have to guess an address of rank 0's,
     # which it cannot where no route leads out of the cluster.
     if elsewhere or spec.backend != "horovod":
-        port = (job.port if job is not None else DEFAULT_PORT) if elsewhere else None
+        port = (job.port if job is not None else spec.port or DEFAULT_PORT) if elsewhere else None
         variables |= meeting_place(spec.hosts, port, variables)
     users = [name for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
     names = dict.fromkeys([*variables, *users, *spec.forwarded])
@@ -65,17 +62,15 @@ def build(spec: LaunchSpec) -> Command:
     if elsewhere:
         if job is None:
             defaults.append(SSH)
-        names |= dict.fromkeys(sorted(name for name in os.environ if _is_handed_on(name)))
+        names |= dict.fromkeys(handed_on())  # on another host a rank has only what is named to it
+        if spec.interface is not None:
+            defaults += [("-mca", f"{part}_tcp_if_include", spec.interface) for part in ("btl", "oob")]
     for name in names:
         options += ["-x", name]
     options += with_defaults(defaults, spec.launcher_args)
     if os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return Command((program, *options, spec.python, spec.script, *spec.args), variables)
-
-
-def _is_handed_on(name: str) -> bool:
-    return name in _HANDED_ON or name.startswith(_HANDED_ON_PREFIXES)
 
 
 def _check_is_open_mpi(program: str) -> None:

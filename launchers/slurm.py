@@ -69,10 +69,21 @@ def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
     return Allocation(job, hosts, int(cpus) if cpus.isdecimal() and int(cpus) else None)
 
 
+def allocation_of_several_hosts() -> Allocation | None:
+    """Return the allocation where it has several hosts and this process is not one of its tasks, else None."""
+    if "SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
+        return None
+    return allocation()
+
+
 def allocated_slots(launcher: str) -> int | None:
     """Return how many processes the allocation takes, or None outside of one and for a launcher that does not start
     ranks on its hosts."""
-    job = allocation() if launcher in ("mpirun", "srun") else None
+    job = None
+    if launcher in ("mpirun", "srun"):
+        job = allocation()
+    elif launcher in ("horovodrun", "torchrun"):
+        job = allocation_of_several_hosts()
     return None if job is None else job.slots
 
 

@@ -21,6 +21,8 @@ class LaunchSpec:
     variables of `environment` and those whose names are in `forwarded`. `launcher_args` are options of the launcher
     itself, which go before those made from this spec where both say the same. `elastic` and `max_restarts` are for a
     launcher that is started on every host, and starts the job again by itself: torchrun on several hosts.
+    Ranks on several hosts talk over the network `interface`, and meet on the first host at `port`, where these are not
+    None.
     Raises LaunchError for fewer than one process, or more than there are slots.
     """
 
@@ -36,6 +38,8 @@ class LaunchSpec:
     launcher_args: tuple[str, ...] = ()
     elastic: Elastic | None = None
     max_restarts: int = 0
+    interface: str | None = None
+    port: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -67,6 +71,8 @@ class LaunchSpec:
         added = dict(self.environment)
         if self.backend is not None:
             added["UNITRAIN_BACKEND"] = self.backend
+        if self.interface is not None:
+            added |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), self.interface)
         # torchrun gives each rank one thread and horovodrun gives each all cores: the same share under both.
         if "OMP_NUM_THREADS" not in os.environ:
             added.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.most_per_host)))
@@ -75,12 +81,18 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class Command:
-    """A program with its arguments, and the variables to add to the environment it inherits."""
+    """A program with its arguments, and the variables to add to the environment it inherits.
+
+    Where a program has to be started on each host, `per_host` says by which command, and `argv` does it.
+    """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    per_host: tuple[tuple[str, Command], ...] = ()
 
     def shell(self) -> str:
-        """Return the command as a line that a shell takes."""
+        """Return the command as a line that a shell takes, or one for each host."""
+        if self.per_host:
+            return "\n".join(f"on {host}: {command.shell()}" for host, command in self.per_host)
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.argv)])

@@ -6,10 +6,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from launchers.addresses import DEFAULT_PORT
+from launchers import agents, slurm
+from launchers.addresses import DEFAULT_PORT, meeting_place
 from launchers.errors import LaunchError
-from launchers.exports import looks_secret
-from launchers.hosts import check_is_here, shares
+from launchers.exports import handed_on, looks_secret
+from launchers.hosts import check_spellings, is_here, shares
 from launchers.programs import find_program
 from launchers.spec import Command, LaunchSpec
 
@@ -18,32 +19,36 @@ RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the command for this host. Raises LaunchError for several, with what to type on each."""
+    """Return the command; it is typed on one host, and starts an agent on each of the others over ssh, or through
+    Slurm in an allocation of several hosts, whose hosts are taken where none are given.
+
+    One agent on this host takes a free port to meet at, so that two jobs do not meet. Several meet on the first host,
+    at the spec's port or 29500.
+    """
     spec.check_no_controller("torchrun")
-    if len(spec.hosts) > 1:
-        lines = "\n".join(
-            # Hosts that are left without a process come last, and have no line.
-            f"  on {host.name}: {command.shell()}"
-            for host, command in zip(spec.hosts, per_host(spec), strict=False)
-        )
-        secrets = ", ".join(_secrets(spec))
-        first = f" with {secrets} set there" if secrets else ""
-        if spec.elastic is not None:
-            lines += "\n  on a host that is added: the last of them, with its own name after --local-addr"
-        raise LaunchError(
-            f"torchrun is started once on each host, but -H names {len(spec.hosts)}. "
-            f"Type on each its own line{first}, or use --launcher horovodrun:\n{lines}"
-        )
-    for host in spec.hosts:
-        check_is_here(host, "torchrun")
-    # --standalone takes a free port, so that two jobs on one host do not meet.
-    return _command(spec, ["--standalone", "--nproc-per-node", str(spec.num_processes)])
+    job = None
+    if not spec.hosts and (job := slurm.allocation_of_several_hosts()) is not None:
+        job.check_slots(spec.num_processes)
+        spec = replace(spec, hosts=job.hosts, port=spec.port or job.port)
+    if not spec.hosts or (len(spec.hosts) == 1 and is_here(spec.hosts[0])):
+        return _command(spec, ["--standalone", "--nproc-per-node", str(spec.num_processes)])
+    check_spellings(spec.hosts)
+    if spec.elastic is not None or spec.max_restarts:
+        raise LaunchError(_typed_on_each(spec))
+    hosts = spec.hosts[: len(shares(spec.num_processes, spec.hosts))]
+    commands = list(zip(hosts, per_host(spec), strict=True))
+    names = {*handed_on(), *spec.forwarded}
+    return Command(
+        agents.plan(commands, names, spec.python, through_slurm=job is not None),
+        per_host=tuple((host.name, command) for host, command in commands),
+    )
 
 
 def per_host(spec: LaunchSpec) -> list[Command]:
     """Return the command of each host that gets a process, in the order of the hosts; the ranks meet on the first.
 
-    Forwarded variables are on the line with their values, but for those that look secret.
+    Forwarded variables are not part of it. Raises LaunchError where the first of several hosts has a name that means
+    another one on each.
     """
     counts = shares(spec.num_processes, spec.hosts)
     secrets = _secrets(spec)
@@ -51,7 +56,9 @@ def per_host(spec: LaunchSpec) -> list[Command]:
     spec = replace(spec, environment={**forwarded, **spec.environment})
     if spec.max_restarts or spec.elastic is not None:
         return [_command(spec, _restarted(spec, number, counts)) for number in range(len(counts))]
-    return [_command(spec, options) for options in node_options(counts, spec.hosts[0].name)]
+    place = meeting_place(spec.hosts, spec.port or DEFAULT_PORT, spec.environment)
+    options = node_options(counts, place["MASTER_ADDR"], int(place["MASTER_PORT"]))
+    return [_command(spec, one) for one in options]
 
 
 def node_options(counts: Sequence[int], address: str, port: int = DEFAULT_PORT) -> list[list[str]]:
@@ -64,6 +71,23 @@ def node_options(counts: Sequence[int], address: str, port: int = DEFAULT_PORT) 
         ]
         for number, count in enumerate(counts)
     ]
+
+
+def _typed_on_each(spec: LaunchSpec) -> str:
+    """Return what to do where torchruns start a job again themselves: one ends with its host, and others may come."""
+    lines = "\n".join(
+        # Hosts that are left without a process come last, and have no line.
+        f"  on {host.name}: {command.shell()}"
+        for host, command in zip(spec.hosts, per_host(spec), strict=False)
+    )
+    secrets = ", ".join(_secrets(spec))
+    first = f" with {secrets} set there" if secrets else ""
+    if spec.elastic is not None:
+        lines += "\n  on a host that is added: the last of them, with its own name after --local-addr"
+    return (
+        f"torchrun is started once on each host, but -H names {len(spec.hosts)}. "
+        f"Type on each its own line{first}, or use --launcher horovodrun:\n{lines}"
+    )
 
 
 def _restarted(spec: LaunchSpec, number: int, counts: Sequence[int]) -> list[str]:

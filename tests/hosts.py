@@ -98,6 +98,11 @@ class Host:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
+    def signal(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to a process of this host, by this machine's number for it."""
+        assert pid in self.living()
+        os.kill(pid, number)
+
     def unplug(self) -> None:
         """Pull its cable: nobody is told, what is sent is lost."""
         self._link("down")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ _BACKEND_OF = {launcher: backend for backend, launcher in launchers.LAUNCHER_OF.
     "srun": "ddp",
 }
 _ELASTIC_RESTARTS = 3
+_OVER_SSH = ("torchrun", "horovodrun", "mpirun")
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -37,6 +39,10 @@ _ELASTIC_RESTARTS = 3
 @click.option("--launcher", metavar="NAME", help="torchrun, horovodrun, mpirun, srun or none. [default: the backend's]")
 @click.option("-np", "-n", "--num-processes", type=int, metavar="N", help="Ranks in all. [default: all slots, else 1]")
 @click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Where they run. [default: this host]")
+@click.option(
+    "--hostfile", type=click.Path(path_type=Path), metavar="FILE", help='The same in a file, "HOST slots=N" on a line.'
+)
+@click.option("--interface", metavar="NAME", help="The network between hosts. [default: the one that leads there]")
 @click.option("--gloo", "controller", flag_value="gloo", help="horovodrun: Gloo brings the ranks together. [default]")
 @click.option("--mpi", "controller", flag_value="mpi", help="horovodrun: MPI brings the ranks together.")
 @click.option(
@@ -82,6 +88,8 @@ def launch(
     launcher: str | None,
     num_processes: int | None,
     hosts: str | None,
+    hostfile: Path | None,
+    interface: str | None,
     controller: str | None,
     exports: tuple[str, ...],
     launcher_args: tuple[str, ...],
@@ -108,14 +116,21 @@ def launch(
       unitrain launch --backend horovod --elastic 2:8 -H node1:4,node2:4 train.py
     """
     try:
-        launcher, spec = _request(backend, launcher, hosts, controller, exports, launcher_args, script, args)
+        launcher, spec = _request(
+            backend, launcher, _hosts(hosts, hostfile), interface, controller, exports, launcher_args, script, args
+        )
+        elsewhere = launcher in _OVER_SSH and not all(map(launchers.is_here, spec.hosts))
         if elastic is None:
             _check_not_discovered(host_discovery_script)
             slots = sum(host.slots for host in spec.hosts) or launchers.allocated_slots(launcher) or 1
             processes = slots if num_processes is None else num_processes
             if not untuned:
                 spec = replace(spec, environment=_tuned(spec, processes) | dict(spec.environment))
-            job = Job(launcher, replace(spec, num_processes=processes, max_restarts=max_restarts or 0))
+            spec = replace(spec, num_processes=processes, max_restarts=max_restarts or 0)
+            if elsewhere and not dry_run:
+                mark = {launchers.MARK: secrets.token_hex(8)}
+                spec = replace(spec, port=launchers.check_hosts(spec), environment={**spec.environment, **mark})
+            job = Job(launcher, spec)
             membership, command = None, job.command()
         else:
             limits = launchers.parse_elastic(elastic)
@@ -138,13 +153,26 @@ def launch(
         except launchers.LaunchError as error:
             raise click.ClickException(str(error)) from error
     click.echo(command.shell(), err=True)
+    if elsewhere and not command.per_host:
+        command = launchers.guarded(command, job.spec)
     os.execvpe(command.argv[0], command.argv, environment.without_ranks() | dict(command.environment))
+
+
+def _hosts(hosts: str | None, hostfile: Path | None) -> tuple[launchers.Host, ...]:
+    if hosts is not None and hostfile is not None:
+        raise launchers.LaunchError(
+            f"-H {hosts} and --hostfile {hostfile} both say where ranks run. Leave one of them out."
+        )
+    if hostfile is not None:
+        return launchers.read_hostfile(hostfile)
+    return launchers.parse_hosts(hosts) if hosts is not None else ()
 
 
 def _request(
     backend: str | None,
     launcher: str | None,
-    hosts: str | None,
+    hosts: tuple[launchers.Host, ...],
+    interface: str | None,
     controller: str | None,
     exports: tuple[str, ...],
     launcher_args: tuple[str, ...],
@@ -172,7 +200,8 @@ def _request(
     return launcher, launchers.LaunchSpec(
         script=str(script),
         args=args,
-        hosts=launchers.parse_hosts(hosts) if hosts is not None else (),
+        hosts=hosts,
+        interface=interface,
         backend=backend,
         controller=controller,
         environment=values,

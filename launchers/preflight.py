@@ -1,0 +1,129 @@
+"""What can be wrong with the hosts of a launch, found in about a second, before anything is started there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launchers import look
+from launchers.agents import SSH
+from launchers.errors import LaunchError
+from launchers.hosts import Host, is_here, shares
+from launchers.spec import LaunchSpec
+
+_SECONDS = 40
+_MARK = "unitrain looks: "
+
+
+@dataclass(frozen=True)
+class _Answer:
+    host: Host
+    told: dict[str, Any]
+
+
+def check_hosts(spec: LaunchSpec) -> int:
+    """Ask all hosts at once, over ssh, and return the port of the first at which the ranks can meet.
+
+    Raises LaunchError for the first host that cannot be reached, lacks the script, its folder, Python or the interface,
+    or has other versions than the first, and for a MASTER_PORT that is taken.
+    """
+    hosts = spec.hosts[: len(shares(spec.num_processes, spec.hosts))]
+    port = int(os.environ.get("MASTER_PORT") or 0)
+    packages = ["torch", "unitrain", *(["horovod"] if spec.backend == "horovod" else [])]
+    with ThreadPoolExecutor(min(len(hosts), 64)) as pool:
+        answers = list(pool.map(lambda host: _ask(host, spec, packages, port if host is hosts[0] else 0), hosts))
+    first = answers[0]
+    for answer in answers:
+        _check(answer, first, spec)
+    if first.told["port"] is None:
+        raise LaunchError(
+            f"MASTER_PORT is {port}, but on {first.host.name} another program listens there. Clear it, and a free one "
+            "is taken: unset MASTER_PORT"
+        )
+    found: int = first.told["port"]
+    return found
+
+
+def _ask(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> _Answer:
+    name = host.name.strip("[]")
+    question = f"look({str(Path(spec.script))!r}, {str(Path.cwd())!r}, {list(packages)!r}, {port})\n"
+    start = [spec.python, "-"] if is_here(host) else [*SSH, name, f"exec {shlex.quote(spec.python)} -"]
+    try:
+        done = subprocess.run(
+            start, input=Path(look.__file__).read_text() + question, capture_output=True, text=True, timeout=_SECONDS,
+            check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise LaunchError(
+            f"{start[0]}, by which hosts are reached, is not installed. Install it: sudo apt-get install openssh-client"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"Host {name!r} did not answer within {_SECONDS} s. Look at it with: ssh {name} hostname"
+        ) from None
+    for line in done.stdout.splitlines():
+        _, found, told = line.partition(_MARK)
+        if found:
+            return _Answer(host, json.loads(told))
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    raise LaunchError(_refusal(name, done.returncode, said, spec.python))
+
+
+def _refusal(name: str, code: int, said: list[str], python: str) -> str:
+    last = said[-1] if said else f"exit code {code}"
+    text = "\n".join(said)
+    if code == 255:
+        if "IDENTIFICATION HAS CHANGED" in text or "Host key verification failed" in text:
+            return (
+                f"Host {name!r} shows another ssh key than the one that is known here, and ssh refuses it. "
+                f"Where it was installed anew, forget the old one: ssh-keygen -R {name}"
+            )
+        if "Permission denied" in text:
+            return f"Host {name!r} does not let you in without a password: {last} Give it your key: ssh-copy-id {name}"
+        if "resolve hostname" in text:
+            return f"Host {name!r} is not known here: {last}. Write it as ssh takes it, and try: ssh {name} hostname"
+        return f"Host {name!r} cannot be reached: {last}. Leave it out of the hosts, or try: ssh {name} hostname"
+    return (
+        f"{python!r} does not run on {name}: {last}. Install the environment there at the same path, or start from one "
+        "that all hosts share"
+    )
+
+
+def _check(answer: _Answer, first: _Answer, spec: LaunchSpec) -> None:
+    name, told = answer.host.name, answer.told
+    folder = Path.cwd()
+    if not told["folder"] and not Path(spec.script).is_absolute():
+        raise LaunchError(
+            f"The folder {str(folder)!r}, from which you start, is not on {name}. Start from a folder that all hosts "
+            f"share, or copy it: ssh {name} mkdir -p {folder} && scp -r {folder}/. {name}:{folder}"
+        )
+    if not told["script"]:
+        path = folder / spec.script
+        raise LaunchError(
+            f"Script {spec.script!r} is not on {name}. Start one from a folder that all hosts share, or copy it: "
+            f"scp {path} {name}:{path}"
+        )
+    for package, version in first.told["versions"].items():
+        own = told["versions"][package]
+        if own != version:
+            raise LaunchError(
+                f"{package} is {version or 'missing'} on {first.host.name}, but {own or 'missing'} on {name}. "
+                + (
+                    "Start from an environment that all hosts share"
+                    if package == "Python" or not version
+                    else f"Install the same there: ssh {name} {spec.python} -m pip install {package}=={version}"
+                )
+            )
+    if spec.interface is not None and spec.interface not in told["interfaces"]:
+        has = ", ".join(one for one in told["interfaces"] if one != "lo") or "none"
+        raise LaunchError(
+            f"--interface {spec.interface}: {name} has no such interface, but {has}. Leave it out, and the one that "
+            "leads to the other hosts is taken, or name one that all have"
+        )
