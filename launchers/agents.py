@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
+import click
+
 from launchers import holder
 from launchers.hosts import Host, is_here, shares
 from launchers.spec import Command, LaunchSpec
@@ -114,7 +116,7 @@ class Agents:
                 if process.returncode and not failed:
                     failed, failed_at = process.returncode, time.monotonic()
                     lost = ": the connection to it broke" if process.returncode == 255 else ""
-                    print(f"unitrain: {name} failed first, with exit code {failed}{lost}", file=sys.stderr)
+                    click.echo(f"unitrain: {name} failed first, with exit code {failed}{lost}", err=True)
             now = time.monotonic()
             if failed and not asked and now - failed_at > _SECONDS_TO_FAIL:
                 self._tell_all(f"{signal.SIGTERM:d}\n".encode())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import socket
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -35,4 +36,4 @@ def look(script: str, folder: str, packages: list[str], port: int) -> None:
         "interfaces": [name for _, name in socket.if_nameindex()],
         "port": found,
     }
-    print("unitrain looks: " + json.dumps(told))
+    sys.stdout.write(f"unitrain looks: {json.dumps(told)}\n")

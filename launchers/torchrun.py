@@ -47,8 +47,8 @@ def build(spec: LaunchSpec) -> Command:
 def per_host(spec: LaunchSpec) -> list[Command]:
     """Return the command of each host that gets a process, in the order of the hosts; the ranks meet on the first.
 
-    Forwarded variables are not part of it. Raises LaunchError where the first of several hosts has a name that means
-    another one on each.
+    Forwarded variables are on the line with their values, but for those that look secret. Raises LaunchError where
+    the first of several hosts has a name that means another one on each.
     """
     counts = shares(spec.num_processes, spec.hosts)
     secrets = _secrets(spec)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,32 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- commands ---
 
 
+def test_a_file_of_hosts(tmp_path: Path) -> None:
+    """As Open MPI and Horovod write it, and as schedulers do, one line for each slot."""
+    path = tmp_path / "hosts"
+    path.write_text("# ours\na slots=4 max_slots=8\n\nb:2  # two\nc\nc\n")
+    assert launchers.read_hostfile(path) == (Host("a", 4), Host("b", 2), Host("c", 2))
+    for text, message in (
+        ("a slots=x\n", r"must have a whole number of slots from 1, got 'x'"),
+        ("a 4\n", r"^Line 'a 4' of .* cannot be read\. Write: a slots=4$"),
+        ("# none\n", r"^--hostfile .* names no host\. Write one"),
+    ):
+        path.write_text(text)
+        with pytest.raises(LaunchError, match=message):
+            launchers.read_hostfile(path)
+    with pytest.raises(LaunchError, match=r"^--hostfile .*absent cannot be read: .* Write one host on a line"):
+        launchers.read_hostfile(tmp_path / "absent")
+
+
+def test_the_interface_is_told_to_the_launcher_and_to_libraries() -> None:
+    asked = spec(num_processes=2, hosts=parse_hosts("a.invalid:1,b.invalid:1"), interface="ib0")
+    told = {"GLOO_SOCKET_IFNAME": "ib0", "HOROVOD_GLOO_IFACE": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    for launcher, words in (("torchrun", ""), ("horovodrun", "--network-interfaces ib0")):
+        command = build(launcher, asked)
+        assert words in command.shell()
+        assert all(told.items() <= one.environment.items() for one in [v for _, v in command.per_host] or [command])
+
+
 def test_torchrun_on_one_host() -> None:
     command = build("torchrun", spec(num_processes=2, backend="horovod"))
     assert command.argv == (
@@ -124,29 +152,27 @@ def test_torchrun_on_one_host() -> None:
     }  # fmt: skip
 
 
-def test_torchrun_on_two_hosts_is_typed_on_each() -> None:
+def test_torchrun_is_started_on_each_of_two_hosts() -> None:
     asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
     first, second = per_host(asked)
     common = ("--master-addr", "a", "--master-port", "29500", "train.py", "--epochs", "3")
     assert first.argv[1:] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2", *common)
     assert second.argv[1:] == ("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1", *common)
-    with pytest.raises(LaunchError) as caught:
-        build("torchrun", asked)
-    assert str(caught.value).splitlines() == [
-        "torchrun is started once on each host, but -H names 2. Type on each its own line, "
-        "or use --launcher horovodrun:",
-        f"  on a: {first.shell()}",
-        f"  on b: {second.shell()}",
-    ]
+    command = build("torchrun", asked)
+    assert command.per_host == (("a", first), ("b", second))
+    assert command.shell().splitlines() == [f"on a: {first.shell()}", f"on b: {second.shell()}"]
+    assert command.argv[1:3] == ("-m", "launchers.agents")
+    told = json.loads(command.argv[3])
+    assert [(host["name"], tuple(host["argv"])) for host in told["hosts"]] == [("a", first.argv), ("b", second.argv)]
+    assert [host["start"][0] for host in told["hosts"]] == ["ssh", "ssh"]
+    assert "--master-port 4711" in build("torchrun", replace(asked, port=4711)).shell()
 
 
 def test_a_host_that_is_left_without_a_process_takes_no_part() -> None:
     """torchrun ends with a bare AssertionError where it is given no process to start."""
     asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
     assert per_host(asked) == per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
-    with pytest.raises(LaunchError) as caught:
-        build("torchrun", asked)
-    assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == ["a:", "b:"]
+    assert [host for host, _ in build("torchrun", asked).per_host] == ["a", "b"]
 
 
 @pytest.mark.parametrize("launcher", ["none", "torchrun"])
@@ -157,15 +183,15 @@ def test_only_horovodrun_has_a_controller(launcher: str) -> None:
         build(launcher, spec(controller="mpi"))
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "none"])
-def test_ranks_start_here_only_where_no_launcher_reaches_further(launcher: str) -> None:
+def test_one_process_starts_here_only() -> None:
     for here in ("localhost", "127.0.0.1", socket.gethostname()):
-        build(launcher, spec(hosts=(Host(here, 1),)))
+        assert "--standalone" in build("torchrun", spec(hosts=(Host(here, 1),))).argv
+        build("none", spec(hosts=(Host(here, 1),)))
     for elsewhere in ("192.0.2.1", "elsewhere.invalid"):
         with pytest.raises(
             LaunchError, match=rf"on this host only, but -H names '{elsewhere}'\. Type it there, or use "
         ):
-            build(launcher, spec(hosts=(Host(elsewhere, 1),)))
+            build("none", spec(hosts=(Host(elsewhere, 1),)))
 
 
 @pytest.mark.parametrize(

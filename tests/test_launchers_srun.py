@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -88,6 +89,24 @@ def test_all_tasks_are_used_by_those_that_start_ranks_in_an_allocation(monkeypat
     assert [allocated_slots(launcher) for launcher in ("srun", "mpirun", "torchrun", "none")] == [8, 8, None, None]
     monkeypatch.delenv("SLURM_JOB_ID")
     assert allocated_slots("srun") is None
+
+
+def test_launchers_of_many_hosts_take_those_of_the_allocation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not in a step, as the shell of `srun --pty`, nor where the allocation has one host."""
+    for name in ("torchrun", "horovodrun"):
+        program(folder, name, "exit 1")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert [allocated_slots(launcher) for launcher in ("torchrun", "horovodrun")] == [8, 8]
+    command = build("torchrun", spec(folder, num_processes=6))
+    assert [(host, one.argv[6]) for host, one in command.per_host] == [("n1", "4"), ("n2", "2")]
+    assert "--master-addr n1 --master-port 29734" in command.shell()
+    starts = [host["start"] for host in json.loads(command.argv[3])["hosts"]]
+    assert [(start[0], start[6]) for start in starts] == [("srun", "--nodelist=n1"), ("srun", "--nodelist=n2")]
+    assert "-H n1:4,n2:4" in build("horovodrun", spec(folder, num_processes=6, backend="horovod")).shell()
+    for name, value in (("SLURM_STEP_ID", "0"), ("SLURM_JOB_NUM_NODES", "1")):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            assert "--standalone" in build("torchrun", spec(folder, num_processes=6)).argv
 
 
 def refused(folder: Path, **given: object) -> str:

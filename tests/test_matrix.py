@@ -7,7 +7,9 @@ numbers are compared with the same steps in plain torch.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,33 @@ def test_torchrun_on_each_host(
     outputs = [agent.communicate(timeout=100)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0] * count, outputs
     check(tmp_path, "torchrun", backend, "gloo", SHARES[count], reference)
+
+
+@needs_slurm
+@pytest.mark.parametrize(
+    ("options", "launcher", "backend"),
+    [([], "torchrun", "ddp"), (["--backend", "horovod", "--launcher", "srun"], "srun", "horovod")],
+    ids=["torchrun", "srun"],
+)
+def test_in_a_batch_job_nothing_is_typed_of_its_hosts(
+    options: list[str],
+    launcher: str,
+    backend: str,
+    allocated: tuple[list[Host], dict[str, str]],
+    tmp_path: Path,
+    reference: list[float],
+) -> None:
+    both, given = allocated
+    line = [sys.executable, "-m", "unitrain", "launch", *options, SCRIPT, str(tmp_path), backend]
+    said, ended = tmp_path / "said", tmp_path / "ended"
+    job = ["sbatch", "-N", "2", "-n", "3", "-o", str(said), "--wrap", f"{shlex.join(line)}; echo $? >{ended}"]
+    assert both[0].run(job, VARIABLES | given).returncode == 0
+    deadline = time.monotonic() + 90
+    while not (ended.exists() and ended.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ended.exists(), said.read_text()
+    assert ended.read_text() == "0\n", said.read_text()
+    check(tmp_path, launcher, backend, "gloo", SHARES[2], reference)
 
 
 @needs_slurm
