@@ -33,8 +33,9 @@ def build(spec: LaunchSpec) -> Command:
     if not spec.hosts or (len(spec.hosts) == 1 and is_here(spec.hosts[0])):
         return _command(spec, ["--standalone", "--nproc-per-node", str(spec.num_processes)])
     check_spellings(spec.hosts)
-    if spec.elastic is not None or spec.max_restarts:
+    if spec.elastic is not None:
         raise LaunchError(_typed_on_each(spec))
+    spec = replace(spec, max_restarts=0)  # who started it starts all of it again
     hosts = spec.hosts[: len(shares(spec.num_processes, spec.hosts))]
     commands = list(zip(hosts, per_host(spec), strict=True))
     names = {*handed_on(), *spec.forwarded}
@@ -74,7 +75,7 @@ def node_options(counts: Sequence[int], address: str, port: int = DEFAULT_PORT) 
 
 
 def _typed_on_each(spec: LaunchSpec) -> str:
-    """Return what to do where torchruns start a job again themselves: one ends with its host, and others may come."""
+    """Return what to do for an elastic job: a torchrun goes with its host, and one may come with another."""
     lines = "\n".join(
         # Hosts that are left without a process come last, and have no line.
         f"  on {host.name}: {command.shell()}"
