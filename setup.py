@@ -19,6 +19,8 @@ wandb = ["pillow>=10.0", "wandb>=0.17"]
 mlflow = ["alembic>=1.10", "mlflow-skinny>=2.14", "pillow>=10.0", "sqlalchemy>=2.0"]  # with its database in a file
 loggers = [*tensorboard, *wandb, *mlflow]
 notebook = ["ipykernel>=6.20", "nbclient>=0.8"]  # for the tests: what runs a notebook
+# For benchmarks/peers.py, which says which of them it has not found.
+peers = ["accelerate>=1.0", "lightning>=2.4", "pytorch-ignite>=0.5"]
 # What Kubernetes and Kubeflow take, for the tests of manifests.
 manifests = ["jsonschema>=4.20", "kubeflow-trainer-api>=2.1", "kubernetes-validate>=1.33"]
 dev = ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.6"]
@@ -42,6 +44,7 @@ setup(
         "mlflow": mlflow,
         "loggers": loggers,
         "report": report,
+        "peers": peers,
         "dev": [*dev, *manifests, *horovod, *examples, *torchmetrics, *report, *loggers, *notebook],
     },
     entry_points={"console_scripts": ["unitrain = unitrain.cli:unitrain"]},

@@ -69,7 +69,8 @@ def network(hidden: list[int]) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that all of them have."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
@@ -97,14 +98,14 @@ def _distributed_data_parallel(backend: Backend, model: nn.Module, data: TensorD
         dist.all_reduce(value)
         return value / backend.size
 
-    optimizer = _optimizer(model)
+    optimizer = sgd(model)
     return _loop(nn.parallel.DistributedDataParallel(model), optimizer, data, backend, mean)
 
 
 def _distributed_optimizer(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
     import horovod.torch as hvd
 
-    optimizer = _optimizer(model)
+    optimizer = sgd(model)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -112,14 +113,14 @@ def _distributed_optimizer(backend: Backend, model: nn.Module, data: TensorDatas
 
 
 def _own_loop(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
-    optimizer = _optimizer(model)
+    optimizer = sgd(model)
     model = backend.distributed_model(model)
     return _loop(model, backend.distributed_optimizer(optimizer, model), data, backend, backend.allreduce)
 
 
 def _trainer(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
     config = unitrain.TrainConfig(epochs=1, batch_size=BATCH, progress="off")
-    trainer = unitrain.Trainer(model, _optimizer(model), cross_entropy, backend=backend, config=config)
+    trainer = unitrain.Trainer(model, sgd(model), cross_entropy, backend=backend, config=config)
 
     def turn(epoch: int) -> float:
         trainer.run.cursor = Cursor()

@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 from loops import settle, take_turn
@@ -42,9 +43,13 @@ class Contestant:
         self._signal(signal.SIGSTOP)
 
     def turn(self, way: str, model: str, number: int) -> float:
+        return max(self.call(take_turn, way, model, number))
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what `function(backend, *args)` returns on every rank, while it is their turn."""
         self._signal(signal.SIGCONT)
         try:
-            return max(self.group.run(take_turn, way, model, number, timeout_seconds=300))
+            return self.group.run(function, *args, timeout_seconds=300)
         finally:
             self._signal(signal.SIGSTOP)
 

@@ -54,7 +54,9 @@ def frame(title: str, quoted: str, made_by: str, ranks: int, header: Sequence[st
 
 def ratio(ones: Sequence[float], others: Sequence[float]) -> str:
     """Return the median of the rounds' ratios, and their middle half."""
-    low, middle, high = statistics.quantiles([one / other for one, other in zip(ones, others, strict=True)], n=4)
+    low, middle, high = statistics.quantiles(
+        [one / other for one, other in zip(ones, others, strict=True)], n=4, method="inclusive"
+    )
     return f"**{middle:.3f}** [{low:.3f}, {high:.3f}]"
 
 

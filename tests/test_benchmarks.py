@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -29,6 +30,24 @@ def test_step_overhead(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "step_overhead.json").read_text())
     for ways in kept["seconds_per_step"].values():
         assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in ways["trial"].values())
+
+
+def test_peers(tmp_path: Path) -> None:
+    """Whichever of them are installed: the others are named, and no part of the rest."""
+    shown = run("peers.py", "--backend", "ddp", "--model", "trial", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "peers.md").read_text()
+    assert table.strip() in shown
+    rows = {row[1]: row[2:] for row in re.findall(r"^\| (ddp) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.M)}
+    packages = {"Lightning Fabric": "lightning", "Lightning Trainer": "lightning", "Accelerate": "accelerate"}
+    by_hand = {"DistributedDataParallel": "sys", "unitrain, own loop": "sys", "unitrain, Trainer": "sys"}
+    packages |= {"ignite": "ignite", **by_hand}
+    assert set(rows) == set(packages)
+    for way, (milliseconds, against) in rows.items():
+        if importlib.util.find_spec(packages[way]) is None:
+            assert (milliseconds, against) == ("not installed", "")
+        else:
+            assert float(milliseconds) > 0
+            assert re.fullmatch(RATIO if way != "unitrain, Trainer" else "1", against)
 
 
 def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
