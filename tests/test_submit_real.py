@@ -53,7 +53,8 @@ def test_a_job_that_is_warned_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         deadline = time.monotonic() + SECONDS
         while not is_so():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} was not seen within {SECONDS} s; the job said:\n{log.read_text()}")
+                seen = found[0].run(["bash", "-c", "scontrol show job; sinfo -lN"], variables).stdout
+                raise TimeoutError(f"{what} was not seen within {SECONDS} s:\n{log.read_text()}\n{seen}")
             time.sleep(0.2)
 
     with hosts(2, tmp_path) as found, slurm(found, daemons) as variables:
@@ -67,6 +68,11 @@ def test_a_job_that_is_warned_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         def state() -> str:
             return run("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job).strip()
 
+        def has_gone_on() -> bool:
+            if state() == "PENDING":  # Slurm would wait for two minutes, from some time after it has queued it again
+                found[0].run(["scontrol", "update", f"JobId={job}", "StartTime=now"], variables)
+            return state() == "COMPLETED"
+
         submit = [sys.executable, "-m", "unitrain", "submit", "--to", "slurm", "--nodes", "2", "--time", "30"]
         told = run(*submit, "--output", str(log), "--exclusive", "train.py", "run")
         match = re.search(r"^Submitted batch job (\d+)$", told, re.MULTILINE)
@@ -75,8 +81,7 @@ def test_a_job_that_is_warned_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         wait_for("its first epoch", history.exists)
         run("scancel", "--signal=USR1", job)  # as Slurm does before the end of its time
         wait_for("that it is queued again", lambda: state() == "PENDING")
-        run("scontrol", "update", f"JobId={job}", "StartTime=now")  # else Slurm waits for two minutes
-        wait_for("its end", lambda: state() == "COMPLETED")
+        wait_for("its end", has_gone_on)
     said = log.read_text()
     assert [said.count(f"ddp {rank}/2 in attempt {attempt}") for attempt in (0, 1) for rank in (0, 1)] == [1] * 4, said
     epochs = [json.loads(line)["epoch"] for line in history.read_text().splitlines()]

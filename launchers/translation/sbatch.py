@@ -9,7 +9,7 @@ from dataclasses import replace
 from launchers.errors import LaunchError
 from launchers.exports import looks_secret
 from launchers.options import with_defaults
-from launchers.srun import DEFAULTS, task_options
+from launchers.srun import task_options
 from launchers.translation.job import Job
 from launchers.translation.srun import meeting
 from launchers.translation.words import join, quote
@@ -19,6 +19,10 @@ LAUNCHER = "sbatch"
 # What unitrain's ranks end with when a signal has come and their checkpoint is written: EX_TEMPFAIL of sysexits.h.
 _AGAIN = 75
 _WARNING_SECONDS = 120
+# Ranks that were warned end one after another, each with a failure's code: the first must not have the others killed,
+# whose code would then be another. Ranks that are left by one that has failed end themselves, or are ended here.
+_TOGETHER = ("--kill-on-bad-exit=0",)
+_DEFAULTS = (("--wait", "300"), ("--export", "ALL"))
 _PORT = "$((29500 + SLURM_JOB_ID % 1000))"  # two jobs that share a host seldom meet
 
 
@@ -58,9 +62,7 @@ def write(job: Job, directives: Sequence[str] = ()) -> Written:
         exports.append(f"export MASTER_PORT={_PORT}")
     if "OMP_NUM_THREADS" not in variables:
         exports.append("export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}")
-    start = join(
-        ["srun", "--kill-on-bad-exit=1", *with_defaults(DEFAULTS, [word for one in own for word in one.words])]
-    )
+    start = join(["srun", *_TOGETHER, *with_defaults(_DEFAULTS, [word for one in own for word in one.words])])
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in asked),
