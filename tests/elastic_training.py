@@ -2,7 +2,8 @@
 
 python elastic_training.py FOLDER [SECONDS]: FOLDER gets the run, and a line per rank and step. FOLDER/plan.json has the
 events: {"2": {"7": "slots 3"}, "3": {"30": "kill 1"}} has three slots offered after step 7 of two ranks, and rank 1 of
-three killed after step 30. Each happens once. After slots have changed, a step takes SECONDS.
+three killed after step 30. Each happens once. After slots have changed, a step takes SECONDS; after "slow NAME" too, as
+long as there is no file FOLDER/NAME.
 """
 
 from __future__ import annotations
@@ -62,12 +63,15 @@ class Events(unitrain.Callback):
             mark = self._folder / f"done-{size}-{number}"
             if step >= int(number) and not mark.exists():
                 self._do(*event.split(), rank=rank, mark=mark)
-            if event.startswith("slots") and mark.exists():
+            kind, value = event.split()
+            if mark.exists() and (kind == "slots" or (kind == "slow" and not (self._folder / value).exists())):
                 time.sleep(self._seconds)
 
     def _do(self, kind: str, value: str, *, rank: int, mark: Path) -> None:
         if kind == "slots" and rank == 0:
             (self._folder / "slots").write_text(value)
+            mark.touch()
+        elif kind == "slow":
             mark.touch()
         elif kind == "kill" and rank == int(value):
             mark.touch()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from itertools import chain
 from pathlib import Path
 
 import elastic_training
 import pytest
 from elastic_training import EPOCHS, GLOBAL_BATCH, SAMPLES
+from hosts import SECONDS, hosts
 from launches import started
-from parts import needs_mpi
+from parts import needs_hosts, needs_mpi
 
 from unitrain.testing import RankGroup
 
 SCRIPT = elastic_training.__file__
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
+VARIABLES = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
 STEPS = EPOCHS * SAMPLES // GLOBAL_BATCH
 
 
@@ -35,32 +39,40 @@ def discovery(folder: Path) -> Path:
     return script
 
 
+def wait_until(folder: Path, size: int, step: int) -> None:
+    """Wait until a job with so many ranks has done so many steps."""
+    deadline = time.monotonic() + SECONDS
+    at = folder / "at-0"
+    while True:
+        found = [int(word) for word in at.read_text().split()] if at.exists() else []
+        if len(found) == 2 and found[0] >= step and found[1] == size:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no step {step} of {size} ranks within {SECONDS} s")
+        time.sleep(0.1)
+
+
 def check(folder: Path, expected: list[float], sizes: list[int], lost: int) -> None:
     """Check that the run has gone through these numbers of ranks, repeated at most `lost` steps, and come to its end
     with every sample trained on once an epoch."""
     size, parameters = json.loads((folder / "parameters.json").read_text())
     assert parameters == pytest.approx(expected, rel=0, abs=1e-9)
     assert size == sizes[-1]
-    taken: dict[int, dict[int, list[int]]] = {}
-    gone_through: list[int] = []
-    for line in (folder / "taken-0.txt").read_text().splitlines():
-        gone_through += [json.loads(line)[1]]
+    ranks = [
+        [json.loads(line) for line in file.read_text().splitlines()] for file in sorted(folder.glob("taken-*.txt"))
+    ]
+    gone_through = [size for _, size, _ in ranks[0]]
     assert [one for at, one in enumerate(gone_through) if at == 0 or gone_through[at - 1] != one] == sizes
     assert len(gone_through) - STEPS <= lost
-    for file in folder.glob("taken-*.txt"):
-        for line in file.read_text().splitlines():
-            step, ranks, samples = json.loads(line)
-            # What was done again counts as it was done last, by as many ranks as there were then.
-            taken.setdefault(step, {}).setdefault(ranks, [])
-            taken[step][ranks] = [*taken[step][ranks], *samples]
-    assert set(taken) == set(range(1, STEPS + 1))
+    # What was done again counts as it was done last, by as many ranks as there were then.
+    last = {step: size for step, size, _ in ranks[0]}
+    assert sorted(last) == list(range(1, STEPS + 1))
+    taken = [{step: samples for step, size, samples in lines if last[step] == size} for lines in ranks]
     for epoch in range(EPOCHS):
-        trained: list[int] = []
-        for step in range(epoch * STEPS // EPOCHS + 1, (epoch + 1) * STEPS // EPOCHS + 1):
-            for samples in taken[step].values():
-                assert len(set(samples)) == GLOBAL_BATCH, (step, samples)
-            trained += sorted(set(samples))
-        assert sorted(trained) == list(range(SAMPLES))
+        steps = range(epoch * STEPS // EPOCHS + 1, (epoch + 1) * STEPS // EPOCHS + 1)
+        trained = [[sample for rank in taken for sample in rank.get(step, [])] for step in steps]
+        assert {len(samples) for samples in trained} == {GLOBAL_BATCH}
+        assert sorted(chain.from_iterable(trained)) == list(range(SAMPLES))
 
 
 @pytest.mark.parametrize(
@@ -81,3 +93,29 @@ def test_slots_that_are_added_are_used_and_a_killed_rank_costs_a_few_steps(
     assert "there are slots for 3 ranks instead of 2: the job is asked to save and end" in output
     assert output.count("it is started again, 1 of 1") == 1, output  # that there are more slots is no failure
     check(tmp_path, undisturbed, [2, 3], lost=5)
+
+
+@needs_hosts
+def test_hosts_come_and_go(tmp_path: Path, undisturbed: list[float]) -> None:
+    """One that does not answer is taken in when it does; one that vanishes is noticed, though nobody tells."""
+    (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow grown"}, "3": {"20": "slow shrunk"}}))
+    options = ["--backend", "horovod", "--elastic", "1:3", "--max-restarts", "1", "-H", "h1:1,h2:1,h3:1"]
+    (tmp_path / "hosts").mkdir()
+    with hosts(3, tmp_path / "hosts", own_name_is_loopback=True) as (first, second, third):
+        third.unplug()
+        with first.start([*LAUNCH, *options, SCRIPT, str(tmp_path), "1"], VARIABLES) as launch:
+            try:
+                wait_until(tmp_path, size=2, step=6)
+                third.plug_in()
+                wait_until(tmp_path, size=3, step=21)
+                (tmp_path / "grown").touch()
+                second.kill()
+                wait_until(tmp_path, size=2, step=25)
+                output, _ = launch.communicate(timeout=SECONDS)
+            finally:
+                first.end_all()
+        third.wait_until_none_lives(10)
+    assert launch.returncode == 0, output
+    assert "there are slots for 3 ranks instead of 2" in output
+    assert "the host of rank 1 does not answer any more" in output
+    check(tmp_path, undisturbed, [2, 3, 2], lost=5)
