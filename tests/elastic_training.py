@@ -1,9 +1,9 @@
 """A training that says which sample each step took, changes its job's hosts and kills its ranks as it is told.
 
-python elastic_training.py FOLDER [SECONDS]: FOLDER gets the run, and a line per rank and step. FOLDER/plan.json has the
-events: {"2": {"7": "slots 3"}, "3": {"30": "kill 1"}} has three slots offered after step 7 of two ranks, and rank 1 of
-three killed after step 30. Each happens once. After slots have changed, a step takes SECONDS; after "slow NAME" too, as
-long as there is no file FOLDER/NAME.
+python elastic_training.py FOLDER [SECONDS [TIMEOUT]]: FOLDER gets the run, and a line per rank and step.
+FOLDER/plan.json has the events: {"2": {"7": "slots 3"}, "3": {"30": "kill 1"}} has three slots offered after step 7 of
+two ranks, and rank 1 of three killed after step 30. Each happens once. After slots have changed, a step takes SECONDS;
+after "slow NAME" too, as long as there is no file FOLDER/NAME.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def train(backend: unitrain.Backend, folder: Path, seconds: float = 0.0) -> list
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    with unitrain.init(device="cpu", timeout_seconds=100) as backend:
-        parameters = train(backend, folder, float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+    seconds, timeout = [*map(float, sys.argv[2:]), *(0.0, 100.0)[len(sys.argv) - 2 :]]
+    with unitrain.init(device="cpu", timeout_seconds=timeout) as backend:
+        parameters = train(backend, folder, seconds)
         if backend.rank == 0:
             (folder / "parameters.json").write_text(json.dumps([backend.size, parameters]))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from unitrain.data.batching import Batching, derive_batching
+from unitrain.data.batching import Batching, KeptBatch, derive_batching, keep_batching
 from unitrain.errors import ConfigError
 
 
@@ -40,3 +40,29 @@ def test_what_does_not_fit_is_told_with_what_would(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         derive_batching(size, batch_size=batch_size, accumulate=accumulate, whole=whole)
+
+
+def test_an_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
+    for size, first, batch_size, accumulate in itertools.product(range(1, 6), range(1, 6), (1, 3, 8), (None, 1, 2)):
+        asked = {"batch_size": batch_size, "accumulate": accumulate, "whole": None}
+        began = keep_batching(first, None, **asked)
+        whole = first * batch_size * (accumulate or 1)
+        assert began == Batching(batch_size, accumulate or 1, whole)
+        found = keep_batching(size, KeptBatch(batch_size, whole), **asked)
+        assert (found.batch_size, found.whole) == (batch_size, whole)
+        # As few micro-steps as hold it with no more samples on a rank than before.
+        assert (found.accumulate - 1) * size * batch_size < whole <= found.accumulate * size * batch_size
+
+
+def test_an_elastic_job_may_begin_with_a_global_batch_that_its_ranks_do_not_divide() -> None:
+    alone = {"batch_size": None, "accumulate": None, "whole": 8}
+    assert keep_batching(3, None, **alone) == Batching(3, 1, 8)
+    assert keep_batching(1, KeptBatch(3, 8), **alone) == Batching(3, 3, 8)
+    # A script that makes its own batches smaller for more ranks means the same.
+    assert keep_batching(1, KeptBatch(4, 8), batch_size=8, accumulate=None, whole=None) == Batching(8, 1, 8)
+
+
+def test_whole_batches_keep_it_as_nearly_as_they_can() -> None:
+    asked = {"batch_size": 4, "accumulate": None, "whole": None, "whole_batches": True}
+    found = {size: keep_batching(size, KeptBatch(4, 16), **asked).accumulate for size in (1, 2, 3, 4, 8)}
+    assert found == {1: 4, 2: 2, 3: 1, 4: 1, 8: 1}

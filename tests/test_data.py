@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -113,6 +114,19 @@ def test_the_samples_of_a_step_do_not_depend_on_how_the_global_batch_is_made_up(
         return list(taken.values())
 
     assert steps(1, 12, 1) == steps(2, 6, 1) == steps(2, 2, 3) == steps(4, 3, 1) == steps(3, 2, 2)
+
+
+@pytest.mark.parametrize(("size", "batch", "accumulate"), [(3, 3, 1), (3, 1, 3), (2, 3, 2), (5, 2, 1), (1, 3, 3)])
+def test_steps_that_the_ranks_do_not_divide_are_as_even_as_they_can_be(size: int, batch: int, accumulate: int) -> None:
+    taken: dict[int, list[list[int]]] = {}
+    for rank in range(size):
+        for part in training_slices(0, 50, batch_size=batch, accumulate=accumulate, rank=rank, size=size, whole=8):
+            assert len(taken_by(part)) <= batch
+            taken.setdefault(part.step_end, []).append(list(taken_by(part)))
+    assert [sorted(chain.from_iterable(parts)) for _, parts in sorted(taken.items())] == [
+        list(range(first, min(first + 8, 50))) for first in range(0, 50, 8)
+    ]
+    assert all(max(map(len, parts)) - min(map(len, parts)) <= 1 for parts in taken.values())
 
 
 def test_an_epoch_can_go_on_in_the_middle_with_another_number_of_ranks() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
@@ -119,3 +121,30 @@ def test_hosts_come_and_go(tmp_path: Path, undisturbed: list[float]) -> None:
     assert "there are slots for 3 ranks instead of 2" in output
     assert "the host of rank 1 does not answer any more" in output
     check(tmp_path, undisturbed, [2, 3, 2], lost=5)
+
+
+@needs_hosts
+def test_torchrun_on_several_hosts_goes_on_with_those_that_are_left(tmp_path: Path, undisturbed: list[float]) -> None:
+    """By the lines that `unitrain launch` prints for each host, and by torchrun's own agents. That a host has vanished
+    shows when it is waited for in vain."""
+    (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow shrunk"}, "1": {"10": "slow grown"}}))
+    (tmp_path / "hosts").mkdir()
+    options = ["--elastic", "1:3", "--max-restarts", "2", "-H", "h1:1,h2:1,h3:1", SCRIPT, str(tmp_path), "1", "15"]
+    told = subprocess.run([*LAUNCH, *options], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert told.returncode == 2, told.stderr
+    lines = {line.split()[1]: line.partition(": ")[2] for line in told.stderr.splitlines() if line.startswith("  on h")}
+    with hosts(3, tmp_path / "hosts", own_name_is_loopback=True) as (first, second, third), ExitStack() as ended:
+        agents = []
+        for host in (first, second):
+            agents.append(ended.enter_context(host.start(["sh", "-c", lines[f"{host.name}:"]], VARIABLES)))
+            ended.callback(host.end_all)
+        wait_until(tmp_path, size=2, step=6)
+        second.kill()
+        wait_until(tmp_path, size=1, step=11)
+        (tmp_path / "shrunk").touch()
+        agents.append(ended.enter_context(third.start(["sh", "-c", lines["h3:"]], VARIABLES)))
+        ended.callback(third.end_all)
+        wait_until(tmp_path, size=2, step=12)
+        outputs = [agents[place].communicate(timeout=SECONDS)[0] for place in (0, 2)]
+    assert [agents[0].returncode, agents[2].returncode] == [0, 0], outputs
+    check(tmp_path, undisturbed, [2, 1, 2], lost=5)

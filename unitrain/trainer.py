@@ -143,7 +143,7 @@ class Trainer:
         after a checkpoint.
         """
         config = self.config
-        share = open_training_data(train_data, self.backend, config, self.run.first_size)
+        share = open_training_data(train_data, self.backend, config, elastic=self.run.elastic, kept=self.run.kept_batch)
         self._train_batch_size = share.batch_size
         self.result_names = ("train_loss", *(f"val_{name}" for name in self._evaluation.names if val_data is not None))
         self._epoch_scheduler.check(self.result_names)

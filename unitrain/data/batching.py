@@ -22,6 +22,13 @@ class Batching(NamedTuple):
     whole: int | None = None
 
 
+class KeptBatch(NamedTuple):
+    """How large the steps of an elastic job were when it began: samples per rank and micro-step, and in all."""
+
+    batch_size: int
+    whole: int
+
+
 def batching_of(
     data: Data,
     communicator: Communicator,
@@ -29,19 +36,19 @@ def batching_of(
     batch_size: int | None,
     accumulate: int | None,
     whole: int | None,
-    first_size: int | None = None,
+    elastic: bool = False,
+    kept: KeptBatch | None = None,
     whole_batches: bool = False,
 ) -> Batching:
     """Return `derive_batching` for `data`, of which a DataLoader has a batch size of its own. All ranks call it.
 
-    The batch size is the one to ask of the data: for a DataLoader what the user asked for beside. A job that is elastic
-    and began with `first_size` ranks keeps its global batch, with `whole_batches` as nearly as these allow. Raises
-    ConfigError, on all ranks, also for a `whole` where the data makes batches of its own sizes.
+    The batch size is the one to ask of the data: for a DataLoader what the user asked for beside. For an elastic job it
+    is `keep_batching`, but where the data makes batches of its own sizes. Raises ConfigError, on all ranks, also for a
+    `whole` where it does.
     """
 
     def derive() -> Batching:
-        size = communicator.size
-        own = data.batch_size if isinstance(data, DataLoader) else None
+        own = data.batch_size if isinstance(data, DataLoader) else batch_size
         if isinstance(data, DataLoader) and own is None and whole is not None:
             maker = data.dataset if data.batch_sampler is None else data.batch_sampler
             raise ConfigError(
@@ -49,10 +56,10 @@ def batching_of(
                 "large a batch is. Leave it out, and use accumulate for larger steps."
             )
         asked = {"batch_size": own or batch_size, "accumulate": accumulate, "whole": whole}
-        if first_size is None:
-            derived = derive_batching(size, **asked)
+        if elastic and (own or whole):
+            derived = keep_batching(communicator.size, kept, **asked, whole_batches=whole_batches)
         else:
-            derived = keep_batching(size, first_size, **asked, whole_batches=whole_batches)
+            derived = derive_batching(communicator.size, **asked)
         return derived._replace(batch_size=batch_size) if isinstance(data, DataLoader) else derived
 
     return together(communicator, derive)
@@ -60,26 +67,26 @@ def batching_of(
 
 def keep_batching(
     size: int,
-    first_size: int,
+    kept: KeptBatch | None,
     *,
     batch_size: int | None,
     accumulate: int | None,
     whole: int | None,
     whole_batches: bool = False,
 ) -> Batching:
-    """Return the batching on `size` ranks whose global batch is that on `first_size` ranks, whatever it divides by.
+    """Return the batching of an elastic job on `size` ranks: its global batch is the one `kept` since it began, or
+    where this is its beginning what is asked for, whatever it divides by.
 
-    No rank has more samples in a micro-step than it would have there. With `whole_batches` all have as many, and the
-    global batch is as near as they allow; so it is counted in batches where nothing says how large these are.
+    No rank has more samples in a micro-step than `batch_size`, or than it had then. With `whole_batches` each has as
+    many, and the global batch is as near as that allows. One of `batch_size` and `whole` is given.
     """
-    if whole is None and batch_size is None:
-        return Batching(None, max(1, round(first_size * (accumulate or 1) / size)))
-    if batch_size is None:
-        batch_size = -(-(whole or 0) // (first_size * (accumulate or 1)))
-    whole = whole or first_size * batch_size * (accumulate or 1)
+    parts = size * (accumulate or 1)
+    if kept is None:
+        kept = KeptBatch(batch_size or -(-(whole or 1) // parts), whole or parts * (batch_size or 1))
+    most = batch_size or kept.batch_size
     if whole_batches:
-        return Batching(batch_size, max(1, round(whole / (size * batch_size))), whole)
-    return Batching(batch_size, -(-whole // (size * batch_size)), whole)
+        return Batching(most, max(1, round(kept.whole / (size * most))), kept.whole)
+    return Batching(most, -(-kept.whole // (size * most)), kept.whole)
 
 
 def derive_batching(size: int, *, batch_size: int | None, accumulate: int | None, whole: int | None) -> Batching:

@@ -15,7 +15,7 @@ from torch import Tensor
 from unitrain.backends.base import Communicator, together
 from unitrain.config import StreamKind, TrainConfig, Uneven
 from unitrain.data.alike import check_alike
-from unitrain.data.batching import batching_of
+from unitrain.data.batching import KeptBatch, batching_of
 from unitrain.data.loading import Data, Source, comes_in_turn
 from unitrain.data.order import Dealt, Slice, batch_slices, epoch_order, training_slices
 from unitrain.data.sampling import Drawn, draw
@@ -51,7 +51,8 @@ class TrainingShare(TrainingData):
         shuffle: bool = True,
         num_workers: int = 0,
         uneven: Uneven = "weight",
-        first_size: int | None = None,
+        elastic: bool = False,
+        kept: KeptBatch | None = None,
     ) -> None:
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
@@ -61,7 +62,8 @@ class TrainingShare(TrainingData):
             batch_size=batch_size,
             accumulate=accumulate,
             whole=global_batch_size,
-            first_size=first_size,
+            elastic=elastic,
+            kept=kept,
         )
         self._seed, self._accumulate, self._uneven = seed, batching.accumulate, uneven
         self._source = source = _open(data, communicator, batching.batch_size, shuffle, num_workers, "batch_size")
@@ -248,11 +250,16 @@ class EvaluationShare:
 
 
 def open_training_data(
-    data: Data, communicator: Communicator, config: TrainConfig, first_size: int | None = None
+    data: Data,
+    communicator: Communicator,
+    config: TrainConfig,
+    *,
+    elastic: bool = False,
+    kept: KeptBatch | None = None,
 ) -> TrainingData:
     """Return this rank's part of `data`, with indices or without, as `config` asks for it. All ranks call it.
 
-    An elastic job that began with `first_size` ranks keeps its global batch on however many there are now.
+    An elastic job keeps its global batch on however many ranks there are: the one `kept` since it began.
     Raises what TrainingShare and TrainingStream raise.
     """
     settings: dict[str, Any] = {
@@ -262,7 +269,8 @@ def open_training_data(
         "seed": config.seed,
         "num_workers": config.num_workers,
         "uneven": config.uneven,
-        "first_size": first_size,
+        "elastic": elastic,
+        "kept": kept,
     }
     # Where the ranks do not make the same of it, they ask each other the same all the same, and find out.
     if comes_in_turn(data):

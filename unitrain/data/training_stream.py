@@ -9,7 +9,7 @@ from typing import Any
 from unitrain.backends.base import Communicator
 from unitrain.config import StreamKind, Uneven
 from unitrain.data.alike import check_alike
-from unitrain.data.batching import batching_of
+from unitrain.data.batching import KeptBatch, batching_of
 from unitrain.data.loading import Data
 from unitrain.data.lockstep import Lockstep
 from unitrain.data.order import Slice
@@ -47,7 +47,8 @@ class TrainingStream(TrainingData):
         num_workers: int = 0,
         stream: StreamKind = "shared",
         uneven: Uneven = "weight",
-        first_size: int | None = None,
+        elastic: bool = False,
+        kept: KeptBatch | None = None,
     ) -> None:
         batching = batching_of(
             data,
@@ -55,7 +56,8 @@ class TrainingStream(TrainingData):
             batch_size=batch_size,
             accumulate=accumulate,
             whole=global_batch_size,
-            first_size=first_size,
+            elastic=elastic,
+            kept=kept,
             whole_batches=True,
         )
         self._source = source = open_stream(
@@ -76,9 +78,9 @@ class TrainingStream(TrainingData):
             self.global_batch_size = sum(size or 0 for size in sizes) * batching.accumulate
         if batching.whole not in (None, self.global_batch_size) and communicator.rank == 0:
             _log.warning(
-                "Steps of this job were of %d samples when it began, on %d ranks, and are of %d on %d: whole batches "
-                "of a stream come no nearer. Use numbers of ranks that divide it.",
-                *(batching.whole, first_size, self.global_batch_size, communicator.size),
+                "The steps of this job are to be of %d samples, but on %d ranks they are of %d: whole batches of a "
+                "stream come no nearer. Use numbers of ranks that divide it.",
+                *(batching.whole, communicator.size, self.global_batch_size),
             )
         self._communicator = communicator
         # Batches that workers have prepared anyway are held no longer for that; without workers none is made early.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from unitrain.backends.base import Communicator, raise_together
+from unitrain.data.batching import KeptBatch
 from unitrain.errors import CheckpointError
 from unitrain.lifecycle import checkpoint_files as files
 from unitrain.lifecycle import job
@@ -40,15 +41,15 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
     return result
 
 
-def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, int | None]:
+def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[KeptBatch]]:
     """Make `folder` and prove that it can be written to, before training begins; tell whether to go on from there.
 
-    That is so with `resume`, and where an earlier attempt of the same job has been there. Tell also the number of ranks
-    that an elastic job began with, None for any other. All ranks call it. Raises CheckpointError on every rank when it
+    That is so with `resume`, and where an earlier attempt of the same job has been there. Return also what is kept of
+    the batches of each call of `fit`, see `job`. All ranks call it. Raises CheckpointError on every rank when it
     cannot, or when it holds another run's checkpoints.
     """
 
-    def prepare() -> tuple[bool, int | None]:
+    def prepare() -> tuple[bool, list[KeptBatch]]:
         folder.mkdir(parents=True, exist_ok=True)
         for unfinished in folder.glob(".*.unfinished"):
             shutil.rmtree(unfinished)
@@ -61,10 +62,10 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
                 f"Output folder '{folder}' already holds a run, up to {found[0].name}. "
                 "Use TrainConfig(resume=True) to go on from there, or another output_dir."
             )
-        return goes_on, job.mark(folder, communicator.size)
+        return goes_on, job.mark(folder)
 
     prepared = on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, prepare)
-    answer: tuple[bool, int | None] = communicator.broadcast_object(prepared)
+    answer: tuple[bool, list[KeptBatch]] = communicator.broadcast_object(prepared)
     return answer
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unitrain import environment
+from unitrain.data.batching import KeptBatch
 
 _MARK = ".job"
 
@@ -16,17 +17,21 @@ def is_own(folder: Path) -> bool:
     return environment.job() is not None and _read(folder).get("job") == environment.job()
 
 
-def mark(folder: Path, size: int) -> int | None:
+def mark(folder: Path) -> list[KeptBatch]:
     """Mark the run in `folder` as this job's, if it is one that is started again.
 
-    Return the number of ranks that an elastic job began with, which is `size` where this is its beginning; None for
-    any other.
+    Return what earlier attempts have kept of the batches of each call of `fit`.
     """
     if environment.job() is not None and not is_own(folder):
-        new = folder / f"{_MARK}.unfinished"
-        new.write_text(json.dumps({"job": environment.job(), "size": size}), encoding="utf-8")
-        new.replace(folder / _MARK)
-    return int(_read(folder).get("size", size)) if environment.elastic() else None
+        _write(folder, [])
+    return [KeptBatch(*batch) for batch in _read(folder).get("batches", [])]
+
+
+def keep_batch(folder: Path, fit: int, batch: KeptBatch) -> None:
+    """Keep the batch of call number `fit` of `fit`, for attempts that have another number of ranks."""
+    batches = mark(folder)
+    if fit == len(batches):
+        _write(folder, [*batches, batch])
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -35,3 +40,9 @@ def _read(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return read
+
+
+def _write(folder: Path, batches: list[KeptBatch]) -> None:
+    new = folder / f"{_MARK}.new"
+    new.write_text(json.dumps({"job": environment.job(), "batches": batches}), encoding="utf-8")
+    new.replace(folder / _MARK)

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from unitrain import environment, randomness
 from unitrain.backends.base import Backend, PowerSGD, SupportsPowerSGD, read_compression, require
 from unitrain.config import TrainConfig
+from unitrain.data.batching import KeptBatch
 from unitrain.data.order import Cursor
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError
-from unitrain.lifecycle import checkpoint
+from unitrain.lifecycle import checkpoint, job
 from unitrain.lifecycle.description import describe_parts, describe_start
 from unitrain.lifecycle.retention import Retention
 from unitrain.lifecycle.stopping import Stopping
@@ -41,7 +42,7 @@ class Run:
     """The state of a run beside model and optimizer. All ranks use it alike; without an output folder nothing is kept.
 
     `parts` are what else has a state. `stopping` is how the run ends before its time, `description` what it is,
-    `first_size` the number of ranks that an elastic job began with.
+    `elastic` whether it may go on with another number of ranks when it is started again.
     Raises CheckpointError, on every rank alike, when the folder cannot be written to, holds another run, or holds one
     that this cannot go on from.
     """
@@ -69,7 +70,9 @@ class Run:
         self._seeded = False
         self._share: TrainingData | None = None
         self.description: dict[str, Any] = {}
-        self.first_size: int | None = None
+        self.elastic = environment.elastic()
+        self._kept_batches: list[KeptBatch] = []
+        self._fits = 0
         self._unwritten: OSError | None = None
 
     def keep_gradients(self, model: nn.Module, loss_scale: Callable[[], Tensor | None]) -> None:
@@ -109,10 +112,9 @@ class Run:
         """
         resume, folder, parts = self._config.resume, self._folder, (model, optimizer, scheduler)
         restored = False
-        self.first_size = self._backend.size if environment.elastic() else None
         if folder is not None:
             own = resume is True or (resume and Path(resume).resolve() == folder.resolve())
-            goes_on, self.first_size = checkpoint.prepare_folder(folder, self._backend, resume=bool(own))
+            goes_on, self._kept_batches = checkpoint.prepare_folder(folder, self._backend, resume=bool(own))
             if goes_on:
                 restored = self._restore(folder, *parts, required=False)
         if not restored and not isinstance(resume, bool):
@@ -120,6 +122,11 @@ class Run:
         # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
         self._write_history("", lambda history: self._rewind(history, restored))
         self.description = describe_parts(model, optimizer, scheduler)
+
+    @property
+    def kept_batch(self) -> KeptBatch | None:
+        """How large the steps of this call of `fit` were when an elastic job began; None where it begins here."""
+        return self._kept_batches[self._fits] if self._fits < len(self._kept_batches) else None
 
     def begin(self, share: TrainingData) -> None:
         """Go on in `share`'s data with this rank's random numbers, which repeat with the seed or are the checkpoint's.
@@ -145,6 +152,7 @@ class Run:
             randomness.seed_generators(seed)
         self._generators, self._seeded = None, True
         self._share, self._unwritten = share, None
+        self._keep_batch(share)
         if not self._complete():
             self.description |= describe_start(self._config, self._backend, share)
             self._record(STARTS, {"step": self.cursor.step, **self.description})
@@ -201,6 +209,17 @@ class Run:
         """Wait until the last checkpoint is written. Raises CheckpointError, on every rank, if one was not."""
         if self._writer is not None:
             self._writer.wait()
+
+    def _keep_batch(self, share: TrainingData) -> None:
+        """Keep how large steps are, for attempts of the job that have other numbers of ranks."""
+        folder, whole, number = self._folder, share.global_batch_size, self._fits
+        self._fits += 1
+        if self.elastic and folder is not None and share.batch_size and whole and number == len(self._kept_batches):
+            self._kept_batches.append(batch := KeptBatch(share.batch_size, whole))
+            task = f"write to output folder '{folder}'"
+            checkpoint.on_rank_zero(
+                self._backend, task, checkpoint.WRITABLE, lambda: job.keep_batch(folder, number, batch)
+            )
 
     def _complete(self) -> bool:
         epochs, steps = self._config.epochs, self._config.steps
