@@ -28,7 +28,7 @@ class Dies(unitrain.Callback):
         mark = Path(sys.argv[1]) / "died"
         if trainer.backend.rank == 1 and trainer.run.cursor.step == 7 and not mark.exists():
             mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[(sys.argv[2:] or ["SIGKILL"])[0]])
 
 with unitrain.init(device="cpu") as backend:
     torch.manual_seed(0)
@@ -66,6 +66,17 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(
         assert "goes on from" not in output or not prepared
     assert len(results) == 2
     assert results[0] == results[1]
+
+
+def test_a_preempted_job_is_not_started_again_under_a_launcher_that_hides_it(tmp_path: Path) -> None:
+    """torchrun ends with 1 where its ranks end with 75; they have told unitrain launch themselves."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [*LAUNCH, "--backend", "ddp", "-np", "2", "--max-restarts", "2", str(tmp_path / "train.py")]
+    with started([*command, str(tmp_path), "SIGTERM"], {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 75, output
+    assert "started again" not in output
+    assert "weights" not in output
 
 
 FAILS = "import sys, pathlib; p = pathlib.Path(sys.argv[1]); p.write_text(p.read_text() + 'x'); sys.exit(3)"

@@ -1,0 +1,122 @@
+"""What `unitrain launch` learns of the ranks of a job: who has gone first, and how."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from unitrain.commands.ranks import Ranks
+
+# A rank that does as it is told, without torch: it leaves with a word, after a checkpoint, or without a word.
+RANK = """
+import os, signal, sys, time
+from unitrain import supervised
+rank, way = int(sys.argv[1]), sys.argv[2]
+heard = []
+if way != "plain":
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+supervised.follow(rank)
+print("here", flush=True)
+if way == "stays" or way == "plain":
+    deadline = time.monotonic() + 60
+    while not heard and time.monotonic() < deadline:
+        time.sleep(0.01)
+    supervised.tell_preempted()
+sys.stdin.readline()
+if way == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Rank:
+    """A process that is a rank of job "mine"."""
+
+    def __init__(self, ranks: Ranks, rank: int, way: str, job: str = "mine") -> None:
+        variables = {"UNITRAIN_SUPERVISOR": ranks.address, "UNITRAIN_JOB": job}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), way],
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "here\n"
+
+    def leave(self) -> int:
+        self.process.communicate("\n", timeout=30)
+        return self.process.returncode
+
+
+def settle(ranks: Ranks, count: int) -> None:
+    """Wait until so many ranks have left."""
+    deadline = time.monotonic() + 30
+    while len(ranks._present) > count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_rank_that_died_first_is_known_unless_another_had_left_before() -> None:
+    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+        dies, leaves = Rank(ranks, 1, "dies"), Rank(ranks, 0, "leaves")
+        assert dies.leave() == -signal.SIGKILL
+        settle(ranks, 1)
+        assert leaves.leave() == 0
+        ranks.dismiss(30)
+        assert (ranks.lost, ranks.first_lost, ranks.vanished, ranks.preempted) == ([1], 1, [], False)
+    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+        dies, leaves = Rank(ranks, 1, "dies"), Rank(ranks, 0, "leaves")
+        assert leaves.leave() == 0
+        settle(ranks, 1)
+        dies.leave()
+        ranks.dismiss(30)
+        assert (ranks.lost, ranks.first_lost) == ([1], None)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_rank_0_is_asked_to_end_now_or_when_it_comes(early: bool) -> None:
+    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+        if early:
+            ranks.ask_to_end()
+        asked = Rank(ranks, 0, "stays")
+        if not early:
+            ranks.ask_to_end()
+        assert asked.leave() == 0
+        ranks.dismiss(30)
+        assert ranks.preempted
+        assert ranks.lost == []
+
+
+def test_ranks_that_are_left_of_an_attempt_end_at_once() -> None:
+    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+        left = Rank(ranks, 1, "stays")
+        ranks.dismiss(30)
+        assert left.process.wait(10) == 1
+        left.process.communicate()
+        assert ranks.lost == [1]
+
+
+def test_ranks_end_after_a_checkpoint_where_the_launch_is_gone() -> None:
+    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+        handles, plain = Rank(ranks, 0, "stays"), Rank(ranks, 1, "plain")
+    assert handles.leave() == 0
+    assert plain.leave() == -signal.SIGTERM
+
+
+def test_strangers_are_no_ranks() -> None:
+    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+        other = Rank(ranks, 0, "leaves", job="another")
+        host, _, port = ranks.address.rpartition(":")
+        for text in (b"GET / HTTP/1.1\r\n", b"[1]\n", b"x" * 2000):
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                connection.sendall(text)
+        assert other.leave() == 0
+        ranks.dismiss(0)
+        assert (ranks.lost, ranks.vanished, ranks.preempted) == ([], [], False)
