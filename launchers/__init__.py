@@ -22,7 +22,7 @@ from launchers.hosts import Host, is_here, parse_hosts, read_hostfile
 from launchers.options import parse_options
 from launchers.preflight import check_hosts
 from launchers.registry import LAUNCHER_OF, available, build
-from launchers.slurm import allocated_slots
+from launchers.slurm import allocated_hosts, allocated_slots
 from launchers.spec import Command, LaunchSpec
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Host",
     "LaunchError",
     "LaunchSpec",
+    "allocated_hosts",
     "allocated_slots",
     "answering",
     "available",

@@ -76,15 +76,20 @@ def allocation_of_several_hosts() -> Allocation | None:
     return allocation()
 
 
-def allocated_slots(launcher: str) -> int | None:
-    """Return how many processes the allocation takes, or None outside of one and for a launcher that does not start
-    ranks on its hosts."""
+def allocated_hosts(launcher: str) -> tuple[Host, ...]:
+    """Return the hosts of the allocation; none outside of one and for a launcher that does not start ranks there."""
     job = None
     if launcher in ("mpirun", "srun"):
         job = allocation()
     elif launcher in ("horovodrun", "torchrun"):
         job = allocation_of_several_hosts()
-    return None if job is None else job.slots
+    return () if job is None else job.hosts
+
+
+def allocated_slots(launcher: str) -> int | None:
+    """Return how many processes the allocation takes, or None outside of one and for a launcher that does not start
+    ranks on its hosts."""
+    return sum(host.slots for host in allocated_hosts(launcher)) or None
 
 
 def _needed(name: str, job: str, environ: Mapping[str, str]) -> str:

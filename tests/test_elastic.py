@@ -15,7 +15,8 @@ import pytest
 from elastic_training import EPOCHS, GLOBAL_BATCH, SAMPLES
 from hosts import SECONDS, hosts
 from launches import started
-from parts import needs_hosts, needs_mpi
+from parts import needs_hosts, needs_mpi, needs_slurm
+from slurm import slurm
 
 from unitrain.testing import RankGroup
 
@@ -148,3 +149,21 @@ def test_torchrun_on_several_hosts_goes_on_with_those_that_are_left(tmp_path: Pa
         outputs = [agents[place].communicate(timeout=SECONDS)[0] for place in (0, 2)]
     assert [agents[0].returncode, agents[2].returncode] == [0, 0], outputs
     check(tmp_path, undisturbed, [2, 1, 2], lost=5)
+
+
+@needs_slurm
+def test_a_killed_rank_under_srun(tmp_path: Path, undisturbed: list[float]) -> None:
+    """On two hosts, from the second of which the ranks reach the launch too."""
+    (tmp_path / "plan.json").write_text(json.dumps({"2": {"12": "kill 1"}}))
+    (tmp_path / "hosts").mkdir()
+    (tmp_path / "slurm").mkdir()
+    line = ["salloc", "-N", "2", "-n", "2", *LAUNCH, "--launcher", "srun", "--max-restarts", "1"]
+    with (
+        hosts(2, tmp_path / "hosts", own_name_is_loopback=True) as both,
+        slurm(both, tmp_path / "slurm") as given,
+    ):
+        done = both[0].run([*line, SCRIPT, str(tmp_path)], VARIABLES | given)
+    assert done.returncode == 0, done.stdout
+    assert "it is started again, 1 of 1" in done.stdout
+    assert "cannot reach unitrain launch" not in done.stdout
+    check(tmp_path, undisturbed, [2], lost=5)
