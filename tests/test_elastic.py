@@ -90,7 +90,7 @@ def test_slots_that_are_added_are_used_and_a_killed_rank_costs_a_few_steps(
     options = ["--elastic", "1:3", "--max-restarts", "1", "--host-discovery-script", str(discovery(tmp_path))]
     command = [*LAUNCH, "--backend", backend, "--launcher", launcher, *options, SCRIPT, str(tmp_path), "1"]
     with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
-        output = launch.output()
+        output, _ = launch.process.communicate(timeout=2 * SECONDS)  # three launches, one after the other
         launch.wait_until_none_lives(10)
     assert launch.process.returncode == 0, output
     assert "there are slots for 3 ranks instead of 2: the job is asked to save and end" in output
