@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launches import started
+from parts import needs_mpi
 
 from unitrain import environment
 from unitrain.backends.base import Backend
@@ -118,15 +120,21 @@ with unitrain.init(timeout_seconds=5, device="cpu") as backend:
     if backend.rank == 1:
         if sys.argv[1] == "sleeps":
             time.sleep(300)
+        print("fault", time.time(), flush=True)
         raise SystemExit("rank 1 gives up") if sys.argv[1] == "exits" else ValueError("rank 1 fails")
     for _ in range(1000):
         backend.allreduce(torch.ones(2))
 """
 
 
-@pytest.mark.parametrize("fault", ["raises", "exits", "sleeps"])
 @pytest.mark.parametrize(
-    ("backend", "launcher"), [("ddp", "torchrun"), ("horovod", "horovodrun"), ("horovod", "torchrun")]
+    ("backend", "launcher", "fault"),
+    [
+        *itertools.product(["ddp"], ["torchrun"], ["raises", "exits", "sleeps"]),
+        *itertools.product(["horovod"], ["horovodrun", "torchrun"], ["raises", "exits", "sleeps"]),
+        pytest.param("horovod", "mpirun", "raises", marks=needs_mpi),
+        pytest.param("ddp", "mpirun", "raises", marks=needs_mpi),
+    ],
 )
 def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tmp_path: Path) -> None:
     script = tmp_path / "faulty.py"
@@ -136,7 +144,9 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
     variables = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
     with started([*command, str(script), fault], variables) as launch:
         output = launch.output()
+        ended = time.time()
         assert launch.process.returncode != 0, output
+        launch.wait_until_none_lives(5)
     seconds = time.monotonic() - began
     expected = {
         "raises": "ValueError: rank 1 fails",
@@ -145,6 +155,8 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
     }[fault]
     assert expected in output, output
     assert seconds < 60, f"{seconds:.0f} s\n{output}"
+    for told in re.findall(r"fault (\d+\.\d+)", output):  # nobody waits for the timeout of a collective
+        assert ended - float(told) < 10, f"{ended - float(told):.0f} s\n{output}"
 
 
 @pytest.mark.parametrize("options", [[], ["-O"]], ids=["python", "python -O"])

@@ -115,6 +115,80 @@ def test_a_fault_ends_all_ranks_and_is_told_once(backend: str, fault: str, tmp_p
     assert together.count("Traceback (most recent call last)") <= 2, together  # with what caused it
 
 
+KILLED = """\
+import os, time, unitrain
+
+with unitrain.init(device="cpu", timeout_seconds=60) as backend:
+    backend.barrier()
+    if backend.rank == 0:
+        if os.fork() == 0:  # as a worker that does not notice, and has the connections of its parent
+            os.close(1)
+            os.close(2)
+            time.sleep(15)
+            os._exit(0)
+        os.kill(os.getpid(), 9)
+    began = time.time()
+    try:
+        time.sleep(300)
+    finally:
+        os.abort()
+"""
+
+
+def test_a_rank_that_is_killed_is_missed_within_seconds(tmp_path: Path) -> None:
+    """Rank 0, whose process serves what the ranks meet at; no launcher looks after them, and nobody waits for it."""
+    script = tmp_path / "train.py"
+    script.write_text(KILLED)
+    with started_ranks(script, "ddp", 3) as processes:
+        processes[0].wait(60)
+        began = time.monotonic()
+        outputs = [process.communicate(timeout=60)[0] for process in processes[1:]]
+        seconds = time.monotonic() - began
+    for rank, output in enumerate(outputs, start=1):
+        assert processes[rank].returncode == 1, output
+        told = f"unitrain: rank {rank} of 3 is at train.py:14: time.sleep(300); its last was barrier() as collective #0"
+        assert told in output, output
+        assert "and is ended, because rank 0 failed first: its process is gone" in output
+    assert seconds < 10
+
+
+STUCK = """\
+import sys, time
+from datetime import timedelta
+import torch
+from torch.distributed.distributed_c10d import _get_default_group
+import unitrain
+from unitrain.testing.models import batch, build, loss_of
+
+with unitrain.init(device="cpu", timeout_seconds=3) as backend:
+    model = backend.distributed_model(build())
+    for number in range(3):
+        if number == 2:
+            _get_default_group()._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=300))
+            if backend.rank == 1:
+                time.sleep(300)
+        loss_of(model(batch(backend.rank))).backward()
+"""
+
+
+def test_the_watch_ends_a_backward_that_its_transport_would_not(tmp_path: Path) -> None:
+    """As with NCCL, where no exception can reach whoever waits; here Gloo is told to wait for much longer."""
+    script = tmp_path / "train.py"
+    script.write_text(STUCK)
+    began = time.monotonic()
+    with started_ranks(script, "ddp", 3) as processes:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1, 1]
+    for rank in (0, 2):
+        told = f"unitrain: Rank {rank} began backward #2 and waited 3 s in vain; ranks that have not come: 1. "
+        assert told in outputs[rank], outputs[rank]
+        assert (
+            "\nRank 1 is at train.py:14: time.sleep(300); its last was backward #1, at train.py:15: loss_of"
+            in outputs[rank]
+        )
+    assert time.monotonic() - began < 60
+
+
 def test_the_launcher_shows_the_error_that_came_first(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)

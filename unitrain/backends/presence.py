@@ -13,7 +13,9 @@ import os
 import secrets
 import select
 import socket
+import threading
 import time
+from collections.abc import Callable
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -21,18 +23,22 @@ import torch.distributed as dist
 from unitrain.backends.rendezvous import Meeting
 
 _JOIN_SECONDS = 10.0
+_PERIOD_MILLISECONDS = 500
 _HERE, _GOODBYE = b"+", b"."
 _open: WeakSet[Presence] = WeakSet()
 
 
 class Presence:
-    """This rank's connections; `lost` tells whose processes are gone. All ranks make one at the same time.
+    """This rank's connections; `on_loss` is called, in a thread, with the first rank whose process is gone without a
+    goodbye. All ranks make one at the same time, then call `start`.
 
-    Rank 0 has one to each, every other rank one to rank 0. A rank that cannot be reached has none, and is not missed.
+    Rank 0 has a connection to each, every other rank one to rank 0. A rank that cannot be reached is not missed.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, on_loss: Callable[[int], None]) -> None:
+        self._on_loss = on_loss
         self._peers: dict[int, socket.socket] = {}
+        self._closed = False
         self._store = dist.PrefixStore("presence", meeting.store)
         with contextlib.suppress(OSError, dist.DistError):
             if meeting.placement.rank == 0:
@@ -42,29 +48,33 @@ class Presence:
         _open.add(self)
         _see_to_ends()
 
-    def lost(self) -> list[int]:
-        """Return the ranks whose processes have ended without a goodbye since it was last asked."""
-        if not self._peers:
-            return []
-        poll = select.poll()
+    def start(self) -> None:
+        """Begin to listen, in a thread of its own: it must hear even while rank 0's store does not answer."""
+        threading.Thread(target=self._listen, name="unitrain presence", daemon=True).start()
+
+    def _listen(self) -> None:
         ranks = {peer.fileno(): rank for rank, peer in self._peers.items()}
+        poll = select.poll()
         for number in ranks:
             poll.register(number, select.POLLIN)
-        gone = []
-        for number, _ in poll.poll(0):
-            rank = ranks[number]
-            peer = self._peers.pop(rank)
-            try:
-                said = peer.recv(1)
-            except OSError:
-                said = b""
-            peer.close()
-            if said != _GOODBYE:
-                gone.append(rank)
-        return gone
+        while ranks and not self._closed:
+            for number, _ in poll.poll(_PERIOD_MILLISECONDS):
+                poll.unregister(number)
+                rank = ranks.pop(number)
+                try:
+                    said = self._peers[rank].recv(1)
+                except OSError:
+                    said = b""
+                except KeyError:  # closed by this rank, which ends too
+                    return
+                if said != _GOODBYE:
+                    if not self._closed:
+                        self._on_loss(rank)
+                    return
 
     def close(self) -> None:
         """Say goodbye; a second call does nothing."""
+        self._closed = True
         while self._peers:
             _, peer = self._peers.popitem()
             with contextlib.suppress(OSError):

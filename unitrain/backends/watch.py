@@ -64,7 +64,6 @@ class Watch:
         # A connection of its own: one that waits for an answer makes every other user of it wait too.
         self._store: dist.Store = dist.PrefixStore("watch", meeting.store).clone()
         self._own = dist.PrefixStore("watch", meeting.store).clone()
-        self._presence = Presence(meeting)
         self._ledger = ledger
         self._patience = meeting.timeout.total_seconds() + _MARGIN_SECONDS
         self._launcher, self._parent, self._process = meeting.placement.launcher, os.getppid(), os.getpid()
@@ -73,9 +72,12 @@ class Watch:
         self._report: list[str] = []
         self._first: Failure | None = None
         self._answered = 0
+        self._mourner: threading.Thread | None = None
         self._expected: _Expected | None = None
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
         self._thread = threading.Thread(target=self._watch, name="unitrain watch", daemon=True)
+        self._presence = Presence(meeting, self._tell_of)
+        self._presence.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -114,14 +116,17 @@ class Watch:
         if first == own:
             others = [rank for rank in range(self._size) if rank != self._rank]
             self._report = self._describe(self._answers("heard", others), others)
-        elif threading.current_thread() is not self._thread:
-            self._tell("heard", Answer(f"failed too: {own.error}"))
-            self._thread.join(_ANSWER_SECONDS + _PERIOD_SECONDS)  # it may be about to tell where the others are
+        elif first != Failure(0, _GONE):
+            self._tell(self._own, "heard", self._here())
+            if self._mourner is not None:  # which is about to tell where the others are
+                self._mourner.join(_ANSWER_SECONDS + _PERIOD_SECONDS)
         if isinstance(error, SystemExit):  # for which there is no excepthook
             _say(self._report)
 
     def _announce(self, failure: Failure) -> Failure:
         """Tell all ranks of `failure`, unless they know of an earlier one; return that which came first."""
+        if self._first is not None:
+            return self._first
         try:
             told = self._own.compare_set(_FAILED, "", json.dumps([failure.rank, failure.error]))
             self._first = Failure(*json.loads(told))
@@ -159,14 +164,11 @@ class Watch:
                     self._answer_questions()
                 if reachable and self._store.check([_FAILED]):
                     self._first = Failure(*json.loads(self._store.get(_FAILED)))
-                    self._tell("heard", self._here())
+                    self._tell(self._store, "heard", self._here())
                     self._end()
                     return
             except dist.DistError:
                 reachable = False  # rank 0's process is gone: what needs it fails by itself, and what does not goes on
-            if lost := self._presence.lost():
-                self._tell_of(lost[0])
-                return
             expected = self._expected
             if expected is not None and time.monotonic() > expected.since + self._patience:
                 self._give_up(expected)
@@ -175,11 +177,11 @@ class Watch:
         asked = self._store.add(_ASKED, 0) if self._store.check([_ASKED]) else 0
         while self._answered < asked:
             self._answered += 1
-            self._tell(f"where/{self._answered}", self._here())
+            self._tell(self._store, f"where/{self._answered}", self._here())
 
-    def _tell(self, key: str, answer: Answer) -> None:
+    def _tell(self, store: dist.Store, key: str, answer: Answer) -> None:
         with contextlib.suppress(dist.DistError):
-            self._store.set(f"{key}/{self._rank}", answer.write())
+            store.set(f"{key}/{self._rank}", answer.write())
 
     def _here(self) -> Answer:
         if self._error is not None:
@@ -187,9 +189,14 @@ class Watch:
         return Answer.of_main_thread(self._ledger)
 
     def _tell_of(self, lost: int) -> None:
-        """Say for a rank that is gone what it could not say itself."""
+        """Say for a rank that is gone what it could not say itself. The thread that has noticed it calls this."""
+        if self._ended.is_set():
+            return
+        self._mourner = threading.current_thread()
         own = Failure(lost, _GONE)
-        if self._announce(own) == own:
+        if lost == 0:  # what the ranks meet at may be gone with it, or still be there and never answer
+            self._first = self._first or own
+        elif self._announce(own) == own:
             ranks = [rank for rank in range(self._size) if rank != lost]
             answers = self._answers("heard", [rank for rank in ranks if rank != self._rank])
             _say(self._describe({**answers, self._rank: self._here()}, ranks))

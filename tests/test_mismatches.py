@@ -1,0 +1,146 @@
+"""Ranks that do not do the same: each is told what all were about to do, at once with UNITRAIN_DEBUG, and at the latest
+when its time is over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unitrain.backends.base import Backend
+from unitrain.backends.call import Call
+from unitrain.backends.ledger import GradientWork, Ledger, Line, differences
+from unitrain.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError
+from unitrain.testing import RankGroup
+from unitrain.testing.models import batch, build, loss_of
+
+ODD = 1  # the rank that does something else
+
+
+def other_order(backend: Backend, model: torch.nn.Module) -> None:
+    if backend.rank == ODD:
+        backend.allreduce(torch.ones(2))
+    loss_of(model(batch(backend.rank))).backward()
+    backend.allreduce(torch.ones(2))
+
+
+def skipped_backward(backend: Backend, model: torch.nn.Module) -> None:
+    if backend.rank != ODD:
+        loss_of(model(batch(backend.rank))).backward()
+    backend.barrier()
+
+
+def skipped_collective(backend: Backend, model: torch.nn.Module) -> None:
+    if backend.rank != ODD:
+        backend.allreduce(torch.ones(2))
+    backend.barrier()
+
+
+def other_shape(backend: Backend, model: torch.nn.Module) -> None:
+    backend.broadcast(torch.ones(2 if backend.rank != ODD else 3))
+
+
+def other_dtype(backend: Backend, model: torch.nn.Module) -> None:
+    backend.reducescatter(torch.ones(6, dtype=torch.float32 if backend.rank != ODD else torch.float64))
+
+
+# What the odd rank and what the others are said to have called.
+MISMATCHES = {
+    other_order: ("allreduce(float32 [2], mean)", "gradients(float64 ["),
+    skipped_backward: ("barrier()", "gradients(float64 ["),
+    skipped_collective: ("barrier()", "allreduce(float32 [2], mean)"),
+    other_shape: ("broadcast(float32 [3])", "broadcast(float32 [2])"),
+    other_dtype: ("reducescatter(float64 [6], mean)", "reducescatter(float32 [6], mean)"),
+}
+
+
+def told_of(backend: Backend) -> list[str]:
+    """Return what is raised for each of the MISMATCHES, in ranks that go on after each."""
+    told = []
+    for act in MISMATCHES:
+        model = backend.distributed_model(build())
+        for _ in range(2):
+            loss_of(model(batch(backend.rank))).backward()
+        try:
+            act(backend, model)
+        except CollectiveMismatchError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_every_rank_is_told_who_does_what(backend: str) -> None:
+    with RankGroup(backend, 3, variables={"UNITRAIN_DEBUG": "1"}) as group:
+        told = group.run(told_of)
+    assert told[0] == told[1] == told[2]
+    assert len(told[0]) == len(MISMATCHES)
+    for text, (odd, others) in zip(told[0], MISMATCHES.values(), strict=True):
+        assert text.startswith(f"The ranks do not agree on a collective: ranks 0, 2 called {others}"), text
+        assert f"; rank {ODD} called {odd} as collective #" in text
+
+
+def in_vain(backend: Backend) -> str:
+    model = backend.distributed_model(build())
+    for _ in range(2):
+        loss_of(model(batch(backend.rank))).backward()
+    try:
+        other_order(backend, model)
+    except CollectiveTimeoutError as error:
+        return str(error)
+    raise AssertionError("it went through")
+
+
+def test_without_debugging_a_timeout_shows_what_differs() -> None:
+    with RankGroup("ddp", 2, backend_timeout_seconds=3.0) as group:
+        first, second = group.run(in_vain)
+    assert "Rank 0 began backward #2 and waited 3 s in vain; ranks that have not come: 1. " in first
+    assert "\nRank 1 waits in allreduce(float32 [2], mean) as collective #" in first
+    assert "ranks that have not come: 0. " in second
+    assert "\nRank 0 waits in backward #2, at test_mismatches.py:" in second
+    for text in (first, second):
+        *_, shown = text.partition("What the ranks did together last differs")
+        assert "  rank 0: backward #1, at test_mismatches.py:" in shown
+        assert "  rank 0: backward #2, at test_mismatches.py:" in shown
+        assert "  rank 1: allreduce(float32 [2], mean) as collective #" in shown
+
+
+def debugging_differs(backend: Backend) -> str:
+    import os
+
+    os.environ["UNITRAIN_DEBUG"] = str(backend.rank)
+    try:
+        backend.distributed_model(build())
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("it was accepted")
+
+
+def test_all_ranks_debug_or_none() -> None:
+    with RankGroup("ddp", 2) as group:
+        told = group.run(debugging_differs)
+    assert told[0] == told[1]
+    assert "UNITRAIN_DEBUG=False on rank 0 and UNITRAIN_DEBUG=True on rank 1" in told[0]
+
+
+def test_a_ledger_knows_the_lines_that_called() -> None:
+    ledger = Ledger()
+    assert ledger.last == ""
+    for number in range(40):
+        ledger.enter(Call(number, "barrier"))
+    ledger.enter(GradientWork("backward", 7))
+    assert ledger.latest == "backward #7"
+    assert ledger.last.startswith("; its last was backward #7, at test_mismatches.py:")
+    assert ledger.last.endswith('ledger.enter(GradientWork("backward", 7))')
+    lines = ledger.lines()
+    assert [line.position for line in lines] == list(range(25, 41))
+    assert lines[0].text.startswith("barrier() as collective #25, at test_mismatches.py:")
+
+
+def test_ledgers_differ_where_they_overlap() -> None:
+    def ledger(*keys: str, since: int = 0) -> list[Line]:
+        return [Line(since + at, key, f"{key}, at x.py:1") for at, key in enumerate(keys)]
+
+    assert differences({0: ledger("a", "b", "c"), 1: ledger("a", "b"), 2: ledger("b", since=1)}) == []
+    assert differences({0: ledger("a"), 1: ledger("b", since=1)}) == []
+    assert differences({0: ledger("a", "b"), 3: ledger("a", "c")})[1:] == [
+        "  rank 0: a, at x.py:1", "  rank 0: b, at x.py:1", "  rank 3: a, at x.py:1", "  rank 3: c, at x.py:1",
+    ]  # fmt: skip
