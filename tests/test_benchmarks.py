@@ -88,3 +88,14 @@ def test_feature_costs(tmp_path: Path) -> None:
     for model in ("nothing", "nothing, with BatchNorm", "nothing, with convolutions"):
         assert re.search(rf"^\| {model} \| \d+\.\d\d ms \|$", table, re.M)
     assert re.search(rf"^- ddp, trial: {RATIO}$", table, re.M)
+
+
+def test_watch_cost(tmp_path: Path) -> None:
+    shown = run("watch_cost.py", "--backend", "ddp", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "watch_cost.md").read_text()
+    assert table.strip() in shown
+    microseconds = r"-?\d+\.\d\d \[-?\d+\.\d\d, -?\d+\.\d\d\]"
+    assert re.search(rf"^\| ddp (\| {microseconds} ){{4}}\| \*\*-?\d+\.\d\d%\*\* \|$", table, re.M), table
+    assert re.search(
+        rf"^Until `save` of 100 MB returns / a plain copy of the same state: {RATIO}, that is ", table, re.M
+    )

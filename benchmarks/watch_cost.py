@@ -1,0 +1,113 @@
+"""What it costs that failures are told, and that checkpoints are written beside the training.
+
+Two ranks measure what the ledger of collectives, the watch and the check for signals take of a step of 5 ms; the two
+ways of sending gradients take turns. Then a model of 100 MB is saved beside the training, which waits only for a copy
+in memory: the time until `save` returns against that of copying the same state by hand, in turns too.
+
+    python benchmarks/watch_cost.py            # starts its own ranks; writes benchmarks/results/watch_cost.*
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import torch
+from loops import settle
+from rich.progress import track
+from tables import BACKENDS, RESULTS, Seconds, keep, ratio
+from torch import nn
+from watched_steps import PARTS, STEP_SECONDS, microseconds
+
+import unitrain
+from unitrain.lifecycle.retention import Retention
+from unitrain.lifecycle.writer import CheckpointWriter
+from unitrain.testing import RankGroup
+
+_MODEL_BYTES = 100_000_000
+
+
+def measure(backend: str, rounds: int, ranks: int) -> dict[str, list[float]]:
+    """Return the microseconds per step of each of PARTS, as the mean over ranks, round by round."""
+    with RankGroup(backend, ranks) as group:
+        group.run(settle)
+        told = [group.run(microseconds, timeout_seconds=300) for _ in track(range(rounds + 1), backend)]
+    # The first round warms up.
+    return {part: [statistics.fmean(rank[part] for rank in one) for one in told[1:]] for part in PARTS}
+
+
+def save(rounds: int) -> Seconds:
+    """Return the seconds until `save` returned, and those of a plain copy of the same state, round by round."""
+    model = nn.Linear(_MODEL_BYTES // 4 // 5000, 5000, bias=False)
+    seconds: Seconds = {"save": [], "copy": []}
+    shuffled = random.Random(0)
+    with unitrain.init("local") as backend, tempfile.TemporaryDirectory() as folder:
+        writer = CheckpointWriter(Path(folder), backend, Retention(1, None, None, "min"), asynchronous=True)
+        ways: dict[str, Callable[[int], object]] = {
+            "save": lambda number: writer.save(number, model, {}, {"step": number}),
+            "copy": lambda number: {name: value.clone() for name, value in model.state_dict().items()},
+        }
+        for number in track(range(rounds + 1), "checkpoints"):
+            for way in shuffled.sample(list(ways), len(ways)):
+                started = time.perf_counter()
+                kept = ways[way](number)
+                seconds[way].append(time.perf_counter() - started)
+                del kept
+                writer.wait()
+    return {way: rounds[1:] for way, rounds in seconds.items()}
+
+
+def table(costs: dict[str, dict[str, list[float]]], saved: Seconds, ranks: int) -> list[str]:
+    lines = [
+        "# What it costs that failures are told, and checkpoints written beside the training",
+        "",
+        f"{ranks} ranks on one host, a core and a thread each, no GPU; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} processors. Microseconds per step of "
+        f"{STEP_SECONDS * 1000:g} ms, the mean over ranks. Medians; in brackets the middle half of all rounds. "
+        "Made by `python benchmarks/watch_cost.py`.",
+        "",
+        f"| | {' | '.join(PARTS)} | share of the step |",
+        "|---" * (len(PARTS) + 2) + "|",
+    ]
+    for backend, parts in costs.items():
+        total = sum(statistics.median(parts[part]) for part in PARTS)
+        lines.append(
+            f"| {backend} | {' | '.join(_spread(parts[part]) for part in PARTS)} "
+            f"| **{total / STEP_SECONDS / 1e6:.2%}** |"
+        )
+    size = f"{_MODEL_BYTES // 1_000_000} MB"
+    milliseconds = {way: f"{statistics.median(rounds) * 1000:.1f} ms" for way, rounds in saved.items()}
+    return [
+        *lines,
+        "",
+        f"Until `save` of {size} returns / a plain copy of the same state: {ratio(saved['save'], saved['copy'])}, "
+        f"that is {milliseconds['save']} and {milliseconds['copy']}.",
+    ]
+
+
+def _spread(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=2), default=30, show_default=True)
+@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
+def main(backends: list[str], rounds: int, ranks: int, output: Path) -> None:
+    """Measure, print the table and keep it."""
+    costs = {backend: measure(backend, rounds, ranks) for backend in backends}
+    saved = save(rounds)
+    keep(table(costs, saved, ranks), "watch_cost", output, ranks=ranks, microseconds=costs, save_seconds=saved)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What the ledger, the watch and the check for signals cost a rank, in microseconds per step; for `watch_cost.py`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from loops import BATCH, FEATURES, network
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unitrain.backends.base import Backend
+from unitrain.backends.call import Call
+from unitrain.backends.gradients import GlobalGradients
+from unitrain.backends.ledger import Ledger
+from unitrain.lifecycle.stopping import Stopping
+
+STEP_SECONDS = 0.005
+PARTS = ("gradients", "ledger", "heartbeat", "signals")
+_HEARTBEAT_SECONDS, _AGREE_SECONDS = 0.5, 2.0
+_STEPS, _CALLS = 300, 5000
+
+_models: list[nn.Module] = []
+
+
+def microseconds(backend: Backend) -> dict[str, float]:
+    """Return one round's cost of each of PARTS per step of STEP_SECONDS. All ranks call it.
+
+    gradients: a step whose buckets go through the watched group, less the step before whose buckets do not, in the
+    median. ledger: entering one collective, which a step of the Trainer has less than one of. heartbeat: the watch's two questions to
+    the store, twice a second. signals: asking whether it is time to agree, and agreeing every two seconds.
+    """
+    if not _models:
+        _models.extend([_wrapped(backend, watched=False), _wrapped(backend, watched=True)])
+    backend.barrier()
+    taken = [[_each(lambda: _step(model), 1) for model in _models] for _ in range(_STEPS)]
+    ledger, call = Ledger(), Call(1, "allreduce", "mean", dtype=torch.float32, shape=(2,))
+    watch: Any = backend._watch  # type: ignore[attr-defined]
+    with Stopping(backend, max_seconds=None, signals=["SIGUSR1"]) as stopping:
+        due = _each(lambda: stopping.due(0), _CALLS)
+        agree = _each(lambda: stopping.agree(1, [0.0, 0.0]), 20)
+    beat = _each(lambda: (watch._answer_questions(), watch._own.check(["nothing"])), 50)
+    costs = {
+        "gradients": statistics.median(watched - bare for bare, watched in taken),
+        "ledger": _each(lambda: ledger.enter(call), _CALLS),
+        "heartbeat": beat * STEP_SECONDS / _HEARTBEAT_SECONDS,
+        "signals": due + agree * STEP_SECONDS / _AGREE_SECONDS,
+    }
+    return {part: cost * 1e6 for part, cost in costs.items()}
+
+
+def _wrapped(backend: Backend, *, watched: bool) -> nn.Module:
+    torch.manual_seed(1)
+    kept = GlobalGradients._ddp_init_helper
+    if not watched:
+        GlobalGradients._ddp_init_helper = DistributedDataParallel._ddp_init_helper  # type: ignore[method-assign]
+    try:
+        return backend.distributed_model(network([64, 64]))
+    finally:
+        GlobalGradients._ddp_init_helper = kept  # type: ignore[method-assign]
+
+
+def _step(model: nn.Module) -> None:
+    model(torch.ones(BATCH, FEATURES)).square().mean().backward()
+    model.zero_grad()
+
+
+def _each(action: Callable[[], object], times: int) -> float:
+    started = time.perf_counter()
+    for _ in range(times):
+        action()
+    return (time.perf_counter() - started) / times
