@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,14 +30,19 @@ _models: list[nn.Module] = []
 def microseconds(backend: Backend) -> dict[str, float]:
     """Return one round's cost of each of PARTS per step of STEP_SECONDS. All ranks call it.
 
-    gradients: a step whose buckets go through the watched group, less the step before whose buckets do not, in the
-    median. ledger: entering one collective, which a step of the Trainer has less than one of. heartbeat: the watch's two questions to
-    the store, twice a second. signals: asking whether it is time to agree, and agreeing every two seconds.
+    gradients: a step whose buckets go through the watched group, less the one beside it whose buckets do not, in the
+    median. ledger: entering one collective, which a step of the Trainer has less than one of. heartbeat: the watch's
+    two questions to the store, twice a second. signals: asking whether it is time to agree, and agreeing every two
+    seconds.
     """
     if not _models:
         _models.extend([_wrapped(backend, watched=False), _wrapped(backend, watched=True)])
     backend.barrier()
-    taken = [[_each(lambda: _step(model), 1) for model in _models] for _ in range(_STEPS)]
+    taken = []
+    for number in range(_STEPS):
+        order = _models if number % 2 else _models[::-1]
+        seconds = {id(model): _each(partial(_step, model), 1) for model in order}
+        taken.append([seconds[id(model)] for model in _models])
     ledger, call = Ledger(), Call(1, "allreduce", "mean", dtype=torch.float32, shape=(2,))
     watch: Any = backend._watch  # type: ignore[attr-defined]
     with Stopping(backend, max_seconds=None, signals=["SIGUSR1"]) as stopping:
