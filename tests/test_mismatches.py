@@ -90,9 +90,9 @@ def in_vain(backend: Backend) -> str:
 
 
 def test_without_debugging_a_timeout_shows_what_differs() -> None:
-    with RankGroup("ddp", 2, backend_timeout_seconds=3.0) as group:
+    with RankGroup("ddp", 2, backend_timeout_seconds=6.0) as group:
         first, second = group.run(in_vain)
-    assert "Rank 0 began backward #2 and waited 3 s in vain; ranks that have not come: 1. " in first
+    assert "Rank 0 began backward #2 and waited 6 s in vain; ranks that have not come: 1. " in first
     assert "\nRank 1 waits in allreduce(float32 [2], mean) as collective #" in first
     assert "ranks that have not come: 0. " in second
     assert "\nRank 0 waits in backward #2, at test_mismatches.py:" in second
