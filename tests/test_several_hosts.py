@@ -274,3 +274,28 @@ def test_what_is_wrong_with_a_request(
     assert done.returncode == 2
     for host in two_hosts:
         host.wait_until_none_lives(5)
+
+
+FAILS_ONCE = """
+import os, sys
+
+folder, = sys.argv[1:]
+again = os.path.exists(f"{folder}/failed")
+open(f"{folder}/{os.environ['RANK']}.{again}", "w").close()
+if not again and os.environ["RANK"] == "1":
+    open(f"{folder}/failed", "w").close()
+    sys.exit(3)
+"""
+
+
+def test_a_job_on_two_hosts_is_started_again(two_hosts: list[Host], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ONCE)
+    command = [*LAUNCH, "--max-restarts", "1", "-H", "h1:1,h2:1", str(script), str(tmp_path)]
+    done = two_hosts[0].run(command, VARIABLES, seconds=200)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("it is started again, 1 of 1") == 1
+    assert (tmp_path / "0.True").exists()
+    assert (tmp_path / "1.True").exists()
+    for host in two_hosts:
+        host.wait_until_none_lives(5)
