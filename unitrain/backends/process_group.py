@@ -5,6 +5,7 @@ The ddp and the horovod backend share all of this, so that they are equal by con
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,7 +25,7 @@ from unitrain.backends.base import (
     SupportsPowerSGD,
     together,
 )
-from unitrain.backends.call import ROW_LENGTH, Call, describe_disagreement
+from unitrain.backends.call import ROW_LENGTH, Call, carried, describe_disagreement, small
 from unitrain.backends.compression import Memories
 from unitrain.backends.forks import make_forks_safe
 from unitrain.backends.gradient_group import GradientGroup
@@ -80,9 +81,13 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self._waiting = Waiting(meeting, self._ledger, self._watch)
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        self._agree("allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op))
-        result = _widened(tensor, _reduced_dtype(tensor.dtype, op))
-        self._waiting.wait_for_ranks(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
+        dtype = _reduced_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check tells of what is no tensor
+        calls = self._agree("allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op), dtype=dtype)
+        result = _widened(tensor, dtype)
+        if (parts := carried(calls, result)) is not None:
+            result = _reduced(parts, op).view(tensor.shape)
+        else:
+            self._waiting.wait_for_ranks(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
         return self._finish(result, tensor.dtype, op)
 
     def allgather(self, tensor: Tensor) -> Tensor:
@@ -128,11 +133,14 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             if problem is not None:
                 raise problem
 
-        calls = self._agree("broadcast_object", payload, root=root, check=check)
-        if root != self.rank:
-            payload = torch.empty(calls[root].shape[0], dtype=torch.uint8)
-        self._waiting.wait_for_ranks(dist.broadcast(payload, root, async_op=True))
-        return obj if root == self.rank else unpack(payload, self.device)
+        calls = self._agree("broadcast_object", payload, root=root, check=check, dtype=torch.uint8)
+        content = calls[root].content
+        if content is None:
+            if root != self.rank:
+                payload = torch.empty(calls[root].shape[0], dtype=torch.uint8)
+            self._waiting.wait_for_ranks(dist.broadcast(payload, root, async_op=True))
+            content = payload
+        return obj if root == self.rank else unpack(content, self.device)
 
     def allgather_object(self, obj: Any) -> list[Any]:
         payload, problem = pack(obj)
@@ -141,8 +149,11 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             if problem is not None:
                 raise problem
 
-        sizes = [call.shape[0] for call in self._agree("allgather_object", payload, check=check)]
-        return [unpack(part, self.device) for part in self._gather_bytes(payload, sizes)]
+        calls = self._agree("allgather_object", payload, check=check, dtype=torch.uint8)
+        parts = carried(calls, payload)
+        if parts is None:
+            parts = self._gather_bytes(payload, [call.shape[0] for call in calls])
+        return [unpack(part, self.device) for part in parts]
 
     def barrier(self) -> None:
         self._agree("barrier")
@@ -234,8 +245,12 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         op: str = "",
         root: int = -1,
         check: Callable[[], None] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> list[Call]:
-        """Tell every rank what this one is about to do, and return what each does; raise on all where that differs."""
+        """Tell every rank what this one is about to do, and return what each does; raise on all where that differs.
+
+        With `dtype`, a small tensor goes along in it.
+        """
         self.refuse_alone(operation)
         problem: UnitrainError | None = None
         call = Call(self._calls, operation, refused=True)
@@ -249,6 +264,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
                 root,
                 tensor.dtype if tensor is not None else None,
                 tuple(tensor.shape) if tensor is not None else (),
+                content=small(tensor, dtype) if tensor is not None and dtype is not None else None,
             )
         except (TensorError, ConfigError) as error:
             problem = error
@@ -256,7 +272,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self._ledger.enter(call)
         rows = torch.empty(self.size, ROW_LENGTH, dtype=torch.int64)
         self._waiting.wait_for_ranks(_all_gather(rows.view(-1), call.row(), async_op=True))
-        calls = [Call.from_row(row) for row in rows.tolist()]
+        calls = Call.from_rows(rows)
         if any(other.refused for other in calls):
             self._raise_problem(problem)
         if not all(call.agrees_with(other) for other in calls):
@@ -296,6 +312,12 @@ def _reduced_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     # A sum over ranks can be more than half a format holds where the mean is not, and transports sum it in different
     # formats.
     return torch.float32 if dtype in _HALF and op != "min" and op != "max" else _wide_dtype(dtype)
+
+
+def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
+    """Return the parts of all ranks combined in the order of ranks, with the sum where the mean is asked for."""
+    combine = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}.get(op, torch.add)
+    return functools.reduce(combine, parts)
 
 
 def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
