@@ -206,6 +206,12 @@ def without_launcher() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in told and not name.startswith(_TOLD_BESIDE)}
 
 
+def replace(values: Mapping[str, str]) -> None:
+    """Give this process another environment, for what it begins anew as."""
+    os.environ.clear()
+    os.environ.update(values)
+
+
 def export(values: Mapping[str, str]) -> None:
     """Set variables for libraries that read them."""
     os.environ.update(values)

@@ -18,11 +18,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from unitrain import environment
+from unitrain.testing.nursery import Child, Nursery
 
 _START_SECONDS = 120.0
 _STACK_SECONDS = 1.0
 _STOP_SECONDS = 20.0
 _LAST_WORDS_SECONDS = 15.0
+_nursery: Nursery | None = None
 
 
 class RankError(AssertionError):
@@ -66,10 +68,12 @@ class RankGroup:
         self.backend = backend
         self.size = size
         self._command = list(command)
+        # Variables may be read by what is imported, and a GPU is no matter for forks.
+        self._forks = not command and not variables and device == "cpu" and sys.platform.startswith("linux")
         self._variables = dict(variables or {})
         self._device = device
         self._backend_timeout_seconds = backend_timeout_seconds
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Child] = []
         self._ranks: dict[int, _Rank] = {}
 
     def __enter__(self) -> Self:
@@ -113,14 +117,9 @@ class RankGroup:
         key = secrets.token_bytes(16)
         with Listener(("127.0.0.1", 0), backlog=self.size, authkey=key) as listener:
             host, port = listener.address
-            program = [
-                sys.executable, "-m", "unitrain.testing.worker",
-                str(host), str(port), self.backend, self._device, str(self._backend_timeout_seconds),
-            ]  # fmt: skip
+            arguments = [str(host), str(port), self.backend, self._device, str(self._backend_timeout_seconds)]
             for variables in self._environments(key):
-                self._processes.append(
-                    subprocess.Popen([*self._command, *program], env=variables, start_new_session=True)
-                )
+                self._processes.append(self._start_process(arguments, variables))
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
             deadline = time.monotonic() + _START_SECONDS
             while len(self._ranks) < self.size:
@@ -133,6 +132,15 @@ class RankGroup:
                 self._ranks[number] = _Rank(connection, pid, Path(stacks))
         for rank in self._ranks.values():
             rank.connection.send([path for path in sys.path if path])
+
+    def _start_process(self, arguments: list[str], variables: dict[str, str]) -> subprocess.Popen[bytes] | Child:
+        global _nursery
+        if self._forks:
+            if _nursery is None or not _nursery.lives:
+                _nursery = Nursery()
+            return _nursery.fork(arguments, variables)
+        program = [*self._command, sys.executable, "-m", "unitrain.testing.worker", *arguments]
+        return subprocess.Popen(program, env=variables, start_new_session=True)
 
     def _check_start(self, deadline: float) -> None:
         """Raise RankError when a process ended before all ranks were there, or the time is over."""
