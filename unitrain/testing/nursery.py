@@ -6,6 +6,7 @@ hashes, which they share. It has one thread and no backend, so that there is not
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -70,6 +71,14 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Let it end."""
+        if self.owner == os.getpid():
+            self._own.close()
+            self._process.wait()
 
     @property
     def lives(self) -> bool:
