@@ -33,7 +33,7 @@ class Ranks:
         self.lost: list[int] = []
         self.vanished: list[int] = []
         self.preempted = self.asked = False
-        self._orderly = False
+        self._orderly = self._over = False
         self._present: dict[int, socket.socket] = {}
         self._change = threading.Condition()
         threading.Thread(target=self._accept, name="unitrain ranks", daemon=True).start()
@@ -65,6 +65,7 @@ class Ranks:
     def dismiss(self, seconds: float) -> None:
         """Tell all ranks that are left to end at once; those that after `seconds` have not are taken for vanished."""
         with self._change:
+            self._over = True  # for those who come only now, too
             self._change.wait_for(self._none_present, _NOTICE_SECONDS)
             for connection in self._present.values():
                 _say(connection, OVER)
@@ -90,7 +91,9 @@ class Ranks:
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
             with self._change:
                 self._present[rank] = connection
-                if self.asked and rank == 0:
+                if self._over:
+                    _say(connection, OVER)
+                elif self.asked and rank == 0:
                     _say(connection, END)
             last_word, vanished = "", False
             try:
