@@ -46,4 +46,4 @@ def build(spec: LaunchSpec) -> Command:
         options.append("--disable-cache")  # it remembers for an hour which hosts it could reach
     if controller == "mpi" and os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return Command((program, *options, *spec.launcher_args, spec.python, spec.script, *spec.args), variables)
+    return Command((program, *options, *spec.launcher_args, spec.python, *spec.program), variables)

@@ -70,7 +70,7 @@ def build(spec: LaunchSpec) -> Command:
     options += with_defaults(defaults, spec.launcher_args)
     if os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return Command((program, *options, spec.python, spec.script, *spec.args), variables)
+    return Command((program, *options, spec.python, *spec.program), variables)
 
 
 def _check_is_open_mpi(program: str) -> None:

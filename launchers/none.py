@@ -28,4 +28,4 @@ def build(spec: LaunchSpec) -> Command:
         )
     for host in spec.hosts:
         check_is_here(host, "Without a launcher unitrain")
-    return Command((spec.python, spec.script, *spec.args), spec.variables)
+    return Command((spec.python, *spec.program), spec.variables)

@@ -22,7 +22,7 @@ class LaunchSpec:
     itself, which go before those made from this spec where both say the same. `elastic` and `max_restarts` are for a
     launcher that is started on every host, and starts the job again by itself: torchrun on several hosts.
     Ranks on several hosts talk over the network `interface`, and meet on the first host at `port`, where these are not
-    None.
+    None. `wrapper` is a script with arguments that every rank runs instead, followed by the script and its own.
     Raises LaunchError for fewer than one process, or more than there are slots.
     """
 
@@ -40,6 +40,7 @@ class LaunchSpec:
     max_restarts: int = 0
     interface: str | None = None
     port: int | None = None
+    wrapper: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -51,6 +52,11 @@ class LaunchSpec:
                 f"{'slot' if slots == 1 else 'slots'}. Use -np {slots}, or give the hosts more slots: "
                 f"-H {self.hosts[0].name}:{self.hosts[0].slots + self.num_processes - slots}"
             )
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What Python runs on every rank: a script and its arguments."""
+        return (*self.wrapper, self.script, *self.args)
 
     def check_no_controller(self, launcher: str) -> None:
         """Raise LaunchError where a controller was chosen, which `launcher` has not."""

@@ -71,4 +71,4 @@ def build(spec: LaunchSpec) -> Command:
         variables["OMP_NUM_THREADS"] = str(job.cpus_per_task or 1)
     variables |= meeting_place(job.hosts, job.port, variables)
     options += with_defaults(DEFAULTS, spec.launcher_args)
-    return Command((program, *options, spec.python, spec.script, *spec.args), variables)
+    return Command((program, *options, spec.python, *spec.program), variables)

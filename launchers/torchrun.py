@@ -120,4 +120,4 @@ def _secrets(spec: LaunchSpec) -> list[str]:
 
 def _command(spec: LaunchSpec, options: list[str]) -> Command:
     program = find_program("torchrun", spec.python, "It comes with torch: pip install torch")
-    return Command((program, *options, *spec.launcher_args, spec.script, *spec.args), {**RESTARTS, **spec.variables})
+    return Command((program, *options, *spec.launcher_args, *spec.program), {**RESTARTS, **spec.variables})

@@ -34,7 +34,7 @@ OPTIONS = {
     "unitrain launch": {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "-x",
         "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout", "--untuned",
-        "--dry-run", "--hostfile", "--interface", "SCRIPT", "ARGS",
+        "--log-dir", "--dry-run", "--hostfile", "--interface", "SCRIPT", "ARGS",
     },
     "unitrain ckpt": set(),
     "unitrain ckpt convert": {"SOURCE", "FOLDER", "--strip-prefix", "--epoch", "--step"},

@@ -27,13 +27,18 @@ class Job:
         """Whether there may be more than one attempt."""
         return self.spec.max_restarts > 0 or self.spec.elastic is not None
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether the command that starts it stays until its end."""
+        return self.is_restarted or bool(self.spec.wrapper)
+
     def command(self, hosts: tuple[Host, ...] = (), variables: Mapping[str, str] | None = None) -> Command:
         """Return the command of an attempt, on all slots of these `hosts`, or where none are given on those asked for.
 
         Every rank gets the `variables` too. Raises LaunchError.
         """
         added = dict(variables or {})
-        if self.is_restarted:
+        if self.is_followed:
             added[environment.JOB] = self.name
         if self.spec.elastic is not None:
             added[environment.ELASTIC] = str(self.spec.elastic)

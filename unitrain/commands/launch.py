@@ -15,6 +15,7 @@ import click
 import launchers
 from unitrain import environment
 from unitrain.backends import registry
+from unitrain.commands import logs
 from unitrain.commands.job import Job
 from unitrain.commands.membership import Membership
 from unitrain.commands.supervisor import Supervisor
@@ -79,6 +80,12 @@ _OVER_SSH = ("torchrun", "horovodrun", "mpirun")
     metavar="OPTIONS",
     help='Options of the launcher\'s own, as in --launcher-args "--bind-to core". Repeatable.',
 )
+@click.option(
+    "--log-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Keep what each rank prints in FOLDER/rank-N.log too, and show the last lines of one that fails.",
+)
 @click.option("--untuned", is_flag=True, help="Leave out what unitrain tune has found, in unitrain-tuned.json.")
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @click.argument("script", type=click.Path(path_type=Path))
@@ -97,6 +104,7 @@ def launch(
     elastic: str | None,
     host_discovery_script: Path | None,
     elastic_timeout: float,
+    log_dir: Path | None,
     untuned: bool,
     dry_run: bool,
     script: Path,
@@ -106,7 +114,7 @@ def launch(
 
     Prints the launcher's own command and becomes it, so that signals and exit codes are the launcher's. The backend
     reaches the script as UNITRAIN_BACKEND. Any backend runs under any launcher. With --max-restarts or --elastic it
-    stays, and starts the command again.
+    stays, and starts the command again; with --log-dir it stays too.
 
     \b
       unitrain launch -np 2 train.py --epochs 3
@@ -119,6 +127,8 @@ def launch(
         launcher, spec = _request(
             backend, launcher, _hosts(hosts, hostfile), interface, controller, exports, launcher_args, script, args
         )
+        if log_dir is not None:
+            spec = replace(spec, wrapper=logs.wrapper(log_dir))
         elsewhere = launcher in _OVER_SSH and not all(map(launchers.is_here, spec.hosts))
         if elastic is None:
             _check_not_discovered(host_discovery_script)
@@ -147,11 +157,15 @@ def launch(
         click.echo(command.shell())
         return
     sys.stdout.flush()
-    if job.is_restarted:
+    if job.is_followed:
+        supervisor = Supervisor(job, membership)
         try:
-            sys.exit(Supervisor(job, membership).run())
+            code = supervisor.run()
         except launchers.LaunchError as error:
             raise click.ClickException(str(error)) from error
+        if code and log_dir is not None:
+            click.echo("\n".join(logs.last_words(log_dir, supervisor.first_lost)), err=True)
+        sys.exit(code)
     click.echo(command.shell(), err=True)
     if elsewhere and not command.per_host:
         command = launchers.guarded(command, job.spec)

@@ -42,6 +42,7 @@ class Supervisor:
         self._job, self._membership = job, membership
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = threading.Event()
+        self.first_lost: int | None = None  # the rank that was killed first in the last attempt, as far as is known
 
     def run(self) -> int:
         """Run the job, and return the exit code of its last attempt. The main thread calls it. Raises LaunchError."""
@@ -55,6 +56,7 @@ class Supervisor:
             if self._asked.is_set():
                 return _PREEMPTED
             code, ranks = self._attempt(hosts)
+            self.first_lost = ranks.first_lost
             if code == 0:
                 return code
             # torchrun and horovodrun end with 1, whatever their ranks end with.

@@ -1,0 +1,73 @@
+"""`unitrain launch --log-dir`: each rank's output in a file, all of it merged, and what a failing rank said last."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from launches import started
+
+from unitrain.commands.logs import last_words
+
+SCRIPT = """
+import os, sys, time
+import unitrain
+
+with unitrain.init(device="cpu") as backend:
+    for number in range(3):
+        print(f"line {number} of", "rank", backend.rank)
+    backend.barrier()
+    if backend.rank == 1 and sys.argv[1] == "raises":
+        raise ValueError("item 31 is broken")
+    if backend.rank == 1 and sys.argv[1] == "is killed":
+        os.kill(os.getpid(), 9)
+    backend.barrier()
+"""
+
+
+def launch(folder: Path, fault: str, *options: str) -> tuple[int, str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", "--log-dir", str(folder / "logs"), *options]
+    with started([*command, str(script), fault]) as launched:
+        output = launched.output()
+        launched.wait_until_none_lives(10)
+    return launched.process.returncode, output
+
+
+def test_every_line_is_in_its_ranks_file_and_in_the_merged_view(tmp_path: Path) -> None:
+    code, output = launch(tmp_path, "nothing", "--backend", "ddp")
+    assert code == 0, output
+    for rank in (0, 1):
+        lines = [f"line {number} of rank {rank}" for number in range(3)]
+        assert [
+            line for line in (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines() if "line" in line
+        ] == lines
+        assert [line for line in output.splitlines() if line.startswith(f"[{rank}] line")] == [
+            f"[{rank}] {line}" for line in lines
+        ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "options"), [("raises", ["--backend", "horovod"]), ("is killed", ["--backend", "ddp"])]
+)
+def test_a_failing_rank_has_the_last_word(fault: str, options: list[str], tmp_path: Path) -> None:
+    code, output = launch(tmp_path, fault, *options)
+    assert code != 0
+    _, found, words = output.rpartition(f"unitrain: the last lines of rank 1, of {tmp_path}/logs/rank-1.log:\n")
+    assert found, output
+    assert "line 2 of rank 1" in words
+    assert ("ValueError: item 31 is broken" in words) is (fault == "raises")
+
+
+def test_who_failed_first_is_found_in_what_was_said(tmp_path: Path) -> None:
+    trace = "Traceback (most recent call last):\nValueError: x\n"
+    (tmp_path / "rank-0.log").write_text("fine\n")
+    (tmp_path / "rank-10.log").write_text(".\n" * 30 + trace)
+    assert last_words(tmp_path, None)[0] == f"unitrain: the last lines of rank 10, of {tmp_path}/rank-10.log:"
+    assert len(last_words(tmp_path, None)) == 21
+    assert last_words(tmp_path, 0)[1:] == ["  fine"]
+    (tmp_path / "rank-0.log").write_text(f"{trace}unitrain: rank 0 failed first: ValueError: x (of 11 ranks)\n")
+    assert last_words(tmp_path, None)[0].startswith("unitrain: the last lines of rank 0")
+    assert last_words(tmp_path, 5) == []

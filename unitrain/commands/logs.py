@@ -1,0 +1,33 @@
+"""The files in which `unitrain launch --log-dir` keeps what each rank prints, and what they say of a failure."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_LOGGED = Path(__file__).with_name("logged.py")
+_FAILED_FIRST = re.compile(r"unitrain: rank (\d+) failed first")
+_LINES = 20
+
+
+def wrapper(folder: Path) -> tuple[str, ...]:
+    """Return what stands before a script, so that every rank's output is in `folder`/rank-N.log too."""
+    return str(_LOGGED), str(folder.absolute())
+
+
+def last_words(folder: Path, killed: int | None) -> list[str]:
+    """Return the last lines of the rank that failed first, with a line that says so; none where no file tells.
+
+    That is the one that was `killed`, or the one that the ranks themselves name, or the only one with a traceback.
+    """
+    logs = {int(path.stem[5:]): path.read_text(errors="replace") for path in sorted(folder.glob("rank-*.log"))}
+    named = [int(number) for text in logs.values() for number in _FAILED_FIRST.findall(text)[-1:]]
+    with_trace = [rank for rank, text in logs.items() if "Traceback (most recent call last)" in text]
+    rank = killed if killed is not None else named[0] if named else with_trace[0] if len(with_trace) == 1 else None
+    if rank not in logs:
+        return []
+    lines = logs[rank].splitlines()[-_LINES:]
+    return [
+        f"unitrain: the last lines of rank {rank}, of {folder / f'rank-{rank}.log'}:",
+        *(f"  {line}" for line in lines),
+    ]
