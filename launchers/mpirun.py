@@ -21,8 +21,8 @@ DEFAULTS = (
     # The first host is filled first, as by the other launchers.
     ("--map-by", "slot"),
     # Seconds from mpirun's SIGTERM until the ranks get theirs, and again until SIGKILL: with its own 1 s no
-    # checkpoint is written.
-    ("-mca", "odls_base_sigkill_timeout", "5"),
+    # checkpoint is written. It waits both also where no rank is left, and a failed job is to end within ten.
+    ("-mca", "odls_base_sigkill_timeout", "4"),
 )
 # A new host's key would be asked about, where nobody answers. A key that has changed is still refused.
 SSH = ("-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new")

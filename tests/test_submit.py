@@ -245,7 +245,7 @@ def test_options_stay_with_what_starts_the_ranks_in_the_pods(script: Path) -> No
 
     assert command("torchrun --nproc-per-node 2 --tee 3 t.py") == "torchrun --tee 3 t.py"
     assert command("OMPI_MCA_x=1 mpirun -np 2 --report-bindings -bind-to none python t.py") == (
-        "mpirun -np 2 -x OMPI_MCA_x -x PATH --bind-to none --map-by slot -mca odls_base_sigkill_timeout 5 "
+        "mpirun -np 2 -x OMPI_MCA_x -x PATH --bind-to none --map-by slot -mca odls_base_sigkill_timeout 4 "
         "--report-bindings python t.py"
     )
 

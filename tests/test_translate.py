@@ -186,7 +186,7 @@ def test_torchrun_is_typed_on_each_host() -> None:
             "mpirun",
             (
                 "mpirun -np 2 -H a:1,b:1 -x PATH -x MASTER_ADDR=a -x MASTER_PORT=29500 --bind-to none --map-by "
-                "slot -mca odls_base_sigkill_timeout 5 -mca plm_rsh_args '-p 2222 -i key -o "
+                "slot -mca odls_base_sigkill_timeout 4 -mca plm_rsh_args '-p 2222 -i key -o "
                 "StrictHostKeyChecking=accept-new' python t.py"
             ),
         ),
@@ -195,7 +195,7 @@ def test_torchrun_is_typed_on_each_host() -> None:
             "mpirun",
             (
                 "mpirun -np 2 -H localhost:2 -x UNITRAIN_BACKEND=ddp -x MASTER_ADDR=127.0.0.1 -x "
-                "MASTER_PORT=29500 --bind-to none --map-by slot -mca odls_base_sigkill_timeout 5 python t.py"
+                "MASTER_PORT=29500 --bind-to none --map-by slot -mca odls_base_sigkill_timeout 4 python t.py"
             ),
         ),
         (
@@ -204,7 +204,7 @@ def test_torchrun_is_typed_on_each_host() -> None:
             (
                 "HF_TOKEN=abc mpirun -np 1 -H localhost:1 -x HF_TOKEN -x UNITRAIN_BACKEND=ddp -x "
                 "MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500 --bind-to none --map-by slot -mca "
-                "odls_base_sigkill_timeout 5 python t.py"
+                "odls_base_sigkill_timeout 4 python t.py"
             ),
         ),
         (

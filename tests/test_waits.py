@@ -157,8 +157,8 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
     assert seconds < 60, f"{seconds:.0f} s\n{output}"
     if fault != "sleeps":  # nobody waits for the timeout of a collective
         (told,) = re.findall(r"fault (\d+\.\d+)", output)
-        # mpirun itself takes twice the five seconds that it gives to ranks, whether any is left or not.
-        assert ended - float(told) < (20 if launcher == "mpirun" else 10), f"{ended - float(told):.0f} s\n{output}"
+        # mpirun itself takes twice the four seconds that it gives to ranks, whether any is left or not.
+        assert ended - float(told) < (15 if launcher == "mpirun" else 10), f"{ended - float(told):.0f} s\n{output}"
 
 
 @pytest.mark.parametrize("options", [[], ["-O"]], ids=["python", "python -O"])
