@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from launches import SECONDS, started
 from parts import needs_mpi
 
 import unitrain
 from unitrain import factories
-from unitrain.backends.base import StartOptions
 from unitrain.backends.local import LocalBackend
 from unitrain.bench import comparison, results, tables
 from unitrain.bench.training import take_turn
 from unitrain.cli import unitrain as command
-from unitrain.environment import Placement
 from unitrain.errors import ConfigError, ReportError
 from unitrain.testing import RankGroup
 
@@ -86,8 +85,7 @@ def check_slow(parts: dict[str, float], backward: float, exposed: tuple[float, f
 
 def test_the_time_of_a_step_is_found_where_it_goes(slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    placement = Placement("none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1)
-    backend = LocalBackend.start(StartOptions(placement, device="cpu"))
+    backend = LocalBackend(torch.device("cpu"))
     for settings, batch in (({}, 3), ({"accumulate": 2}, 6)):
         turn = take_turn(backend, slow, settings, None, 4)
         times = 1 + (batch == 6)
