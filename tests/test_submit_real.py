@@ -81,6 +81,10 @@ def test_a_job_that_is_warned_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         wait_for("its first epoch", history.exists)
         run("scancel", "--signal=USR1", job)  # as Slurm does before the end of its time
         wait_for("that it is queued again", lambda: state() == "PENDING")
+        # Slurm waits for two minutes, so that the end of the first attempt is not taken for that of the second; here it
+        # is waited for.
+        wait_for("that its nodes are free", lambda: set(run("sinfo", "-hN", "--format=%T").split()) == {"idle"})
+        time.sleep(3)
         wait_for("its end", has_gone_on)
     said = log.read_text()
     assert [said.count(f"ddp {rank}/2 in attempt {attempt}") for attempt in (0, 1) for rank in (0, 1)] == [1] * 4, said
