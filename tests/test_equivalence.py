@@ -83,8 +83,8 @@ def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
     return [tensor.detach().clone() for tensor in tensors], results["train_loss"]
 
 
-def train_all(backend: Backend) -> dict[tuple[str, str], Run]:
-    return {case: train(backend, *case) for case in CASES}
+def train_all(backend: Backend, cases: list[tuple[str, str]] = CASES) -> dict[tuple[str, str], Run]:
+    return {case: train(backend, *case) for case in cases}
 
 
 def largest_difference(one: Run, other: Run) -> float:
@@ -100,9 +100,10 @@ def alone() -> dict[tuple[str, str], Run]:
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
 def runs(request: pytest.FixtureRequest) -> Iterator[tuple[list[dict], list[dict]]]:
-    """Two runs of every case on every rank."""
+    """Every case on every rank, and once more those of one optimizer: what repeats is how gradients are reduced."""
+    again = [case for case in CASES if case[0] == "sgd"]
     with RankGroup(*request.param) as group:
-        yield tuple(group.run(train_all, timeout_seconds=240) for _ in range(2))
+        yield group.run(train_all, timeout_seconds=240), group.run(train_all, again, timeout_seconds=240)
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
@@ -117,7 +118,8 @@ def test_equals_one_process_with_the_whole_batch(alone, runs, case) -> None:
 def test_ranks_and_reruns_are_bit_equal(runs, case) -> None:
     first, second = runs
     for run in (*first, *second):
-        assert largest_difference(run[case], first[0][case]) == 0.0
+        if case in run:
+            assert largest_difference(run[case], first[0][case]) == 0.0
 
 
 def test_the_variants_are_different_runs(alone) -> None:

@@ -17,6 +17,7 @@ from unitrain.descendants import end_all, marked
 
 _TERM_SECONDS = 5.0
 _STACK_SECONDS = 1.0
+_BETWEEN_SECONDS = 0.05  # ranks that tell at once tell in the same lines
 # With it, Python prints the stacks of its threads when it is aborted, and when it crashes.
 _TELLS_STACKS = {"PYTHONFAULTHANDLER": "1"}
 # How a line begins from which on it is the launcher that tells what it made of a rank's end.
@@ -95,4 +96,5 @@ def _ask_for_stacks(tag: bytes, script: str) -> None:
             if "python" in program and next((one for one in arguments if not one.startswith("-")), None) == script:
                 resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
                 os.kill(pid, signal.SIGABRT)
+                time.sleep(_BETWEEN_SECONDS)
     time.sleep(_STACK_SECONDS)
