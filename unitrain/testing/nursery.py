@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -134,6 +135,7 @@ def main() -> None:
     for name in _IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # what was imported is looked at by no collection of a child, which would copy it and take time
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         born = _serve(connection)
     if born is not None:
