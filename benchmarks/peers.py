@@ -65,7 +65,9 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
         contestants: dict[str, Contestant] = {}
         for owner in dict.fromkeys(ways.values()):
             variables = {} if owner == "unitrain" else HOROVOD_DEFAULTS
-            contestants[owner] = Contestant(stack.enter_context(RankGroup(backend, ranks, variables=variables)))
+            contestants[owner] = Contestant(
+                stack.enter_context(RankGroup(backend, ranks, anew=True, variables=variables))
+            )
             stack.callback(contestants[owner].resume)
         for model in models:
             seconds: Seconds = {way: [] for way in ways}

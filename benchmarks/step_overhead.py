@@ -64,7 +64,10 @@ class Contestant:
 def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
     """Return, for each model, the seconds per step of each way, round by round."""
     results: dict[str, Seconds] = {}
-    with RankGroup(backend, ranks, variables=HOROVOD_DEFAULTS) as plain, RankGroup(backend, ranks) as own:
+    with (
+        RankGroup(backend, ranks, anew=True, variables=HOROVOD_DEFAULTS) as plain,
+        RankGroup(backend, ranks, anew=True) as own,
+    ):
         by_hand, ours = Contestant(plain), Contestant(own)
         ways = [(BY_HAND[backend], by_hand), *((way, ours) for way in OURS)]
         for model in models:

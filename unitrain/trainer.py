@@ -211,7 +211,6 @@ class Trainer:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
         config, cursor = self.config, self.run.cursor
         epoch, first_sample = cursor.epoch + 1, cursor.sample
-        self._loss.start(cursor.step)
         self._times.start()
         self.run.stopping.begin(cursor.step)
         # No name holds what is iterated over: where an error leaves the loop, its workers end at once.
@@ -232,7 +231,7 @@ class Trainer:
             self._callbacks.call("on_step_end", self)
             if config.checkpoint_every_steps and cursor.step % config.checkpoint_every_steps == 0:
                 self._save({}, None)
-            if self._loss.due(cursor.step):
+            if self._look_is_due(cursor.step):
                 self._look(epoch)
             elif self.run.stopping.due(cursor.step):
                 self._meet()
@@ -290,23 +289,32 @@ class Trainer:
         )
 
     def _look(self, epoch: int) -> None:
-        """Work out the loss, and show, log and record how it goes."""
+        """Meet, work out the loss on the occasion, and show, log and record how it goes."""
         step = self.run.cursor.step
-        looked = {"loss": self._loss.look(epoch, step), **self._update.known()}
+        losses = self._meet(self._loss.here())
+        looked = {"loss": self._loss.look(losses, epoch, step), **self._update.known()}
         speed = {"learning_rate": self._learning_rate(), "samples_per_second": self._times.samples_per_second()}
         self._tracker.look(step, {**looked, **speed})
-        self._meet()
         slow = {"slow": [asdict(one) for one in self._stragglers.slow]} if self._stragglers.slow else {}
         self.run.record_step({"step": step, **looked, **speed, **slow})
 
-    def _meet(self) -> None:
-        """Agree with the other ranks on whether to stop, and on the same occasion hear which of them are slow."""
+    def _look_is_due(self, step: int) -> bool:
+        every = self.config.show_every
+        return self.run.stopping.due(step) if every is None else step % every == 0
+
+    def _meet(self, beside: Sequence[float] = ()) -> list[list[float]]:
+        """Agree with the other ranks on whether to stop, and on the same occasion hear which of them are slow.
+
+        Return what each of them tells `beside`.
+        """
         stopping, step, known = self.run.stopping, self.run.cursor.step, self.run.stopping.reason
         seconds, steps = self._times.lately()
-        self._stragglers.hear(stopping.agree(step, beside=seconds), steps)
+        ranks = stopping.agree(step, beside=[*seconds, *beside])
+        self._stragglers.hear([told[: len(seconds)] for told in ranks], steps)
         self._tracker.slow(str(self._stragglers))
         if stopping.reason not in (None, known):
             self._tracker.stopped(step, stopping.reason)
+        return [told[len(seconds) :] for told in ranks]
 
     def _learning_rate(self) -> float:
         """Return the first of the learning rates that the steps now take."""
@@ -316,6 +324,6 @@ class Trainer:
     def _forget_partial_step(self) -> None:
         """Drop what an earlier `fit`, ended by an exception or Ctrl-C, has left of a step: it is done again."""
         self.backend.unwrap(self.model).zero_grad(set_to_none=True)
-        self._loss = RunningLoss(self.backend, self.config.show_every)
+        self._loss = RunningLoss(self.backend)
         self._mean = GlobalMean(self.backend)
         self._precision.forget_step()

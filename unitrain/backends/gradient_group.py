@@ -82,10 +82,7 @@ class GradientGroup(dist.ProcessGroup):
         try:
             yield
         finally:
-            self._expect(None)
-            self._works.clear()
-        if self._event is not None:  # once DDP, whose turn is next, has let the stream wait for the gradients
-            Variable._execution_engine.queue_callback(self._expect_stream)
+            self._finished()
 
     # --- what the reducer calls, in C++ and in the middle of what torch.compile compiles ---
 
@@ -116,10 +113,19 @@ class GradientGroup(dist.ProcessGroup):
 
     @_disable_dynamo
     def _finish(self) -> None:
-        with self.finishing():
+        self._expect(_not_yet)  # as in `finishing`, without what a context manager costs in every step
+        try:
             if self._event is None:
                 for work in self._works:
                     self._waiting.wait_for_ranks(work)
+        finally:
+            self._finished()
+
+    def _finished(self) -> None:
+        self._expect(None)
+        self._works.clear()
+        if self._event is not None:  # once DDP, whose turn is next, has let the stream wait for the gradients
+            Variable._execution_engine.queue_callback(self._expect_stream)
 
     def _expect_stream(self) -> None:
         if self._event is not None:

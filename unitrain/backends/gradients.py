@@ -9,8 +9,6 @@ reduced too (DDP leaves those gradients local, and the replicas drift apart).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,8 +93,11 @@ class GlobalGradients(DistributedDataParallel):
             trains = [parameter.requires_grad for parameter in self._everything]
             if trains != self._trains and any(trains):  # a model that is all frozen has no gradients to reduce
                 self._follow_freezing(trains)
-        with _explained():
+        try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            _explain(error)
+            raise
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._forwards += 1
             self._sent_in.expect_backward()
@@ -114,8 +115,11 @@ class GlobalGradients(DistributedDataParallel):
     def check_reduced(self, *_: Any) -> None:
         """Raise ModelError when the last backward left gradients unreduced; for before anything is made of them."""
         if not self._left:
-            with _explained():
+            try:
                 self._check_reducer_finalized()  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                _explain(error)
+                raise
 
     @_disable_dynamo
     def _follow_freezing(self, trains: list[bool]) -> None:
@@ -199,14 +203,9 @@ def _bucketing() -> dict[str, Any]:
     return {**chosen, "bucket_cap_mb": rest}  # before torch 2.14 the first bucket is as it is
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
+def _explain(error: RuntimeError) -> None:
     """Say in our words what DDP says of a backward that has left buckets unfinished."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "Expected to have finished reduction in the prior iteration" not in str(error):
-            raise
+    if "Expected to have finished reduction in the prior iteration" in str(error):
         raise ModelError(
             "In the last backward, parameters that earlier ones used got no gradient on this rank, so its gradients "
             "differ from the others'. Use all of them in every loss, or allow it: "

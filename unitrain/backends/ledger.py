@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from unitrain.backends.call import Call
@@ -15,8 +14,7 @@ _KEPT = 16
 _SHOWN = 4
 
 
-@dataclass(frozen=True)
-class GradientWork:
+class GradientWork(NamedTuple):
     """What ranks do together for their gradients, numbered by `kind`: "backward", or "bucketing", DDP's plan for it."""
 
     kind: str

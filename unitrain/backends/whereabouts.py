@@ -8,6 +8,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -39,10 +40,8 @@ def call_site(frame: FrameType) -> str:
 
 def user_frame(frame: FrameType) -> FrameType:
     """Return the innermost frame outside of unitrain and of libraries, from `frame` on, or the outermost of all."""
-    while _is_ours(frame) or _is_library(frame):
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
+    while (before := frame.f_back) is not None and not _is_users(frame.f_code.co_filename):
+        frame = before
     return frame
 
 
@@ -75,6 +74,11 @@ def _outermost_first(frame: FrameType) -> list[FrameType]:
         stack.append(current)
         current = current.f_back
     return stack[::-1]
+
+
+@cache  # every backward asks, and a program has few files
+def _is_users(file: str) -> bool:
+    return not file.startswith((_OURS, *_LIBRARIES, "<frozen"))
 
 
 def _is_library(frame: FrameType) -> bool:

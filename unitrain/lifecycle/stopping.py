@@ -31,12 +31,15 @@ class Stopping:
         self.preempted = False
         self._requested: str | None = None
         self._started = 0.0
+        self._interval = 1
+        # When training began or was agreed on last, and the steps that were done by then.
+        self._since: tuple[int, float] | None = None
 
     def __enter__(self) -> Self:
         self.reason, self.preempted, self._requested = None, False, None
         self._started = time.perf_counter()
         self._preemption.__enter__()
-        self._next, self._agreed_at = 1, (0, self._started)
+        self._interval, self._since = 1, None  # one step tells how long a step takes
         return self
 
     def __exit__(
@@ -47,22 +50,23 @@ class Stopping:
             supervised.tell_preempted()
 
     def begin(self, step: int) -> None:
-        """Training begins, with `step` steps done."""
-        self._agreed_at, self._next = (step, time.perf_counter()), step + 1
+        """Training begins, or goes on after something else, with `step` steps done."""
+        self._since, self._next = (step, time.perf_counter()), step + self._interval
 
     def request(self, reason: str) -> None:
         """Ask for the end, on this rank."""
         self._requested = reason
 
     def due(self, step: int) -> bool:
-        """Whether it is time to `agree`, now that `step` steps are done: about every two seconds."""
+        """Whether it is time to `agree`, now that `step` steps are done: about every two seconds of the slowest rank,
+        which the ranks work out as they agree."""
         return step >= self._next
 
     def agree(self, step: int, beside: Sequence[float] = ()) -> list[list[float]]:
         """Stop on every rank where any has asked for it, has no time left, or has had a signal. All ranks call it.
 
-        Numbers that each rank wants to tell on the occasion go `beside`, as many everywhere and none below zero. Return
-        those of every rank.
+        Numbers that each rank wants to tell on the occasion go `beside`, as many everywhere. Return those of every
+        rank.
         """
         now = time.perf_counter()
         limit, signalled = self._max_seconds, self._preemption.received
@@ -70,16 +74,17 @@ class Stopping:
             self.request(f"max_seconds={limit:g} are over")
         if signalled is not None:
             self.request(f"{signalled} came to rank {self._communicator.rank}")
-        before, then = self._agreed_at
-        pace = (now - then) / max(1, step - before)
-        rank, size = self._communicator.rank, self._communicator.size
-        # Each rank's place is zero on the others, so the greatest number there is its own.
-        places = [number if place == rank else 0.0 for place in range(size) for number in beside]
-        here = torch.tensor([self._requested is not None, pace, *places], dtype=torch.float64)
-        asked, slowest, *told = self._communicator.allreduce(here.to(self._communicator.device), "max").tolist()
-        self._agreed_at, self._next = (step, now), step + max(1, round(_AGREE_SECONDS / max(slowest, 1e-9)))
-        if asked:
+        before, then = self._since or (step, now)
+        trained = step > before  # otherwise nothing new is known of how long a step takes
+        pace = (now - then) / (step - before) if trained else 0.0
+        here = torch.tensor([[self._requested is not None, pace, *beside]], dtype=torch.float64)
+        ranks = self._communicator.allgather(here.to(self._communicator.device)).tolist()
+        if trained:
+            slowest = max(pace for _, pace, *_ in ranks)
+            self._interval = max(1, round(_AGREE_SECONDS / max(slowest, 1e-9)))
+        self._since, self._next = (step, now), step + self._interval
+        if any(asked for asked, *_ in ranks):
             reasons = self._communicator.allgather_object((self._requested, signalled is not None))
             self.reason = next(reason for reason, _ in reasons if reason is not None)
             self.preempted = any(preempted for _, preempted in reasons)
-        return [told[place * len(beside) : (place + 1) * len(beside)] for place in range(size)]
+        return [told for _, _, *told in ranks]

@@ -60,18 +60,22 @@ class Means:
         self._sums, self._samples = self._added_up()
         self._waiting.clear()
 
-    def totals(self, communicator: Communicator, *, reset: bool = True) -> tuple[list[float], float]:
+    def here(self) -> Tensor:
+        """Return this rank's sum of each name and then its number of samples, or tokens, float64 [names + 1].
+
+        What was collected stays, and later sums are what they would have been without this call.
+        """
+        sums, samples = self._added_up()
+        return torch.stack([*sums, self._tokens + samples])
+
+    def totals(self, communicator: Communicator) -> tuple[list[float], float]:
         """Return the sum of each name and the number of samples, or tokens, over all ranks, and start again.
 
         All ranks call it.
-        With `reset=False` what was collected stays, and later sums are what they would have been without this call.
         """
-        sums, samples = self._added_up()
-        here = self._tokens + samples
-        *everywhere, counted = communicator.allreduce(torch.stack([*sums, here]), op="sum").tolist()
-        if reset:
-            self._clear()
-        return everywhere, counted
+        *sums, counted = communicator.allreduce(self.here(), op="sum").tolist()
+        self._clear()
+        return sums, counted
 
     def reduce(self, communicator: Communicator) -> dict[str, float]:
         """Return the mean of each name over all ranks (nan without any sample), and start again. All ranks call it."""

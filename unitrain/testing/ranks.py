@@ -49,10 +49,11 @@ class _Rank:
 class RankGroup:
     """`size` ranks of `backend` on this host; a context manager.
 
-    `command` is what starts them and ends where the program begins, such as ["horovodrun", "-np", "2"]; without it they
-    are started directly, as any scheduler that sets RANK and WORLD_SIZE would. `variables` are added to their
-    environment, and `device` is where they compute. No wait is longer than its stated time, and no process outlives the
-    group.
+    Where they can be, ranks are forked from a process that has imported torch, unless they are to be started `anew`, as
+    what is measured should be. `command` is what starts them and ends where the program begins, such as ["horovodrun",
+    "-np", "2"]; without it they are started directly, as any scheduler that sets RANK and WORLD_SIZE would. `variables`
+    are added to their environment, and `device` is where they compute. No wait is longer than its stated time, and no
+    process outlives the group.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class RankGroup:
         size: int,
         *,
         command: Sequence[str] = (),
+        anew: bool = False,
         variables: Mapping[str, str] | None = None,
         device: str = "cpu",
         backend_timeout_seconds: float = 60.0,
@@ -69,7 +71,7 @@ class RankGroup:
         self.size = size
         self._command = list(command)
         # Variables may be read by what is imported, and a GPU is no matter for forks.
-        self._forks = not command and not variables and device == "cpu" and sys.platform.startswith("linux")
+        self._forks = not (anew or command or variables) and device == "cpu" and sys.platform.startswith("linux")
         self._variables = dict(variables or {})
         self._device = device
         self._backend_timeout_seconds = backend_timeout_seconds

@@ -1,0 +1,63 @@
+"""When the ranks meet: about every two seconds, at the same steps on all of them; and what they tell each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unitrain.backends.local import LocalBackend
+from unitrain.lifecycle.stopping import Stopping
+from unitrain.testing import run_ranks
+
+LOCAL = LocalBackend(torch.device("cpu"))
+
+
+def test_it_is_about_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("unitrain.lifecycle.stopping.time.perf_counter", lambda: now)
+    with Stopping(LOCAL, max_seconds=None, signals=()) as stopping:
+        stopping.agree(0)
+        stopping.begin(0)
+        due = []
+        for step in range(1, 61):
+            now += 5.0 if step == 1 else 0.1  # the first step compiles, allocates and connects
+            if stopping.due(step):
+                due.append(step)
+                stopping.agree(step)
+        assert due == [1, 2, 22, 42]
+        now += 1000.0  # a validation is not training
+        stopping.begin(60)
+        assert next(step for step in range(61, 100) if stopping.due(step)) == 80
+
+
+def test_a_resumed_run_has_not_made_its_steps_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("unitrain.lifecycle.stopping.time.perf_counter", lambda: now)
+    with Stopping(LOCAL, max_seconds=None, signals=()) as stopping:
+        now += 1.0
+        stopping.agree(5000)
+        stopping.begin(5000)
+        assert stopping.due(5001)
+
+
+def uneven_ranks(backend) -> tuple[list[int], list[list[list[float]]]]:
+    import time
+
+    due, told = [], []
+    with Stopping(backend, max_seconds=None, signals=()) as stopping:
+        stopping.begin(0)
+        for step in range(1, 31):
+            time.sleep(0.1 * backend.rank)
+            if stopping.due(step):
+                due.append(step)
+                told.append(stopping.agree(step, beside=[-backend.rank, step]))
+    return due, told
+
+
+def test_ranks_meet_at_the_same_steps_however_their_clocks_go() -> None:
+    first, second = run_ranks(uneven_ranks, size=2, backend="ddp")
+    assert first == second
+    due, told = first
+    assert due[0] == 1
+    assert 2 <= len(due) <= 6  # rank 0 alone would think of millions of steps
+    assert told == [[[0, step], [-1, step]] for step in due]
