@@ -9,6 +9,7 @@ reduced too (DDP leaves those gradients local, and the replicas drift apart).
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ from unitrain.backends.unused_parameters import watch_first_backward
 from unitrain.errors import ConfigError, EnvironmentVariableError, ModelError
 
 _wrapped_models = 0
+
+
+@dataclass(slots=True)
+class _Passes:
+    """The forwards with gradients that no backward has followed yet, and the last backward; apart from the module, for
+    which setting an attribute takes microseconds."""
+
+    forwards: int = 0
+    backward: int = -1
 
 
 class GlobalGradients(DistributedDataParallel):
@@ -64,8 +74,7 @@ class GlobalGradients(DistributedDataParallel):
             compress_buckets(self, compressor, sent_in)
         self._everything = list(model.parameters())
         self._trains = [parameter.requires_grad for parameter in self._everything]
-        self._forwards = 0  # with gradients, that no backward has followed yet
-        self._backward = -1
+        self._passes = _Passes()
         self._left = False
         global _wrapped_models
         _wrapped_models += 1
@@ -99,7 +108,7 @@ class GlobalGradients(DistributedDataParallel):
             _explain(error)
             raise
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._forwards += 1
+            self._passes.forwards += 1
             self._sent_in.expect_backward()
             for tensor in gradient_tensors(output):
                 tensor.register_hook(self._prepare_backward)
@@ -156,12 +165,11 @@ class GlobalGradients(DistributedDataParallel):
         DDP arms it in forward, for one backward that uses what this forward used. A retained graph runs another one
         without a forward, and several forwards may share one.
         """
-        backward = torch._C._current_graph_task_id()
-        if backward == self._backward:
+        passes, backward = self._passes, torch._C._current_graph_task_id()
+        if backward == passes.backward:
             return
-        self._backward = backward
         self._sent_in.expect_backward()
-        forwards, self._forwards = self._forwards, 0
+        forwards, passes.forwards, passes.backward = passes.forwards, 0, backward
         if forwards == 0:
             self.reducer._rebuild_buckets()  # as forward would, after the first backward
         if self.find_unused_parameters and forwards != 1:

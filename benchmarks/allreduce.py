@@ -1,0 +1,92 @@
+"""What an allreduce takes on unitrain's interface, against torch.distributed over Gloo and Horovod called directly.
+
+All leave their argument as it is, so torch's, which does not, has a copy to reduce. Those of the interface include the
+agreement of the ranks on what they are about to do. The ranks of the two libraries, and unitrain's on either, take
+turns; who does not have the turn is stopped. Quoted is the time / that of the faster library in the same round.
+
+    python benchmarks/allreduce.py            # starts its own ranks; writes benchmarks/results/allreduce.*
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import signal
+import statistics
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+import torch
+from direct_calls import SIZES, take_turn
+from rich.progress import track
+from step_overhead import HOROVOD_DEFAULTS, Contestant
+from tables import BACKENDS, RESULTS, Seconds, keep, ratio
+
+from unitrain.testing import RankGroup
+
+DIRECT = {"ddp": "torch.distributed", "horovod": "horovod.torch"}
+
+
+def measure(rounds: int, ranks: int) -> dict[str, Seconds]:
+    """Return, for each size, the seconds per call of each way, round by round."""
+    shuffled = random.Random(0)
+    with ExitStack() as stack:
+        contestants: dict[str, tuple[Contestant, str]] = {}
+        for backend, library in DIRECT.items():
+            for way, call, variables in (
+                (library, library, HOROVOD_DEFAULTS),
+                (f"unitrain, {backend}", "unitrain", dict[str, str]()),
+            ):
+                group = stack.enter_context(RankGroup(backend, ranks, anew=True, variables=variables))
+                contestants[way] = Contestant(group), call
+                stack.callback(contestants[way][0].resume)
+        results: dict[str, Seconds] = {}
+        for size in SIZES:
+            seconds: Seconds = {way: [] for way in contestants}
+            for number in track(range(rounds + 1), size):  # the first round warms up
+                for way in shuffled.sample(list(contestants), len(contestants)):
+                    contestant, call = contestants[way]
+                    taken = max(contestant.call(take_turn, call, size))
+                    if number:
+                        seconds[way].append(taken)
+            seconds["fastest library"] = [
+                min(pair) for pair in zip(*(seconds[one] for one in DIRECT.values()), strict=True)
+            ]
+            results[size] = seconds
+    return results
+
+
+def table(results: dict[str, Seconds], ranks: int) -> list[str]:
+    lines = [
+        "# An allreduce on unitrain's interface, against the libraries called directly",
+        "",
+        f"float32, {ranks} ranks on one host, a core and a thread each, no GPU; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} processors. Time of a call / that of the faster library in the "
+        "same round. Medians; in brackets the middle half of all rounds. Made by `python benchmarks/allreduce.py`.",
+        "",
+        f"| | {' | '.join(results)} |",
+        "|---" * (len(results) + 1) + "|",
+    ]
+    for way in (*DIRECT.values(), *(f"unitrain, {backend}" for backend in BACKENDS)):
+        cells = [ratio(seconds[way], seconds["fastest library"]) for seconds in results.values()]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    fastest = [f"{statistics.median(seconds['fastest library']) * 1000:.2f} ms" for seconds in results.values()]
+    return [*lines, f"| the faster library | {' | '.join(fastest)} |"]
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=2), default=20, show_default=True)
+def main(rounds: int, ranks: int, output: Path) -> None:
+    """Measure, print the table and keep it."""
+    # Ended as by Ctrl-C: ranks that are stopped would not notice that nobody is left to wake them.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    results = measure(rounds, ranks)
+    keep(table(results, ranks), "allreduce", output, ranks=ranks, seconds_per_call=results)
+
+
+if __name__ == "__main__":
+    main()
