@@ -14,6 +14,7 @@ import platform
 import random
 import signal
 import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from unitrain.testing import RankGroup
 DIRECT = {"ddp": "torch.distributed", "horovod": "horovod.torch"}
 
 
-def measure(rounds: int, ranks: int) -> dict[str, Seconds]:
+def measure(sizes: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
     """Return, for each size, the seconds per call of each way, round by round."""
     shuffled = random.Random(0)
     with ExitStack() as stack:
@@ -43,7 +44,7 @@ def measure(rounds: int, ranks: int) -> dict[str, Seconds]:
                 contestants[way] = Contestant(group), call
                 stack.callback(contestants[way][0].resume)
         results: dict[str, Seconds] = {}
-        for size in SIZES:
+        for size in sizes:
             seconds: Seconds = {way: [] for way in contestants}
             for number in track(range(rounds + 1), size):  # the first round warms up
                 for way in shuffled.sample(list(contestants), len(contestants)):
@@ -80,11 +81,12 @@ def table(results: dict[str, Seconds], ranks: int) -> list[str]:
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 @click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=2), default=20, show_default=True)
-def main(rounds: int, ranks: int, output: Path) -> None:
+@click.option("--size", "sizes", type=click.Choice(list(SIZES)), multiple=True, default=list(SIZES))
+def main(sizes: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and keep it."""
     # Ended as by Ctrl-C: ranks that are stopped would not notice that nobody is left to wake them.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    results = measure(rounds, ranks)
+    results = measure(sizes, rounds, ranks)
     keep(table(results, ranks), "allreduce", output, ranks=ranks, seconds_per_call=results)
 
 

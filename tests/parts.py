@@ -18,6 +18,7 @@ def _needs(present: bool, reason: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not present and not os.environ.get("UNITRAIN_TEST_ALL"), reason=reason)
 
 
+needs_open_mpi = _needs(shutil.which("mpirun") is not None, "needs Open MPI: sudo apt-get install openmpi-bin")
 needs_mpi = _needs(
     shutil.which("mpirun") is not None and hvd.mpi_built(),
     "needs Open MPI and a Horovod built with it: "

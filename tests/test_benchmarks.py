@@ -70,6 +70,27 @@ def test_compression(tmp_path: Path) -> None:
     assert re.search(rf"^\| PowerSGD, rank 1 \| {RATIO} \|$", table, re.M)
 
 
+def test_allreduce(tmp_path: Path) -> None:
+    shown = run("allreduce.py", "--size", "1 KB", "--size", "1 MB", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "allreduce.md").read_text()
+    assert table.strip() in shown
+    for way in ("torch.distributed", "horovod.torch", "unitrain, ddp", "unitrain, horovod"):
+        assert re.search(rf"^\| {way} \| {RATIO} \| {RATIO} \|$", table, re.M)
+
+
+def test_overlap(tmp_path: Path) -> None:
+    shown = run("overlap.py", "--model", "trial", "--rounds", "3", "--output", tmp_path)
+    table = (tmp_path / "overlap.md").read_text()
+    assert table.strip() in shown
+    for backend in ("ddp", "horovod"):
+        assert re.search(rf"^\| {backend} \| 1 \| \*\*\d+%\*\* \[.*\] \| {RATIO} \| ", table, re.M)
+        events = json.loads((tmp_path / f"overlap_{backend}.trace.json").read_text())["traceEvents"]
+        assert {(event["pid"], event["tid"]) for event in events} == {
+            (f"rank {rank}", row) for rank in (0, 1) for row in ("compute", "bucket 0")
+        }
+        assert all(event["dur"] > 0 for event in events)
+
+
 def test_feature_costs(tmp_path: Path) -> None:
     features = [
         "ema_decay",

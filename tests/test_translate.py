@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ import yaml
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parts import needs_open_mpi
 
 from launchers import LaunchError
 from launchers.translation import TARGETS, Job, horovodrun, mpich, openmpi, read, srun, torchrun, unitrain, write
@@ -618,7 +618,7 @@ def as_number(text: str) -> object:
     return float(text) if re.fullmatch(r"[0-9.]+", text) else text
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None and not os.environ.get("UNITRAIN_TEST_ALL"), reason="needs Open MPI")
+@needs_open_mpi
 def test_open_mpis_options_are_all_known() -> None:
     environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     told = subprocess.check_output(["mpirun", "--help", "unsupported"], env=environ, text=True, timeout=60)

@@ -1,0 +1,109 @@
+"""Whether gradients travel beside backward: when each bucket was on its way, and what that saves.
+
+Backward passes of the 25M model whose buckets are sent as soon as they are full take turns with passes that send the
+same buckets when all gradients are computed. Kept beside the table is the timeline of one step of every rank, to be
+opened in https://ui.perfetto.dev or chrome://tracing.
+
+    python benchmarks/overlap.py            # starts its own ranks; writes benchmarks/results/overlap.*
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from loops import MODELS, settle
+from overlapped_steps import AFTER, BESIDE, Step, take_turn
+from rich.progress import track
+from tables import BACKENDS, RESULTS, keep, ratio
+
+from unitrain.testing import RankGroup
+
+_WARM_UP = 3  # steps: DDP puts the gradients into buckets anew after the first
+
+
+def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list[list[Step]]]:
+    """Return, for each way, the steps of all ranks, round by round."""
+    shuffled = random.Random(0)
+    steps: dict[str, list[list[Step]]] = {BESIDE: [], AFTER: []}
+    with RankGroup(backend, ranks, anew=True) as group:
+        group.run(settle)
+        for _ in range(_WARM_UP):
+            group.run(take_turn, BESIDE, model)
+        for number in track(range(rounds + 1), backend):
+            for way in shuffled.sample(list(steps), len(steps)):
+                told = group.run(take_turn, way, model)
+                if number:
+                    steps[way].append(told)
+    return steps
+
+
+def table(results: dict[str, dict[str, list[list[Step]]]], model: str, ranks: int) -> list[str]:
+    """Return the table: a line for each backend."""
+    lines = [
+        "# Gradients that travel beside backward",
+        "",
+        f"The {model} model, {ranks} ranks on one host, a core and a thread each, no GPU, so that what moves the "
+        f"gradients takes its time from what computes them; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} processors. The share of the communication that is over when "
+        "the rank has computed its last gradient; and the time until the gradients are those of all ranks, with the "
+        "same buckets sent after backward / beside it, in the same round: above 1, overlapping is faster. Medians; in "
+        "brackets the middle half. Made by `python benchmarks/overlap.py`, with a timeline of one step on each backend "
+        "(`overlap_*.trace.json`, for https://ui.perfetto.dev).",
+        "",
+        "| backend | buckets | communication hidden | after / beside backward | beside, ms |",
+        "|---|---|---|---|---|",
+    ]
+    for backend, steps in results.items():
+        low, middle, high = statistics.quantiles([step.hidden for ranks in steps[BESIDE] for step in ranks], n=4)
+        whole = {way: [max(step.whole for step in ranks) for ranks in steps[way]] for way in steps}
+        lines.append(
+            f"| {backend} | {len(steps[BESIDE][0][0].buckets)} | **{middle:.0%}** [{low:.0%}, {high:.0%}] "
+            f"| {ratio(whole[AFTER], whole[BESIDE])} | {statistics.median(whole[BESIDE]) * 1000:.1f} |"
+        )
+    return lines
+
+
+def timeline(steps: list[Step]) -> dict[str, Any]:
+    """Return one step of every rank as trace events, in microseconds."""
+    events = []
+    for rank, step in enumerate(steps):
+        spans = [("backward", "compute", 0.0, step.computed)]
+        spans += [
+            (f"allreduce, {size / 2**20:.1f} MiB", f"bucket {number}", begin, end)
+            for number, (begin, end, size) in enumerate(step.buckets)
+        ]
+        events += [
+            {"ph": "X", "name": name, "pid": f"rank {rank}", "tid": row, "ts": at * 1e6, "dur": (to - at) * 1e6}
+            for name, row, at, to in spans
+        ]
+    return {"traceEvents": events}
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=2), default=30, show_default=True)
+@click.option("--model", type=click.Choice(list(MODELS)), default="25M", show_default=True)
+@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
+def main(backends: list[str], model: str, rounds: int, ranks: int, output: Path) -> None:
+    """Measure, print the table, and keep it with the timelines."""
+    results = {backend: measure(backend, model, rounds, ranks) for backend in backends}
+    seconds = {
+        backend: {way: [max(step.whole for step in ranks) for ranks in rounds] for way, rounds in steps.items()}
+        for backend, steps in results.items()
+    }
+    keep(table(results, model, ranks), "overlap", output, ranks=ranks, seconds_per_backward=seconds)
+    for backend, steps in results.items():
+        (output / f"overlap_{backend}.trace.json").write_text(json.dumps(timeline(steps[BESIDE][-1]), indent=1))
+
+
+if __name__ == "__main__":
+    main()

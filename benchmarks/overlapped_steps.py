@@ -1,0 +1,107 @@
+"""Backward passes whose gradients travel beside them, or after them, and when each bucket was on its way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import loops
+import torch
+import torch.distributed as dist
+from loops import BATCH, CLASSES, FEATURES, MODELS
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from unitrain.backends.base import Backend
+
+BESIDE, AFTER = "beside backward", "after backward"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds from the beginning of one backward on one rank until its own gradients were computed, until they were
+    those of all ranks, and for each bucket from when to when it was on its way, and its bytes."""
+
+    computed: float
+    whole: float
+    buckets: tuple[tuple[float, float, int], ...]
+
+    @property
+    def hidden(self) -> float:
+        """The share of the time with a bucket on its way that was over when the last gradient was computed."""
+        moments = sorted({moment for begin, end, _ in self.buckets for moment in (begin, end)} | {self.computed})
+        busy = [
+            (begin, end)
+            for begin, end in pairwise(moments)
+            if any(one <= begin and end <= other for one, other, _ in self.buckets)
+        ]
+        return sum(end - begin for begin, end in busy if end <= self.computed) / sum(end - begin for begin, end in busy)
+
+
+_steppers: dict[str, _Stepper] = {}
+
+
+def take_turn(backend: Backend, way: str, model: str) -> Step:
+    """Run one forward and backward of `model`; return how its backward went on this rank. All ranks call it."""
+    if model not in _steppers:
+        _steppers[model] = _Stepper(backend, MODELS[model][0])
+    return _steppers[model].step(way)
+
+
+class _Stepper:
+    def __init__(self, backend: Backend, hidden: list[int]) -> None:
+        torch.manual_seed(1)
+        self._backend, self._model = backend, loops.network(hidden)
+        self._samples = torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+        self._wrapped = backend.distributed_model(self._model)
+        self._sent: list[tuple[float, dist.Work, Tensor]] = []
+        self._arrived: dict[int, float] = {}
+        self._options: Any = None
+        self._computed = 0.0
+        first = next(self._model.parameters())  # whose gradient is the last to be computed
+        first.register_post_accumulate_grad_hook(self._note_computed)
+        # What DDP's reducer sends its buckets in, on either backend.
+        group: Any = self._wrapped._sent_in
+        self._allreduce: Callable[..., dist.Work] = group.allreduce
+        group.allreduce = self._send
+
+    def step(self, way: str) -> Step:
+        self._model.zero_grad(set_to_none=False)
+        tensors = [tensor for _, _, tensor in self._sent]
+        self._sent, self._arrived = [], {}
+        inputs, targets = self._samples
+        if way == BESIDE:
+            loss = cross_entropy(self._wrapped(inputs), targets)
+            self._backend.barrier()
+            began = time.perf_counter()
+            loss.backward()
+        else:  # the same buckets once more, when all gradients are computed
+            loss = cross_entropy(self._model(inputs), targets)
+            self._backend.barrier()
+            began = time.perf_counter()
+            with self._backend.no_sync(self._wrapped):
+                loss.backward()
+            for work in [self._send([tensor], self._options) for tensor in tensors]:
+                work.wait()
+        ended = time.perf_counter()
+        while len(self._arrived) < len(self._sent):  # which another thread notes
+            time.sleep(0.0001)
+        buckets = tuple(
+            (at - began, self._arrived[place] - began, tensor.nbytes)
+            for place, (at, _, tensor) in enumerate(self._sent)
+        )
+        return Step(self._computed - began, ended - began, buckets)
+
+    def _send(self, tensors: list[Tensor], options: Any) -> dist.Work:
+        self._options = options
+        place, at = len(self._sent), time.perf_counter()
+        work = self._allreduce(tensors, options)
+        self._sent.append((at, work, tensors[0]))
+        work.get_future().add_done_callback(lambda _: self._arrived.setdefault(place, time.perf_counter()))
+        return work
+
+    def _note_computed(self, _: Tensor) -> None:
+        self._computed = time.perf_counter()
