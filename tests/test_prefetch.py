@@ -6,6 +6,7 @@ What only a GPU can show, that no copy overwrites what is still computed with, i
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +16,17 @@ import pytest
 import torch
 from one_rank import rank_of
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
+from unitrain.backends.waiting import Waiting
 from unitrain.data import prefetch
 from unitrain.data.prefetch import Prefetch, one_ahead
 from unitrain.data.share import EvaluationShare, TrainingShare
+from unitrain.testing import run_ranks
 
 LOCAL = LocalBackend(torch.device("cpu"))
 
@@ -128,6 +133,85 @@ def test_the_cpu_gets_the_loader_itself() -> None:
     assert Prefetch(torch.device("cpu"))(items, ahead=True) is items
 
 
+def test_the_next_one_is_fetched_while_gradients_travel() -> None:
+    log, entered = Log(), []
+
+    @contextmanager
+    def fetching() -> Iterator[None]:
+        entered.append(len(log))
+        yield
+
+    ahead = Prefetch(torch.device("cpu"), fetching)
+    for number, _ in ahead(log.source(3), ahead=True, beside=True):
+        loss = torch.ones((), requires_grad=True) * 1.0
+        ahead.followed(loss)
+        # As what makes gradients global does, when the first of them is there.
+        loss.register_hook(lambda _: Variable._execution_engine.queue_callback(lambda: log.append("wait")))
+        log.append(f"use {number}")
+        loss.backward()
+    assert log == ["load 0", "use 0", "load 1", "wait", "use 1", "load 2", "wait", "use 2", "closed", "wait"]
+    assert entered == [2, 5, 8]
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_an_error_of_what_is_fetched_meanwhile_comes_in_its_turn(fails_at: int) -> None:
+    ahead, used = Prefetch(torch.device("cpu")), list[int]()
+
+    def loop() -> None:
+        for number, _ in ahead(Log().source(3, fails_at), ahead=True, beside=True):
+            ahead.followed(torch.ones((), requires_grad=True) * 1.0).backward()
+            used.append(number)
+
+    with pytest.raises(OSError, match=f"cannot read {fails_at}"):
+        loop()
+    assert used == list(range(fails_at))
+
+
+def test_what_is_fetched_meanwhile_is_closed_with_the_loop() -> None:
+    log, ahead = Log(), Prefetch(torch.device("cpu"))
+
+    def loop() -> None:
+        for number, _ in ahead(log.source(9), ahead=True, beside=True):
+            ahead.followed(torch.ones((), requires_grad=True) * 1.0).backward()
+            if number == 1:
+                raise KeyError
+
+    with pytest.raises(KeyError) as caught:
+        loop()
+    assert log[-1] == "closed"
+    assert caught.value is not None  # whose traceback holds no batches
+    ahead.followed(torch.ones((), requires_grad=True) * 1.0).backward()
+    assert log[-1] == "closed"
+
+
+def order_of_things(backend: Backend) -> list[str]:
+    """Return what each step of four does of fetching, and of waiting inside of backward."""
+    log: list[str] = []
+    fetch, wait = prefetch.Coming.fetch, Waiting.wait_for_ranks
+
+    def noted_fetch(coming: Any) -> None:
+        log.append("fetch")
+        fetch(coming)
+
+    def noted_wait(waiting: Waiting, work: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            log.append("wait")
+        wait(waiting, work)
+
+    prefetch.Coming.fetch, Waiting.wait_for_ranks = noted_fetch, noted_wait  # type: ignore[method-assign]
+    try:
+        train(samples, None, backend=backend, batch_size=3, accumulate=2, epochs=1)
+    finally:
+        prefetch.Coming.fetch, Waiting.wait_for_ranks = fetch, wait  # type: ignore[method-assign]
+    return log
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_ranks_fetch_before_they_wait_in_every_step(backend: str) -> None:
+    for log in run_ranks(order_of_things, size=2, backend=backend):
+        assert [key for key, _ in itertools.groupby(log)] == ["fetch", "wait"] * 2
+
+
 def test_a_device_without_streams_gets_batches_as_they_are_asked_for() -> None:
     made = []
 
@@ -224,20 +308,29 @@ def test_a_batch_is_made_early_only_where_no_code_of_the_user_runs_here(data: An
 class Early(Prefetch):
     """Runs one ahead on the CPU as on a GPU, with copies that are copies."""
 
-    def __call__(self, items: Any, *, ahead: bool) -> Iterator[Any]:
+    def __call__(self, items: Any, *, ahead: bool, beside: bool = False) -> Iterator[Any]:
         if not ahead:
             return iter(items)
         return one_ahead(iter(items), lambda item: (copy.deepcopy(item[0]), item[1]), lambda: None)
 
 
-def train(make_data: Callable[[], Any], early: bool, **settings: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+class Beside(Prefetch):
+    """Runs one ahead as where other ranks' gradients are waited for."""
+
+    def __call__(self, items: Any, *, ahead: bool, beside: bool = False) -> Iterator[Any]:
+        return super().__call__(items, ahead=ahead, beside=ahead)
+
+
+def train(
+    make_data: Callable[[], Any], early: type[Prefetch] | None, *, backend: Backend = LOCAL, **settings: Any
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = TrainConfig(**{"epochs": 3, "accumulate": 2, "progress": "off", **settings})
-    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=LOCAL, config=config)
-    if early:
-        trainer._prefetch = trainer._evaluation._prefetch = Early(LOCAL.device)
+    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
+    if early is not None:
+        trainer._prefetch = trainer._evaluation._prefetch = early(backend.device)
     results = trainer.fit(make_data(), samples(9))
     return model.state_dict(), results
 
@@ -249,26 +342,29 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("early", [Early, Beside])
 @pytest.mark.parametrize("kind", DATA)
-def test_a_run_is_bit_equal_with_it(kind: str) -> None:
+def test_a_run_is_bit_equal_with_it(kind: str, early: type[Prefetch]) -> None:
     data, settings = DATA[kind]
-    (one, results), (other, found) = (train(data, early, **settings) for early in (False, True))
+    (one, results), (other, found) = (train(data, prefetch, **settings) for prefetch in (None, early))
     assert results == found
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.parametrize("early", [Early, Beside])
 @pytest.mark.parametrize("kind", DATA)
-def test_a_run_that_is_resumed_is_bit_equal_with_it(kind: str, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_is_bit_equal_with_it(kind: str, early: type[Prefetch], tmp_path: Path) -> None:
     data, settings = DATA[kind]
-    whole, _ = train(data, early=False, **{**settings, "epochs": None, "steps": 8})
+    whole, _ = train(data, None, **{**settings, "epochs": None, "steps": 8})
     stops = 6 if kind == "workers" else 4  # inside an epoch; but workers draw anew from where they start
     first = {**settings, "epochs": None, "steps": stops, "output_dir": tmp_path, "resume": True}
-    train(data, early=True, **first)
-    parts, _ = train(data, early=True, **{**first, "steps": 8})
+    train(data, early, **first)
+    parts, _ = train(data, early, **{**first, "steps": 8})
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
 
 
-def test_what_is_loaded_here_is_loaded_when_it_is_asked_for() -> None:
+@pytest.mark.parametrize("early", [Early, Beside])
+def test_what_is_loaded_here_is_loaded_when_it_is_asked_for(early: type[Prefetch]) -> None:
     data = Drawn(22)
-    train(lambda: data, early=True, batch_size=4, epochs=None, steps=1)
+    train(lambda: data, early, batch_size=4, epochs=None, steps=1)
     assert len(data.loaded) == 8

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
+from unitrain.data.prefetch import Prefetch
 from unitrain.testing import RankGroup
 from unitrain.tracking import stragglers
 from unitrain.tracking.stragglers import Stragglers, find_stragglers
@@ -289,3 +290,32 @@ def test_data_that_comes_while_a_gpu_is_busy_is_not_waited_for(
     rest = seconds - found["data_seconds"][0]
     for part, share in (("compute", 3 / 6), ("wait", 2 / 6), ("update", 1 / 6)):
         assert found[f"{part}_seconds"] == [pytest.approx(share * rest, rel=1e-6)]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_data_that_is_fetched_in_the_middle_of_a_step_is_data(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    """Each step is 0.3 s of forward and backward, 0.4 s of data, 0.2 s of communication and 0.1 s of update."""
+    clock = Stream()
+    monkeypatch.setattr("unitrain.tracking.times.time.perf_counter", lambda: clock.now)
+    times = Times(LocalBackend(torch.device("cpu")))
+    prefetch = Prefetch(torch.device("cpu"), times.fetching)
+
+    def data() -> Iterator[tuple[None, None]]:
+        for _ in range(100):
+            clock.pass_time(0.4)
+            yield None, None
+
+    def communicate(_: Tensor) -> None:
+        Variable._execution_engine.queue_callback(lambda: clock.pass_time(0.2))
+
+    for _ in times.batches(prefetch(data(), ahead=True, beside=beside)):
+        clock.pass_time(0.3)
+        loss = prefetch.followed(times.watched(torch.ones((), requires_grad=True) * 1.0))
+        loss.register_hook(communicate)
+        loss.backward()
+        clock.pass_time(0.1)
+        times.step(1)
+    seconds = times.stop()
+    found = times.gather()
+    assert seconds == pytest.approx(100)
+    assert [found[f"{part}_seconds"] for part in PARTS[:4]] == [[pytest.approx(one)] for one in (40, 30, 20, 10)]

@@ -83,11 +83,11 @@ class Trainer:
         self._precision = together(backend, lambda: Precision(config.precision, backend.device))
         self._callbacks = together(backend, lambda: Callbacks(callbacks))
         self._forward = together(backend, lambda: Forward(forward))
-        self._prefetch = Prefetch(backend.device)
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._tracker = Tracker(config, backend, loggers)
         self._times, self._stragglers = Times(backend), Stragglers()
+        self._prefetch = Prefetch(backend.device, self._times.fetching)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         self._loss: RunningLoss
@@ -215,7 +215,9 @@ class Trainer:
         self.run.stopping.begin(cursor.step)
         # No name holds what is iterated over: where an error leaves the loop, its workers end at once.
         for batch, part in self._times.batches(
-            self._prefetch(share.epoch(cursor.epoch, cursor.position), ahead=share.fetches_apart)
+            self._prefetch(
+                share.epoch(cursor.epoch, cursor.position), ahead=share.fetches_apart, beside=share.fetches_beside
+            )
         ):
             self._micro_step(batch, part)
             if not part.closes_step:
@@ -270,7 +272,8 @@ class Trainer:
         with stands_in, nullcontext() if part.closes_step else self.backend.no_sync(self.model):
             with self._precision.autocast():
                 loss = read_loss(self.loss_fn(*self._forward(self.model, batch)))
-            torch.autograd.backward(self._times.watched(self._precision.scale(self._mean.weighted(loss, part))))
+            start = self._times.watched(self._precision.scale(self._mean.weighted(loss, part)))
+            torch.autograd.backward(self._prefetch.followed(start) if part.closes_step else start)
         self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)
         self._callbacks.call("on_micro_step", self, batch, part, loss)

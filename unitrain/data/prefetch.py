@@ -1,39 +1,71 @@
-"""Batches on the device one ahead: the next one is copied to a GPU while the current one is computed with."""
+"""Batches one ahead: copied to a GPU while the current one is computed with, or fetched while gradients travel."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd import Variable
 
 from unitrain.data.batch import to_device
 
 PartT = TypeVar("PartT")
+ItemT = TypeVar("ItemT")
 Item = tuple[Any, PartT]
 
 
 class Prefetch:
-    """Brings batches to `device`: on a GPU one ahead, elsewhere as they are asked for, and on the CPU at no cost.
+    """Brings batches to `device`: on a GPU one ahead, elsewhere as they are asked for, or while gradients travel.
 
-    One ahead means one batch more in the GPU's memory. Copies are asynchronous from pinned memory only.
+    One ahead means one batch more in memory. Copies are asynchronous from pinned memory only. What is fetched while
+    gradients travel is fetched inside of `fetching`.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, device: torch.device, fetching: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self._device, self._fetching = device, fetching
+        # Weakly: whoever iterates holds it, and where that ends with an error, workers are to end at once.
+        self._latest: weakref.ref[Coming[Any]] | None = None
         # One for all epochs: memory that was allocated on a stream is reused on that stream only.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, items: Iterable[Item[PartT]], *, ahead: bool) -> Iterator[Item[PartT]]:
+    def __call__(self, items: Iterable[Item[PartT]], *, ahead: bool, beside: bool = False) -> Iterator[Item[PartT]]:
         """Yield each of `items`, pairs of a batch and what belongs to it, with its batch on the device.
 
-        Without `ahead` none is fetched before it is asked for.
+        Without `ahead` none is fetched before it is asked for; but with `beside`, on the CPU, the next one is in the
+        backward from a loss that was `followed`.
         """
         if self._device.type == "cpu":
-            return iter(items)
+            if not beside:
+                return iter(items)
+            coming = Coming(iter(items))
+            self._latest = weakref.ref(coming)
+            return coming
         if self._stream is None or not ahead:
             return ((to_device(batch, self._device), part) for batch, part in items)
         return one_ahead(iter(items), self._begin_copy, self._await_copy)
+
+    def followed(self, loss: Tensor) -> Tensor:
+        """Return `loss`; the next batch is fetched when the backward from it is over on this rank, and all gradients
+        are on their way, before anybody waits for them."""
+        if self._latest is not None and loss.requires_grad:
+            loss.register_hook(self._follow)
+        return loss
+
+    def _follow(self, gradient: Tensor) -> None:
+        # What waits for the gradients asks the engine later than this, and is called back in that order.
+        Variable._execution_engine.queue_callback(self._fetch)
+
+    def _fetch(self) -> None:
+        coming = None if self._latest is None else self._latest()
+        if coming is not None:
+            with self._fetching():
+                coming.fetch()
 
     def _begin_copy(self, item: Item[PartT]) -> Item[PartT]:
         """Copy on the side stream, beside what the current stream goes on to compute."""
@@ -50,6 +82,30 @@ class Prefetch:
         """Let the current stream, not the host, wait for the copies begun so far."""
         assert self._stream is not None
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class Coming(Iterator[ItemT], Generic[ItemT]):
+    """`items`, of which the next one can be fetched before it is asked for. What that raises is raised in its turn."""
+
+    def __init__(self, items: Iterator[ItemT]) -> None:
+        self._items = items
+        self._fetched: list[ItemT] = []
+        self._problem: Exception | None = None
+
+    def fetch(self) -> None:
+        """Fetch the next one, unless it is there already."""
+        if not self._fetched and self._problem is None:
+            try:
+                self._fetched = _first(self._items)
+            except Exception as error:
+                self._problem = error
+
+    def __next__(self) -> ItemT:
+        if self._fetched:
+            return self._fetched.pop()  # no reference stays here while it is in use
+        if self._problem is not None:
+            raise self._problem
+        return next(self._items)
 
 
 def one_ahead(
@@ -74,7 +130,7 @@ def one_ahead(
         raise problem
 
 
-def _first(items: Iterator[Any]) -> list[Any]:
+def _first(items: Iterator[ItemT]) -> list[ItemT]:
     """Return the next of `items` in a list, which is empty at the end."""
     for item in items:
         return [item]

@@ -99,6 +99,11 @@ class TrainingShare(TrainingData):
         """Whether a batch may be fetched before it is asked for: nothing else would change."""
         return self._source.fetches_apart
 
+    @property
+    def fetches_beside(self) -> bool:
+        """Whether it may be fetched so while gradients travel, and there are any: no rank asks another for it."""
+        return self._size > 1 and self._source.fetches_apart
+
     def steps_in_epoch(self, start: int = 0) -> int | None:
         """Return the number of optimizer steps from position `start` to the end of an epoch, 0 past it."""
         length: int | None = self._source.length

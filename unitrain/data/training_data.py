@@ -29,6 +29,11 @@ class TrainingData(ABC):
     def fetches_apart(self) -> bool:
         """Whether a batch may be fetched before it is asked for: nothing else would change."""
 
+    @property
+    @abstractmethod
+    def fetches_beside(self) -> bool:
+        """Whether it may be fetched so while gradients travel, and there are any: no rank asks another for it."""
+
     @abstractmethod
     def steps_in_epoch(self, start: int = 0) -> int | None:
         """Return how many optimizer steps there are from position `start` on; None where nobody knows.

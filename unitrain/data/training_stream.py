@@ -101,6 +101,11 @@ class TrainingStream(TrainingData):
         """Whether a batch may be fetched before it is asked for: nothing else would change."""
         return self._source.fetches_apart
 
+    @property
+    def fetches_beside(self) -> bool:
+        """Return False: the ranks agree on what comes in turn."""
+        return False
+
     def steps_in_epoch(self, start: int = 0) -> int | None:
         """Return None: an IterableDataset's `__len__` need not be true, least of all of one rank."""
         return None

@@ -52,6 +52,7 @@ class Times:
         # The first two steps tell nothing of the others: kernels are chosen, and DDP agrees on its buckets.
         self._measuring, self._due, self._unmeasured = False, 0.0, _INTERVAL_STEPS - 2
         self._step_seconds: dict[str, float] = {}
+        self._lap_began = 0.0
         self._recent: deque[dict[str, float]] = deque(maxlen=_RECENT)
         self.start()
 
@@ -138,6 +139,15 @@ class Times:
         started = time.perf_counter()
         yield
         self._seconds[part] += time.perf_counter() - started
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Count what is done inside it as data, wherever in a step it is done."""
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self._seconds["data"] += seconds
+        self._lap_began += seconds
 
     def gather(self) -> dict[str, list[float]]:
         """Return "data_seconds" and so on for every one of PARTS since `start`, with a number for each rank."""
