@@ -42,7 +42,7 @@ FORBIDDEN = [
     ("unitrain/* -unitrain/testing/* -unitrain/bench/contestants.py", ["unitrain.testing"], []),
     # What a backend stands on; the interface stands on less, and no backend on another one.
     ("unitrain/backends/*", ["unitrain"], ["unitrain.backends", "unitrain.environment", "unitrain.errors"]),
-    ("unitrain/backends/base.py", ["unitrain.backends"], ["unitrain.backends.whereabouts"]),
+    ("unitrain/backends/base.py", ["unitrain.backends"], ["unitrain.backends.whereabouts", "unitrain.backends.knobs"]),
     ("unitrain/backends/* -unitrain/backends/horovod*.py", ["unitrain.backends.horovod"], []),
     ("unitrain/backends/* -unitrain/backends/ddp.py", ["unitrain.backends.ddp"], []),
     ("unitrain/backends/* -unitrain/backends/local.py", ["unitrain.backends.local"], []),
@@ -51,7 +51,7 @@ FORBIDDEN = [
         "unitrain/* examples/* -unitrain/backends/* -unitrain/initialise.py -unitrain/commands/* -unitrain/testing/* "
         "-unitrain/functions/* -unitrain/doctor/* -unitrain/bench/*",
         ["unitrain.backends"],
-        ["unitrain.backends.base"],
+        ["unitrain.backends.base", "unitrain.backends.knobs"],
     ),
     ("unitrain/bench/*", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.backends.network"]),
     # What is measured and worked out of it is nobody's else to know; figures alone can be read without torch.
@@ -106,7 +106,11 @@ FORBIDDEN = [
     ("unitrain/guest.py", ["unitrain"], ["unitrain.verify.recorder", "unitrain.tuning.timer"]),
     ("unitrain/* -unitrain/tuning/* -unitrain/commands/* -unitrain/guest.py", ["unitrain.tuning"], []),
     ("unitrain/* -unitrain/trainer.py", ["unitrain.guest"], []),
-    ("unitrain/tuning/* -unitrain/tuning/timer.py", ["torch", "unitrain"], ["unitrain.tuning", "unitrain.errors"]),
+    (
+        "unitrain/tuning/* -unitrain/tuning/timer.py",
+        ["torch", "unitrain"],
+        ["unitrain.tuning", "unitrain.errors", "unitrain.backends.knobs"],
+    ),
     ("unitrain/verify/* -unitrain/verify/recorder.py", ["unitrain.callbacks", "unitrain.data", "unitrain.config"], []),
     ("unitrain/verify/*", ["unitrain.lifecycle", "unitrain.step", "unitrain.tracking", "unitrain.metrics"], []),
     ("unitrain/config.py", ["unitrain"], ["unitrain.backends.base", "unitrain.errors"]),

@@ -15,11 +15,13 @@ from launches import started
 from torch import nn
 
 import unitrain
+from unitrain.backends import registry
+from unitrain.backends.knobs import Knob
 from unitrain.cli import unitrain as program
 from unitrain.errors import ConfigError, EnvironmentVariableError
 from unitrain.testing import RankGroup
 from unitrain.tuning.kept import FILE, Tuned, forget, tuned_for
-from unitrain.tuning.knobs import Knob, knobs
+from unitrain.tuning.knobs import knobs
 from unitrain.tuning.search import PAIRS, Gain, search
 
 SIZES = Knob("SIZE", "", "1", ("2", "3"))
@@ -83,9 +85,10 @@ def test_a_gain_takes_pairs_that_agree() -> None:
 
 
 def test_only_knobs_of_the_backend_are_turned() -> None:
-    names = {one.variable for one in knobs("ddp", None, 4)}
+    assert knobs(registry.load("local").knobs, None, 4) == []
+    names = {one.variable for one in knobs(registry.load("ddp").knobs, None, 4)}
     assert names == {"UNITRAIN_BUCKETS_MB", "UNITRAIN_BUCKET_VIEW"}
-    of_horovod = {one.variable: one for one in knobs("horovod", 2, 4)}
+    of_horovod = {one.variable: one for one in knobs(registry.load("horovod").knobs, 2, 4)}
     assert {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", *names, "OMP_NUM_THREADS"} == set(of_horovod)
     assert of_horovod["OMP_NUM_THREADS"].others == ("1", "4", "8")
     for one in of_horovod.values():

@@ -41,6 +41,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from unitrain.backends.knobs import Knob
 from unitrain.backends.whereabouts import call_site
 from unitrain.environment import Placement
 from unitrain.errors import (
@@ -189,8 +190,9 @@ class Backend(Communicator):
     """A communicator that also knows how gradients become global, and where its ranks run.
 
     `transport` is what moves the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` counts within a host,
-    `node_rank` numbers the hosts. Use it as a context manager: it shuts down on a clean exit only, because shutting
-    down while an exception leaves makes the launcher blame whichever rank notices first.
+    `node_rank` numbers the hosts, and `knobs` are what `unitrain tune` may turn. Use it as a context manager: it shuts
+    down on a clean exit only, because shutting down while an exception leaves makes the launcher blame whichever rank
+    notices first.
     """
 
     name: str
@@ -199,6 +201,7 @@ class Backend(Communicator):
     local_size: int
     node_rank: int
     num_nodes: int
+    knobs: tuple[Knob, ...] = ()
     _alone = 0  # how many blocks of on_rank_zero the caller is in
 
     @classmethod

@@ -24,10 +24,19 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.compressed_buckets import compress_buckets
 from unitrain.backends.compression import Compressor
 from unitrain.backends.gradient_group import GradientGroup
+from unitrain.backends.knobs import Knob
 from unitrain.backends.outputs import gradient_tensors
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.unused_parameters import watch_first_backward
 from unitrain.errors import ConfigError, EnvironmentVariableError, ModelError
+
+BUCKETS = Knob(
+    "UNITRAIN_BUCKETS_MB",
+    "gradients travel in buckets: MiB of the first, and of the rest",
+    "1,25",
+    ("25,25", "1,5", "5,5", "1,100", "100,100"),
+)
+BUCKET_VIEW = Knob("UNITRAIN_BUCKET_VIEW", "gradients lie in the buckets (1), or are copied (0)", "1", ("0",))
 
 _wrapped_models = 0
 
@@ -193,8 +202,8 @@ class GlobalGradients(DistributedDataParallel):
 
 def _bucketing() -> dict[str, Any]:
     """Return how DDP is to put gradients together, which changes no more than rounding; `unitrain tune` tries it."""
-    chosen: dict[str, Any] = {"gradient_as_bucket_view": environment.setting("UNITRAIN_BUCKET_VIEW") != "0"}
-    text = environment.setting("UNITRAIN_BUCKETS_MB")
+    chosen: dict[str, Any] = {"gradient_as_bucket_view": environment.setting(BUCKET_VIEW.variable) != "0"}
+    text = environment.setting(BUCKETS.variable)
     if text is None:
         return chosen
     try:

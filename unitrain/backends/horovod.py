@@ -12,7 +12,7 @@ from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
 from unitrain.backends.devices import check_gpus, choose_device
 from unitrain.backends.horovod_process_group import NAME, register_backend
-from unitrain.backends.horovod_runtime import meet_with_horovod
+from unitrain.backends.horovod_runtime import CYCLE, FUSION, meet_with_horovod
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.errors import BackendUnavailableError, ConfigError
 
@@ -25,6 +25,7 @@ class HorovodBackend(ProcessGroupBackend):
     """
 
     name = "horovod"
+    knobs = (*ProcessGroupBackend.knobs, CYCLE, FUSION)
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:

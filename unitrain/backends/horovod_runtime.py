@@ -13,11 +13,18 @@ from horovod.runner.http.http_server import RendezvousServer
 from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints that it is missing)
 
 from unitrain import environment
+from unitrain.backends.knobs import Knob
 from unitrain.backends.network import address_towards, answering, interface_of, own_addresses
 from unitrain.backends.rendezvous import Meeting, Seat, meet, tcp_store
 from unitrain.environment import Placement
 from unitrain.errors import BackendUnavailableError, LauncherMismatchError
 
+CYCLE = Knob(
+    "HOROVOD_CYCLE_TIME", "ms between two looks of Horovod at what is to be done", "0.5", ("0.1", "1", "2", "5")
+)
+FUSION = Knob(
+    "HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod puts buckets together", "134217728", ("0", "16777216")
+)
 _ANSWER_SECONDS = 3.0  # a host answers without its processes; one lost packet is sent again after a second
 _servers: list[Any] = []  # rank 0's rendezvous server, kept alive as long as the process
 
@@ -34,8 +41,8 @@ def start_horovod(placement: Placement, meeting: Meeting) -> None:
                 # Horovod's own limit is 30 s, and passing it aborts the process without an exception, or ends Horovod
                 # without saying whom it waited for: unitrain's own limit is to come first.
                 "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(meeting.timeout.total_seconds()) + 5),
-                # Milliseconds; Horovod's own 1 is as long as a small model's step (benchmarks/step_overhead.py).
-                "HOROVOD_CYCLE_TIME": "0.5",
+                # Horovod's own 1 is as long as a small model's step (benchmarks/step_overhead.py).
+                CYCLE.variable: CYCLE.default,
             }
         )
         if placement.launcher not in ("none", "horovodrun", "mpirun"):

@@ -29,7 +29,8 @@ from unitrain.backends.call import ROW_LENGTH, Call, carried, describe_disagreem
 from unitrain.backends.compression import Memories
 from unitrain.backends.forks import make_forks_safe
 from unitrain.backends.gradient_group import GradientGroup
-from unitrain.backends.gradients import GlobalGradients, check_same_model, check_same_settings
+from unitrain.backends.gradients import BUCKET_VIEW, BUCKETS, GlobalGradients, check_same_model, check_same_settings
+from unitrain.backends.knobs import Knob
 from unitrain.backends.ledger import Ledger
 from unitrain.backends.objects import NOTHING, pack, unpack
 from unitrain.backends.rendezvous import Meeting
@@ -59,6 +60,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class ProcessGroupBackend(Backend, SupportsPowerSGD):
     """A backend over torch.distributed's default group, which its subclass has initialised."""
 
+    knobs: tuple[Knob, ...] = (BUCKETS, BUCKET_VIEW)
     _waits_on_stream = False  # whether it is a GPU's stream, and not the host, that waits for gradients
 
     def __init__(self, meeting: Meeting, device: torch.device, transport: str) -> None:

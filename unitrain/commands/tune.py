@@ -15,6 +15,7 @@ import click
 
 import unitrain
 from unitrain import environment
+from unitrain.backends import registry
 from unitrain.commands.launch import check_not_launched, check_script
 from unitrain.errors import ConfigError
 from unitrain.tuning import kept
@@ -124,7 +125,7 @@ def _look(trials: _Trials, first: Result, seconds: float, run_seconds: float) ->
         console.print(f"  {result.seconds_per_step * 1e3:9.2f} ms  {shown(settings)}", markup=False)
         return result.seconds_per_step
 
-    choices = knobs(first.backend, first.threads, first.cores_per_rank)
+    choices = knobs(registry.load(first.backend).knobs, first.threads, first.cores_per_rank)
     return search(measure, choices, seconds, run_seconds=run_seconds)
 
 

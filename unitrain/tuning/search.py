@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unitrain.tuning.knobs import Knob
+from unitrain.backends.knobs import Knob
 
 Settings = Mapping[str, str]
 # Seconds of a step under some settings, in a run of its own.
