@@ -31,7 +31,7 @@ class Stopping:
         self.preempted = False
         self._requested: str | None = None
         self._started = 0.0
-        self._interval = 1
+        self._interval = self._next = 1
         # When training began or was agreed on last, and the steps that were done by then.
         self._since: tuple[int, float] | None = None
 
@@ -39,7 +39,7 @@ class Stopping:
         self.reason, self.preempted, self._requested = None, False, None
         self._started = time.perf_counter()
         self._preemption.__enter__()
-        self._interval, self._since = 1, None  # one step tells how long a step takes
+        self._interval, self._next, self._since = 1, 1, None  # one step tells how long a step takes
         return self
 
     def __exit__(
