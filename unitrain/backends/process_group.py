@@ -95,9 +95,9 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
     def allgather(self, tensor: Tensor) -> Tensor:
         dtype = getattr(tensor, "dtype", torch.float32)  # the check tells of what is no tensor
         calls = self._agree("allgather", tensor, check=lambda: checks.check_tensor(tensor), dtype=dtype)
-        if (parts := carried(calls, tensor)) is not None:
-            return torch.cat([part.view(call.shape or 1) for part, call in zip(parts, calls, strict=True)])
         rows = [call.shape[0] if call.shape else 1 for call in calls]
+        if (parts := carried(calls, tensor)) is not None:
+            return torch.cat([part.view(count, *tensor.shape[1:]) for part, count in zip(parts, rows, strict=True)])
         own = tensor.detach().reshape(tensor.shape or (1,))
         # All transports carry equal pieces only, so shorter ones travel padded.
         piece = own.new_zeros((max(rows), *own.shape[1:]), dtype=_wide_dtype(tensor.dtype))

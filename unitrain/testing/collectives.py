@@ -14,7 +14,11 @@ from unitrain.backends.checks import DTYPES, REDUCE_OPS
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
 
-_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (5,), (3, 4), (2, 3, 2), (0,), (0, 3), (2, 0))
+# Small ones may travel otherwise than (11, 13) does, and many dimensions are told in short.
+_SHAPES: tuple[tuple[int, ...], ...] = (
+    *((), (1,), (5,), (3, 4), (2, 3, 2), (0,), (0, 3), (2, 0), (11, 13)),
+    *((*(1,) * 10, 3), (*(1,) * 10, 143)),
+)
 
 
 def _input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
