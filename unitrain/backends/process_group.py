@@ -280,7 +280,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         calls = Call.from_rows(rows)
         if any(other.refused for other in calls):
             self._raise_problem(problem)
-        if not all(call.agrees_with(other) for other in calls):
+        if not all(calls[self.rank].agrees_with(other) for other in calls):  # as told, also of many dimensions
             raise CollectiveMismatchError(
                 f"{describe_disagreement(calls)} Call the same collectives in the same order on every rank, "
                 "with the same shape and dtype, and none of them inside `if rank == 0`."
