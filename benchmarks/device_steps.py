@@ -77,7 +77,7 @@ def prefetched(backend: Backend) -> int:
 class OnDemand(Prefetch):
     """No batch ahead."""
 
-    def __call__(self, items: Any, *, ahead: bool) -> Iterator[Any]:
+    def __call__(self, items: Any, *, ahead: bool, beside: bool = False) -> Iterator[Any]:
         return super().__call__(items, ahead=False)
 
 
