@@ -12,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
 
 from unitrain import PowerSGD
-from unitrain.backends.base import Backend, Compression
+from unitrain.backends.base import Backend
+from unitrain.backends.compression_setting import Compression
 
 WAYS: dict[str, Compression] = {
     "none": "none",

@@ -42,7 +42,11 @@ FORBIDDEN = [
     ("unitrain/* -unitrain/testing/* -unitrain/bench/contestants.py", ["unitrain.testing"], []),
     # What a backend stands on; the interface stands on less, and no backend on another one.
     ("unitrain/backends/*", ["unitrain"], ["unitrain.backends", "unitrain.environment", "unitrain.errors"]),
-    ("unitrain/backends/base.py", ["unitrain.backends"], ["unitrain.backends.whereabouts", "unitrain.backends.knobs"]),
+    (
+        "unitrain/backends/base.py",
+        ["unitrain.backends"],
+        ["unitrain.backends.whereabouts", "unitrain.backends.knobs", "unitrain.backends.compression_setting"],
+    ),
     ("unitrain/backends/* -unitrain/backends/horovod*.py", ["unitrain.backends.horovod"], []),
     ("unitrain/backends/* -unitrain/backends/ddp.py", ["unitrain.backends.ddp"], []),
     ("unitrain/backends/* -unitrain/backends/local.py", ["unitrain.backends.local"], []),
@@ -51,7 +55,7 @@ FORBIDDEN = [
         "unitrain/* examples/* -unitrain/backends/* -unitrain/initialise.py -unitrain/commands/* -unitrain/testing/* "
         "-unitrain/functions/* -unitrain/doctor/* -unitrain/bench/*",
         ["unitrain.backends"],
-        ["unitrain.backends.base", "unitrain.backends.knobs"],
+        ["unitrain.backends.base", "unitrain.backends.knobs", "unitrain.backends.compression_setting"],
     ),
     ("unitrain/bench/*", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.backends.network"]),
     # What is measured and worked out of it is nobody's else to know; figures alone can be read without torch.
@@ -75,7 +79,12 @@ FORBIDDEN = [
     (
         "unitrain/testing/*",
         ["unitrain.backends"],
-        ["unitrain.backends.base", "unitrain.backends.checks", "unitrain.backends.network"],
+        [
+            "unitrain.backends.base",
+            "unitrain.backends.checks",
+            "unitrain.backends.compression_setting",
+            "unitrain.backends.network",
+        ],
     ),
     # It reads files, so that runs can be looked at where nothing of theirs is installed.
     (
@@ -113,7 +122,11 @@ FORBIDDEN = [
     ),
     ("unitrain/verify/* -unitrain/verify/recorder.py", ["unitrain.callbacks", "unitrain.data", "unitrain.config"], []),
     ("unitrain/verify/*", ["unitrain.lifecycle", "unitrain.step", "unitrain.tracking", "unitrain.metrics"], []),
-    ("unitrain/config.py", ["unitrain"], ["unitrain.backends.base", "unitrain.errors"]),
+    (
+        "unitrain/config.py",
+        ["unitrain"],
+        ["unitrain.backends.base", "unitrain.backends.compression_setting", "unitrain.errors"],
+    ),
     ("unitrain/* -unitrain/lifecycle/* -unitrain/trainer.py -unitrain/commands/*", ["unitrain.lifecycle"], []),
     ("unitrain/data/*", ["unitrain.step", "unitrain.tracking", "unitrain.metrics", "unitrain.modules"], []),
     ("unitrain/step/* unitrain/modules/*", ["unitrain.tracking", "unitrain.metrics"], []),

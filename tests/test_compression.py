@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from unitrain import Callback, PowerSGD, TrainConfig, Trainer
-from unitrain.backends.base import Backend, Compression
+from unitrain.backends.base import Backend
+from unitrain.backends.compression_setting import Compression
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import ConfigError, UnsupportedError
 from unitrain.testing import RankGroup

@@ -30,7 +30,7 @@ _EXPORTS = {
     "Logger": "unitrain.tracking.loggers.logger",
     "MLflowLogger": "unitrain.tracking.loggers.mlflow",
     "Placement": "unitrain.environment",
-    "PowerSGD": "unitrain.backends.base",
+    "PowerSGD": "unitrain.backends.compression_setting",
     "Profiler": "unitrain.callbacks.profiler",
     "TensorBoardLogger": "unitrain.tracking.loggers.tensorboard",
     "TrainConfig": "unitrain.config",
@@ -77,7 +77,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from unitrain.backends.base import Backend, Communicator, PowerSGD, require
+    from unitrain.backends.base import Backend, Communicator, require
+    from unitrain.backends.compression_setting import PowerSGD
     from unitrain.backends.horovod_registration import register_process_group
     from unitrain.backends.registry import available as available_backends
     from unitrain.callbacks.callback import Callback

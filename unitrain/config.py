@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from unitrain.backends.base import Communicator, Compression, read_compression
+from unitrain.backends.base import Communicator
+from unitrain.backends.compression_setting import Compression, read_compression
 from unitrain.errors import ConfigError, did_you_mean
 
 SchedulerUnit = Literal["step", "epoch"]

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unitrain.backends.base import Compression, ReduceOp, read_compression
+from unitrain.backends.base import ReduceOp
+from unitrain.backends.compression_setting import Compression, read_compression
 from unitrain.errors import ConfigError, ModelError, TensorError, did_you_mean
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)

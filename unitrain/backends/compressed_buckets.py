@@ -20,9 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unitrain.backends.compression import HALF, Compressor
 from unitrain.backends.gradient_group import GradientGroup
 from unitrain.backends.power_sgd import LowRankGradients, Wait
-
-# Renamed in torch 2.14.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from unitrain.backends.torch_names import all_gather
 
 
 class _Running(NamedTuple):
@@ -117,7 +115,7 @@ class _Reduction:
         for part in others:
             total += part
         first.copy_(total)
-        yield self._waiting(_all_gather(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True))
+        yield self._waiting(all_gather(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True))
         buffer.copy_(own[: buffer.numel()])
 
     def _start_sum(self, tensor: Tensor) -> Wait:

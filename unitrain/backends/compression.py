@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from unitrain.backends.base import Communicator, Compression, PowerSGD, read_compression
+from unitrain.backends.base import Communicator
+from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
 from unitrain.backends.power_sgd import LowRankGradients
 from unitrain.errors import ModelError
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, Compression, GradientMemory, ReduceOp, StartOptions, SupportsPowerSGD
+from unitrain.backends.base import Backend, GradientMemory, ReduceOp, StartOptions, SupportsPowerSGD
 from unitrain.backends.compressed_backward import compress_backward
 from unitrain.backends.compression import Memories
+from unitrain.backends.compression_setting import Compression
 from unitrain.backends.devices import choose_device
 from unitrain.backends.unused_parameters import watch_first_backward
 from unitrain.errors import ConfigError, LauncherMismatchError

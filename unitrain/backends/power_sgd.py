@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Communicator, GradientMemory, PowerSGD
+from unitrain.backends.base import Communicator, GradientMemory
+from unitrain.backends.compression_setting import PowerSGD
 from unitrain.errors import CheckpointError
 
 Wait = Callable[[], object]

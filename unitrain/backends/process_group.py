@@ -6,7 +6,6 @@ The ddp and the horovod backend share all of this, so that they are equal by con
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
@@ -17,16 +16,11 @@ from torch import Tensor, nn
 
 from unitrain import environment
 from unitrain.backends import checks
-from unitrain.backends.base import (
-    Backend,
-    Compression,
-    GradientMemory,
-    ReduceOp,
-    SupportsPowerSGD,
-    together,
-)
-from unitrain.backends.call import ROW_LENGTH, Call, carried, describe_disagreement, small
+from unitrain.backends.agreement import Agreement
+from unitrain.backends.base import Backend, GradientMemory, ReduceOp, SupportsPowerSGD, together
+from unitrain.backends.call import carried
 from unitrain.backends.compression import Memories
+from unitrain.backends.compression_setting import Compression
 from unitrain.backends.forks import make_forks_safe
 from unitrain.backends.gradient_group import GradientGroup
 from unitrain.backends.gradients import BUCKET_VIEW, BUCKETS, GlobalGradients, check_same_model, check_same_settings
@@ -34,15 +28,10 @@ from unitrain.backends.knobs import Knob
 from unitrain.backends.ledger import Ledger
 from unitrain.backends.objects import NOTHING, pack, unpack
 from unitrain.backends.rendezvous import Meeting
+from unitrain.backends.torch_names import all_gather, reduce_scatter
 from unitrain.backends.waiting import Waiting
 from unitrain.backends.watch import Watch
-from unitrain.errors import (
-    CollectiveMismatchError,
-    ConfigError,
-    ModelError,
-    TensorError,
-    UnitrainError,
-)
+from unitrain.errors import ModelError
 
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -51,9 +40,6 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-# Renamed in torch 2.14.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -70,7 +56,6 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._meeting = meeting
-        self._calls = 0
         self._ledger = Ledger()
         self._ended = False
         self._wrapped: WeakSet[GlobalGradients] = WeakSet()
@@ -81,6 +66,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
         self._watch = Watch(meeting, self._ledger) if self.size > 1 else None
         self._waiting = Waiting(meeting, self._ledger, self._watch)
+        self._agree = Agreement(self, self._ledger, self._waiting)
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         dtype = _reduced_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check tells of what is no tensor
@@ -104,7 +90,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         piece[: own.shape[0]] = own
         gathered = piece.new_empty((self.size, *piece.shape))
         if piece.numel():
-            self._waiting.wait_for_ranks(_all_gather(gathered.view(-1), piece.view(-1), async_op=True))
+            self._waiting.wait_for_ranks(all_gather(gathered.view(-1), piece.view(-1), async_op=True))
         return torch.cat([gathered[rank, :count] for rank, count in enumerate(rows)]).to(tensor.dtype)
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
@@ -116,7 +102,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         whole = _widened(tensor, _reduced_dtype(tensor.dtype, op))
         result = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         if result.numel():
-            self._waiting.wait_for_ranks(_reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
+            self._waiting.wait_for_ranks(reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
         return self._finish(result, tensor.dtype, op)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -157,7 +143,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         calls = self._agree("allgather_object", payload, check=check, dtype=torch.uint8)
         parts = carried(calls, payload)
         if parts is None:
-            parts = self._gather_bytes(payload, [call.shape[0] for call in calls])
+            parts = self._agree.gather_bytes(payload, [call.shape[0] for call in calls])
         return [unpack(part, self.device) for part in parts]
 
     def barrier(self) -> None:
@@ -241,67 +227,6 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
                 "Use: model = backend.distributed_model(model)"
             )
         return found
-
-    def _agree(
-        self,
-        operation: str,
-        tensor: Tensor | None = None,
-        *,
-        op: str = "",
-        root: int = -1,
-        check: Callable[[], None] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> list[Call]:
-        """Tell every rank what this one is about to do, and return what each does; raise on all where that differs.
-
-        With `dtype`, a small tensor goes along in it.
-        """
-        self.refuse_alone(operation)
-        problem: UnitrainError | None = None
-        call = Call(self._calls, operation, refused=True)
-        try:
-            if check is not None:
-                check()
-            call = Call(
-                self._calls,
-                operation,
-                op,
-                root,
-                tensor.dtype if tensor is not None else None,
-                tuple(tensor.shape) if tensor is not None else (),
-                content=small(tensor, dtype) if tensor is not None and dtype is not None else None,
-            )
-        except (TensorError, ConfigError) as error:
-            problem = error
-        self._calls += 1
-        self._ledger.enter(call)
-        rows = torch.empty(self.size, ROW_LENGTH, dtype=torch.int64)
-        self._waiting.wait_for_ranks(_all_gather(rows.view(-1), call.row(), async_op=True))
-        calls = Call.from_rows(rows)
-        if any(other.refused for other in calls):
-            self._raise_problem(problem)
-        if not all(calls[self.rank].agrees_with(other) for other in calls):  # as told, also of many dimensions
-            raise CollectiveMismatchError(
-                f"{describe_disagreement(calls)} Call the same collectives in the same order on every rank, "
-                "with the same shape and dtype, and none of them inside `if rank == 0`."
-            )
-        return calls
-
-    def _raise_problem(self, problem: UnitrainError | None) -> None:
-        """Raise the lowest refused rank's error on every rank, outside the numbered calls."""
-        payload, _ = pack(problem)
-        sizes = torch.empty(self.size, dtype=torch.int64)
-        self._waiting.wait_for_ranks(_all_gather(sizes, torch.tensor([payload.numel()]), async_op=True))
-        for part in self._gather_bytes(payload, sizes.tolist()):
-            if (found := unpack(part, self.device)) is not None:
-                raise found
-
-    def _gather_bytes(self, payload: Tensor, sizes: list[int]) -> list[Tensor]:
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: payload.numel()] = payload
-        gathered = torch.empty(self.size * max(sizes), dtype=torch.uint8)
-        self._waiting.wait_for_ranks(_all_gather(gathered, padded, async_op=True))
-        return [part[:size] for part, size in zip(gathered.view(self.size, -1), sizes, strict=True)]
 
     def _finish(self, result: Tensor, dtype: torch.dtype, op: str) -> Tensor:
         if op == "mean":

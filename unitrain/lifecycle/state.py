@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain import environment, randomness
-from unitrain.backends.base import Backend, PowerSGD, SupportsPowerSGD, read_compression, require
+from unitrain.backends.base import Backend, SupportsPowerSGD, require
+from unitrain.backends.compression_setting import PowerSGD, read_compression
 from unitrain.config import TrainConfig
 from unitrain.data.batching import KeptBatch
 from unitrain.data.order import Cursor

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Backend, Compression, PowerSGD
+from unitrain.backends.base import Backend
+from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import ConfigError, ModelError, UnsupportedError
 from unitrain.testing.cases import Case, contract, raises, same_on_every_rank
 from unitrain.testing.models import assert_gradients, backward, batch, build, gradients, loss_of, mean_gradients

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Backend, Compression, GradientMemory, PowerSGD, SupportsPowerSGD, require
+from unitrain.backends.base import Backend, GradientMemory, SupportsPowerSGD, require
+from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
 from unitrain.testing.compression import alike, may_be_refused, steps
