@@ -26,6 +26,7 @@ from unitrain.backends.waiting import Waiting
 from unitrain.data import prefetch
 from unitrain.data.prefetch import Prefetch, one_ahead
 from unitrain.data.share import EvaluationShare, TrainingShare
+from unitrain.step.backward import backward
 from unitrain.testing import run_ranks
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -143,12 +144,11 @@ def test_the_next_one_is_fetched_while_gradients_travel() -> None:
 
     ahead = Prefetch(torch.device("cpu"), fetching)
     for number, _ in ahead(log.source(3), ahead=True, beside=True):
-        loss = torch.ones((), requires_grad=True) * 1.0
-        ahead.followed(loss)
+        weight = torch.ones((), requires_grad=True)
         # As what makes gradients global does, when the first of them is there.
-        loss.register_hook(lambda _: Variable._execution_engine.queue_callback(lambda: log.append("wait")))
+        weight.register_hook(lambda _: Variable._execution_engine.queue_callback(lambda: log.append("wait")))
         log.append(f"use {number}")
-        loss.backward()
+        backward(weight * 1.0, *ahead.beside())
     assert log == ["load 0", "use 0", "load 1", "wait", "use 1", "load 2", "wait", "use 2", "closed", "wait"]
     assert entered == [2, 5, 8]
 
@@ -159,7 +159,7 @@ def test_an_error_of_what_is_fetched_meanwhile_comes_in_its_turn(fails_at: int) 
 
     def loop() -> None:
         for number, _ in ahead(Log().source(3, fails_at), ahead=True, beside=True):
-            ahead.followed(torch.ones((), requires_grad=True) * 1.0).backward()
+            backward(torch.ones((), requires_grad=True) * 1.0, *ahead.beside())
             used.append(number)
 
     with pytest.raises(OSError, match=f"cannot read {fails_at}"):
@@ -172,14 +172,14 @@ def test_what_is_fetched_meanwhile_is_closed_with_the_loop() -> None:
 
     def loop() -> None:
         for number, _ in ahead(log.source(9), ahead=True, beside=True):
-            ahead.followed(torch.ones((), requires_grad=True) * 1.0).backward()
+            backward(torch.ones((), requires_grad=True) * 1.0, *ahead.beside())
             if number == 1:
                 raise KeyError
 
     with pytest.raises(KeyError):
         loop()
     assert log[-1] == "closed"
-    ahead.followed(torch.ones((), requires_grad=True) * 1.0).backward()
+    backward(torch.ones((), requires_grad=True) * 1.0, *ahead.beside())
     assert log[-1] == "closed"
 
 

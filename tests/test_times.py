@@ -22,6 +22,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
 from unitrain.data.prefetch import Prefetch
+from unitrain.step.backward import backward
 from unitrain.testing import RankGroup
 from unitrain.tracking import stragglers
 from unitrain.tracking.stragglers import Stragglers, find_stragglers
@@ -310,9 +311,9 @@ def test_data_that_is_fetched_in_the_middle_of_a_step_is_data(monkeypatch: pytes
 
     for _ in times.batches(prefetch(data(), ahead=True, beside=beside)):
         clock.pass_time(0.3)
-        loss = prefetch.followed(times.watched(torch.ones((), requires_grad=True) * 1.0))
-        loss.register_hook(communicate)
-        loss.backward()
+        weight = torch.ones((), requires_grad=True)
+        weight.register_hook(communicate)
+        backward(times.watched(weight * 1.0), *prefetch.beside())
         clock.pass_time(0.1)
         times.step(1)
     seconds = times.stop()

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from unitrain.backends.base import Backend, ReduceOp
 from unitrain.backends.local import LocalBackend
+from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.data.order import epoch_order
 from unitrain.errors import ModelError
 from unitrain.step.weighting import read_loss
+from unitrain.testing import run_ranks
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -109,3 +112,37 @@ def test_a_loss_per_sample_is_told_what_to_return() -> None:
     trainer.loss_fn = lambda output, target: output.sum((1, 2))
     with pytest.raises(ModelError, match=r"must be one number, got shape \[4\]\. .*a pair \(loss\.sum\(\), number of"):
         trainer.fit(sequences())
+
+
+def order_of_counting(backend: Backend) -> list[str]:
+    """Return, of each step, when the ranks count its tokens and when they have its gradients."""
+    log: list[str] = []
+    allreduce = backend.allreduce
+
+    def noted(tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        log.append(f"count in backward {torch._C._current_graph_task_id() != -1}")
+        return allreduce(tensor, op)
+
+    class Gradients(Callback):
+        def on_fit_start(self, trainer: Trainer) -> None:
+            backend.allreduce = noted  # type: ignore[method-assign]
+
+        def on_gradients(self, trainer: Trainer) -> None:
+            log.append("gradients")
+
+        def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
+            backend.allreduce = allreduce  # type: ignore[method-assign]
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    config = TrainConfig(epochs=1, batch_size=2, accumulate=2, progress="off")
+    Trainer(model, optimizer, sum_and_count, backend=backend, config=config, callbacks=[Gradients()]).fit(sequences(16))
+    return log
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_tokens_are_counted_while_gradients_travel(backend: str) -> None:
+    for log in run_ranks(order_of_counting, size=2, backend=backend):
+        # Before the first backward too, to know about how many there are; and at the end for the mean of the losses.
+        steps = ["count in backward True", "gradients"] * 2
+        assert log == ["count in backward False", *steps, "count in backward False"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from unitrain.data.training_data import TrainingData
 from unitrain.errors import Preempted
 from unitrain.evaluation import Evaluation, LossFunction
 from unitrain.guest import guest_of_this_run
+from unitrain.lifecycle.roll_call import RollCall
 from unitrain.lifecycle.state import Run, Stateful
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
@@ -30,6 +30,7 @@ from unitrain.modules.averaging import WeightAverage
 from unitrain.modules.compiled import compile_forward
 from unitrain.modules.memory_format import use_channels_last
 from unitrain.modules.sync_batch_norm import standing_in, sync_batch_norm
+from unitrain.step.backward import backward
 from unitrain.step.epoch_scheduler import EpochScheduler
 from unitrain.step.forward import Forward, ForwardFunction
 from unitrain.step.learning_rate import LearningRateFactor
@@ -37,7 +38,6 @@ from unitrain.step.precision import Precision, allow_tf32
 from unitrain.step.update import Update
 from unitrain.step.weighting import GlobalMean, read_loss
 from unitrain.tracking.loggers.logger import Logger
-from unitrain.tracking.stragglers import Stragglers
 from unitrain.tracking.times import Times
 from unitrain.tracking.tracker import Tracker
 
@@ -86,7 +86,7 @@ class Trainer:
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._tracker = Tracker(config, backend, loggers)
-        self._times, self._stragglers = Times(backend), Stragglers()
+        self._times = Times(backend)
         self._prefetch = Prefetch(backend.device, self._times.fetching)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
@@ -115,6 +115,7 @@ class Trainer:
 
         parts: dict[str, Stateful] = {"precision": self._precision, "callbacks": self._callbacks}
         self.run = Run(config, backend, parts if self._average is None else {**parts, "average": self._average})
+        self._roll_call = RollCall(self.run, self._times, self._tracker)
         self.run.prepare(backend.unwrap(model), optimizer, scheduler)
         self.model = backend.distributed_model(
             model, unused_parameters=config.unused_parameters, compression=config.compression
@@ -162,7 +163,7 @@ class Trainer:
                 self._tracker.note(str(self._rates))
             try:
                 self._callbacks.call("on_fit_start", self)
-                self._meet()
+                self._roll_call.hold()
                 while not self.run.finished():
                     results = self._train_epoch(share, validation)
                 self.run.finish()
@@ -236,7 +237,7 @@ class Trainer:
             if self._look_is_due(cursor.step):
                 self._look(epoch)
             elif self.run.stopping.due(cursor.step):
-                self._meet()
+                self._roll_call.hold()
             if cursor.step == config.steps or self.run.stopping.reason is not None:
                 break
         trained = cursor.sample - first_sample
@@ -255,7 +256,7 @@ class Trainer:
             self._epoch_scheduler.step(results)
         self._tracker.epoch(epoch, cursor.step, results, trained / seconds)
         self._callbacks.call("on_epoch_end", self, results)
-        self._meet()
+        self._roll_call.hold()
         row = {"epoch": epoch, "step": cursor.step, **results, **speed}
         if cursor.epoch % config.checkpoint_every == 0 or self.run.finished():
             self._save(results, row)
@@ -273,7 +274,7 @@ class Trainer:
             with self._precision.autocast():
                 loss = read_loss(self.loss_fn(*self._forward(self.model, batch)))
             start = self._times.watched(self._precision.scale(self._mean.weighted(loss, part)))
-            torch.autograd.backward(self._prefetch.followed(start) if part.closes_step else start)
+            backward(start, *(self._mean.beside() + self._prefetch.beside() if part.closes_step else ()))
         self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)
         self._callbacks.call("on_micro_step", self, batch, part, loss)
@@ -292,32 +293,17 @@ class Trainer:
         )
 
     def _look(self, epoch: int) -> None:
-        """Meet, work out the loss on the occasion, and show, log and record how it goes."""
+        """Work out the loss when the ranks meet, and show, log and record how it goes."""
         step = self.run.cursor.step
-        losses = self._meet(self._loss.here())
+        losses = self._roll_call.hold(beside=self._loss.here())
         looked = {"loss": self._loss.look(losses, epoch, step), **self._update.known()}
         speed = {"learning_rate": self._learning_rate(), "samples_per_second": self._times.samples_per_second()}
         self._tracker.look(step, {**looked, **speed})
-        slow = {"slow": [asdict(one) for one in self._stragglers.slow]} if self._stragglers.slow else {}
-        self.run.record_step({"step": step, **looked, **speed, **slow})
+        self.run.record_step({"step": step, **looked, **speed, **self._roll_call.slow()})
 
     def _look_is_due(self, step: int) -> bool:
         every = self.config.show_every
         return self.run.stopping.due(step) if every is None else step % every == 0
-
-    def _meet(self, beside: Sequence[float] = ()) -> list[list[float]]:
-        """Agree with the other ranks on whether to stop, and on the same occasion hear which of them are slow.
-
-        Return what each of them tells `beside`.
-        """
-        stopping, step, known = self.run.stopping, self.run.cursor.step, self.run.stopping.reason
-        seconds, steps = self._times.lately()
-        ranks = stopping.agree(step, beside=[*seconds, *beside])
-        self._stragglers.hear([told[: len(seconds)] for told in ranks], steps)
-        self._tracker.slow(str(self._stragglers))
-        if stopping.reason not in (None, known):
-            self._tracker.stopped(step, stopping.reason)
-        return [told[len(seconds) :] for told in ranks]
 
     def _learning_rate(self) -> float:
         """Return the first of the learning rates that the steps now take."""

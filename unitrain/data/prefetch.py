@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
-from torch.autograd import Variable
 
 from unitrain.data.batch import to_device
 
@@ -37,8 +35,8 @@ class Prefetch:
     def __call__(self, items: Iterable[Item[PartT]], *, ahead: bool, beside: bool = False) -> Iterator[Item[PartT]]:
         """Yield each of `items`, pairs of a batch and what belongs to it, with its batch on the device.
 
-        Without `ahead` none is fetched before it is asked for; but with `beside`, on the CPU, the next one is in the
-        backward from a loss that was `followed`.
+        Without `ahead` none is fetched before it is asked for; but with `beside`, on the CPU, the next one is by what
+        the method of that name returns.
         """
         if self._device.type == "cpu":
             if not beside:
@@ -50,16 +48,10 @@ class Prefetch:
             return ((to_device(batch, self._device), part) for batch, part in items)
         return one_ahead(iter(items), self._begin_copy, self._await_copy)
 
-    def followed(self, loss: Tensor) -> Tensor:
-        """Return `loss`; the next batch is fetched when the backward from it is over on this rank, and all gradients
-        are on their way, before anybody waits for them."""
-        if self._latest is not None and loss.requires_grad:
-            loss.register_hook(self._follow)
-        return loss
-
-    def _follow(self, gradient: Tensor) -> None:
-        # What waits for the gradients asks the engine later than this, and is called back in that order.
-        Variable._execution_engine.queue_callback(self._fetch)
+    def beside(self) -> tuple[Callable[[], None], ...]:
+        """Return what fetches the next batch, to be called when all gradients are on their way; nothing where that is
+        not asked for."""
+        return () if self._latest is None else (self._fetch,)
 
     def _fetch(self) -> None:
         coming = None if self._latest is None else self._latest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -44,13 +44,15 @@ class GlobalMean:
 
     Backends leave the mean over ranks of the sum over micro-steps in every gradient. How many samples a step has is
     known beforehand, so a loss per sample gets its final weight at once. How many tokens it has is known when all ranks
-    have computed its losses, so then the gradients are divided by the number that the ranks agree on. Until then they
-    are divided by about as many as the step before had: formats of half precision do not hold sums over many tokens.
+    have computed its losses: then, while the gradients travel, the ranks count them, and divide the gradients by their
+    number. Until then they are divided by about as many as the step before had: formats of half precision do not hold
+    sums over many tokens.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._tokens: Tensor | None = None
+        self._tokens: Tensor | None = None  # of the step so far, on this rank
+        self._counted: Tensor | None = None  # of a whole step, on all ranks
         self._per_sample: Tensor | None = None
 
     def weighted(self, loss: Loss, part: Slice) -> Tensor:
@@ -71,17 +73,25 @@ class GlobalMean:
         None where it is samples that count."""
         return None if self._per_sample is None else 1 / self._per_sample
 
+    def beside(self) -> tuple[Callable[[], None], ...]:
+        """Return what is to be called while the gradients of a step travel, if it is tokens that count."""
+        return () if self._tokens is None else (self._count,)
+
     def finish_step(self, parameters: Iterable[nn.Parameter], part: Slice) -> None:
         """Divide the gradients, which are global now, by the number of tokens, if it is tokens that count."""
-        if self._tokens is None or self._per_sample is None:
+        if self._counted is None or self._per_sample is None:
             return
-        tokens, self._tokens = self._communicator.allreduce(self._tokens, "sum"), None
+        tokens, self._counted = self._counted, None
         # A step without a token has no gradient to divide.
         factor = torch.where(tokens > 0, part.step_samples * self._per_sample / tokens, 1.0)
         self._per_sample = torch.where(tokens > 0, _power_of_two(tokens / part.step_samples), self._per_sample)
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+    def _count(self) -> None:
+        if self._tokens is not None:
+            self._counted, self._tokens = self._communicator.allreduce(self._tokens, "sum"), None
 
 
 def _power_of_two(number: Tensor) -> Tensor:
