@@ -25,12 +25,12 @@ needs_mpi = _needs(
     "sudo apt-get install openmpi-bin libopenmpi-dev && unitrain horovod build --with-mpi",
 )
 needs_network_namespaces = _needs(
-    os.geteuid() == 0 and all(shutil.which(program) for program in ("unshare", "nsenter", "ip")),
-    "needs root, and: sudo apt-get install util-linux iproute2",
+    os.geteuid() == 0 and all(map(shutil.which, ("unshare", "nsenter", "ip"))) and hosts.allowed(),
+    "needs root, a kernel that allows namespaces, and: sudo apt-get install util-linux iproute2",
 )
 needs_hosts = _needs(
-    os.geteuid() == 0 and all(map(shutil.which, hosts.PROGRAMS)),
-    "needs root, and: sudo apt-get install util-linux iproute2 openssh-server",
+    os.geteuid() == 0 and all(map(shutil.which, hosts.PROGRAMS)) and hosts.allowed(),
+    "needs root, a kernel that allows namespaces, and: sudo apt-get install util-linux iproute2 openssh-server",
 )
 needs_mpich = _needs(shutil.which("mpiexec.mpich") is not None, "needs MPICH: sudo apt-get install mpich")
 needs_slurm = _needs(all(map(shutil.which, slurm.PROGRAMS)), "needs Slurm: sudo apt-get install slurm-wlm munge")

@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from hosts import Host
+from parts import needs_hosts
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RATIO = r"\*\*\d+\.\d{3}\*\* \[\d+\.\d{3}, \d+\.\d{3}\]"
 
@@ -120,3 +124,14 @@ def test_watch_cost(tmp_path: Path) -> None:
     assert re.search(
         rf"^Until `save` of 100 MB returns / a plain copy of the same state: {RATIO}, that is ", table, re.M
     )
+
+
+@needs_hosts
+def test_the_slow_network_is_as_slow_as_it_was_asked_to_be(
+    two_hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    slow_down = importlib.import_module("slow_network").slow_down
+    slow_down(two_hosts[0], "1gbit")
+    shown = two_hosts[0].run(["tc", "qdisc", "show", "dev", "eth0"]).stdout
+    assert re.search(r"qdisc tbf .* rate 1Gbit ", shown), shown

@@ -74,6 +74,7 @@ def test_no_more_time_is_taken_than_there_is() -> None:
     assert machine.now <= 200
     assert found.left == 1
     assert found.settings == {"SIZE": "3"}
+    assert search(machine.measure, [SIZES, COLOURS], found.seconds, clock=machine.clock).left == 0
     assert search(machine.measure, [], 100, clock=machine.clock).gain is None
 
 

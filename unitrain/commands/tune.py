@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import sys
@@ -125,7 +126,9 @@ def _look(trials: _Trials, first: Result, seconds: float, run_seconds: float) ->
         console.print(f"  {result.seconds_per_step * 1e3:9.2f} ms  {shown(settings)}", markup=False)
         return result.seconds_per_step
 
-    choices = knobs(registry.load(first.backend).knobs, first.threads, first.cores_per_rank)
+    # What a backend lets be turned is about gradients that travel.
+    of_backend = registry.load(first.backend).knobs if first.size > 1 else ()
+    choices = knobs(of_backend, first.threads, first.cores_per_rank)
     return search(measure, choices, seconds, run_seconds=run_seconds)
 
 
@@ -152,7 +155,9 @@ def _tell(found: Found, first: Result, script: str) -> None:
 
 
 def _left(found: Found) -> str:
-    return f" There was no time for {found.left} other settings: allow more with --minutes." if found.left else ""
+    if not found.left:
+        return ""
+    return f" There was no time for {found.left} other settings. Allow more: --minutes {math.ceil(found.seconds / 60)}"
 
 
 def _compare_compressions(trials: _Trials) -> None:

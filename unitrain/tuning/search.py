@@ -17,6 +17,7 @@ PAIRS, _MAY_DISAGREE = 8, 1
 # What is looked for at first, by single pairs, and what is worth to be combined.
 _PROMISING, _WORTH = 1.01, 1.02
 _AGAIN = 2
+_LIKELY = 4  # so many look promising on a machine that disturbs
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ class Gain:
 @dataclass
 class Found:
     """What a search has found: the `settings`, their `gain` on fresh pairs, all that was tried, with its ratios, and
-    how many values were `left` for lack of time."""
+    how many values were `left` for lack of time; if any, `seconds` is about what it takes to try all of them."""
 
     settings: Settings = field(default_factory=dict)
     gain: Gain | None = None
     tried: dict[str, list[float]] = field(default_factory=dict)
     left: int = 0
+    seconds: float = 0.0
 
 
 def search(
@@ -94,6 +96,7 @@ def search(
     for number, settings in enumerate(candidates):
         if not time_for(1):
             found.left = len(candidates) - number
+            found.seconds = clock() - began + (found.left + _AGAIN * _LIKELY + PAIRS) * pair_seconds
             break
         tried(settings).append(pair(settings))
     promising = sorted(

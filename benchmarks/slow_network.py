@@ -1,0 +1,86 @@
+"""What `unitrain tune` finds where two hosts are joined by a slow network, as clusters of old are.
+
+The hosts are two sets of namespaces on this machine, each with an sshd of its own (tests/hosts.py); what either sends
+is held to so many bits a second by the kernel. `unitrain tune` is typed on the first of them, as a user would, and its
+words are the result: a gain is the median over pairs of runs, with the lowest and the highest. It needs root.
+
+    python benchmarks/slow_network.py            # writes benchmarks/results/slow_network.md
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import torch
+from slow_network_training import PARAMETERS
+from tables import BACKENDS, RESULTS
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "tests"))
+from hosts import Host, hosts  # noqa: E402
+
+
+def slow_down(host: Host, rate: str) -> None:
+    """Hold what a host sends to `rate`, in the words of tc."""
+    shaped = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+    subprocess.run(["nsenter", "-t", str(host.first), "--net", *shaped], check=True, timeout=20)
+
+
+def tune(first: Host, backend: str, minutes: float, seconds: float) -> list[str]:
+    """Return what `unitrain tune` says on the `first` host of the two."""
+    options = f"--backend {backend} -np 2 -H h1,h2"
+    limits = ["--minutes", str(minutes), "--seconds", str(seconds), "--compression"]
+    script = str(HERE / "slow_network_training.py")
+    process = first.start(
+        [sys.executable, "-m", "unitrain", "tune", *limits, "--launch", options, script], {"OMP_NUM_THREADS": "1"}
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        click.echo(line, nl=False)
+        lines.append(line.rstrip())
+    if process.wait(timeout=60):
+        raise click.ClickException(f"unitrain tune ended with exit code {process.returncode}.")
+    return [line.replace(f"{HERE}/", "") for line in lines if line and not line.startswith(" ")]
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
+@click.option("--rate", default="1gbit", show_default=True, help="What a host sends in a second, in the words of tc.")
+@click.option("--minutes", type=float, default=10, show_default=True, help="How long to look on each backend.")
+@click.option("--seconds", type=float, default=2, show_default=True, help="Steps that are timed in each run.")
+def main(output: Path, backends: list[str], rate: str, minutes: float, seconds: float) -> None:
+    """Tune on each backend, and keep what was said."""
+    said: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # what is found is kept in the current folder
+        (Path(folder) / "hosts").mkdir()
+        with hosts(2, Path(folder) / "hosts") as both:
+            for host in both:
+                slow_down(host, rate)
+            for backend in backends:
+                said[backend] = tune(both[0], backend, minutes, seconds)
+        os.chdir(HERE)
+    lines = [
+        "# What `unitrain tune` finds on two hosts joined by a slow network",
+        "",
+        f"2 ranks, each on a host and with a thread of its own, no GPU; {rate} from host to host; a network of "
+        f"{PARAMETERS:,} parameters, batches of 32 per rank; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} processors. Made by `python benchmarks/slow_network.py "
+        f"--minutes {minutes:g}`.",
+    ]
+    for backend, words in said.items():
+        lines += ["", f"## {backend}", "", *(f"    {word}" for word in words)]
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "slow_network.md").write_text("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
