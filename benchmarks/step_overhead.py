@@ -29,7 +29,7 @@ from unitrain.testing import RankGroup
 BY_HAND = {"ddp": "DistributedDataParallel", "horovod": "hvd.DistributedOptimizer"}
 OURS = ("own loop", "Trainer")
 # What a Horovod that nobody configures runs with, where unitrain chooses otherwise.
-HOROVOD_DEFAULTS = {"HOROVOD_CYCLE_TIME": "1"}
+HOROVOD_DEFAULTS = {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": str(128 << 20)}
 
 
 @dataclass

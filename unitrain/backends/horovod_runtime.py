@@ -23,7 +23,7 @@ CYCLE = Knob(
     "HOROVOD_CYCLE_TIME", "ms between two looks of Horovod at what is to be done", "0.5", ("0.1", "1", "2", "5")
 )
 FUSION = Knob(
-    "HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod puts buckets together", "134217728", ("0", "16777216")
+    "HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod puts buckets together", "16777216", ("0", "134217728")
 )
 _ANSWER_SECONDS = 3.0  # a host answers without its processes; one lost packet is sent again after a second
 _servers: list[Any] = []  # rank 0's rendezvous server, kept alive as long as the process
@@ -36,13 +36,16 @@ def start_horovod(placement: Placement, meeting: Meeting) -> None:
     other ranks than the launcher's: under torchrun, say, a plain `hvd.init()` makes every rank the only one.
     """
     if not hvd.is_initialized():
+        # Horovod's own 1 ms is as long as a small model's step (benchmarks/step_overhead.py). With its own 128 MiB it
+        # puts whole buckets together that wait for each other, and copies them there and back, which takes longer than
+        # to send them one by one. What is set, Horovod's own tuning leaves alone.
+        chosen = (CYCLE, FUSION) if environment.setting("HOROVOD_AUTOTUNE") in (None, "0") else ()
         environment.export_defaults(
             {
                 # Horovod's own limit is 30 s, and passing it aborts the process without an exception, or ends Horovod
                 # without saying whom it waited for: unitrain's own limit is to come first.
                 "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(meeting.timeout.total_seconds()) + 5),
-                # Horovod's own 1 is as long as a small model's step (benchmarks/step_overhead.py).
-                CYCLE.variable: CYCLE.default,
+                **{knob.variable: knob.default for knob in chosen},
             }
         )
         if placement.launcher not in ("none", "horovodrun", "mpirun"):
