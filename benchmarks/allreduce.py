@@ -1,8 +1,9 @@
 """What an allreduce takes on unitrain's interface, against torch.distributed over Gloo and Horovod called directly.
 
 All leave their argument as it is, so torch's, which does not, has a copy to reduce. Those of the interface include the
-agreement of the ranks on what they are about to do. The ranks of the two libraries, and unitrain's on either, take
-turns; who does not have the turn is stopped. Quoted is the time / that of the faster library in the same round.
+agreement of the ranks on what they are about to do. Four at once are sent as a backward sends its buckets: in place,
+with no agreement, and waited for together. The ranks of the two libraries, and unitrain's on either, take turns; who
+does not have the turn is stopped. Quoted is the time / that of the faster library in the same round.
 
     python benchmarks/allreduce.py            # starts its own ranks; writes benchmarks/results/allreduce.*
 """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,20 +13,37 @@ from torch import Tensor
 
 from unitrain.backends.base import Backend
 
-# Bytes, and the calls of one turn.
-SIZES = {"1 KB": (1 << 10, 100), "1 MB": (1 << 20, 30), "64 MB": (64 << 20, 3)}
+
+class Size(NamedTuple):
+    """Bytes of a tensor, how often a turn calls with it, and how many such tensors are sent at a time."""
+
+    bytes: int
+    calls: int
+    at_once: int = 1
+
+
+SIZES = {
+    "1 KB": Size(1 << 10, 100),
+    "1 MB": Size(1 << 20, 30),
+    "64 MB": Size(64 << 20, 3),
+    "4 x 25 MB": Size(25 << 20, 3, at_once=4),
+}
 
 
 def take_turn(backend: Backend, way: str, size: str) -> float:
-    """Return the seconds of an allreduce of `size` in one of WAYS. All ranks call it."""
-    length, calls = SIZES[size]
-    tensor = torch.ones(length // 4)
-    call = WAYS[way]
-    call(backend, tensor)
+    """Return the seconds of an allreduce of `size` in one of WAYS, or of as many at once. All ranks call it."""
+    length, calls, at_once = SIZES[size]
+    call: Callable[[], object]
+    if at_once > 1:
+        tensors = [torch.ones(length // 4) for _ in range(at_once)]
+        call = partial(AT_ONCE[way], tensors)
+    else:
+        call = partial(WAYS[way], backend, torch.ones(length // 4))
+    call()
     backend.barrier()
     started = time.perf_counter()
     for _ in range(calls):
-        call(backend, tensor)
+        call()
     return (time.perf_counter() - started) / calls
 
 
@@ -49,4 +68,26 @@ WAYS: dict[str, Callable[[Backend, Tensor], Tensor]] = {
     "unitrain": _interface,
     "torch.distributed": _torch,
     "horovod.torch": _horovod,
+}
+
+
+def _torch_at_once(tensors: list[Tensor]) -> None:
+    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+        work.wait()
+
+
+def _horovod_at_once(tensors: list[Tensor]) -> None:
+    import horovod.torch as hvd
+
+    handles = [
+        hvd.allreduce_async_(tensor, name=f"direct {number}", op=hvd.Sum) for number, tensor in enumerate(tensors)
+    ]
+    for handle in handles:
+        hvd.synchronize(handle)
+
+
+AT_ONCE: dict[str, Callable[[list[Tensor]], None]] = {
+    "unitrain": _torch_at_once,
+    "torch.distributed": _torch_at_once,
+    "horovod.torch": _horovod_at_once,
 }

@@ -75,7 +75,7 @@ def test_compression(tmp_path: Path) -> None:
 
 
 def test_allreduce(tmp_path: Path) -> None:
-    shown = run("allreduce.py", "--size", "1 KB", "--size", "1 MB", "--rounds", "2", "--output", tmp_path)
+    shown = run("allreduce.py", "--size", "1 KB", "--size", "4 x 25 MB", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "allreduce.md").read_text()
     assert table.strip() in shown
     for way in ("torch.distributed", "horovod.torch", "unitrain, ddp", "unitrain, horovod"):

@@ -15,6 +15,7 @@ from launches import started
 from torch import nn
 
 import unitrain
+from unitrain import environment
 from unitrain.backends import registry
 from unitrain.backends.knobs import Knob
 from unitrain.cli import unitrain as program
@@ -94,6 +95,24 @@ def test_only_knobs_of_the_backend_are_turned() -> None:
     assert of_horovod["OMP_NUM_THREADS"].others == ("1", "4", "8")
     for one in of_horovod.values():
         assert one.default not in one.others
+
+
+def horovod_settings(backend: unitrain.Backend) -> tuple[str | None, ...]:
+    return tuple(environment.setting(name) for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings"),
+    [
+        ({}, ("0.5", "16777216")),
+        ({"HOROVOD_FUSION_THRESHOLD": "0"}, ("0.5", "0")),
+        ({"HOROVOD_AUTOTUNE": "1"}, (None,) * 2),
+    ],
+    ids=["by itself", "the user's", "Horovod's"],
+)
+def test_horovod_is_set_by_whoever_asks_to(variables: dict[str, str], settings: tuple[str | None, ...]) -> None:
+    with RankGroup("horovod", 1, variables=variables) as group:
+        assert group.run(horovod_settings) == [settings]
 
 
 def gradients(backend: unitrain.Backend) -> tuple[list[torch.Tensor], int]:
