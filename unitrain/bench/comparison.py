@@ -57,5 +57,6 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Differe
 def _what(row: dict[str, Any], result: dict[str, Any]) -> str:
     """Return what tells one row of a result from all others."""
     if result["kind"] == "train":
-        return f"{result['target']}, {name_of(row)}, {row['ranks']} ranks"
+        ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
+        return f"{result['target']}, {name_of(row)}, {ranks}"
     return f"{row['operation']} of {row['bytes']:,} B, {name_of(row)}, {result['ranks']} ranks"

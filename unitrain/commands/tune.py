@@ -104,8 +104,9 @@ def tune(launch: str, minutes: float, seconds: float, compression: bool, script:
             began = time.monotonic()
             first = trials.run({})
             took = time.monotonic() - began
+            ranks = "1 rank" if first.size == 1 else f"{first.size} ranks"
             click.echo(
-                f"{script} on {first.size} ranks of {first.backend} over {first.transport}: "
+                f"{script} on {ranks} of {first.backend} over {first.transport}: "
                 f"{first.seconds_per_step * 1e3:.2f} ms a step as it is"
             )
             found = _look(trials, first, minutes * 60, took)
