@@ -21,7 +21,7 @@ _OPERATIONS = (
 )  # fmt: skip
 _MOST_DIMS = 10
 _HEADER = 7 + _MOST_DIMS
-CARRIED_BYTES = 128
+CARRIED_BYTES = 1024  # a packet with the rest of the row, which takes no longer than a shorter one
 ROW_LENGTH = _HEADER + CARRIED_BYTES // 8
 
 
