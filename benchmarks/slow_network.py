@@ -14,6 +14,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from contextlib import chdir
 from pathlib import Path
 
 import click
@@ -59,22 +60,21 @@ def tune(first: Host, backend: str, minutes: float, seconds: float) -> list[str]
 def main(output: Path, backends: list[str], rate: str, minutes: float, seconds: float) -> None:
     """Tune on each backend, and keep what was said."""
     said: dict[str, list[str]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)  # what is found is kept in the current folder
+    output = output.resolve()
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # what is found is kept in the current folder
         (Path(folder) / "hosts").mkdir()
         with hosts(2, Path(folder) / "hosts") as both:
             for host in both:
                 slow_down(host, rate)
             for backend in backends:
                 said[backend] = tune(both[0], backend, minutes, seconds)
-        os.chdir(HERE)
     lines = [
         "# What `unitrain tune` finds on two hosts joined by a slow network",
         "",
         f"2 ranks, each on a host and with a thread of its own, no GPU; {rate} from host to host; a network of "
         f"{PARAMETERS:,} parameters, batches of 32 per rank; torch {torch.__version__}, Python "
         f"{platform.python_version()}, {os.cpu_count()} processors. Made by `python benchmarks/slow_network.py "
-        f"--minutes {minutes:g}`.",
+        f"--minutes {minutes:g} --seconds {seconds:g}`.",
     ]
     for backend, words in said.items():
         lines += ["", f"## {backend}", "", *(f"    {word}" for word in words)]
