@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted([*ROOT.glob("unitrain/**/*.py"), *ROOT.glob("launchers/**/*.py")])
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
-MOST_LINES = 300
+MOST_LINES = 500
 VAGUE_NAMES = {"base_utils", "common", "core", "helper", "helpers", "lib", "misc", "tools", "util", "utils"}
 
 # Each line: these files (a * stops at no folder, "-" takes files out) must not import those modules, except the named.
