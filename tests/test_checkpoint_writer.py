@@ -6,20 +6,26 @@ import json
 import math
 import threading
 import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
+from torch.optim import swa_utils
 from torch.utils.data import TensorDataset
 
-from unitrain import TrainConfig, Trainer
+from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.lifecycle import checkpoint_files as files
 from unitrain.lifecycle.host_copy import host_copy
+from unitrain.lifecycle.plain_state import plain_state
 from unitrain.lifecycle.retention import Retention
 from unitrain.lifecycle.writer import CheckpointWriter
 from unitrain.testing import RankGroup
@@ -65,6 +71,163 @@ def test_a_copy_in_host_memory_is_apart_and_keeps_what_is_shared() -> None:
     assert copy["view"].untyped_storage().nbytes() == 8
     assert copy["row"][1] == 3
     assert copy["t"][1] is None
+
+
+def test_containers_keep_their_types_in_a_copy() -> None:
+    tensor = torch.ones(2)
+    state = {
+        "counter": Counter({2: 1, 5: 3}), "ordered": OrderedDict(b=tensor, a=1), "tuple": (tensor, [tensor, {1: "x"}]),
+        "of tensors": Counter({"a": tensor}), "size": torch.Size([2, 3]), "set": {1, 2},
+    }  # fmt: skip
+    copy = host_copy(plain_state(state))
+    tensor.fill_(7)
+    assert str(copy) == str(state).replace("tensor([7., 7.])", "tensor([1., 1.])")
+    assert {name: type(value) for name, value in copy.items()} == {name: type(value) for name, value in state.items()}
+    assert copy["set"] is not state["set"]
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda optimizer: schedulers.MultiplicativeLR(optimizer, lambda step: 0.9),
+    "StepLR": lambda optimizer: schedulers.StepLR(optimizer, 3),
+    "MultiStepLR": lambda optimizer: schedulers.MultiStepLR(optimizer, [2, 5, 5, 9]),
+    "MultiStepLR of numpy": lambda optimizer: schedulers.MultiStepLR(optimizer, np.array([2, 5, 5, 9])),
+    "ConstantLR": lambda optimizer: schedulers.ConstantLR(optimizer, total_iters=9),
+    "LinearLR": lambda optimizer: schedulers.LinearLR(optimizer, total_iters=9),
+    "ExponentialLR": lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9),
+    "PolynomialLR": lambda optimizer: schedulers.PolynomialLR(optimizer, 20, 2.0),
+    "CosineAnnealingLR": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 20),
+    "CosineAnnealingWarmRestarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 5, 2),
+    "CyclicLR": lambda optimizer: schedulers.CyclicLR(optimizer, 0.01, 0.1, 4, mode="exp_range", gamma=0.9),
+    "OneCycleLR": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, total_steps=20, three_phase=True),
+    "SequentialLR": lambda optimizer: schedulers.SequentialLR(
+        optimizer, [schedulers.ConstantLR(optimizer), schedulers.MultiStepLR(optimizer, [1, 4])], [4]
+    ),
+    "ChainedScheduler": lambda optimizer: schedulers.ChainedScheduler(
+        [schedulers.LinearLR(optimizer), schedulers.MultiStepLR(optimizer, [2, 5])]
+    ),
+    "ReduceLROnPlateau": lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
+    "SWALR": lambda optimizer: swa_utils.SWALR(optimizer, 0.2, anneal_epochs=9),
+}
+
+
+def test_every_scheduler_of_torch_is_tested() -> None:
+    public = {
+        name
+        for name, value in vars(schedulers).items()
+        if isinstance(value, type) and issubclass(value, schedulers.LRScheduler) and not name.startswith("_")
+    }
+    assert {name.split()[0] for name in SCHEDULERS} == public - {"LRScheduler"} | {"SWALR"}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:To get the last learning rate")
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_torch_goes_on_after_a_resume(tmp_path: Path, name: str, asynchronous: bool) -> None:
+    def run(epochs: int, output: Path | None) -> list[float]:
+        rates: list[float] = []
+
+        class Rates(Callback):
+            def on_step_end(self, trainer: Trainer) -> None:
+                rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        config = TrainConfig(
+            epochs=epochs, batch_size=12, output_dir=output, resume=output is not None, progress="off",
+            scheduler_every="epoch" if name == "ReduceLROnPlateau" else "step", asynchronous_checkpoints=asynchronous,
+        )  # fmt: skip
+        Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, callbacks=[Rates()],
+            scheduler=SCHEDULERS[name](optimizer),
+        ).fit(data())  # fmt: skip
+        return [*rates, *nn.utils.parameters_to_vector(model.parameters()).tolist()]
+
+    whole = run(4, None)
+    assert [*run(1, tmp_path)[:4], *run(4, tmp_path)] == whole
+    assert len(set(whole[:16])) > 1
+
+
+class Remembers(Callback):
+    """Has state of every kind that checkpoints keep, and changes it in place after every step."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {
+            "counts": Counter(), "ordered": OrderedDict(), "tensor": torch.zeros(3), "nested": [{"list": [0]}, (1, [2])],
+            "set": {0}, "numpy": np.float64(0), "none": None, "shared": None,
+        }  # fmt: skip
+        self.values["shared"] = self.values["tensor"][1:]
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        step = trainer.run.cursor.step
+        self.values["counts"][f"step {step % 3}"] += step
+        self.values["ordered"][str(step)] = step
+        self.values["tensor"] += step
+        self.values["nested"][0]["list"].append(step)
+        self.values["set"].add(step)
+        self.values["numpy"] += 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_state_of_a_callback_is_that_of_the_step_and_comes_back(
+    tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = files.write
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.2)  # training changes the state meanwhile, if it can
+        write(*arguments)
+
+    monkeypatch.setattr(files, "write", late)
+    known: list[str] = []
+
+    class Known(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            known.append(str(remembers.values))
+
+    remembers = Remembers()
+    model = nn.Linear(6, 3)
+    config = TrainConfig(
+        steps=4, batch_size=12, output_dir=tmp_path, checkpoint_every_steps=1, progress="off",
+        asynchronous_checkpoints=asynchronous,
+    )  # fmt: skip
+    parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    Trainer(*parts, backend=LOCAL, config=config, callbacks=[remembers, Known()]).fit(data())
+    for step in (1, 2, 3, 4):
+        again = Remembers()
+        config = TrainConfig(steps=5, batch_size=12, resume=tmp_path / f"step-{step:09d}", progress="off")
+        Trainer(*parts, backend=LOCAL, config=config, callbacks=[again])
+        # numpy's numbers come back as Python's.
+        assert str(again.values) == known[step - 1].replace("np.float64", "float").replace(
+            f"float({step / 2})", str(step / 2)
+        )
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_state_that_cannot_be_kept_is_refused_by_name(tmp_path: Path, asynchronous: bool) -> None:
+    class Groups(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"groups": defaultdict(list, a=[1])}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    model = nn.Linear(6, 3)
+    config = TrainConfig(
+        steps=2, batch_size=12, output_dir=tmp_path, progress="off", asynchronous_checkpoints=asynchronous
+    )
+    parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    with pytest.raises(
+        CheckpointError, match=r"^callbacks\['Groups'\]\['groups'\] is a collections\.defaultdict, which"
+    ):
+        Trainer(*parts, backend=LOCAL, config=config, callbacks=[Groups()]).fit(data())
+    assert steps(tmp_path) == []
 
 
 class Gate:

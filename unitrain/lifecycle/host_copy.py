@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from typing import Any, TypeVar
 
 import torch
@@ -9,11 +10,15 @@ from torch import Tensor
 
 StateT = TypeVar("StateT")
 
+_MAPPINGS = (dict, OrderedDict, Counter)
+
 
 def host_copy(state: StateT) -> StateT:
     """Return `state` with every tensor copied to host memory, through dictionaries, lists and tuples.
 
-    Tensors that share memory share it in the copy too, so that what is tied stays tied, and travels once.
+    Containers keep their types; a mapping of a type other than dict, OrderedDict and Counter becomes a dict. Values of
+    other types are not copied: `plain_state` makes sure that nothing else refers to them. Tensors that share memory
+    share it in the copy too, so tied parameters stay tied and are copied once.
     """
     copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
     result: StateT = _copy(state, copied)
@@ -25,8 +30,9 @@ def _copy(value: Any, copied: dict[tuple[torch.device, int], torch.UntypedStorag
     if isinstance(value, Tensor):
         return _copy_tensor(value, copied) if value.layout == torch.strided else value.detach().cpu().clone()
     if isinstance(value, dict):
-        pairs = [(key, _copy(inner, copied)) for key, inner in value.items()]
-        return kind(pairs) if kind.__init__ is dict.__init__ or kind.__module__ == "collections" else dict(pairs)
+        # From a dict, not from pairs: Counter(pairs) would count the pairs.
+        inner = {key: _copy(one, copied) for key, one in value.items()}
+        return kind(inner) if kind in _MAPPINGS else inner
     if kind in (list, tuple):
         return kind(_copy(inner, copied) for inner in value)
     return value

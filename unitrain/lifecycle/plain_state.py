@@ -5,7 +5,7 @@ written, not when a run wants to go on from it.
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` with numpy's numbers as Python's, all else as it is, tensors uncopied.
+    """Return new containers with the values of `state`: numpy's numbers as Python's, tensors as they are, uncopied.
 
-    Raises CheckpointError that names the first value which would not load back.
+    A value of any other type becomes what `torch.load(..., weights_only=True)` returns for it, so no object of the
+    result is changed by training. Raises CheckpointError that names the first value which would not load back.
     """
     return {name: _plain(value, name) for name, value in state.items()}
 
@@ -29,29 +30,31 @@ def _plain(value: Any, path: str) -> Any:
     kind = type(value)
     if kind in _PLAIN or (kind is Tensor and not vars(value)):
         return value
-    if kind in (dict, OrderedDict):
-        return kind((_plain(key, f"{path}.keys()"), _plain(inner, f"{path}[{key!r}]")) for key, inner in value.items())
+    if kind in (dict, OrderedDict, Counter):
+        # From a dict, not from pairs: Counter(pairs) would count the pairs.
+        return kind({_plain(key, f"{path}.keys()"): _plain(inner, f"{path}[{key!r}]") for key, inner in value.items()})
     if kind in (list, tuple):
         return kind(_plain(inner, f"{path}[{index}]") for index, inner in enumerate(value))
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         number = value.item()
         if type(number) is not kind:  # a long double has no Python number to become
             return _plain(number, path)
-    _check_loads(value, path)
-    return value
+    loaded = _loaded_back(value, path)
+    # Tensors of other types keep the memory that they share with others.
+    return value if isinstance(value, Tensor) else loaded
 
 
-def _check_loads(value: Any, path: str) -> None:
-    """Ask torch about a type that is rare here: subclasses of tensors, and what the user has allowed it to load."""
+def _loaded_back(value: Any, path: str) -> Any:
+    """Save and load a value of a rare type: subclasses of tensors, and what the user has allowed torch to load."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
         file.seek(0)
-        torch.load(file, weights_only=True)
+        return torch.load(file, weights_only=True)
     except Exception as error:  # pickle passes on whatever the value's own methods raise
         name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise CheckpointError(
             f"{path} is a {name}, which would not load back safely from a checkpoint. "
-            "Keep tensors, numbers, strings and containers of these in the state of optimizers and schedulers; "
-            "for an array, use torch.from_numpy(array)."
+            "Keep tensors, numbers, strings and containers of these in the state of optimizers, schedulers and "
+            "callbacks: torch.from_numpy(array) for an array, dict(mapping) for a defaultdict."
         ) from error

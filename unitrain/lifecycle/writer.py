@@ -13,6 +13,7 @@ from unitrain.errors import CheckpointError
 from unitrain.lifecycle import checkpoint_files as files
 from unitrain.lifecycle.checkpoint import WRITABLE
 from unitrain.lifecycle.host_copy import host_copy
+from unitrain.lifecycle.plain_state import plain_state
 from unitrain.lifecycle.retention import Retention
 
 # How long the other ranks are left waiting in one collective while rank 0's disk is busy.
@@ -38,14 +39,7 @@ class CheckpointWriter:
         self.wait()
         self._busy = True
         if self._communicator.rank == 0:
-            state = (model.state_dict(), training)
-            weights, rest = host_copy(state) if self._asynchronous else state
-            target = files.checkpoint_path(self._folder, step)
-            # No daemon: a program that ends now still finishes what it has begun to write.
-            self._thread = threading.Thread(
-                target=self._write, args=(target, weights, rest, about), name="unitrain checkpoint"
-            )
-            self._thread.start()
+            self._begin(files.checkpoint_path(self._folder, step), (model.state_dict(), training), about)
         if not self._asynchronous:
             self.wait()
 
@@ -58,6 +52,19 @@ class CheckpointWriter:
             pass
         self._busy, error, self._error = False, self._error, None
         raise_together(self._communicator, error)
+
+    def _begin(self, target: Path, state: tuple[dict[str, Any], dict[str, Any]], about: dict[str, Any]) -> None:
+        self._thread = None
+        if self._asynchronous:
+            try:
+                # Before training goes on: what is refused or converted afterwards could have changed by then.
+                state = host_copy((state[0], plain_state(state[1])))
+            except CheckpointError as error:
+                self._error = error  # raised by `wait`, on every rank
+                return
+        # No daemon: a program that ends now still finishes what it has begun to write.
+        self._thread = threading.Thread(target=self._write, args=(target, *state, about), name="unitrain checkpoint")
+        self._thread.start()
 
     def _is_writing(self) -> bool:
         if self._thread is None:
