@@ -96,6 +96,18 @@ def replaced() -> Any:
     return RandomSampler(Opaque(), replacement=True, num_samples=40)
 
 
+def fewer() -> Any:
+    return RandomSampler(range(20))
+
+
+def fewer_drawn() -> Any:
+    return RandomSampler(Opaque(), num_samples=20)
+
+
+def first() -> Any:
+    return SequentialSampler(range(30))
+
+
 def curriculum() -> Any:
     return Curriculum()
 
@@ -108,7 +120,7 @@ def wrapped() -> Any:
     return BatchSampler(SubsetRandomSampler(range(26)), 4, drop_last=False)
 
 
-SAMPLERS = (weighted, subset, replaced, curriculum)
+SAMPLERS = (weighted, subset, replaced, fewer, fewer_drawn, first, curriculum)
 BATCH_SAMPLERS = (buckets, wrapped)
 
 
@@ -232,7 +244,7 @@ def evaluated(backend: Backend, make: Callable[[], Any], workers: int) -> list[l
     return [[int(i) for batch, samples in share for i in batch[0] if samples == len(batch[0])] for _ in range(2)]
 
 
-@pytest.mark.parametrize("make", [weighted, subset, buckets, wrapped])
+@pytest.mark.parametrize("make", [weighted, subset, replaced, fewer, fewer_drawn, first, buckets, wrapped])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_the_sampler_yields_is_evaluated_once(group: RankGroup, make: Callable[[], Any], workers: int) -> None:
     sampler, seed = make(), derive_seed(0, Stream.SAMPLER, 0)
@@ -245,6 +257,24 @@ def test_what_the_sampler_yields_is_evaluated_once(group: RankGroup, make: Calla
     ranks = group.run(evaluated, make, workers)
     for evaluation in zip(*ranks, strict=True):
         assert [index for mine in evaluation for index in mine] == expected
+
+
+def predicted(backend: Backend, make: Callable[[], Any]) -> list[int]:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(
+        model, optimizer, nn.functional.cross_entropy, backend=backend, config=TrainConfig(epochs=1, progress="off"),
+        forward=lambda _, batch: (batch[0], batch[0]),
+    )  # fmt: skip
+    data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=make())
+    return [int(index) for index in trainer.predict(data)]
+
+
+@pytest.mark.parametrize("make", [fewer, first])
+def test_predictions_are_for_what_the_sampler_yields(group: RankGroup, make: Callable[[], Any]) -> None:
+    with OwnGenerators(derive_seed(0, Stream.SAMPLER, 0)):
+        expected = list(make())
+    assert group.run(predicted, make) == [expected] * group.size
 
 
 # In one process.
@@ -270,6 +300,15 @@ def test_drawing_leaves_the_random_numbers_of_the_process_alone() -> None:
     list(share.epoch(0))
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+@pytest.mark.parametrize("make", [RandomSampler, SequentialSampler])
+def test_torchs_samplers_over_the_whole_dataset_are_the_default(make: Any) -> None:
+    for dataset, source in ((Opaque(), None), (Opaque(), range(LENGTH))):
+        data = DataLoader(dataset, batch_size=4, sampler=make(dataset if source is None else source))
+        share = TrainingShare(data, LOCAL)
+        assert share.order["sampler"] is None
+        assert share.order["shuffle"] == (make is RandomSampler)
 
 
 def test_keys_may_be_anything() -> None:

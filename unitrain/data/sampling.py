@@ -34,12 +34,23 @@ def own_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
             )
     if loader.batch_size is None:
         return sampler
-    if type(sampler) is SequentialSampler:
-        return None
-    if type(sampler) is RandomSampler:
-        plain = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-        return None if plain else sampler
-    return sampler
+    return None if _is_default(sampler, loader.dataset) else sampler
+
+
+def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
+    """Return whether `sampler` yields each index of `dataset` once, as those that a DataLoader makes by itself do.
+
+    The type alone does not tell: either sampler can be made over another data source, which may have fewer samples.
+    """
+    if type(sampler) not in (SequentialSampler, RandomSampler):
+        return False
+    source: Any = sampler.data_source  # type: ignore[attr-defined]
+    # A DataLoader makes these samplers over its dataset, which for some kinds of data has no length.
+    if source is not dataset and not (hasattr(dataset, "__len__") and len(source) == len(dataset)):
+        return False
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == len(source)
+    return True
 
 
 class Drawn(NamedTuple):
