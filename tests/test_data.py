@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from one_rank import rank_of
@@ -192,6 +193,52 @@ def test_tensors_are_batched_as_a_loader_would() -> None:
         assert [batch[1].tolist() for batch, _ in fast] == [batch.tolist() for batch, _ in slow]
         assert isinstance(fast[0][0], list)
         assert fast[0][0][0].shape == (len(fast[0][0][1]), 1)
+
+
+SUBSETS: dict[str, Any] = {
+    "negative": [-1, 3, -39, -40],
+    "tensor": torch.tensor([-1, 3, 3]),
+    "int32 array": np.array([4, -2], dtype=np.int32),
+    "uint8 array": np.array([7, 8], dtype=np.uint8),
+    "list of tensors": [torch.tensor(1), torch.tensor(-1)],
+    "list of numpy integers": [np.int64(3), np.int64(-3)],
+    "range": range(3, -4, -1),
+    "duplicates": [1, 1, 2, 1],
+    "mask": [True, False, True],
+    "uint8 tensor": torch.tensor([1, 0], dtype=torch.uint8),
+    "rows": np.array([[1, 2], [3, 4]]),
+    "too large": [0, 40],
+    "too small": [0, -41],
+    "fractions": [1.5, 2.0],
+}
+
+
+@pytest.mark.parametrize("indices", SUBSETS.values(), ids=list(SUBSETS))
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_subset_of_tensors_is_indexed_as_torch_indexes_it(indices: Any, nested: bool) -> None:
+    """With any indices, also those that raise an error in torch."""
+    dataset: Any = Subset(tensors(40), indices)
+    if nested:
+        dataset = Subset(dataset, [-1, 0, -len(indices), len(indices) - 1])
+
+    def batches(iterate: Callable[[], Any]) -> Any:
+        try:
+            return [[column.tolist() for column in batch] for batch in iterate()]
+        except IndexError as error:
+            return str(error)
+
+    loader = DataLoader(dataset, batch_size=1)
+    expected = batches(lambda: loader)
+    assert batches(lambda: (batch for batch, _ in EvaluationShare(loader, rank_of(0, 1)))) == expected
+    share = TrainingShare(dataset, rank_of(0, 1), batch_size=1, shuffle=False)
+    assert batches(lambda: (batch for batch, _ in share.epoch(0))) == expected
+
+
+def test_a_sampler_may_count_from_the_end() -> None:
+    loader = DataLoader(tensors(40), batch_size=2, sampler=[-1, -40, 7])
+    expected = [batch[1].tolist() for batch in loader]
+    assert [batch[1].tolist() for batch, _ in EvaluationShare(loader, rank_of(0, 1))] == expected == [[39, 0], [7]]
+    assert [batch[1].tolist() for batch, _ in TrainingShare(loader, rank_of(0, 1)).epoch(0)] == expected
 
 
 def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:

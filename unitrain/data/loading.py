@@ -93,6 +93,8 @@ class Source:
         Each batch is memory of its own. A view into a larger block would be cheaper still, but where it begins decides
         how some kernels round, and a resumed run would no longer repeat the uninterrupted one bit for bit.
         """
+        if self.sampler is not None:  # which may count from the end
+            order = _from_start(order, self.length)
         order = (order if subset is None else subset[order]).to(tensors[0].device)
         pin = self._loader.pin_memory and order.device.type == "cpu"
         for part in positions:
@@ -146,17 +148,39 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """Return the tensors behind a TensorDataset, or a Subset of one with its indices; None for anything else."""
+    """Return the tensors behind a TensorDataset, or a Subset of one with its indices; None for anything else.
+
+    Also None where only indexing sample by sample gives the result, or the error, of the Subset itself: for indices out
+    of range, and for indices that are not integers, such as booleans.
+    """
     if type(dataset) is Subset:
         inner = _tensors(dataset.dataset)
         if inner is None:
             return None
         tensors, subset = inner
-        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
-        return tensors, indices if subset is None else subset[indices]
+        indices = _subset_indices(dataset.indices, len(dataset.dataset))
+        return None if indices is None else (tensors, indices if subset is None else subset[indices])
     if type(dataset) is TensorDataset and len({tensor.device for tensor in dataset.tensors}) == 1:
         return dataset.tensors, None
     return None
+
+
+def _subset_indices(indices: Any, length: int) -> Tensor | None:
+    """Return the indices of a Subset of `length` samples, all from 0 on; None unless they are integers in range."""
+    try:
+        found = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    # torch takes uint8 and bool for masks.
+    if found.dim() != 1 or found.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
+        return None
+    found = found.to("cpu", torch.int64)
+    return _from_start(found, length) if bool(((found >= -length) & (found < length)).all()) else None
+
+
+def _from_start(indices: Tensor, length: int) -> Tensor:
+    """Return `indices` with those that count from the end of `length` samples replaced by the same from the start."""
+    return torch.where(indices < 0, indices + length, indices)
 
 
 def own_batch_size(data: Data, batch_size: int | None, setting: str) -> int | None:
