@@ -477,19 +477,29 @@ def test_each_item_is_evaluated_once(group: RankGroup, length: int, workers: int
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
-def evaluate_own(backend: Backend, lengths: list[int]) -> float:
+def evaluate_own(backend: Backend, lengths: list[int], drop_last: bool) -> tuple[float, list[int]]:
+    """Return the mean loss over all streams, and the numbers of the samples that are predicted for."""
     model = Network()
-    config = TrainConfig(epochs=1, progress="off", stream="own", eval_batch_size=2)
+    config = TrainConfig(epochs=1, progress="off", stream="own", eval_batch_size=None if drop_last else 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
-    return trainer.evaluate(Listed(own_numbers(backend.rank, lengths)))["loss"]
+    data: Any = Listed(own_numbers(backend.rank, lengths))
+    if drop_last:
+        data = DataLoader(data, batch_size=2, drop_last=True)
+    evaluating, predicting = (
+        Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config, forward=forward)
+        for forward in (None, lambda _, batch: (batch[0].float(), batch[1]))
+    )
+    return evaluating.evaluate(data)["loss"], predicting.predict(data).int().tolist()
 
 
-def test_own_streams_are_evaluated_whole(group: RankGroup) -> None:
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_own_streams_are_evaluated_whole(group: RankGroup, drop_last: bool) -> None:
     lengths = NONE_ON_SOME[group.size]
     everything = list(range(sum(lengths)))
     expected = nn.functional.cross_entropy(Network()(torch.tensor(everything)), TARGETS[everything]).item()
-    assert group.run(evaluate_own, lengths) == [pytest.approx(expected, rel=1e-5)] * group.size
+    for loss, predicted in group.run(evaluate_own, lengths, drop_last):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert predicted == everything
 
 
 def predict(backend: Backend, kind: str, workers: int) -> list[int]:

@@ -215,6 +215,7 @@ class EvaluationShare:
                 seed=0,
                 setting=setting,
                 what=what,
+                every_item=True,
             )
             return
         self._source = source = _open(data, communicator, batch_size, False, num_workers, setting)

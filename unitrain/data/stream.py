@@ -30,7 +30,8 @@ class StreamSource:
     the loader fetches from it. So the items of a step are those that one process would take, in any number of ranks
     and workers, and at the end no rank has more than one item more than another. Each of them passes over the whole
     stream; with `batch_size` None its items are whole batches, and those of other ranks are not loaded where the
-    dataset has indices after all. Raises DataError and ConfigError as `Source` does.
+    dataset has indices after all. With `every_item`, `drop_last` of a DataLoader is not applied. Raises DataError and ConfigError as `Source`
+    does.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class StreamSource:
         pin_memory: bool,
         seed: int,
         setting: str,
+        every_item: bool,
     ) -> None:
         self.batch_size = own_batch_size(data, batch_size, setting)
-        self.drop_last = isinstance(data, DataLoader) and data.drop_last
+        self.drop_last = isinstance(data, DataLoader) and data.drop_last and not every_item
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
         self.name = type(dataset).__name__
         items, load = dataset, None
@@ -107,6 +109,7 @@ def open_stream(
     seed: int,
     setting: str,
     what: str,
+    every_item: bool = False,
 ) -> StreamSource:
     """Return this rank's `StreamSource`. Raises DataError, on all ranks, where they would not deal `data` out alike.
 
@@ -124,6 +127,7 @@ def open_stream(
             pin_memory=communicator.device.type == "cuda",
             seed=seed,
             setting=setting,
+            every_item=every_item,
         ),
     )
     alike: dict[str, Any] = {"stream": source.kind, "seed": seed}
