@@ -110,6 +110,19 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
             yield torch.tensor(batch, dtype=torch.int64), TARGETS[batch]
 
 
+class Reusing(IterableDataset[tuple[Any, Any]]):
+    """Whole batches in the same memory, which the next one overwrites."""
+
+    def __init__(self, batches: Steps, *, arrays: bool = False) -> None:
+        self.batches, self.arrays = batches, arrays
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        numbers, targets = torch.empty(3, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
+        for batch in self.batches:
+            numbers.copy_(torch.tensor(batch)), targets.copy_(TARGETS[batch])
+            yield (numbers.numpy(), targets.numpy()) if self.arrays else (numbers, targets)
+
+
 class Indexed(Dataset[tuple[Tensor, Tensor]]):
     """Whole batches by index, which notes on this process what was loaded."""
 
@@ -374,6 +387,45 @@ def test_whole_batches_are_weighted_by_their_samples(group: RankGroup, kind: str
     if kind == "indexed" and not workers:
         loaded = sum((Counter(counted) for _, counted in results), Counter())
         assert loaded == Counter(dict.fromkeys(range(7), 4)), "two epochs, each validated, by one rank each"
+
+
+def rows_of_items(items: list[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
+    """Return a batch in the memory of the last item."""
+    numbers, targets = items[-1]
+    return torch.as_tensor(numbers), torch.as_tensor(targets)
+
+
+def train_reused(backend: Backend, kind: str, accumulate: int, arrays: bool) -> list[Tensor]:
+    batches = numbered([3] * 9)
+    whole = kind != "items"
+    mine = batches[backend.rank :: backend.size] if kind == "own" else batches
+    loader: Any = DataLoader(
+        Reusing(mine, arrays=arrays), batch_size=None if whole else 1, collate_fn=None if whole else rows_of_items
+    )
+    settings = {"stream": "own" if kind == "own" else "shared", "accumulate": accumulate}
+    return train(backend, loader, settings, loader)[0]
+
+
+@pytest.mark.parametrize("kind", ["shared", "own", "items"])
+@pytest.mark.parametrize(("accumulate", "arrays"), [(1, False), (2, False), (2, True)])
+def test_a_stream_may_yield_the_same_memory_again(group: RankGroup, kind: str, accumulate: int, arrays: bool) -> None:
+    batches = numbered([3] * 9)
+    steps = expected_steps([batches[rank :: group.size] for rank in range(group.size)], accumulate, "weight")
+    expected = by_hand(steps * 2)
+    for parameters in group.run(train_reused, kind, accumulate, arrays):
+        assert_equal(parameters, expected)
+
+
+def evaluate_reused(backend: Backend) -> list[int]:
+    loader: Any = DataLoader(Reusing(numbered([3] * 9)), batch_size=None)
+    return [number for batch, _ in EvaluationShare(loader, backend) for number in batch[0].tolist()]
+
+
+def test_a_stream_that_is_evaluated_may_yield_the_same_memory_again(group: RankGroup) -> None:
+    taken = group.run(evaluate_reused)
+    batches = numbered([3] * 9)
+    for rank, numbers in enumerate(taken):
+        assert numbers == [number for batch in batches[rank :: group.size] for number in batch]
 
 
 # Going on in the middle of an epoch.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,21 @@ def to_device(batch: Any, device: torch.device) -> Any:
         # Before the containers: a PackedSequence is a tuple of which one part must stay on the CPU.
         return _moved(batch, device)
     return map_parts(lambda _, part: to_device(part, device), batch)
+
+
+def copy_batch(batch: Any) -> Any:
+    """Return `batch` with a copy of every tensor and array, in containers of its own types.
+
+    Other objects are copied by their method `clone` if they have one, and otherwise kept.
+    """
+    if isinstance(batch, Tensor):
+        clone = batch.clone()
+        return clone.pin_memory() if batch.is_pinned() else clone
+    if isinstance(batch, np.ndarray):
+        return batch.copy()
+    if hasattr(batch, "clone") and not isinstance(batch, type):
+        return batch.clone()
+    return map_parts(lambda _, part: copy_batch(part), batch)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], whole: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from unitrain.backends.base import Communicator, raise_together
 from unitrain.config import Uneven
+from unitrain.data.batch import copy_batch
 from unitrain.data.order import Slice
 from unitrain.errors import DataError
 from unitrain.randomness import OwnGenerators
@@ -26,14 +27,23 @@ class Lockstep:
     """Lets all ranks take the same steps over the batches that each of them has. All ranks use it alike.
 
     The ranks tell each other the sizes of their next batches, for at most `ahead` micro-steps at a time, but for one
-    step at least, and hold these batches meanwhile. With `full`, a step of fewer samples ends the epoch.
+    step at least, and hold these batches meanwhile: copies of them, with `copies`, where the next batch may overwrite
+    the memory of the one before. With `full`, a step of fewer samples ends the epoch.
     """
 
     def __init__(
-        self, communicator: Communicator, *, accumulate: int, uneven: Uneven, ahead: int, full: int | None
+        self,
+        communicator: Communicator,
+        *,
+        accumulate: int,
+        uneven: Uneven,
+        ahead: int,
+        full: int | None,
+        copies: bool,
     ) -> None:
         self._communicator, self._accumulate, self._uneven, self._full = communicator, accumulate, uneven, full
         self._steps = max(1, ahead // accumulate)
+        self._copies = copies and self._steps * accumulate > 1
         # A batch that was trained on, here or on another rank: it stands in for those that this rank does not have.
         self._spare: Counted | None = None
         self._error: DataError | None = None
@@ -88,7 +98,8 @@ class Lockstep:
         done = 0
         try:
             for at, taken in zip(places, batches, strict=False):
-                held[at] = taken if keep else None
+                if keep:
+                    held[at] = taken = (taken[0], copy_batch(taken[1])) if self._copies else taken
                 done += 1
                 if taken[0]:
                     self._spare = taken

@@ -80,6 +80,14 @@ class StreamSource:
         return self.workers > 0
 
     @property
+    def may_reuse_memory(self) -> bool:
+        """Whether the next batch may overwrite the memory of this one, as a stream of batches may do in this process.
+
+        Batches of workers, and those that torch stacks from items, have memory of their own.
+        """
+        return self.workers == 0 and (self.batch_size is None or self._batches.collate is not default_collate)
+
+    @property
     def prepared(self) -> int:
         """How many batches the workers have ready, or are about to."""
         return self.workers * (self._loader.prefetch_factor or 0)
@@ -158,7 +166,7 @@ class _Batches(IterableDataset[_Made]):
         kind: StreamKind,
         seed: int,
     ) -> None:
-        self._items, self._load, self._collate = items, load, collate
+        self._items, self._load, self.collate = items, load, collate
         self._batch_size, self._drop_last = batch_size, drop_last
         self._rank, self._size, self._kind, self._seed = rank, size, kind, seed
         self._first_item: int | None = None
@@ -192,29 +200,30 @@ class _Batches(IterableDataset[_Made]):
             if self._load is not None:
                 items = [self._load(item) for item in items]
             if self._batch_size is None:
-                yield None, self._collate(items[0]), self._first_item
+                yield None, self.collate(items[0]), self._first_item
             else:
-                yield len(items), self._collate(items), self._first_item
+                yield len(items), self.collate(items), self._first_item
 
     def _dealt(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
         """Yield the items of each batch that is this rank's and worker's, of a stream that is the same everywhere."""
         stream: Iterator[Any] = _alone(self._items)
-        for _ in islice(stream, start):
-            pass
+        _skip(stream, start)
         first = list(islice(stream, 1))
         self._first_item = fingerprint(first)
         stream = chain(first, stream)
         length = self._batch_size or 1
         for micro_step in count():
-            # Nothing is kept of those of other ranks, nor of those of other workers.
-            mine = islice(stream, self._rank, self._size * length, self._size)
+            # Nothing is kept of the items of other ranks, nor of those of other workers.
             if micro_step % workers != worker:
-                for _ in mine:
-                    pass
+                _skip(stream, self._size * length)
                 continue
-            if not (items := list(mine)):
+            _skip(stream, self._rank)
+            # Nothing is read after the last item of the batch before the caller has made the batch: a stream may yield
+            # the same memory again with other content.
+            if not (items := list(islice(stream, 0, self._size * (length - 1) + 1, self._size))):
                 return
             yield items
+            _skip(stream, self._size - 1 - self._rank)
 
     def _own(self) -> Iterator[list[Any]]:
         """Yield the items of each batch of a stream that is this worker's own."""
@@ -222,6 +231,11 @@ class _Batches(IterableDataset[_Made]):
         while items := list(islice(stream, length)):
             if len(items) == length or not self._drop_last:
                 yield items
+
+
+def _skip(stream: Iterator[Any], items: int) -> None:
+    for _ in islice(stream, items):
+        pass
 
 
 def _alone(items: Iterable[Any]) -> Iterator[Any]:

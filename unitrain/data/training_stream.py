@@ -86,7 +86,14 @@ class TrainingStream(TrainingData):
         # Batches that workers have prepared anyway are held no longer for that; without workers none is made early.
         ahead = min(_AHEAD, *communicator.allgather_object(source.prepared))
         full = self.global_batch_size if source.drop_last and source.kind == "shared" else None
-        self._lockstep = Lockstep(communicator, accumulate=batching.accumulate, uneven=uneven, ahead=ahead, full=full)
+        self._lockstep = Lockstep(
+            communicator,
+            accumulate=batching.accumulate,
+            uneven=uneven,
+            ahead=ahead,
+            full=full,
+            copies=source.may_reuse_memory,
+        )
         self._steps = _Steps(source, self._lockstep, communicator, 0, 0)
 
     @property
