@@ -16,6 +16,7 @@ from unitrain.metrics.means import Means
 from unitrain.metrics.user_metrics import Metric, UserMetrics
 from unitrain.modules.buffers import share_buffers
 from unitrain.prediction import Outputs
+from unitrain.randomness import kept_generators
 from unitrain.step.forward import Forward
 from unitrain.step.precision import Precision
 from unitrain.step.weighting import LossOutput, read_loss
@@ -90,7 +91,8 @@ class Evaluation:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with torch.no_grad():
+            # Also a run that is validated in the middle of an epoch, where it stops, goes on as if it had not been.
+            with kept_generators(self._communicator.device), torch.no_grad():
                 yield
         finally:
             for module, training in modes:  # one by one: the user may keep a part in eval mode while training

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from types import TracebackType
 from typing import Any
@@ -53,6 +55,16 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
     key = np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
     random.setstate(state["python"])
+
+
+@contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """Afterwards the generators of this process go on as if nothing had been drawn inside."""
+    state = capture_generators(device)
+    try:
+        yield
+    finally:
+        restore_generators(state, device)
 
 
 class OwnGenerators:
