@@ -16,6 +16,7 @@ from unitrain.data.order import Slice
 from unitrain.data.stream import StreamSource, open_stream
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import DataError
+from unitrain.randomness import capture_generators, restore_generators
 
 _log = logging.getLogger(__name__)
 
@@ -127,8 +128,18 @@ class TrainingStream(TrainingData):
         return self._steps
 
     def is_over(self, position: int) -> bool:
-        """Whether no step follows after `position`; it ends the epoch's iteration, and the workers of that."""
-        over = self._steps.position <= position and next(self._steps, None) is None
+        """Whether no step follows after `position`; it ends the epoch's iteration, and the workers of that.
+
+        To find out, the next step is fetched. If there is one, a resumed run fetches it again, so the random numbers
+        that were drawn for it in this process are given back.
+        """
+        over = False
+        if self._steps.position <= position:
+            device = self._communicator.device
+            generators = capture_generators(device)
+            over = next(self._steps, None) is None
+            if not over:
+                restore_generators(generators, device)
         self._steps.close()
         return over
 
