@@ -154,8 +154,8 @@ class Remembers(Callback):
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {
-            "counts": Counter(), "ordered": OrderedDict(), "tensor": torch.zeros(3), "nested": [{"list": [0]}, (1, [2])],
-            "set": {0}, "numpy": np.float64(0), "none": None, "shared": None,
+            "counts": Counter(), "ordered": OrderedDict(), "tensor": torch.zeros(3),
+            "nested": [{"list": [0]}, (1, [2])], "set": {0}, "numpy": np.float64(0), "none": None, "shared": None,
         }  # fmt: skip
         self.values["shared"] = self.values["tensor"][1:]
 

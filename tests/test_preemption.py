@@ -161,6 +161,79 @@ def test_a_signal_to_every_process_counts_once(kind: str, number: signal.Signals
     assert list(tmp_path.glob("*/manifest.json"))
 
 
+LIVING_WORKERS = """
+import sys
+import threading
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import unitrain
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.ones(3), torch.ones(1)
+
+
+class Fails(unitrain.Callback):
+    def on_step_end(self, trainer):
+        raise ValueError("stopped by the test")
+
+
+kind, output = sys.argv[1:]
+data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+loader = DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True)
+if kind != "persistent workers":
+    loader = DataLoader(Endless(), batch_size=2, num_workers=2)
+held = []
+with unitrain.init(device="cpu") as backend:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = unitrain.TrainConfig(epochs=2, output_dir=output, progress="off")
+    callbacks = [] if kind == "persistent workers" else [Fails()]
+    trainer = unitrain.Trainer(
+        model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks
+    )
+    try:
+        trainer.fit(loader)
+    except unitrain.UnitrainError as error:
+        held.append(error)  # its traceback holds the iterator, and therefore the workers
+    alive = [one.name for one in threading.enumerate() if one.name == "unitrain preemption"]
+    print("fit has ended", alive, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["persistent workers", "an exception"])
+def test_fit_ends_while_workers_of_a_data_loader_live(kind: str, tmp_path: Path) -> None:
+    """They are forked while signals are handled, and have copies of the connection that signals are passed on by."""
+    with started([sys.executable, "-c", LIVING_WORKERS, kind, str(tmp_path)], {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+    assert "fit has ended []" in output, output
+
+
+FORKED = """
+import os, signal, time
+from unitrain.lifecycle.preemption import Preemption
+with Preemption(["SIGTERM"]) as preemption:
+    with Preemption([]):
+        child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        print(preemption.received, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_process_that_leaves_it_does_not_end_it_for_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "SIGTERM\n"
+
+
 TWICE = """
 import sys, time
 from unitrain.lifecycle.preemption import Preemption

@@ -35,6 +35,7 @@ class Preemption:
         theirs.setblocking(False)
         self._theirs = theirs
         self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="unitrain preemption", daemon=True)
         self._thread.start()
         for one in free:
@@ -51,12 +52,17 @@ class Preemption:
             signal.signal(one, signal.SIG_DFL)
         self._handled.clear()
         signal.set_wakeup_fd(self._wakeup)
-        self._theirs.close()  # the thread reads the end
+        if os.getpid() != self._process:  # a forked process leaves the connection to its parent
+            return
+        # Closing a socket does not end the thread while a forked process, such as a worker of a DataLoader, holds a copy
+        # of it: shutting the connection down does.
+        self._ours.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._ours.close()
+        self._theirs.close()
 
     def _watch(self) -> None:
-        """Read the numbers of the signals that arrive, until the other end is closed."""
+        """Read the numbers of the signals that arrive, until the connection is shut down."""
         while numbers := self._ours.recv(16):
             for number in numbers:
                 if number not in self._handled:
