@@ -24,10 +24,11 @@ from unitrain.backends.local import LocalBackend
 from unitrain.cli import unitrain as command
 from unitrain.commands.available import available_here
 from unitrain.environment import Placement
+from unitrain.verify.difference import difference
 from unitrain.verify.processes import last_words
 from unitrain.verify.record import FOLDER, Record, Request
 from unitrain.verify.samples import digest_of_samples
-from unitrain.verify.verdict import Group, Outcome, Row, Run, judge
+from unitrain.verify.verdict import Group, Outcome, Row, Run, confirm, judge
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits.py"
 # Its argument is the mistake to make.
@@ -61,6 +62,9 @@ with unitrain.init("ddp" if planted == "crash" else None, device="cpu") as backe
         inputs, targets = inputs[order], targets[order]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5 * (planted == "dropout")), nn.Tanh(), nn.Linear(8, 3))
+    if planted == "rounding" and backend.name == "ddp":
+        weight, bias = model[0].weight, model[0].bias
+        model[0].forward = lambda x: (x[:, :3] @ weight[:, :3].T + bias) + x[:, 3:] @ weight[:, 3:].T
     lr = 0.1 * (backend.size if planted == "rate" and backend.name == "horovod" else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     config = unitrain.TrainConfig(epochs=2, batch_size=8, progress="off")
@@ -145,6 +149,17 @@ def test_a_learning_rate_that_one_backend_multiplies_is_named(script: str, tmp_p
     assert row["difference"]["first_data"] is None
     assert row["difference"]["first_loss"] == 2, "the first loss is that of the same parameters"
     assert "horovod over gloo, 2 ranks differs:\n  the learning rate of step 1 is 0.2 instead of 0.1.\n" in output
+
+
+def test_a_difference_by_rounding_is_settled_in_double_precision(script: str, tmp_path: Path) -> None:
+    options = ("--steps", "4", "--backends", "local,ddp", "--tolerance", "1e-12")
+    code, output, report = verify(tmp_path, *options, script, "rounding")
+    assert code == 0, output
+    assert "In float32 1 of 2 runs leave it open; float64 decides:" in output
+    row = rows(report)["ddp", "gloo"]
+    assert row["status"] == "same numbers"
+    assert row["difference"]["parameters"]["delta"] > 1e-12
+    assert row["reasons"][0].startswith("the difference is rounding: in float64 the parameters differ by ")
 
 
 def test_an_unseeded_shuffle_and_a_rank_of_its_own_are_named(script: str, tmp_path: Path) -> None:
@@ -409,7 +424,7 @@ def test_each_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "order": ({"seed": 1}, "step 1 has other samples. Seed"),
         "batch": ({"batch_size": 5}, "step 1 has other samples (5 and 4 of them). Seed"),
         "length": ({"epochs": None, "steps": 3}, "it ended after 3 steps, the reference after 5"),
-        "clipping": ({"clip_norm": 0.01}, "the reason is not known: it starts from the same values"),
+        "clipping": ({"clip_norm": 0.01}, "the reason is not known: both runs have the same initial"),
     }
     for name, (changes, reason) in causes.items():
         row = second(reference, record(tmp_path / name, monkeypatch, **changes))
@@ -419,17 +434,128 @@ def test_each_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert second(reference, record(tmp_path / "same", monkeypatch, max_seconds=1e-9)).status == "same numbers"
 
 
-def test_a_loss_that_is_not_a_number_is_no_agreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_not_finite_or_does_not_train_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference = record(tmp_path / "a", monkeypatch, show_every=100, upto=3)
     inputs, targets = samples().tensors
     broken = TensorDataset(inputs, torch.where(torch.arange(24)[:, None] < 20, targets, float("nan")))
-    found = record(tmp_path / "b", monkeypatch, data=broken, show_every=100, upto=3)
-    row = second(reference, found)
-    assert row.status == "differs"
-    assert row.difference is not None
-    assert row.difference.parameters.delta == float("inf")
-    assert second(found, record(tmp_path / "c", monkeypatch, data=broken, show_every=100, upto=3)).status == (
-        "same numbers"
+    nans = [record(tmp_path / name, monkeypatch, data=broken, show_every=100, upto=3) for name in ("b", "c")]
+    still = [record(tmp_path / name, monkeypatch, made=make(lr=0.0), upto=3) for name in ("d", "e")]
+    for pair, reason in ((nans, "the loss of step 2 is nan"), (still, "no parameter has changed after 3 steps")):
+        for outcomes in (pair, [reference, pair[0]]):
+            row = second(*outcomes)
+            assert row.status == "failed"
+            assert row.reasons[0].startswith(reason)
+    assert compared(reference, nans[0]).rows[0].status == "reference"
+
+
+def test_a_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the difference is far below the tolerance; float32 may leave it open, float64 decides."""
+
+    def scaled(factor: float) -> Any:
+        return lambda output, target: factor * nn.functional.mse_loss(output, target)
+
+    def adamw() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = make()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    for rate in (1e-1, 1e-4, 1e-7):
+        for float64 in (False, True):
+            right, again, wrong = (
+                record(
+                    tmp_path / f"{rate} {float64} {number}",
+                    monkeypatch,
+                    made=make(lr=rate),
+                    loss_fn=scaled(factor),
+                    float64=float64,
+                )
+                for number, factor in enumerate((1.0, 1.0, 1.01))
+            )
+            # The same loss everywhere: what remains is the gradient.
+            for one, other, same in ((right, again, True), (right, wrong, False)):
+                found = difference(other, one, 1e-8 if float64 else 1e-6, float64=float64)
+                assert found.parameters.within == same or not found.parameters.resolved, (rate, float64)
+                assert not same or found.parameters.delta == 0
+                if float64:
+                    assert found.parameters.resolved
+                    assert found.parameters.within == same, rate
+                assert found.state.within == same, (rate, float64, "momentum is that of the gradient")
+    state = difference(
+        record(tmp_path / "wrong", monkeypatch, made=adamw(), loss_fn=scaled(10.0)),
+        record(tmp_path / "right", monkeypatch, made=adamw()),
+        1e-6,
+        float64=False,
+    ).state
+    assert not state.within
+
+
+def test_double_precision_decides_what_rounding_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def both(name: str, *, float64: bool, wrong: bool) -> Group:
+        runs = [
+            record(
+                tmp_path / f"{name} {number} {float64}",
+                monkeypatch,
+                made=make(lr=1e-3),
+                # Rounded sums in another order, or gradients that are wrong.
+                loss_fn=(lambda output, target: (output - target).flip(0).square().mean() * (1.01 if wrong else 1.0))
+                if number
+                else nn.MSELoss(),
+                float64=float64,
+            )
+            for number in range(2)
+        ]
+        outcomes = [
+            Outcome(run=Run(backend=name, as_ranks=1, processes=1), seconds=0.0, record=one)
+            for name, one in zip(("local", "ddp"), runs, strict=True)
+        ]
+        return judge(1, outcomes, 1e-8 if float64 else 0.0, float64=float64)
+
+    for wrong, status in ((False, "same numbers"), (True, "differs")):
+        first = both(f"{wrong}", float64=False, wrong=wrong)
+        assert first.rows[1].status == "differs"
+        assert first.rows[1].needs_float64
+        last = confirm(first, both(f"{wrong}", float64=True, wrong=wrong)).rows[1]
+        assert last.status == status
+        said = (
+            "the difference is rounding: in float64" if status == "same numbers" else "it is not rounding: in float64"
+        )
+        assert last.reasons[-1].startswith(said)
+
+
+def test_what_is_derived_from_the_number_of_ranks_keeps_one_process_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = record(tmp_path / "a", monkeypatch), record(tmp_path / "b", monkeypatch, made=make(lr=0.2))
+    of_two = Record([replace(two.first, size=2)], two.folder)
+    outcomes = [
+        Outcome(run=Run(backend=name, as_ranks=2, processes=processes), seconds=0.0, record=found)
+        for name, processes, found in (("local", 1, one), ("ddp", 2, of_two), ("horovod", 2, of_two))
+    ]
+    rows = {row.outcome.run.backend: row for row in judge(2, outcomes, 1e-6, float64=False).rows}
+    assert {name: row.status for name, row in rows.items()} == {
+        "local": "by design",
+        "ddp": "reference",
+        "horovod": "same numbers",
+    }
+    assert rows["local"].reasons == [
+        "the script derives its learning rate from the number of ranks (1 here and 2 in the reference): in step 1 it "
+        "is 0.1 instead of 0.2"
+    ]
+    # Derived on one backend only, it is a difference.
+    unscaled = Record([replace(one.first, size=2)], one.folder)
+    outcomes[1] = replace(outcomes[1], record=unscaled)
+    rows = {row.outcome.run.backend: row for row in judge(2, outcomes, 1e-6, float64=False).rows}
+    assert rows["horovod"].status == "differs"
+    assert rows["horovod"].reasons == ["the learning rate of step 1 is 0.2 instead of 0.1"]
+
+
+def test_an_option_after_the_script_is_warned_of(script: str, tmp_path: Path) -> None:
+    code, output, _ = verify(tmp_path, "--backends", "local", "--steps", "1", script, "none", "--steps", "5", "--lr=1")
+    assert code == 1, "nothing to compare with"
+    assert (
+        f"Warning: --steps follows {script}, so it is passed to the script. Options of `unitrain verify` precede the "
+        f"script: unitrain verify --steps ... {script}" in output
     )
 
 

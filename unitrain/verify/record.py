@@ -51,7 +51,8 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What one rank did. `start` and `end` are the digests of its parameters before the first step and after the last.
+    """What one rank did. `start` and `end` are the digests of its parameters before the first step and after the last,
+    and `moved` is the largest |end - start| of each parameter.
 
     `random` names the generators that gave numbers in between, `fixed_batch` tells that the script states its global
     batch itself, `batch_statistics` whose samples of a micro-step BatchNorm computes over: "rank", "all" or "none"; and
@@ -67,6 +68,7 @@ class RankRecord:
     steps: Sequence[StepRecord]
     start: dict[str, str]
     end: dict[str, str]
+    moved: dict[str, float]
     random: Sequence[str]
     fixed_batch: bool
     batch_statistics: str

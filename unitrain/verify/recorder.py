@@ -76,6 +76,7 @@ class Recorder(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._start = _digests(trainer)
+        self._start_values = {name: _saved(parameter) for name, parameter in _parameters(trainer).items()}
         self._generators = _generators(trainer.backend.device)
 
     def on_micro_step(self, trainer: Trainer, batch: Any, part: Slice, loss: Loss) -> None:
@@ -129,6 +130,10 @@ class Recorder(Callback):
             steps=self._steps,
             start=self._start,
             end=_digests(trainer),
+            moved={
+                name: _largest_difference(_saved(parameter), self._start_values[name])
+                for name, parameter in _parameters(trainer).items()
+            },
             random=[name for name in before if before[name] != after[name]],
             fixed_batch=self._fixed_batch,
             batch_statistics=_batch_statistics(backend.unwrap(trainer.model)),
@@ -183,6 +188,11 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 def _saved(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _largest_difference(left: Tensor, right: Tensor) -> float:
+    """Return the largest |left - right|, computed in double precision: 0 for empty tensors, nan where a value is."""
+    return float((left.double() - right.double()).abs().max()) if left.numel() else 0.0
 
 
 def _in_double(

@@ -86,11 +86,11 @@ def _cells(row: Row) -> list[str]:
 
 
 def _explain(console: Console, group: Group, row: Row) -> None:
-    """Say what the table has no room for."""
-    if row.status in ("reference", "same numbers"):
+    """Print the reasons, which the table has no room for."""
+    if row.status == "reference" or not (row.reasons or row.status in _VERBS):
         return
-    ranks = "1 process" if row.outcome.run.processes == 1 else f"{row.outcome.run.processes} ranks"
-    console.print(f"[bold]{row.outcome.name}, {ranks}[/bold] {_VERBS[row.status]}:")
+    verb = _VERBS.get(row.status)
+    console.print(f"[bold]{row.name}[/bold]{f' {verb}' if verb else ''}:")
     parts = [*row.reasons]
     if row.status == "differs" and row.difference is not None:
         parts += _where(row.difference)
