@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def test_training_on_every_backend_transport_and_setting(tmp_path: Path) -> None
     # With itself it differs by nothing, and it is what a prediction needs.
     same = CliRunner().invoke(command, ["bench", "compare", str(kept), str(kept)])
     assert same.exit_code == 0, same.output
-    assert same.output.count("the same within noise") == 8
+    assert same.output.count("too few rounds") == 8
     given = ["--latency", "1e-5", "--bandwidth", "1", "--algorithms", "ring", "--train", str(kept), "--ranks", "2"]
     predicted = CliRunner().invoke(command, ["bench", "predict", *given])
     assert predicted.exit_code == 0, predicted.output
@@ -153,17 +154,52 @@ def result_of(**seconds: list[float]) -> dict[str, Any]:
 
 
 def test_results_differ_by_more_than_noise_or_not() -> None:
-    before = result_of(ddp=[1.0, 1.1, 1.2, 1.3, 1.4], horovod=[2.0, 2.1, 2.2], local=[1.0])
-    after = result_of(ddp=[1.3, 1.25, 1.2, 1.2, 1.4], horovod=[1.0, 1.1, 1.2], other=[1.0])
-    (ddp, horovod), alone = comparison.compare(before, after)
+    slow, fast = [2.0, 2.1, 2.2, 2.0, 2.1, 2.2, 2.3, 2.1], [1.0, 1.1, 1.2, 1.0, 1.1, 1.2, 1.3, 1.1]
+    before = result_of(ddp=[1.0, 1.1, 1.2, 1.3, 1.4, 1.2, 1.1, 1.3], horovod=slow, mpi=slow[:7], local=[1.0])
+    after = result_of(ddp=[1.3, 1.25, 1.2, 1.2, 1.4, 1.2, 1.1, 1.1], horovod=fast, mpi=fast[:7], other=[1.0])
+    (ddp, horovod, mpi), alone = comparison.compare(before, after)
     assert (ddp.what, ddp.verdict) == ("tiny, ddp gloo, 2 ranks", "the same within noise")
     assert (horovod.ratio, horovod.verdict) == (2.1 / 1.1, "faster")
+    assert (mpi.ratio, mpi.verdict) == (2.1 / 1.1, "too few rounds")
     assert comparison.compare(after, before)[0][1].verdict == "slower"
     assert alone == ["tiny, local gloo, 2 ranks", "tiny, other gloo, 2 ranks"]
     with pytest.raises(ReportError, match="one has tiny, ddp gloo, 2 ranks, the other tiny, other gloo, 2 ranks"):
         comparison.compare(result_of(ddp=[1.0]), result_of(other=[1.0]))
     with pytest.raises(ReportError, match="of bench train and the second of bench collectives"):
         comparison.compare(before, {"kind": "collectives", "rows": [], "ranks": 2})
+
+
+def test_results_that_are_alike_are_rarely_called_different() -> None:
+    """In at most 5 % of comparisons, also if a result has many rows."""
+    generator = random.Random(0)
+
+    def drawn(rows: int, rounds: int) -> dict[str, Any]:
+        return result_of(
+            **{f"row{row}": [generator.lognormvariate(0, 0.1) for _ in range(rounds)] for row in range(rows)}
+        )
+
+    for rows, rounds in ((1, 8), (1, 20), (10, 8), (10, 12)):
+        comparisons = 400
+        wrong = sum(
+            any(
+                row.verdict != "the same within noise"
+                for row in comparison.compare(drawn(rows, rounds), drawn(rows, rounds))[0]
+            )
+            for _ in range(comparisons)
+        )
+        assert wrong <= 0.05 * comparisons + 13, (rows, rounds)  # three standard deviations
+
+
+def test_the_test_of_ranks_is_that_of_scipy() -> None:
+    from scipy.stats import mannwhitneyu
+
+    generator = random.Random(1)
+    for ones, others in ((8, 8), (8, 12), (15, 9)):
+        first = [generator.gauss(0, 1) for _ in range(ones)]
+        second = [generator.gauss(0.7, 1) for _ in range(others)]
+        expected = mannwhitneyu(first, second, method="exact").pvalue
+        assert comparison.probability_if_alike(first, second) == pytest.approx(expected, rel=1e-9)
+    assert comparison.probability_if_alike([1.0] * 8, [1.0] * 8) == 1
 
 
 @pytest.mark.parametrize(

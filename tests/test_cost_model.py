@@ -26,6 +26,8 @@ from unitrain.bench.cost_model import (
     tree_allreduce,
     tree_broadcast,
 )
+from unitrain.bench.cost_prediction import Model, costs
+from unitrain.bench.cost_prediction import predict as calculate
 from unitrain.bench.cost_step import Layer, Work, even_work, predict_step
 from unitrain.cli import unitrain as command
 from unitrain.errors import ReportError
@@ -365,6 +367,25 @@ def test_published_efficiency_of_goyal_on_256_gpus() -> None:
     assert 0.90 <= one_host.seconds / hosts.seconds == pytest.approx(0.90, abs=0.08)
 
 
+def test_buckets_smaller_than_a_hundredth_of_the_gradients_count() -> None:
+    """6 GB of gradients in 25 MB buckets: only the last bucket's transfer is exposed if the network keeps up."""
+    network = Network(alpha=10e-6, beta=1 / 10e9)
+    gradient_bytes, step_seconds = 6e9, 3.0
+
+    def exposed(bucket: float) -> float:
+        model = Model(
+            parameters=gradient_bytes / 4, bytes_per_parameter=4, step_seconds=step_seconds, backward_share=2 / 3
+        )
+        (row,) = calculate(model, {("", "ring"): (network, None)}, costs(["ring"], None, 1), [8], bucket)["rows"]
+        return float(row["exposed_seconds"])
+
+    for bucket in (1e6, 25e6, 60e6, 250e6):
+        # Backward takes 2 s for 6 GB and the network 1.05 s, so each bucket but the last is transferred in time.
+        last = ring_allreduce(8, bucket, network)
+        assert exposed(bucket) == pytest.approx(last, rel=0.35), bucket
+    assert exposed(25e6) < exposed(60e6) / 1.5 < exposed(250e6) / 4
+
+
 def predict(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(command, ["bench", "predict", *arguments])
     return result.exit_code, result.output
@@ -419,6 +440,10 @@ def test_the_command_draws_all_algorithms_of_a_given_network(tmp_path: Path) -> 
         ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --algorithms rings", "Did you mean 'ring'?"),
         ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --algorithms hierarchical", "--ranks-per-host 8"),
         ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --ranks-per-host 2", "go together"),
+        (
+            "--latency 1 --bandwidth 1 --parameters 1e9 --step-seconds 1 --bucket-bytes 1000",
+            "Buckets of 1,000 bytes cut 4,000,000,000 bytes of gradients into more than 1,000,000. Use --bucket-bytes",
+        ),
         (
             "absent.json --parameters 1 --step-seconds 1",
             "There is no file 'absent.json'. Make one with: unitrain bench",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from unitrain.errors import ConfigError, EnvironmentVariableError
 from unitrain.testing import RankGroup
 from unitrain.tuning.kept import FILE, Tuned, forget, tuned_for
 from unitrain.tuning.knobs import knobs
-from unitrain.tuning.search import PAIRS, Gain, search
+from unitrain.tuning.search import PAIRS, Gain, ratio_of_pair, search
 
 SIZES = Knob("SIZE", "", "1", ("2", "3"))
 COLOURS = Knob("COLOUR", "", "red", ("green",))
@@ -50,7 +52,7 @@ class Machine:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_best_of_each_knob_are_combined(seed: int) -> None:
     machine = Machine(0.05, seed)
-    found = search(machine.measure, [SIZES, COLOURS], 1000, clock=machine.clock)
+    found = search(machine.measure, [SIZES, COLOURS], 1000, clock=machine.clock, seed=seed)
     assert found.settings == {"SIZE": "3", "COLOUR": "green"}
     assert found.gain is not None
     assert abs(found.gain.median - 1 / 0.72) < 0.05
@@ -63,10 +65,49 @@ def test_noise_is_no_gain() -> None:
     claimed = 0
     for seed in range(200):
         machine = Machine(0.2, seed)
-        found = search(machine.measure, [harmless], 2000, clock=machine.clock)
+        found = search(machine.measure, [harmless], 2000, clock=machine.clock, seed=seed)
         claimed += bool(found.settings)
     # A coin that is thrown eight times falls seven or more times on one side in 3.5 %, and few are thrown at all.
     assert claimed <= 10
+
+
+# A machine that favors runs by their place in time, though no setting matters: name -> factor of the n-th run.
+NOISES: dict[str, Callable[[int], float]] = {
+    "every second run": lambda run: 1.0 if run % 2 else 1.02,
+    "two of four runs": lambda run: 1.0 if run % 4 in (1, 2) else 1.02,
+    "every third run": lambda run: 1.05 if run % 3 == 0 else 1.0,
+    "slower and slower": lambda run: 1.01**run,
+    "faster and faster": lambda run: 0.99**run,
+    "waves": lambda run: 1 + 0.05 * math.sin(run / 2),
+}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_noise_that_follows_time_gives_at_most_five_percent_false_gains(noise: str) -> None:
+    harmless = Knob("NAME", "", "0", ("1", "2", "3"))
+    searches = 400
+    claimed = 0
+    for seed in range(searches):
+        runs = itertools.count()
+        found = search(lambda _, runs=runs: NOISES[noise](next(runs)), [harmless], 1e9, seed=seed)
+        claimed += bool(found.settings)
+    # 3.5 % are expected at most: 14 of 400, with a standard deviation of 3.7.
+    assert claimed <= 0.05 * searches + 5
+
+
+def test_both_orders_of_a_pair_occur_and_give_the_same_ratio() -> None:
+    order: list[str] = []
+
+    def seconds(name: str, value: float) -> float:
+        order.append(name)
+        return value
+
+    generator = random.Random(0)
+    ratios = {
+        ratio_of_pair(lambda: seconds("without", 3.0), lambda: seconds("within", 2.0), generator) for _ in range(32)
+    }
+    assert ratios == {1.5}
+    assert {"without", "within"} == set(order[::2]) == set(order[1::2])
 
 
 def test_no_more_time_is_taken_than_there_is() -> None:

@@ -12,9 +12,10 @@ from unitrain.bench.cost_calibration import Calibration, calibrate
 from unitrain.bench.cost_model import ALGORITHMS, HIERARCHICAL, Cost, Network, hierarchical_allreduce, parameter_server
 from unitrain.bench.cost_step import BUCKET, FIRST_BUCKET, Work, even_work, predict_step
 from unitrain.bench.results import middle, name_of, names
-from unitrain.errors import ReportError
+from unitrain.errors import ConfigError, ReportError
 
 Fit = tuple[Network, Calibration | None]
+_MOST_BUCKETS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,17 @@ class Model:
     step_seconds: float
     backward_share: float
 
-    def work(self) -> Work:
-        """Return its work, with the gradients spread evenly over backward."""
-        return even_work(self.step_seconds, self.parameters * self.bytes_per_parameter, self.backward_share)
+    def work(self, bucket: float = BUCKET) -> Work:
+        """Return its work, with the gradients spread evenly over backward. Raises ConfigError if they fill more than a
+        million buckets."""
+        gradient_bytes = self.parameters * self.bytes_per_parameter
+        if gradient_bytes / bucket > _MOST_BUCKETS:
+            raise ConfigError(
+                f"Buckets of {bucket:,.0f} bytes cut {gradient_bytes:,.0f} bytes of gradients into more than "
+                f"{_MOST_BUCKETS:,}. Use --bucket-bytes 25MB"
+            )
+        layer = min(bucket, FIRST_BUCKET)
+        return even_work(self.step_seconds, gradient_bytes, self.backward_share, largest_layer=layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +88,7 @@ def predict(
     bucket: float = BUCKET,
 ) -> dict[str, Any]:
     """Return the step of every (who, algorithm) on every number of ranks, as plain data."""
-    work = model.work()
+    work = model.work(bucket)
     rows, fits = [], []
     for (who, algorithm), (network, fitted) in networks.items():
         for size in ranks:

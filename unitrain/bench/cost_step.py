@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,11 +46,20 @@ class Step:
         return 1 - self.exposed / self.seconds
 
 
-def even_work(step_seconds: float, gradient_bytes: float, backward_share: float = 2 / 3, layers: int = 100) -> Work:
+def even_work(
+    step_seconds: float,
+    gradient_bytes: float,
+    backward_share: float = 2 / 3,
+    layers: int = 100,
+    largest_layer: float = FIRST_BUCKET,
+) -> Work:
     """Return the work of a model whose gradients are spread evenly over backward, `backward_share` of the step.
 
-    Backward is two of three parts of a step where it computes two gradients for each product of forward.
+    Backward is two of three parts of a step where it computes two gradients for each product of forward. There are at
+    least `layers` layers, and as many as it takes for each to have at most `largest_layer` bytes: a bucket holds whole
+    layers, so larger ones would determine the buckets' size.
     """
+    layers = max(layers, math.ceil(gradient_bytes / largest_layer))
     backward = backward_share * step_seconds
     even = [Layer(gradient_bytes / layers, backward / layers)] * layers
     return Work(before=step_seconds - backward, layers=even)

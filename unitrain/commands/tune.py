@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import shlex
 import signal
 import sys
@@ -21,7 +22,7 @@ from unitrain.commands.launch import check_not_launched, check_script
 from unitrain.errors import ConfigError
 from unitrain.tuning import kept
 from unitrain.tuning.knobs import knobs, shown
-from unitrain.tuning.search import PAIRS, Found, Gain, search
+from unitrain.tuning.search import PAIRS, Found, Gain, ratio_of_pair, search
 from unitrain.tuning.trial import VARIABLE, Request, Result
 from unitrain.verify import processes
 
@@ -162,12 +163,18 @@ def _left(found: Found) -> str:
 
 
 def _compare_compressions(trials: _Trials) -> None:
+    generator = random.Random()
     for name in _COMPRESSIONS:
-        ratios = []
-        for _ in range(PAIRS):
-            plain = trials.run({}).seconds_per_step
-            ratios.append(plain / trials.run({}, compression=name).seconds_per_step)
-        gain = Gain(ratios)
+        gain = Gain(
+            [
+                ratio_of_pair(
+                    lambda: trials.run({}).seconds_per_step,
+                    lambda compression=name: trials.run({}, compression=compression).seconds_per_step,
+                    generator,
+                )
+                for _ in range(PAIRS)
+            ]
+        )
         verdict = "Set it if the numbers may change" if gain.clear else "Within the noise"
         click.echo(f'TrainConfig(compression="{name}"): {_interval(gain)}. {verdict}.')
 
