@@ -21,6 +21,7 @@ from launchers.exports import parse_exports
 from launchers.hosts import Host, is_here, parse_hosts, read_hostfile
 from launchers.options import parse_options
 from launchers.preflight import check_hosts
+from launchers.programs import find_module
 from launchers.registry import LAUNCHER_OF, available, build
 from launchers.slurm import allocated_hosts, allocated_slots
 from launchers.spec import Command, LaunchSpec
@@ -40,6 +41,7 @@ __all__ = [
     "build",
     "check_hosts",
     "discover",
+    "find_module",
     "guarded",
     "is_here",
     "parse_elastic",

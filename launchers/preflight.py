@@ -16,6 +16,7 @@ from launchers import look
 from launchers.agents import SSH
 from launchers.errors import LaunchError
 from launchers.hosts import Host, is_here, shares
+from launchers.programs import find_module
 from launchers.spec import LaunchSpec
 
 _SECONDS = 40
@@ -53,7 +54,7 @@ def check_hosts(spec: LaunchSpec) -> int:
 
 def _ask(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> _Answer:
     name = host.name.strip("[]")
-    question = f"look({str(Path(spec.script))!r}, {str(Path.cwd())!r}, {list(packages)!r}, {port})\n"
+    question = f"look({_file(spec)!r}, {str(Path.cwd())!r}, {list(packages)!r}, {port})\n"
     start = [spec.python, "-"] if is_here(host) else [*SSH, name, f"exec {shlex.quote(spec.python)} -"]
     try:
         done = subprocess.run(
@@ -74,6 +75,16 @@ def _ask(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> _A
             return _Answer(host, json.loads(told))
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     raise LaunchError(_refusal(name, done.returncode, said, spec.python))
+
+
+def _file(spec: LaunchSpec) -> str:
+    """Return the file that every host needs, relative to the current folder if it is below."""
+    if not spec.module:
+        return str(Path(spec.script))
+    found = find_module(spec.script)
+    if found is None:
+        raise LaunchError(f"Module {spec.script!r} is not found. Start from the folder that contains its package")
+    return str(found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found)
 
 
 def _refusal(name: str, code: int, said: list[str], python: str) -> str:
@@ -98,17 +109,17 @@ def _refusal(name: str, code: int, said: list[str], python: str) -> str:
 
 def _check(answer: _Answer, first: _Answer, spec: LaunchSpec) -> None:
     name, told = answer.host.name, answer.told
-    folder = Path.cwd()
-    if not told["folder"] and not Path(spec.script).is_absolute():
+    folder, file = Path.cwd(), _file(spec)
+    if not told["folder"] and not Path(file).is_absolute():
         raise LaunchError(
             f"The folder {str(folder)!r}, from which you start, is not on {name}. Start from a folder that all hosts "
             f"share, or copy it: ssh {name} mkdir -p {folder} && scp -r {folder}/. {name}:{folder}"
         )
     if not told["script"]:
-        path = folder / spec.script
+        path = folder / file
         raise LaunchError(
-            f"Script {spec.script!r} is not on {name}. Start one from a folder that all hosts share, or copy it: "
-            f"scp {path} {name}:{path}"
+            f"{'Module' if spec.module else 'Script'} {spec.script!r} is not on {name}. Start from a folder that all "
+            f"hosts share, or copy it: scp {path} {name}:{path}"
         )
     for package, version in first.told["versions"].items():
         own = told["versions"][package]

@@ -1,8 +1,10 @@
-"""Where a launcher's program is."""
+"""Find a launcher's program, and the file of a module."""
 
 from __future__ import annotations
 
 import shutil
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from launchers.errors import LaunchError
@@ -14,3 +16,17 @@ def find_program(name: str, python: str, remedy: str) -> str:
     if found is None:
         raise LaunchError(f"Launcher {name!r} is not installed. {remedy}")
     return found
+
+
+def find_module(name: str) -> Path | None:
+    """Return the file that `python -m name` runs in the current folder, or None. Nothing is imported."""
+    places: list[str] | None = [str(Path.cwd()), *sys.path]
+    found = None
+    for part in [name.rsplit(".", depth)[0] for depth in range(name.count("."), -1, -1)]:
+        found = PathFinder.find_spec(part, places)
+        if found is None:
+            return None
+        places = list(found.submodule_search_locations or ())
+    if found is not None and found.submodule_search_locations is not None:  # a package, of which __main__ is run
+        found = PathFinder.find_spec(f"{name}.__main__", list(found.submodule_search_locations))
+    return None if found is None or found.origin is None else Path(found.origin)

@@ -22,11 +22,13 @@ class LaunchSpec:
     itself, which go before those made from this spec where both say the same. `elastic` and `max_restarts` are for a
     launcher that is started on every host, and starts the job again by itself: torchrun on several hosts.
     Ranks on several hosts talk over the network `interface`, and meet on the first host at `port`, where these are not
-    None. `wrapper` is a script with arguments that every rank runs instead, followed by the script and its own.
+    None. With `module`, `script` is the name of a module, run as by `python -m`. `wrapper` is a script with arguments
+    that every rank runs instead, followed by the script and its own.
     Raises LaunchError for fewer than one process, or more than there are slots.
     """
 
     script: str
+    module: bool = False
     args: tuple[str, ...] = ()
     num_processes: int = 1
     hosts: tuple[Host, ...] = ()
@@ -55,8 +57,8 @@ class LaunchSpec:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What Python runs on every rank: a script and its arguments."""
-        return (*self.wrapper, self.script, *self.args)
+        """The arguments of Python on every rank: a script, or -m and a module, and its arguments."""
+        return (*self.wrapper, *(("-m",) if self.module else ()), self.script, *self.args)
 
     def check_no_controller(self, launcher: str) -> None:
         """Raise LaunchError where a controller was chosen, which `launcher` has not."""

@@ -34,7 +34,7 @@ OPTIONS = {
     "unitrain launch": {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "-x",
         "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout", "--untuned",
-        "--log-dir", "--dry-run", "--hostfile", "--interface", "SCRIPT", "ARGS",
+        "--log-dir", "--dry-run", "--hostfile", "--interface", "-m", "--module", "SCRIPT", "ARGS",
     },
     "unitrain ckpt": set(),
     "unitrain ckpt convert": {"SOURCE", "FOLDER", "--strip-prefix", "--epoch", "--step"},
@@ -240,6 +240,27 @@ def test_what_is_refused_says_what_to_type(script: str) -> None:
     folder = str(Path(script).parent)
     assert refused("launch", folder) == f"Script '{folder}' is not a file. Options of unitrain go before the script."
     assert refused("launch", "-np", "2").startswith("Missing argument 'SCRIPT'")
+
+
+def test_a_module_is_launched_as_by_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    for name in ("__init__", "train", "__main__"):
+        (package / f"{name}.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.chdir(tmp_path)
+    for launcher in ("torchrun", "horovodrun", "none"):
+        for module in ("package.train", "package"):
+            result = run("launch", "--dry-run", "--launcher", launcher, "-m", module, "--epochs", "3")
+            assert result.exit_code == 0, result.output
+            assert result.stdout.strip().endswith(f" -m {module} --epochs 3")
+    assert refused("launch", "-m", "package.tran") == (
+        f"Module 'package.tran' is not found from {tmp_path}. Start from the folder that contains its package, or "
+        "install it: pip install -e ."
+    )
+    assert refused("launch", "-m", "package/train.py").startswith("-m takes the name of a module, got the file")
+    assert refused("launch", "python", "train.py") == (
+        "'python' is the interpreter, which unitrain starts itself. Leave 'python' out: unitrain launch -np 2 train.py"
+    )
 
 
 @pytest.mark.parametrize(

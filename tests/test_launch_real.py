@@ -104,6 +104,21 @@ def test_a_launch_does_what_it_prints(
     assert {one["threads"] for one in told} == {max(1, (os.cpu_count() or 1) // 2)}
 
 
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_a_module_runs_under_every_launcher(
+    backend: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with --log-dir, which runs another program in each rank first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    Path(script).rename(tmp_path / "package" / "train.py")
+    options = ["--backend", backend, "--log-dir", str(tmp_path / "logs"), "-m", "package.train"]
+    with started([*UNITRAIN, *options, str(tmp_path), "returns"]) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 0, output
+    check_two_ranks(tmp_path, backend, "gloo")
+
+
 @pytest.mark.parametrize(
     ("command", "backend", "transport"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable
@@ -86,6 +87,7 @@ _OVER_SSH = ("torchrun", "horovodrun", "mpirun")
     metavar="FOLDER",
     help="Keep what each rank prints in FOLDER/rank-N.log too, and show the last lines of one that fails.",
 )
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, run as by python -m.")
 @click.option("--untuned", is_flag=True, help="Leave out what unitrain tune has found, in unitrain-tuned.json.")
 @click.option("--dry-run", is_flag=True, help="Print the command and stop.")
 @click.argument("script", type=click.Path(path_type=Path))
@@ -105,6 +107,7 @@ def launch(
     host_discovery_script: Path | None,
     elastic_timeout: float,
     log_dir: Path | None,
+    module: bool,
     untuned: bool,
     dry_run: bool,
     script: Path,
@@ -118,6 +121,7 @@ def launch(
 
     \b
       unitrain launch -np 2 train.py --epochs 3
+      unitrain launch -np 2 -m package.train --epochs 3
       unitrain launch --backend horovod -np 8 -H node1:4,node2:4 train.py
       unitrain launch --backend horovod --launcher torchrun -np 2 train.py
       unitrain launch --launcher mpirun --backend ddp -np 8 -H node1:4,node2:4 -x WANDB_API_KEY train.py
@@ -125,7 +129,16 @@ def launch(
     """
     try:
         launcher, spec = _request(
-            backend, launcher, _hosts(hosts, hostfile), interface, controller, exports, launcher_args, script, args
+            backend,
+            launcher,
+            _hosts(hosts, hostfile),
+            interface,
+            controller,
+            exports,
+            launcher_args,
+            module,
+            script,
+            args,
         )
         if log_dir is not None:
             spec = replace(spec, wrapper=logs.wrapper(log_dir))
@@ -190,6 +203,7 @@ def _request(
     controller: str | None,
     exports: tuple[str, ...],
     launcher_args: tuple[str, ...],
+    module: bool,
     script: Path,
     args: tuple[str, ...],
 ) -> tuple[str, launchers.LaunchSpec]:
@@ -203,8 +217,11 @@ def _request(
         launcher = launchers.LAUNCHER_OF.get(backend or "", implied)
     if backend is None:
         backend = _BACKEND_OF.get(launcher)
-    check_script(script)
-    check_not_launched(f"Run the script itself: python {script}")
+    if module:
+        check_module(str(script))
+    else:
+        check_script(script)
+    check_not_launched(f"Run the script itself: python {'-m ' if module else ''}{script}")
     forwarded, values = launchers.parse_exports(exports)
     if "UNITRAIN_BACKEND" in values:
         raise launchers.LaunchError(
@@ -213,6 +230,7 @@ def _request(
         )
     return launcher, launchers.LaunchSpec(
         script=str(script),
+        module=module,
         args=args,
         hosts=hosts,
         interface=interface,
@@ -291,9 +309,25 @@ def _tuned(spec: launchers.LaunchSpec, num_processes: int) -> dict[str, str]:
 def check_script(script: Path) -> None:
     """Raise LaunchError unless `script` is a file."""
     if not script.is_file():
+        if re.fullmatch(r"python[\d.]*", script.name):
+            raise launchers.LaunchError(
+                f"'{script}' is the interpreter, which unitrain starts itself. Leave {script.name!r} out: "
+                "unitrain launch -np 2 train.py"
+            )
         near = did_you_mean(script.name, [path.name for path in script.parent.glob("*.py")])
         found = "is not a file" if script.exists() else "does not exist"
         raise launchers.LaunchError(f"Script '{script}' {found}. {near}Options of unitrain go before the script.")
+
+
+def check_module(name: str) -> None:
+    """Raise LaunchError unless `python -m name` finds a file."""
+    if name.endswith(".py"):
+        raise launchers.LaunchError(f"-m takes the name of a module, got the file {name!r}. Leave -m out to run a file")
+    if launchers.find_module(name) is None:
+        raise launchers.LaunchError(
+            f"Module {name!r} is not found from {Path.cwd()}. Start from the folder that contains its package, or "
+            "install it: pip install -e ."
+        )
 
 
 def check_not_launched(fix: str) -> None:
