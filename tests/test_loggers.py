@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +125,34 @@ def test_wandb_has_images_the_description_and_one_id(tmp_path: Path) -> None:
     (ended,) = [one.exit for one in records if one.WhichOneof("record_type") == "exit"]
     assert ended.exit_code == 0
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/picture_*.png"))) == 2
+
+
+def test_wandb_and_tensorboard_have_tables_and_histograms(tmp_path: Path) -> None:
+    counts, edges = np.array([1, 0, 3]), np.array([0.0, 1.0, 2.0, 3.0])
+    for logger in (WandbLogger("things", mode="offline"), TensorBoardLogger()):
+        logger.prepare(tmp_path)
+        logger.start(Start(0, tmp_path, DESCRIPTION))
+        logger.histogram("weights", counts, edges, 4)
+        logger.table("worst", ["label", "a|b"], [[7, "x"], [None, 1.5]], 4)
+        logger.finish("finished")
+    ((_, records),) = logged.wandb_starts(tmp_path)
+    items = {
+        ".".join(item.nested_key or [item.key]): json.loads(item.value_json)
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+        for item in record.history.item
+    }
+    nested = {key.partition(".")[2]: value for key, value in items.items() if key.startswith("weights.")}
+    histogram = items.get("weights") or nested
+    assert (histogram["values"], histogram["bins"]) == (counts.tolist(), edges.tolist())
+    (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/worst_*.table.json")
+    table = json.loads(file.read_text())
+    assert (table["columns"], table["data"]) == (["label", "a|b"], [[7, "x"], [None, 1.5]])
+    found = logged.events(tmp_path / "tensorboard")
+    (shown,) = found.Histograms("weights")
+    assert (shown.step, shown.histogram_value.num, list(shown.histogram_value.bucket)) == (4, 4, [1, 0, 3])
+    text = found.Tensors("worst/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.splitlines() == ["| label | a\\|b |", "|---|---|", "| 7 | x |", "| None | 1.5 |"]
 
 
 def test_mlflow_has_images_parameters_and_one_run(tmp_path: Path) -> None:

@@ -400,6 +400,63 @@ def test_what_cannot_be_logged_is_refused() -> None:
             made.log_image("image", image)  # type: ignore[arg-type]
 
 
+class Tables(Logger):
+    """Keeps histograms and tables."""
+
+    def __init__(self) -> None:
+        self.histograms: list[tuple[str, int, Any, Any]] = []
+        self.tables: list[tuple[str, int, Any, Any]] = []
+
+    def histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
+        self.histograms.append((name, step, counts, edges))
+
+    def table(self, name: str, columns: Any, rows: Any, step: int) -> None:
+        self.tables.append((name, step, columns, rows))
+
+
+def test_histograms_are_those_of_the_global_gradients_and_the_weights_they_belong_to(tmp_path: Path) -> None:
+    import numpy as np
+
+    kept = Tables()
+    made = trainer(LOCAL, [kept], unitrain.Histograms(every=2), shuffle=False, steps=3)
+    made.fit(data())
+    assert [(name, step) for name, step, _, _ in kept.histograms] == [
+        (f"{kind}/{name}", 1)
+        for name in ("0.weight", "0.bias", "2.weight", "2.bias")
+        for kind in ("parameters", "gradients")
+    ]
+    model, optimizer = make()
+    inputs, targets = data().tensors
+    for part in (slice(0, 12), slice(12, 24)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[part]), targets[part]).backward()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optimizer.step()
+    found = {name: (counts, edges) for name, _, counts, edges in kept.histograms}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        for kind, values in (("parameters", before[name]), ("gradients", parameter.grad)):
+            counts, edges = found[f"{kind}/{name}"]
+            assert counts.sum() == values.numel()
+            np.testing.assert_allclose(edges[[0, -1]], [values.min(), values.max()], rtol=1e-5)
+    made.log_histogram("odd", torch.tensor([1.0, math.nan, math.inf, 2.0]))
+    made.log_table("worst", ["label", "predicted"], [[7, "one"], (None, True)])
+    made.fit(data())  # waits for what is logged after a run
+    assert kept.histograms[-1][2].sum() == 2
+    assert kept.tables == [("worst", 3, ["label", "predicted"], [[7, "one"], [None, True]])]
+    for columns, rows, said in (
+        ("label", [], "takes the names of its columns, got 'label'"),
+        (["a"], [[1, 2]], r"Row 0 of trainer.log_table\('t'\) is \[1, 2\], and the columns are \['a'\]"),
+        (["a"], [[torch.ones(1)]], "has a Tensor. Use numbers, strings, booleans or None"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            made.log_table("t", columns, rows)
+    with pytest.raises(TensorError, match="takes a tensor of any shape, got list"):
+        made.log_histogram("h", [1.0])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Histograms.every must be a number of steps from 1 on, got 0"):
+        unitrain.Histograms(every=0)
+
+
 def test_a_run_that_is_verified_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Request(steps=2, as_ranks=1).write(tmp_path)
     monkeypatch.setenv(FOLDER, str(tmp_path))

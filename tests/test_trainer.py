@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
+import pty
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
@@ -19,6 +24,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
 from unitrain.data.order import epoch_order
 from unitrain.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteLossError
+from unitrain.tracking import progress
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -445,3 +451,43 @@ def test_progress_can_be_a_bar(capfd: pytest.CaptureFixture[str], monkeypatch: p
     assert "20/20" in err
     assert "loss" in err
     assert "━" in err
+
+
+@pytest.mark.parametrize("kind", [progress._Lines, progress._Bar])
+def test_progress_fits_80_columns(kind: type[progress._Shown]) -> None:
+    screen = io.StringIO()
+    shown = kind(Console(file=screen, force_terminal=True, width=80, color_system=None))
+    shown.interval_seconds = -1.0
+    with shown:
+        shown.start(12_345, 100)
+        shown.loss(1234.5678)
+        shown.slow("rank 2 is slow: data 41 ms a step, others 6 ms")
+        for _ in range(3):
+            shown.step(99, 100_000)
+        shown.epoch(99, {f"val_metric_{number}": number / 3 for number in range(9)})
+    lines = re.sub(r"\x1b\[[\d;?]*\w", "", screen.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= 80, lines
+    text = "\n".join(lines)
+    for expected in ("3/12345", "loss 1234.5678", "samples/s", "rank 2 is slow: data 41 ms a step, others 6 ms"):
+        assert expected in text
+    assert all(f"val_metric_{number} {number / 3:.4f}" in text for number in range(9))
+
+
+def test_a_bar_is_drawn_on_the_terminal_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the rank's own standard error is a pipe, as under horovodrun."""
+    reading, writing = pty.openpty()
+    monkeypatch.setenv("UNITRAIN_TERMINAL", os.ttyname(writing))
+    with progress.choose_progress("auto", 0) as shown:
+        assert isinstance(shown, progress._Bar)
+        shown.start(3, 1)
+        shown._due = 0.0
+        shown.step(1, 8)
+    assert b"1/3" in os.read(reading, 10_000)
+    assert isinstance(progress.choose_progress("lines", 0), progress._Lines)
+    assert type(progress.choose_progress("auto", 1)) is progress.Progress
+    monkeypatch.setenv("UNITRAIN_TERMINAL", "/dev/null")
+    assert isinstance(progress.choose_progress("auto", 0), progress._Lines)
+    monkeypatch.setenv("UNITRAIN_TERMINAL", "/dev/pts/absent")
+    assert isinstance(progress.choose_progress("auto", 0), progress._Lines)
+    os.close(reading)
+    os.close(writing)

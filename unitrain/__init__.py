@@ -26,6 +26,7 @@ _EXPORTS = {
     "Communicator": "unitrain.backends.base",
     "EarlyStopping": "unitrain.callbacks.early_stopping",
     "GradientWatch": "unitrain.callbacks.gradient_watch",
+    "Histograms": "unitrain.callbacks.histograms",
     "JSONLinesLogger": "unitrain.tracking.loggers.json_lines",
     "Logger": "unitrain.tracking.loggers.logger",
     "MLflowLogger": "unitrain.tracking.loggers.mlflow",
@@ -55,6 +56,7 @@ __all__ = [
     "Communicator",
     "EarlyStopping",
     "GradientWatch",
+    "Histograms",
     "JSONLinesLogger",
     "Logger",
     "MLflowLogger",
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from unitrain.callbacks.callback import Callback
     from unitrain.callbacks.early_stopping import EarlyStopping
     from unitrain.callbacks.gradient_watch import GradientWatch
+    from unitrain.callbacks.histograms import Histograms
     from unitrain.callbacks.profiler import Profiler
     from unitrain.config import TrainConfig
     from unitrain.environment import Placement

@@ -112,6 +112,8 @@ SUPERVISOR = "UNITRAIN_SUPERVISOR"
 ELASTIC = "UNITRAIN_ELASTIC"
 # Set to 1, ranks also agree on the gradients that they are about to send.
 DEBUG = "UNITRAIN_DEBUG"
+# The terminal of `unitrain launch`, for ranks whose output goes through the launcher.
+TERMINAL = "UNITRAIN_TERMINAL"
 # What launchers tell their processes beside that, by the start of its name. What a scheduler or a user tells a
 # launcher, as SLURM_JOB_ID, is not among it.
 _TOLD_BESIDE = (
@@ -158,6 +160,14 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement:
 def setting(name: str) -> str | None:
     """Return an environment variable, or None when it is unset or empty."""
     return os.environ.get(name) or os.environ.get(_ALSO_CALLED.get(name, "")) or None
+
+
+def pass_terminal_on() -> None:
+    """Set the variable by which ranks on this host find the terminal that this process prints errors to, if any."""
+    try:
+        os.environ[TERMINAL] = os.ttyname(2)
+    except OSError:
+        os.environ.pop(TERMINAL, None)
 
 
 def job() -> str | None:

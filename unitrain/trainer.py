@@ -208,6 +208,19 @@ class Trainer:
         """Log an image: [height, width], or with 1, 3 or 4 channels first or last; uint8, or floating from 0 to 1."""
         self._tracker.log_image(name, image, self.run.cursor.step, caption)
 
+    def log_histogram(self, name: str, values: Tensor) -> None:
+        """Log a histogram of a tensor's values to W&B and TensorBoard. Rank 0's is logged; any rank may call it."""
+        self._tracker.log_histogram(name, values, self.run.cursor.step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table of numbers and strings to W&B and TensorBoard. Rank 0's is logged; any rank may call it."""
+        self._tracker.log_table(name, columns, rows, self.run.cursor.step)
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The factor of the gradients that `on_gradients` sees: fp16's loss scale, or None in other formats."""
+        return self._precision.loss_scale()
+
     def _train_epoch(self, share: TrainingData, validation: EvaluationShare | None) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
         config, cursor = self.config, self.run.cursor

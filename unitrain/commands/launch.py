@@ -170,6 +170,8 @@ def launch(
         click.echo(command.shell())
         return
     sys.stdout.flush()
+    if not elsewhere:
+        environment.pass_terminal_on()
     if job.is_followed:
         supervisor = Supervisor(job, membership)
         try:

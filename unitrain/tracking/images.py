@@ -1,16 +1,19 @@
-"""Images as loggers take them."""
+"""Check images, histograms and tables, and convert them to the form that loggers take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unitrain.errors import TensorError
+from unitrain.errors import ConfigError, TensorError
 
 _CHANNELS = (1, 3, 4)
+_BINS = 64
 
 
 def check_image(image: Tensor) -> None:
@@ -40,3 +43,39 @@ def to_pixels(image: Tensor) -> NDArray[Any]:
     if pixels.dtype != torch.uint8:
         pixels = (pixels.float().nan_to_num(0.0).clamp(0, 1) * 255).round().to(torch.uint8)
     return pixels.contiguous().clone().numpy()
+
+
+def to_histogram(values: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return (counts, edges) of 64 equal bins over the finite `values`; complex ones by their magnitude.
+
+    Raises TensorError for what is not a tensor.
+    """
+    if not isinstance(values, Tensor):
+        raise TensorError(
+            f"trainer.log_histogram takes a tensor of any shape, got {type(values).__name__}. Use torch.tensor(values)."
+        )
+    dense = values.detach().to_dense() if values.layout is not torch.strided else values.detach()
+    numbers = (dense.abs() if dense.is_complex() else dense).double().cpu().reshape(-1).numpy()
+    return np.histogram(numbers[np.isfinite(numbers)], bins=_BINS)
+
+
+def check_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Raise ConfigError unless each of `rows` has a cell for each of `columns`, of a type that loggers take."""
+    names = not isinstance(columns, str) and all(isinstance(column, str) for column in columns)
+    if not names or not len(columns):
+        raise ConfigError(
+            f"trainer.log_table({name!r}) takes the names of its columns, got {columns!r}. "
+            'Use trainer.log_table("samples", ["label", "predicted"], [[7, 1]]).'
+        )
+    for number, row in enumerate(rows):
+        if isinstance(row, str) or len(row) != len(columns):
+            raise ConfigError(
+                f"Row {number} of trainer.log_table({name!r}) is {row!r}, and the columns are {list(columns)}. "
+                "Give each row a cell for each column."
+            )
+        for cell in row:
+            if not (cell is None or isinstance(cell, str | int | float | bool)):
+                raise ConfigError(
+                    f"Row {number} of trainer.log_table({name!r}) has a {type(cell).__name__}. "
+                    "Use numbers, strings, booleans or None, as from tensor.tolist()."
+                )

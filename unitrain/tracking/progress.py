@@ -1,20 +1,28 @@
-"""Showing how a run goes, on rank 0: a bar on a terminal, otherwise a line now and then. It goes to standard error."""
+"""Show the progress of a run on rank 0: a bar on a terminal, otherwise lines, on standard error.
+
+Launchers such as horovodrun read what the ranks print, so that rank 0's standard error is a pipe. `unitrain launch`
+passes the name of its terminal on, and the bar is drawn there.
+"""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from unitrain import environment
 from unitrain.config import ProgressStyle
 
 _BAR_SECONDS = 0.1
 _LINE_SECONDS = 10.0
+_COLUMNS = 80
 
 
 class Progress:
@@ -92,7 +100,8 @@ class _Shown(Progress, ABC):
     def _show(self, epoch: int) -> None: ...
 
     def _print(self, *parts: str) -> None:
-        self._console.print("  ".join(part for part in parts if part), highlight=False)
+        for line in _folded(parts):
+            self._console.print(line, highlight=False)
 
     def _name(self, epoch: int) -> str:
         return f"epoch {epoch}" if self._epochs is None else f"epoch {epoch}/{self._epochs}"
@@ -119,22 +128,22 @@ class _Lines(_Shown):
 class _Bar(_Shown):
     interval_seconds = _BAR_SECONDS
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, opened: TextIO | None = None) -> None:
         super().__init__(console)
+        self._opened = opened
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=None),  # takes the space that the others leave
             TextColumn("{task.fields[count]}  {task.fields[loss]}  {task.fields[speed]}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[slow]}"),
+            TimeRemainingColumn(compact=True),
         )
         # Refreshed from `step`: rich's own thread would take the interpreter's lock from the training loop.
-        self._bar = RichProgress(*columns, console=console, auto_refresh=False, transient=True)
+        self._bar = RichProgress(*columns, console=console, auto_refresh=False, transient=True, expand=True)
         self._task = TaskID(0)
 
     def start(self, steps: int | None, epochs: int | None) -> None:
         super().start(steps, epochs)
-        self._task = self._bar.add_task("", total=steps, count="", loss="", speed="", slow="")
+        self._task = self._bar.add_task("", total=steps, count="", loss="", speed="")
 
     def _show(self, epoch: int) -> None:
         self._bar.update(
@@ -144,9 +153,17 @@ class _Bar(_Shown):
             count=self._count(),
             loss=self._loss_text(),
             speed=self._speed(),
-            slow=self._slow,
             refresh=True,
         )
+
+    def slow(self, ranks: str) -> None:
+        if ranks and ranks != self._slow:  # above the bar, which has no room for it
+            self._print(ranks)
+        super().slow(ranks)
+
+    def epoch(self, epoch: int, results: dict[str, float]) -> None:
+        self._slow = ""
+        super().epoch(epoch, results)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -156,6 +173,8 @@ class _Bar(_Shown):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+        if self._opened is not None:
+            self._opened.close()
 
 
 def choose_progress(style: ProgressStyle, rank: int) -> Progress:
@@ -163,5 +182,35 @@ def choose_progress(style: ProgressStyle, rank: int) -> Progress:
     if rank != 0 or style == "off":
         return Progress()
     console = Console(stderr=True, soft_wrap=True)
-    bar = console.is_terminal if style == "auto" else style == "bar"
-    return _Bar(console) if bar else _Lines(console)
+    if console.is_terminal or style == "lines":
+        return _Bar(console) if style != "lines" else _Lines(console)
+    terminal = _terminal_of_launch()
+    if terminal is not None:
+        return _Bar(Console(file=terminal, soft_wrap=True), terminal)
+    return _Bar(console) if style == "bar" else _Lines(console)
+
+
+def _terminal_of_launch() -> TextIO | None:
+    """Return the terminal that `unitrain launch` was started on, on this host and by this user; None elsewhere."""
+    path = environment.setting(environment.TERMINAL)
+    if path is None:
+        return None
+    try:
+        file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+    except OSError:
+        return None
+    if file.isatty():
+        return file
+    file.close()
+    return None
+
+
+def _folded(parts: Sequence[str]) -> list[str]:
+    """Return the parts as lines of at most 80 columns, those after the first indented; a longer part has its own."""
+    lines: list[str] = []
+    for part in filter(None, parts):
+        if lines and len(lines[-1]) + 2 + len(part) <= _COLUMNS:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"  {part}" if lines else part)
+    return lines

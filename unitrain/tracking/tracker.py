@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 from unitrain.backends.base import Communicator, together
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, LoggerError, Preempted, UnitrainError
-from unitrain.tracking.images import check_image, to_pixels
+from unitrain.tracking.images import check_image, check_table, to_histogram, to_pixels
 from unitrain.tracking.loggers.background import Background
 from unitrain.tracking.loggers.choice import choose_loggers
 from unitrain.tracking.loggers.logger import Start, Status
@@ -101,6 +101,20 @@ class Tracker:
         check_image(image)
         if self._goes_on(step):
             self._call("image", name, to_pixels(image), step, caption)
+
+    def log_histogram(self, name: str, values: Tensor, step: int) -> None:
+        """Log a histogram of the values of a tensor. Raises TensorError, on every rank that calls it."""
+        self._check_begun("log_histogram")
+        counts, edges = to_histogram(values)
+        if self._goes_on(step):
+            self._call("histogram", name, counts, edges, step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Log a table. Raises ConfigError for rows that do not fit, on every rank that calls it."""
+        self._check_begun("log_table")
+        check_table(name, columns, rows)
+        if self._goes_on(step):
+            self._call("table", name, list(columns), [list(row) for row in rows], step)
 
     def _check_begun(self, method: str) -> None:
         if self._description is None:

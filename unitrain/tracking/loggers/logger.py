@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +49,12 @@ class Logger:
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
         """Take an image, uint8 [height, width, 1, 3 or 4 channels]. A logger that only takes numbers leaves it."""
+
+    def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
+        """Log a histogram: `counts` int64 [bins] of the values between `edges` float64 [bins + 1]."""
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Log a table, whose cells are numbers, strings, booleans or None."""
 
     def finish(self, status: Status) -> None:
         """The run is over, was stopped before its time, or an exception ends it; the last call before a new start."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,28 @@ class TensorBoardLogger(Logger):
         self._writer.add_image(name, image, step, dataformats="HWC")
         if caption is not None:
             self._writer.add_text(name, caption, step)
+
+    def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
+        """Add a histogram."""
+        middles = (edges[:-1] + edges[1:]) / 2
+        self._writer.add_histogram_raw(
+            name,
+            min=float(edges[0]),
+            max=float(edges[-1]),
+            num=int(counts.sum()),
+            sum=float(counts @ middles),
+            sum_squares=float(counts @ middles**2),
+            bucket_limits=edges[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Add the table as a text in Markdown."""
+        cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (columns, *rows)]
+        lines = [f"| {' | '.join(row)} |" for row in cells]
+        self._writer.add_text(name, "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]]), step)
+        self._writer.flush()
 
     def finish(self, status: Status) -> None:
         """Close the file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,6 +69,15 @@ class WandbLogger(Logger):
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
         """Log an image."""
         self._log({name: self._package.Image(image, caption=caption)}, step)
+
+    def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
+        """Log a histogram."""
+        self._log({name: self._package.Histogram(np_histogram=(counts, edges))}, step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Log a wandb.Table."""
+        data = [list(row) for row in rows]
+        self._log({name: self._package.Table(columns=list(columns), data=data, allow_mixed_types=True)}, step)
 
     def finish(self, status: Status) -> None:
         """End the run, as failed after an exception; what is left to upload is uploaded first."""

@@ -1,0 +1,49 @@
+"""Histograms of parameters and their gradients for the loggers, as `wandb.watch` records them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from unitrain.callbacks.callback import Callback
+from unitrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unitrain.trainer import Trainer
+
+
+class Histograms(Callback):
+    """Logs a histogram of each parameter and of its gradient in every `every`-th step, on rank 0.
+
+    Gradients are those of the global batch, before clipping and without the loss scale of fp16; `wandb.watch` sees
+    those of one rank. They are logged as "parameters/NAME" and "gradients/NAME", to the loggers that take histograms:
+    W&B and TensorBoard. Values that are not finite are left out. A logged step copies all parameters to the host.
+    """
+
+    def __init__(self, *, every: int = 1000, parameters: bool = True, gradients: bool = True) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ConfigError(f"Histograms.every must be a number of steps from 1 on, got {every!r}. Use 1000.")
+        if not (parameters or gradients):
+            raise ConfigError(
+                "Histograms(parameters=False, gradients=False) has nothing to log. Use Histograms(parameters=False)."
+            )
+        self.every, self.parameters, self.gradients = every, parameters, gradients
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Log the gradients and the parameters that they were computed with."""
+        if trainer.backend.rank != 0 or (trainer.run.cursor.step + 1) % self.every:
+            return
+        scale = trainer.loss_scale
+        for name, parameter in trainer.backend.unwrap(trainer.model).named_parameters():
+            if self.parameters:
+                trainer.log_histogram(f"parameters/{name}", parameter)
+            if self.gradients and parameter.grad is not None:
+                trainer.log_histogram(f"gradients/{name}", _divided(parameter.grad, scale))
+
+
+def _divided(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    with torch.no_grad():
+        return gradient if scale is None else gradient / scale
