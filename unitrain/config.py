@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -61,6 +61,11 @@ class TrainConfig:
     for "sqrt") how many times as large the global batch is, reached over `warmup_steps`. `monitor` names the result
     that ReduceLROnPlateau follows, by default val_loss, else train_loss.
 
+    Validation is at the end of every epoch, and with `validate_every_steps` also within it: those results are shown and
+    logged, while schedulers, EarlyStopping and `keep_best` follow the epochs. `limit_train_steps` ends each epoch after
+    so many optimizer steps, `limit_val_batches` evaluates that many batches of each rank. `dry_run` trains one step,
+    validates one batch of each rank, and writes and logs nothing: to see that a script works.
+
     Length: `epochs` or `steps`, counted from the very first; `max_seconds` is for one call of `fit`, which stops once
     it has taken so long, and can be resumed from there. So it is after one of `preemption_signals` on any rank, where
     there is an `output_dir`: all ranks stop at the same step within about two seconds, save, and exit with 75; a second
@@ -68,7 +73,8 @@ class TrainConfig:
 
     Output: `steps`, `show_every` and `checkpoint_every_steps` count optimizer steps, `checkpoint_every` epochs.
     Checkpoints are written beside the training, which waits for a copy in host memory only, unless
-    `asynchronous_checkpoints` is off. All are kept, or the `keep_last` ones, and beside them that of every
+    `asynchronous_checkpoints` is off. `checkpoint_every_minutes` writes one whenever so much time has passed since the
+    last, by rank 0's clock. The `keep_last` newest are kept, all with None, and in addition that of every
     `keep_every`-th epoch and that in which the result `keep_best` was lowest, or highest with `keep_best_mode` "max".
     `show_every` is how often the
     exact mean loss over ranks is worked out, shown and checked, without it about every two seconds; with it the ranks
@@ -80,6 +86,10 @@ class TrainConfig:
     epochs: int | None = None
     steps: int | None = None
     max_seconds: float | None = None
+    validate_every_steps: int | None = None
+    limit_train_steps: int | None = None
+    limit_val_batches: int | None = None
+    dry_run: bool = False
     preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
     batch_size: int | None = None
     eval_batch_size: int | None = None
@@ -107,8 +117,9 @@ class TrainConfig:
     output_dir: str | Path | None = None
     checkpoint_every: int = 1
     checkpoint_every_steps: int | None = None
+    checkpoint_every_minutes: float | None = None
     asynchronous_checkpoints: bool = True
-    keep_last: int | None = None
+    keep_last: int | None = 3
     keep_every: int | None = None
     keep_best: str | None = None
     keep_best_mode: BestMode = "min"
@@ -137,13 +148,17 @@ class TrainConfig:
         self._check_choice("stream", get_args(StreamKind))
         self._check_choice("uneven", get_args(Uneven))
         read_compression(self.compression, "TrainConfig.compression")
+        self._check_integer("validate_every_steps", 1, "Leave it out to validate after epochs only", optional=True)
+        self._check_integer("limit_train_steps", 1, "Leave it out to train on all data", optional=True)
+        self._check_integer("limit_val_batches", 1, "Leave it out to evaluate all data", optional=True)
+        self._check_positive("checkpoint_every_minutes", "Leave it out to write checkpoints by epochs and steps only")
         self._check_positive("clip_norm", "Use None not to clip")
         self._check_positive("ema_decay", "Use 0.999, or None not to average")
         if self.ema_decay is not None and self.ema_decay >= 1:
             raise ConfigError(
                 f"TrainConfig.ema_decay must be below 1, got {self.ema_decay}: at 1 the average never moves. Use 0.999."
             )
-        for name in ("sync_batch_norm", "channels_last"):
+        for name in ("sync_batch_norm", "channels_last", "dry_run"):
             self._check_switch(name)
         if not isinstance(self.compile, bool):
             self._check_choice("compile", get_args(CompileMode))
@@ -173,14 +188,14 @@ class TrainConfig:
             )
 
     def _check_retention(self) -> None:
-        self._check_integer("keep_last", 1, "Leave it out to keep every checkpoint", optional=True)
+        self._check_integer("keep_last", 1, "Use None to keep every checkpoint", optional=True)
         self._check_integer("keep_every", 1, "Use 10 to keep that of every tenth epoch too", optional=True)
         self._check_choice("keep_best_mode", get_args(BestMode))
         for name in ("keep_every", "keep_best"):
             if self.keep_last is None and getattr(self, name) is not None:
                 raise ConfigError(
-                    f"TrainConfig.{name}={getattr(self, name)!r} says what is kept beside the last checkpoints, but "
-                    f"without keep_last all are kept. Use TrainConfig(keep_last=3, {name}={getattr(self, name)!r})."
+                    f"TrainConfig.{name}={getattr(self, name)!r} keeps checkpoints in addition to the last ones, but "
+                    f"with keep_last=None all are kept. Use TrainConfig(keep_last=3, {name}={getattr(self, name)!r})."
                 )
 
     def _check_length(self) -> None:
@@ -225,6 +240,21 @@ class TrainConfig:
         if value not in choices:
             near = did_you_mean(str(value), choices)
             raise ConfigError(f"Unknown TrainConfig.{name} {value!r}. {near}Available: {', '.join(choices)}.")
+
+
+def for_dry_run(config: TrainConfig) -> TrainConfig:
+    """Return `config` with one validation batch on each rank and without any output."""
+    return replace(
+        config,
+        limit_val_batches=1,
+        output_dir=None,
+        resume=False,
+        checkpoint_every_steps=None,
+        checkpoint_every_minutes=None,
+        keep_last=None,
+        keep_every=None,
+        keep_best=None,
+    )
 
 
 def check_alike(config: TrainConfig, communicator: Communicator) -> None:

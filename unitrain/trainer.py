@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +14,16 @@ from torch.utils.data import DataLoader
 
 from unitrain.backends.base import Backend, together
 from unitrain.callbacks.callback import Callback, Callbacks
-from unitrain.config import TrainConfig, check_alike
+from unitrain.config import TrainConfig, check_alike, for_dry_run
 from unitrain.data.loading import Data
 from unitrain.data.order import Slice
 from unitrain.data.prefetch import Prefetch
 from unitrain.data.share import EvaluationShare, open_training_data
 from unitrain.data.training_data import TrainingData
-from unitrain.errors import Preempted
+from unitrain.errors import ConfigError, Preempted
 from unitrain.evaluation import Evaluation, LossFunction
 from unitrain.guest import guest_of_this_run
+from unitrain.lifecycle.checkpoint import load_weights
 from unitrain.lifecycle.roll_call import RollCall
 from unitrain.lifecycle.state import Run, Stateful
 from unitrain.metrics.running_loss import RunningLoss
@@ -34,6 +36,7 @@ from unitrain.step.backward import backward
 from unitrain.step.epoch_scheduler import EpochScheduler
 from unitrain.step.forward import Forward, ForwardFunction
 from unitrain.step.learning_rate import LearningRateFactor
+from unitrain.step.planned_scheduler import BuildScheduler, PlannedScheduler
 from unitrain.step.precision import Precision, allow_tf32
 from unitrain.step.update import Update
 from unitrain.step.weighting import GlobalMean, read_loss
@@ -45,13 +48,14 @@ from unitrain.tracking.tracker import Tracker
 class Trainer:
     """Trains `model` on all ranks of `backend` as one process would with the whole batch. All ranks use it alike.
 
-    The optimizer and the scheduler are the user's own, built on `model`'s parameters. `loss_fn(output, target)` returns
-    the mean loss over the batch; or, where it is tokens or pixels that count, a pair of the sum over them and their
-    number, on every rank alike. Each of `metrics` returns its mean over the batch, or one value per sample; or it is a
-    torchmetrics object, merged over ranks exactly. Batches are (inputs, targets) pairs, and `model` is called with the
-    inputs; where they are something else, or the model takes something else, `forward(model, batch)` calls it and
-    returns (output, target). The model that it is given is the one to call: in training the wrapped one. With
-    `config.resume` the state is restored here.
+    The optimizer and the scheduler are the user's own, built on `model`'s parameters; a function
+    `scheduler(optimizer, total_steps)` builds the scheduler when `fit` knows the number of steps. `loss_fn(output,
+    target)` returns the mean loss over the batch; or, where it is tokens or pixels that count, a pair of the sum
+    over them and their number, on every rank alike. Each of `metrics` returns its mean over the batch, or one value
+    per sample; or it is a torchmetrics object, merged over ranks exactly. Batches are (inputs, targets) pairs, and
+    `model` is called with the inputs; where they are something else, or the model takes something else,
+    `forward(model, batch)` calls it and returns (output, target). The model that it is given is the one to call: in
+    training the wrapped one. With `config.resume` the state is restored here.
     `averaged_model` has the averaged weights, with `config.ema_decay`; whatever evaluates then uses it.
     `loggers` are Logger objects, or names: "csv", "jsonl", "tensorboard", "wandb", "mlflow"; rank 0's are used.
     For callbacks: `run.cursor` is how far the run has come, `result_names` what `fit` will return, and `last_loss` what
@@ -67,19 +71,26 @@ class Trainer:
         *,
         backend: Backend,
         config: TrainConfig,
-        scheduler: LRScheduler | None = None,
+        scheduler: LRScheduler | BuildScheduler | None = None,
         metrics: Mapping[str, Metric] | nn.Module | None = None,
         forward: ForwardFunction | None = None,
         callbacks: Sequence[Callback] = (),
         loggers: Sequence[Logger | str] = (),
     ) -> None:
         check_alike(config, backend)
+        if config.dry_run:
+            config, loggers = for_dry_run(config), ()
         if (guest := guest_of_this_run()) is not None:  # `unitrain verify` or `unitrain tune` runs this script
             overridden = guest.take_part(model, loss_fn, config, callbacks, forward, backend)
             (loss_fn, config, callbacks, forward), loggers = overridden, ()
         self.backend, self.config = backend, config
-        self.loss_fn, self.scheduler = loss_fn, scheduler
-        self._epoch_scheduler = EpochScheduler(scheduler, config)
+        self.loss_fn = loss_fn
+        self._scheduler: LRScheduler | PlannedScheduler | None
+        if scheduler is None or isinstance(scheduler, LRScheduler) or not callable(scheduler):
+            self._scheduler = scheduler
+        else:
+            self._scheduler = PlannedScheduler(scheduler, optimizer)
+        self._epoch_scheduler = EpochScheduler(self._scheduler, config)
         self._precision = together(backend, lambda: Precision(config.precision, backend.device))
         self._callbacks = together(backend, lambda: Callbacks(callbacks))
         self._forward = together(backend, lambda: Forward(forward))
@@ -116,7 +127,7 @@ class Trainer:
         parts: dict[str, Stateful] = {"precision": self._precision, "callbacks": self._callbacks}
         self.run = Run(config, backend, parts if self._average is None else {**parts, "average": self._average})
         self._roll_call = RollCall(self.run, self._times, self._tracker)
-        self.run.prepare(backend.unwrap(model), optimizer, scheduler)
+        self.run.prepare(backend.unwrap(model), optimizer, self._scheduler)
         self.model = backend.distributed_model(
             model, unused_parameters=config.unused_parameters, compression=config.compression
         )
@@ -131,25 +142,34 @@ class Trainer:
             self._precision,
             clip_norm=config.clip_norm,
             average=self._average,
-            scheduler=scheduler if config.scheduler_every == "step" else None,
+            scheduler=self._scheduler if config.scheduler_every == "step" else None,
         )
 
-    def fit(self, train_data: Data, val_data: Data | None = None) -> dict[str, float]:
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The scheduler; None without one, and before `fit` for one that is built from the number of steps."""
+        return self._scheduler.scheduler if isinstance(self._scheduler, PlannedScheduler) else self._scheduler
+
+    def fit(self, train_data: Data, val_data: Data | Mapping[str, Data] | None = None) -> dict[str, float]:
         """Train until `config.epochs` or `config.steps` are done, counted from the very first; return the last results.
 
         These are the train_loss of the last epoch and, with `val_data`, what `evaluate` found after it, as val_loss and
-        so on: all exact means over the samples of all ranks. When nothing was left to do, `val_data` is evaluated and
-        there is no train_loss. Raises DataError, ConfigError, CheckpointError or NonFiniteLossError, on every rank; and
-        Preempted, which ends the program with exit code 75, where one of `config.preemption_signals` came to any rank,
-        after a checkpoint.
+        so on: all exact means over the samples of all ranks. Several named data sets, as {"clean": ..., "noisy": ...},
+        are validated on one after the other, with results such as val_clean_loss. When nothing was left to do,
+        `val_data` is evaluated and there is no train_loss. Raises DataError, ConfigError, CheckpointError or
+        NonFiniteLossError, on every rank; and Preempted, which ends the program with exit code 75, where one of
+        `config.preemption_signals` came to any rank, after a checkpoint.
         """
         config = self.config
         share = open_training_data(train_data, self.backend, config, elastic=self.run.elastic, kept=self.run.kept_batch)
         self._train_batch_size = share.batch_size
-        self.result_names = ("train_loss", *(f"val_{name}" for name in self._evaluation.names if val_data is not None))
+        named = _validation_sets(val_data)
+        self.result_names = ("train_loss", *(prefix + name for prefix in named for name in self._evaluation.names))
         self._epoch_scheduler.check(self.result_names)
         self._rates = LearningRateFactor.asked_for(config, share.global_batch_size)
-        validation = None if val_data is None else self._evaluation_share(val_data)
+        limit = config.limit_val_batches
+        validation = {prefix: self._evaluation_share(data, limit) for prefix, data in named.items()}
+        self._plan_scheduler(share)
         self.run.begin(share)
         self._forget_partial_step()
         self.model.train()
@@ -163,7 +183,7 @@ class Trainer:
                 self._tracker.note(str(self._rates))
             try:
                 self._callbacks.call("on_fit_start", self)
-                self._roll_call.hold()
+                self._sync()
                 while not self.run.finished():
                     results = self._train_epoch(share, validation)
                 self.run.finish()
@@ -191,6 +211,17 @@ class Trainer:
         Raises DataError, ConfigError or, for outputs that cannot be put together, ModelError, on every rank.
         """
         return self._evaluation.predict(self._evaluation_share(data))
+
+    def load_weights(self, checkpoint: str | Path) -> None:
+        """Load the weights of a checkpoint, or of the newest of a run folder, or the "best" by `keep_best`.
+
+        The weights of the model and, with `config.ema_decay`, their average are replaced on every rank; the optimizer,
+        the schedule and the progress of the run are not. All ranks call it. For a final evaluation:
+        `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`. Raises CheckpointError, and ConfigError if
+        the run keeps no best checkpoint, on every rank.
+        """
+        path = self.run.best() if checkpoint == "best" else Path(checkpoint)
+        load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
 
     def stop(self, reason: str) -> None:
         """Ask for the end of `fit`, for a `reason` that is shown. One rank is enough; it may be called at any time.
@@ -221,7 +252,7 @@ class Trainer:
         """The factor of the gradients that `on_gradients` sees: fp16's loss scale, or None in other formats."""
         return self._precision.loss_scale()
 
-    def _train_epoch(self, share: TrainingData, validation: EvaluationShare | None) -> dict[str, float]:
+    def _train_epoch(self, share: TrainingData, validation: Mapping[str, EvaluationShare]) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
         config, cursor = self.config, self.run.cursor
         epoch, first_sample = cursor.epoch + 1, cursor.sample
@@ -241,6 +272,7 @@ class Trainer:
             self._update(cursor.step, self._rates)
             self._times.step(part.step_samples)
             cursor.step += 1
+            cursor.step_in_epoch += 1
             cursor.sample += part.step_samples
             cursor.position = part.step_end
             self._tracker.step(epoch, part.step_samples)
@@ -250,15 +282,22 @@ class Trainer:
             if self._look_is_due(cursor.step):
                 self._look(epoch)
             elif self.run.stopping.due(cursor.step):
-                self._roll_call.hold()
-            if cursor.step == config.steps or self.run.stopping.reason is not None:
+                self._sync()
+            if config.dry_run:
+                self.stop("TrainConfig.dry_run trains one step")
+                self._sync()
+            limited = cursor.step_in_epoch == config.limit_train_steps
+            if limited or cursor.step == config.steps or self.run.stopping.reason is not None:
                 break
+            if config.validate_every_steps and cursor.step % config.validate_every_steps == 0:
+                with self._times.spent_on("validation"):
+                    self._tracker.validated(epoch, cursor.step, self._validate(validation))
         trained = cursor.sample - first_sample
         # With drop_last and another global batch, a resumed epoch may end before the sample that it had come to.
         losses = {"train_loss": self._loss.finish(epoch, cursor.step)} if trained else {}
         seconds = self._times.stop()
-        if share.is_over(cursor.position):
-            cursor.epoch, cursor.sample, cursor.position = cursor.epoch + 1, 0, 0
+        if cursor.step_in_epoch == config.limit_train_steps or share.is_over(cursor.position):
+            cursor.epoch, cursor.sample, cursor.position, cursor.step_in_epoch = cursor.epoch + 1, 0, 0, 0
 
         speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": trained / seconds}
         # A machine that is about to be taken away leaves no time for a validation in the middle of an epoch.
@@ -269,7 +308,7 @@ class Trainer:
             self._epoch_scheduler.step(results)
         self._tracker.epoch(epoch, cursor.step, results, trained / seconds)
         self._callbacks.call("on_epoch_end", self, results)
-        self._roll_call.hold()
+        self._sync()
         row = {"epoch": epoch, "step": cursor.step, **results, **speed}
         if cursor.epoch % config.checkpoint_every == 0 or self.run.finished():
             self._save(results, row)
@@ -278,7 +317,7 @@ class Trainer:
 
     def _save(self, results: dict[str, float], row: dict[str, Any] | None) -> None:
         with self._times.spent_on("checkpoint"):
-            self.run.save(self.backend.unwrap(self.model), self.optimizer, self.scheduler, results, row)
+            self.run.save(self.backend.unwrap(self.model), self.optimizer, self._scheduler, results, row)
 
     def _micro_step(self, batch: Any, part: Slice) -> None:
         """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""
@@ -292,23 +331,46 @@ class Trainer:
         self._loss.add(loss.value, part.samples, loss.tokens)
         self._callbacks.call("on_micro_step", self, batch, part, loss)
 
-    def _validate(self, validation: EvaluationShare | None) -> dict[str, float]:
-        if validation is None:
-            return {}
-        return {f"val_{name}": value for name, value in self._evaluation.evaluate(validation).items()}
+    def _validate(self, validation: Mapping[str, EvaluationShare]) -> dict[str, float]:
+        return {
+            prefix + name: value
+            for prefix, share in validation.items()
+            for name, value in self._evaluation.evaluate(share).items()
+        }
 
-    def _evaluation_share(self, data: Data) -> EvaluationShare:
+    def _evaluation_share(self, data: Data, limit_batches: int | None = None) -> EvaluationShare:
         config = self.config
-        # A DataLoader has its own; anything else is evaluated in batches as large as those that it is trained with.
-        batch_size = config.eval_batch_size or (None if isinstance(data, DataLoader) else self._train_batch_size)
+        # A DataLoader has its own batch size; anything else is evaluated in batches as large as those of training.
+        batch_size = None if isinstance(data, DataLoader) else config.eval_batch_size or self._train_batch_size
         return EvaluationShare(
-            data, self.backend, batch_size=batch_size, num_workers=config.num_workers, stream=config.stream
+            data,
+            self.backend,
+            batch_size=batch_size,
+            num_workers=config.num_workers,
+            stream=config.stream,
+            limit_batches=limit_batches,
         )
+
+    def _plan_scheduler(self, share: TrainingData) -> None:
+        """Build a scheduler that depends on the length of the run."""
+        if isinstance(self._scheduler, PlannedScheduler):
+            steps = self.run.steps_left(share)
+            total = None if steps is None else self.run.cursor.step + steps
+            if self.config.scheduler_every == "epoch" and self.config.epochs is not None:
+                total = self.config.epochs
+            self._scheduler.plan(total, self.backend)
+
+    def _sync(self, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """Let the ranks agree on whether to stop and to save; return the `numbers` of each, as many everywhere."""
+        ranks = self._roll_call.hold(beside=[self.run.checkpoint_is_due(), *numbers])
+        if ranks[0][0]:  # by rank 0's clock
+            self._save({}, None)
+        return [told[1:] for told in ranks]
 
     def _look(self, epoch: int) -> None:
         """Work out the loss when the ranks meet, and show, log and record how it goes."""
         step = self.run.cursor.step
-        losses = self._roll_call.hold(beside=self._loss.here())
+        losses = self._sync(self._loss.here())
         looked = {"loss": self._loss.look(losses, epoch, step), **self._update.known()}
         speed = {"learning_rate": self._learning_rate(), "samples_per_second": self._times.samples_per_second()}
         self._tracker.look(step, {**looked, **speed})
@@ -329,3 +391,20 @@ class Trainer:
         self._loss = RunningLoss(self.backend)
         self._mean = GlobalMean(self.backend)
         self._precision.forget_step()
+
+
+def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
+    """Return the data to validate on by the prefix of its results: "val_", or "val_NAME_" for named data.
+
+    Raises ConfigError for names that are not strings, or an empty mapping.
+    """
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping):
+        return {"val_": data}
+    if not data or not all(isinstance(name, str) and name for name in data):
+        raise ConfigError(
+            f"val_data takes data, or several by name, got {list(data)} as names. "
+            'Use trainer.fit(train_data, {"clean": clean_data, "noisy": noisy_data}).'
+        )
+    return {f"val_{name}_": one for name, one in data.items()}

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -165,18 +166,15 @@ def _left(found: Found) -> str:
 def _compare_compressions(trials: _Trials) -> None:
     generator = random.Random()
     for name in _COMPRESSIONS:
-        gain = Gain(
-            [
-                ratio_of_pair(
-                    lambda: trials.run({}).seconds_per_step,
-                    lambda compression=name: trials.run({}, compression=compression).seconds_per_step,
-                    generator,
-                )
-                for _ in range(PAIRS)
-            ]
-        )
+        plain = partial(_seconds_per_step, trials, None)
+        compressed = partial(_seconds_per_step, trials, name)
+        gain = Gain([ratio_of_pair(plain, compressed, generator) for _ in range(PAIRS)])
         verdict = "Set it if the numbers may change" if gain.clear else "Within the noise"
         click.echo(f'TrainConfig(compression="{name}"): {_interval(gain)}. {verdict}.')
+
+
+def _seconds_per_step(trials: _Trials, compression: str | None) -> float:
+    return trials.run({}, compression=compression).seconds_per_step
 
 
 def _interval(gain: Gain) -> str:

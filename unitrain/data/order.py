@@ -21,12 +21,14 @@ class Cursor:
     """How far a run has come: whole epochs, optimizer steps, and samples (of all ranks) of the epoch it is in.
 
     `position` is where the epoch's data goes on, in what that counts: samples of its order, items of a stream.
+    `step_in_epoch` counts the optimizer steps of the epoch.
     """
 
     epoch: int = 0
     step: int = 0
     sample: int = 0
     position: int = 0
+    step_in_epoch: int = 0
 
 
 class Slice(NamedTuple):

@@ -191,6 +191,7 @@ class EvaluationShare:
     All ranks make it together; iterating communicates nothing. `drop_last` of a DataLoader is not applied: every sample
     counts. What a sampler yields is drawn once, so that each evaluation is of the same samples. Data that comes in turn
     begins anew each time, with the same random numbers; it is dealt out, or on each rank its own, as `stream` says.
+    With `limit_batches`, each rank has that many batches at most.
     Raises DataError, on all ranks, for data that is empty, not the same size everywhere, or cannot be shared out.
     """
 
@@ -202,7 +203,9 @@ class EvaluationShare:
         batch_size: int | None = None,
         num_workers: int = 0,
         stream: StreamKind = "shared",
+        limit_batches: int | None = None,
     ) -> None:
+        self._limit = limit_batches
         what, setting, rank, size = "The evaluation data", "eval_batch_size", communicator.rank, communicator.size
         self._source: Source | StreamSource
         if comes_in_turn(data):
@@ -248,10 +251,11 @@ class EvaluationShare:
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Yield (batch, number of samples in it)."""
         if isinstance(self._source, StreamSource):
-            yield from ((batch, samples) for samples, batch in self._source.batches(epoch=0))
+            batches = islice(self._source.batches(epoch=0), self._limit)
+            yield from ((batch, samples) for samples, batch in batches)
         else:
-            batches = self._source.batches(self._order, iter(self._parts), worker_seed=0)
-            for part, batch in zip(self._parts, batches, strict=True):
+            parts = self._parts[: self._limit]
+            for part, batch in zip(parts, self._source.batches(self._order, iter(parts), worker_seed=0), strict=True):
                 yield batch, part.stop - part.start
 
 

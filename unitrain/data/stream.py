@@ -30,8 +30,8 @@ class StreamSource:
     the loader fetches from it. So the items of a step are those that one process would take, in any number of ranks
     and workers, and at the end no rank has more than one item more than another. Each of them passes over the whole
     stream; with `batch_size` None its items are whole batches, and those of other ranks are not loaded where the
-    dataset has indices after all. With `every_item`, `drop_last` of a DataLoader is not applied. Raises DataError and ConfigError as `Source`
-    does.
+    dataset has indices after all. With `every_item`, `drop_last` of a DataLoader is not applied.
+    Raises DataError and ConfigError as `Source` does.
     """
 
     def __init__(

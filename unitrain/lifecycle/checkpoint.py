@@ -69,6 +69,25 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
     return answer
 
 
+def load_weights(path: Path, model: nn.Module, average: nn.Module | None, communicator: Communicator) -> None:
+    """Load the weights of the checkpoint `path`, or of the newest in the run `path`, into `model` on every rank.
+
+    The averaged weights are loaded into `average`, if there is one. Rank 0 reads the files. All ranks call it. Raises
+    CheckpointError on every rank if there is no sound checkpoint or if it does not fit.
+    """
+
+    def load() -> None:
+        found = files.newest_sound(path, required=True)
+        assert found is not None
+        files.load_weights(found, model, average)
+
+    on_rank_zero(communicator, f"load the weights of '{path}'", "Build the model that wrote it.", load)
+    with torch.no_grad():
+        for module in [model] if average is None else [model, average]:
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.copy_(communicator.broadcast(tensor.detach()))
+
+
 def restore(
     where: Path,
     model: nn.Module,

@@ -172,6 +172,24 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
     return training
 
 
+def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> None:
+    """Load the weights of a sound checkpoint into `model`, and the averaged ones into `average`.
+
+    Raises CheckpointError if they do not fit, or if the checkpoint has no average.
+    """
+    try:
+        load_model(model, str(path / MODEL), strict=True)
+        if average is not None:
+            training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+            average.load_state_dict(training["average"]["model"])
+    except (RuntimeError, ValueError, LookupError) as error:
+        found = " ".join(str(error).split())
+        raise CheckpointError(
+            f"The weights of checkpoint '{path}' do not fit {type(model).__name__}: {found}. "
+            "Build the model that wrote it."
+        ) from error
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

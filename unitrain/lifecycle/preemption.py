@@ -54,8 +54,8 @@ class Preemption:
         signal.set_wakeup_fd(self._wakeup)
         if os.getpid() != self._process:  # a forked process leaves the connection to its parent
             return
-        # Closing a socket does not end the thread while a forked process, such as a worker of a DataLoader, holds a copy
-        # of it: shutting the connection down does.
+        # Closing a socket does not end the thread while a forked process, such as a worker of a DataLoader, holds a
+        # copy of it: shutting the connection down does.
         self._ours.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._ours.close()

@@ -36,6 +36,11 @@ class Retention:
         kept = {*whole[: self.last], *self._milestones(whole), *self._best(whole)}
         return [path for path in reversed(whole) if path not in kept]
 
+    def best_in(self, folder: Path) -> Path | None:
+        """Return the checkpoint in `folder` with the best result, the newest of equals; None if none has a finite
+        one."""
+        return next(iter(self._best([path for path in files.candidates(folder) if not files.damage(path)])), None)
+
     def apply(self, newest: Path) -> None:
         """Remove what is obsolete; what is half removed is not taken for a checkpoint."""
         for path in self.obsolete(newest):

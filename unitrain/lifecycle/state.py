@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from unitrain.config import TrainConfig
 from unitrain.data.batching import KeptBatch
 from unitrain.data.order import Cursor
 from unitrain.data.training_data import TrainingData
-from unitrain.errors import CheckpointError
+from unitrain.errors import CheckpointError, ConfigError
 from unitrain.lifecycle import checkpoint, job
 from unitrain.lifecycle.description import describe_parts, describe_start
 from unitrain.lifecycle.retention import Retention
@@ -74,6 +75,7 @@ class Run:
         self.elastic = environment.elastic()
         self._kept_batches: list[KeptBatch] = []
         self._fits = 0
+        self._saved = time.monotonic()
         self._unwritten: OSError | None = None
 
     def keep_gradients(self, model: nn.Module, loss_scale: Callable[[], Tensor | None]) -> None:
@@ -103,6 +105,8 @@ class Run:
         here, whole = share.steps_in_epoch(self.cursor.position), share.steps_in_epoch()
         if here is None or whole is None:
             return None
+        if (limit := self._config.limit_train_steps) is not None:
+            here, whole = min(here, limit - self.cursor.step_in_epoch), min(whole, limit)
         return 0 if epochs <= 0 else here + (epochs - 1) * whole
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
@@ -185,6 +189,7 @@ class Run:
         """
         if self._writer is None:
             return
+        self._saved = time.monotonic()
         share_buffers(model, self._backend)
         training = {
             **{name: part.state_dict() for name, part in self._parts.items()},
@@ -205,6 +210,39 @@ class Run:
             },
         }
         self._writer.save(self.cursor.step, model, training, about)
+
+    def checkpoint_is_due(self) -> bool:
+        """Whether `checkpoint_every_minutes` have passed since the last checkpoint, by the clock of this rank."""
+        minutes = self._config.checkpoint_every_minutes
+        return self._writer is not None and minutes is not None and time.monotonic() - self._saved >= 60 * minutes
+
+    def best(self) -> Path:
+        """Return the checkpoint that `keep_best` names as the best, when it is written. All ranks call it.
+
+        Raises ConfigError without `keep_best` or an output folder, and CheckpointError if no checkpoint has the result.
+        """
+        name, folder = self._config.keep_best, self._folder
+        if name is None or folder is None:
+            raise ConfigError(
+                "The best checkpoint is known to runs that keep it. Use "
+                'TrainConfig(output_dir="runs/first", keep_best="val_loss").'
+            )
+        self.finish()
+        retention = Retention(self._config.keep_last, best=name, mode=self._config.keep_best_mode)
+
+        def find() -> Path:
+            found = retention.best_in(folder)
+            if found is None:
+                raise CheckpointError(
+                    f"No checkpoint in '{folder}' has a finite result {name!r}. Train an epoch first: trainer.fit(...)."
+                )
+            return found
+
+        fix = "Check that the folder is readable."
+        path: Path = self._backend.broadcast_object(
+            checkpoint.on_rank_zero(self._backend, f"look for the best checkpoint in '{folder}'", fix, find)
+        )
+        return path
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written. Raises CheckpointError, on every rank, if one was not."""

@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, did_you_mean
+from unitrain.step.planned_scheduler import PlannedScheduler
 
 
 class EpochScheduler:
@@ -17,7 +18,7 @@ class EpochScheduler:
     have leaves it where it is. Raises ConfigError where it cannot, or where nothing follows what is to be followed.
     """
 
-    def __init__(self, scheduler: LRScheduler | None, config: TrainConfig) -> None:
+    def __init__(self, scheduler: LRScheduler | PlannedScheduler | None, config: TrainConfig) -> None:
         follows = isinstance(scheduler, ReduceLROnPlateau)
         if follows and config.scheduler_every != "epoch":
             raise ConfigError(
@@ -29,6 +30,7 @@ class EpochScheduler:
                 f"TrainConfig.monitor {config.monitor!r} is what ReduceLROnPlateau follows, and this run has none. "
                 "Leave monitor out, or give the Trainer a ReduceLROnPlateau."
             )
+        self._follows = follows
         self._scheduler = scheduler if config.scheduler_every == "epoch" else None
         self._monitor = config.monitor
 
@@ -38,6 +40,12 @@ class EpochScheduler:
             raise ConfigError(
                 f"TrainConfig.monitor {self._monitor!r} is not a result of this run. "
                 f"{did_you_mean(str(self._monitor), names)}Available: {', '.join(names)}."
+            )
+
+        if self._follows and self._monitor is None and "val_loss" not in names and len(names) > 1:
+            raise ConfigError(
+                "ReduceLROnPlateau follows one result, and this run validates on several data sets. Name the result: "
+                f"TrainConfig(monitor={names[1]!r}). Available: {', '.join(names)}."
             )
 
     def step(self, results: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unitrain.modules.averaging import WeightAverage
 from unitrain.step.learning_rate import LearningRateFactor
+from unitrain.step.planned_scheduler import PlannedScheduler
 from unitrain.step.precision import Precision
 
 
@@ -25,7 +26,7 @@ class Update:
         precision: Precision,
         *,
         clip_norm: float | None,
-        scheduler: LRScheduler | None,
+        scheduler: LRScheduler | PlannedScheduler | None,
         average: WeightAverage | None = None,
     ) -> None:
         self._optimizer, self._precision = optimizer, precision

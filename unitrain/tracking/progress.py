@@ -46,6 +46,9 @@ class Progress:
     def slow(self, ranks: str) -> None:
         """Ranks that the others wait for, said in words, and shown until it is empty again."""
 
+    def validated(self, epoch: int, results: dict[str, float]) -> None:
+        """A validation within pass number `epoch` has these results."""
+
     def epoch(self, epoch: int, results: dict[str, float]) -> None:
         """A pass is over, with these results."""
 
@@ -90,6 +93,10 @@ class _Shown(Progress, ABC):
 
     def slow(self, ranks: str) -> None:
         self._slow = ranks
+
+    def validated(self, epoch: int, results: dict[str, float]) -> None:
+        numbers = (f"{name} {value:.4f}" for name, value in results.items())
+        self._print(self._name(epoch), f"step {self._count()}", *numbers)
 
     def epoch(self, epoch: int, results: dict[str, float]) -> None:
         numbers = (f"{name} {value:.4f}" for name, value in results.items())

@@ -77,6 +77,11 @@ class Tracker:
         self._progress.loss(values["loss"])
         self._call("log", values, step)
 
+    def validated(self, epoch: int, step: int, results: dict[str, float]) -> None:
+        """Show and log the `results` of a validation within pass number `epoch`."""
+        self._progress.validated(epoch, results)
+        self._call("log", results, step)
+
     def epoch(self, epoch: int, step: int, results: dict[str, float], samples_per_second: float) -> None:
         """Pass number `epoch` is over, with these results, and went with this speed."""
         self._progress.epoch(epoch, results)

@@ -1,0 +1,367 @@
+"""Settings of the Trainer for validation, limits, schedules and checkpoints, compared with plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import unitrain
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.data.order import epoch_order
+from unitrain.errors import CheckpointError, ConfigError
+from unitrain.testing import RankGroup
+from unitrain.tracking.loggers.logger import Logger
+
+LOCAL = LocalBackend(torch.device("cpu"))
+SAMPLES, BATCH = 48, 8  # 6 steps per epoch
+
+
+def data(count: int = SAMPLES, seed: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(count, 5, generator=generator), torch.randn(count, 2, generator=generator))
+
+
+def make() -> tuple[nn.Module, SGD]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def trainer(backend: Backend = LOCAL, scheduler: Any = None, **settings: Any) -> unitrain.Trainer:
+    """Return a Trainer with the same global batch on any number of ranks."""
+    model, optimizer = make()
+    chosen: dict[str, Any] = {"epochs": 2, "progress": "off", "global_batch_size": BATCH, **settings}
+    if chosen.get("steps") is not None:
+        chosen["epochs"] = None
+    keywords = {name: chosen.pop(name) for name in ("metrics", "callbacks", "loggers") if name in chosen}
+    config = unitrain.TrainConfig(**chosen)
+    return unitrain.Trainer(
+        model, optimizer, nn.MSELoss(), backend=backend, config=config, scheduler=scheduler, **keywords
+    )
+
+
+def plain(steps: int, build: Callable[[SGD], LRScheduler] | None = None) -> tuple[nn.Module, list[float]]:
+    """Train so many steps with plain torch, over epochs of the Trainer's order; return the model and its rates."""
+    model, optimizer = make()
+    scheduler = None if build is None else build(optimizer)
+    inputs, targets = data().tensors
+    rates = []
+    for step in range(steps):
+        epoch, at = divmod(step, SAMPLES // BATCH)
+        chosen = epoch_order(SAMPLES, seed=0, epoch=epoch, shuffle=True)[at * BATCH : (at + 1) * BATCH]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs[chosen]), targets[chosen]).backward()
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model, rates
+
+
+def loss_of(model: nn.Module, on: TensorDataset) -> float:
+    with torch.no_grad():
+        return nn.functional.mse_loss(model(on.tensors[0]), on.tensors[1]).item()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+class Rates(unitrain.Callback):
+    """Keeps the learning rate of every step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_gradients(self, trainer: unitrain.Trainer) -> None:
+        self.rates.append(float(trainer.optimizer.param_groups[0]["lr"]))
+
+
+class Kept(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, values: Any, step: int) -> None:
+        self.values.append((step, dict(values)))
+
+
+def one_cycle(optimizer: Any, total_steps: int) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.5, total_steps=total_steps)
+
+
+def compare_a_schedule(backend: Backend, folder: str) -> list[list[float]]:
+    """Return the rates of an undisturbed run, of one that is interrupted, and of what follows it."""
+    found = []
+    for name, upto in (("whole", None), ("parts", 4), ("parts", None)):
+        rates = Rates()
+        made = trainer(
+            backend,
+            one_cycle,
+            epochs=2,
+            output_dir=f"{folder}/{name}-{backend.name}-{backend.size}",
+            resume=True,
+            checkpoint_every_steps=2,
+            callbacks=[rates, *([StopsAt(upto)] if upto else [])],
+        )
+        assert made.scheduler is None
+        made.fit(data())
+        assert isinstance(made.scheduler, OneCycleLR)
+        found.append(rates.rates)
+    return found
+
+
+class StopsAt(unitrain.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: unitrain.Trainer) -> None:
+        if trainer.run.cursor.step == self.step:
+            trainer.stop("enough")
+
+
+@pytest.mark.parametrize("backend", ["local", "ddp", "horovod"])
+def test_a_schedule_is_built_from_the_number_of_steps_and_resumed(backend: str, tmp_path: Path) -> None:
+    _, expected = plain(12, lambda optimizer: one_cycle(optimizer, 12))
+    if backend == "local":
+        results = [compare_a_schedule(LOCAL, str(tmp_path))]
+    else:
+        with RankGroup(backend, 2) as ranks:
+            results = ranks.run(compare_a_schedule, str(tmp_path))
+    for whole, first, second in results:
+        assert whole == pytest.approx(expected)
+        assert 4 <= len(first) < 12
+        assert first + second == pytest.approx(expected)
+
+
+def test_a_schedule_by_epochs_counts_them() -> None:
+    totals = []
+
+    def build(optimizer: Any, total_steps: int) -> LambdaLR:
+        totals.append(total_steps)
+        return LambdaLR(optimizer, lambda epoch: 1 - epoch / total_steps)
+
+    rates = Rates()
+    trainer(LOCAL, build, epochs=4, scheduler_every="epoch", callbacks=[rates]).fit(data())
+    assert totals == [4]
+    assert rates.rates == pytest.approx([0.1 * (1 - step // 6 / 4) for step in range(24)])
+    trainer(LOCAL, build, steps=7).fit(data())
+    trainer(LOCAL, build, epochs=3, limit_train_steps=2).fit(data())
+    assert totals == [4, 7, 6]
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(data())
+
+
+def test_a_schedule_that_cannot_be_planned_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown for data without a length. Use TrainConfig\(steps=10_000\)"):
+        trainer(LOCAL, one_cycle, epochs=1, global_batch_size=None, batch_size=BATCH).fit(Endless())
+    with pytest.raises(ConfigError, match="The scheduler function returned int, not a scheduler of its optimizer"):
+        trainer(LOCAL, lambda optimizer, total_steps: total_steps).fit(data())
+    trainer(LOCAL, one_cycle, epochs=1, output_dir=tmp_path / "a").fit(data())
+    with pytest.raises(CheckpointError, match="was planned for 6 steps, but this run has 12"):
+        trainer(LOCAL, one_cycle, epochs=2, output_dir=tmp_path / "a", resume=True).fit(data())
+    trainer(LOCAL, None, epochs=1, output_dir=tmp_path / "b").fit(data())
+    with pytest.raises(CheckpointError, match="has no scheduler and this run has one"):
+        trainer(LOCAL, one_cycle, epochs=2, output_dir=tmp_path / "b", resume=True)
+
+
+def test_validation_within_an_epoch_is_logged_and_changes_nothing() -> None:
+    kept = Kept()
+    validation = data(10, seed=2)
+    made = trainer(validate_every_steps=2, loggers=[kept], epochs=1)
+    results = made.fit(data(), validation)
+    logged = {step: values["val_loss"] for step, values in kept.values if "val_loss" in values}
+    assert sorted(logged) == [2, 4, 6]
+    for step, value in logged.items():
+        assert value == pytest.approx(loss_of(plain(step)[0], validation), rel=1e-5)
+    assert results["val_loss"] == logged[6]
+    assert torch.equal(weights(made.model), weights(trainer(epochs=1, callbacks=[]).model)) is False
+    undisturbed = trainer(epochs=1)
+    undisturbed.fit(data(), validation)
+    assert torch.equal(weights(made.model), weights(undisturbed.model))
+
+
+def test_several_validation_sets_have_results_of_their_own() -> None:
+    clean, noisy = data(10, seed=2), data(7, seed=3)
+    made = trainer(epochs=1, metrics={"error": lambda output, target: (output - target).abs().mean(1)})
+    results = made.fit(data(), {"clean": clean, "noisy": noisy})
+    assert list(results) == ["train_loss", "val_clean_loss", "val_clean_error", "val_noisy_loss", "val_noisy_error"]
+    assert made.result_names == tuple(results)
+    for name, on in (("clean", clean), ("noisy", noisy)):
+        assert results[f"val_{name}_loss"] == pytest.approx(loss_of(made.model, on), rel=1e-5)
+    stopping = trainer(epochs=9, callbacks=[unitrain.EarlyStopping("val_noisy_loss", patience=1, mode="max")])
+    stopping.fit(data(), {"clean": clean, "noisy": noisy})
+    assert stopping.run.cursor.epoch < 9
+    for names in ({}, {1: clean}):
+        with pytest.raises(ConfigError, match="val_data takes data, or several by name"):
+            trainer(epochs=1).fit(data(), names)  # type: ignore[arg-type]
+    model, optimizer = make()
+    plateau = unitrain.Trainer(
+        model,
+        optimizer,
+        nn.MSELoss(),
+        backend=LOCAL,
+        config=unitrain.TrainConfig(epochs=1, batch_size=8, scheduler_every="epoch", progress="off"),
+        scheduler=ReduceLROnPlateau(optimizer),
+    )
+    with pytest.raises(ConfigError, match=r"Name the result: TrainConfig\(monitor='val_clean_loss'\)"):
+        plateau.fit(data(), {"clean": clean, "noisy": noisy})
+
+
+def train_with_limits(backend: Backend, folder: str) -> tuple[list[tuple[int, int]], list[float], list[float]]:
+    """Return (epoch, step) of epochs of four steps, with an interruption, and the weights with and without it."""
+    found = []
+    places: list[tuple[int, int]] = []
+
+    class Places(unitrain.Callback):
+        def on_epoch_end(self, trainer: unitrain.Trainer, results: dict[str, float]) -> None:
+            places.append((trainer.run.cursor.epoch, trainer.run.cursor.step))
+
+    settings = {"epochs": 3, "limit_train_steps": 4, "resume": True}
+    for name, upto in (("whole", None), ("parts", 6), ("parts", None)):
+        output = f"{folder}/{name}-{backend.name}"
+        stops = [StopsAt(upto)] if upto else [Places()] if name == "whole" else []
+        made = trainer(backend, output_dir=output, checkpoint_every_steps=1, callbacks=stops, **settings)
+        made.fit(data())
+        found.append(weights(backend.unwrap(made.model)).tolist())
+    return places, found[0], found[2]
+
+
+def test_epochs_end_after_the_steps_that_they_are_limited_to(tmp_path: Path) -> None:
+    with RankGroup("ddp", 2) as ranks:
+        results = [train_with_limits(LOCAL, str(tmp_path)), *ranks.run(train_with_limits, str(tmp_path))]
+    for places, whole, parts in results:
+        assert places == [(1, 4), (2, 8), (3, 12)]
+        assert parts == whole
+
+
+def test_evaluated_batches_are_limited_per_rank() -> None:
+    counted: list[int] = []
+
+    def count(output: Tensor, target: Tensor) -> Tensor:
+        counted.append(len(output))
+        return torch.zeros(len(output))
+
+    made = trainer(epochs=1, limit_val_batches=2, eval_batch_size=4, metrics={"count": count})
+    validation = data(20, seed=2)
+    results = made.fit(data(), validation)
+    assert counted == [4, 4]
+    first = TensorDataset(*(tensor[:8] for tensor in validation.tensors))
+    assert results["val_loss"] == pytest.approx(loss_of(made.model, first), rel=1e-5)
+    counted.clear()
+    made.evaluate(validation)
+    assert counted == [4] * 5, "evaluate has all"
+    counted.clear()
+    made.evaluate(DataLoader(validation, batch_size=10))
+    assert counted == [10, 10], "a DataLoader has its own batch size"
+
+
+def test_a_dry_run_trains_one_step_and_leaves_nothing(tmp_path: Path) -> None:
+    kept = Kept()
+    settings = {"output_dir": tmp_path / "run", "checkpoint_every_steps": 1, "keep_best": "val_loss", "loggers": [kept]}
+    made = trainer(LOCAL, one_cycle, dry_run=True, epochs=5, **settings)
+    results = made.fit(data(), data(20, seed=2))
+    assert made.run.cursor.step == 1
+    assert list(results) == ["train_loss", "val_loss"]
+    assert not list(tmp_path.iterdir())
+    assert kept.values == []
+
+
+def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("unitrain.lifecycle.state.time.monotonic", lambda: now[0])
+
+    class Minutes(unitrain.Callback):
+        def on_step_end(self, trainer: unitrain.Trainer) -> None:
+            now[0] += 60.0
+
+    settings = {"checkpoint_every_minutes": 3.0, "show_every": 1, "keep_last": None, "epochs": 2}
+    trainer(output_dir=tmp_path, callbacks=[Minutes()], asynchronous_checkpoints=False, **settings).fit(data())
+    written = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("step-*"))
+    # At 3 minutes; at 6 the epoch's; 9 again, and 12 with the epoch.
+    assert written == [3, 6, 9, 12]
+
+
+def test_three_checkpoints_are_kept_by_default(tmp_path: Path) -> None:
+    trainer(output_dir=tmp_path, epochs=5).fit(data())
+    assert len(list(tmp_path.glob("step-*"))) == 3
+    trainer(output_dir=tmp_path / "all", epochs=5, keep_last=None).fit(data())
+    assert len(list((tmp_path / "all").glob("step-*"))) == 5
+
+
+def load_the_best(backend: Backend, folder: str, ema_decay: float | None) -> tuple[list[float], dict[str, float]]:
+    """Train with a rate that spoils the model after the first epoch, and load the best weights."""
+    validation = data(12, seed=1)
+
+    def spoil(epoch: int) -> float:
+        return 1.0 if epoch < 2 else -3.0
+
+    model, optimizer = make()
+    config = unitrain.TrainConfig(
+        epochs=5,
+        global_batch_size=BATCH,
+        scheduler_every="epoch",
+        progress="off",
+        output_dir=f"{folder}/{backend.name}-{ema_decay}",
+        keep_last=1,
+        keep_best="val_loss",
+        ema_decay=ema_decay,
+    )
+    losses: list[float] = []
+
+    class Losses(unitrain.Callback):
+        def on_epoch_end(self, trainer: unitrain.Trainer, results: dict[str, float]) -> None:
+            losses.append(results["val_loss"])
+
+    made = unitrain.Trainer(
+        model,
+        optimizer,
+        nn.MSELoss(),
+        backend=backend,
+        config=config,
+        scheduler=LambdaLR(optimizer, spoil),
+        callbacks=[Losses()],
+    )
+    made.fit(data(), validation)
+    made.load_weights("best")
+    return losses, made.evaluate(validation)
+
+
+def test_the_best_checkpoint_is_loaded_for_a_final_evaluation(tmp_path: Path) -> None:
+    with RankGroup("ddp", 2) as ranks:
+        for decay in (None, 0.5):
+            results = [load_the_best(LOCAL, str(tmp_path), decay), *ranks.run(load_the_best, str(tmp_path), decay)]
+            for losses, found in results:
+                assert min(losses) < losses[-1] / 1.5, losses
+                assert found["loss"] == pytest.approx(min(losses), rel=1e-6)
+    made = trainer(epochs=1)
+    made.fit(data())
+    with pytest.raises(ConfigError, match="The best checkpoint is known to runs that keep it"):
+        made.load_weights("best")
+    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+        made.load_weights(tmp_path / "nothing")
+
+
+def test_settings_are_checked() -> None:
+    for name, value, said in (
+        ("validate_every_steps", 0, "must be at least 1, got 0"),
+        ("limit_train_steps", 1.5, "must be a whole number, got 1.5"),
+        ("limit_val_batches", -1, "must be at least 1, got -1"),
+        ("checkpoint_every_minutes", 0, "must be a number above 0, got 0"),
+        ("dry_run", "yes", "must be True or False, got 'yes'"),
+    ):
+        with pytest.raises(ConfigError, match=f"TrainConfig.{name} {said}"):
+            unitrain.TrainConfig(epochs=1, **{name: value})  # type: ignore[arg-type]
