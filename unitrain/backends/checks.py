@@ -101,7 +101,18 @@ def check_model(model: nn.Module, compression: Compression, device: torch.device
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ModelError unless every parameter that `optimizer` holds is one of `model`'s."""
+    """Raise ModelError unless `optimizer` is one optimizer whose parameters are all `model`'s."""
+    if isinstance(optimizer, list | tuple | dict):
+        raise ModelError(
+            f"One optimizer was expected, got a {type(optimizer).__name__} of {len(optimizer)}. Wrap each one with the "
+            "model that it trains: optimizer = backend.distributed_optimizer(optimizer, model). The Trainer has one; for "
+            "several, write the loop as in examples/gan.py."
+        )
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise ModelError(
+            "ZeroRedundancyOptimizer divides the state between ranks, and its state cannot be saved and loaded as that "
+            "of other optimizers. Use the optimizer that it wraps: torch.optim.AdamW(model.parameters(), ...)."
+        )
     known = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(id(parameter) not in known for parameter in held)
