@@ -105,8 +105,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     if isinstance(optimizer, list | tuple | dict):
         raise ModelError(
             f"One optimizer was expected, got a {type(optimizer).__name__} of {len(optimizer)}. Wrap each one with the "
-            "model that it trains: optimizer = backend.distributed_optimizer(optimizer, model). The Trainer has one; for "
-            "several, write the loop as in examples/gan.py."
+            "model that it trains: optimizer = backend.distributed_optimizer(optimizer, model). The Trainer takes one; "
+            "for several, write a loop as in examples/gan.py."
         )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ModelError(
