@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,21 @@ def train(
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_looks_go_on_where_epochs_are_shorter_than_their_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unitrain.lifecycle.stopping._AGREE_SECONDS", 0.1)
+
+    class Slow(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            time.sleep(0.01)
+
+    train(tmp_path, data(16), [Slow()], epochs=40, show_every=None, checkpoint_every=100)
+    looks = [row["step"] for row in rows(tmp_path, "steps.jsonl")]
+    assert len(looks) >= 5
+    assert looks[-1] > 100  # of 160
 
 
 def test_every_row_says_how_far_the_run_had_come(tmp_path: Path) -> None:

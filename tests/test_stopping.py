@@ -27,7 +27,24 @@ def test_it_is_about_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert due == [1, 2, 22, 42]
         now += 1000.0  # a validation is not training
         stopping.begin(60)
-        assert next(step for step in range(61, 100) if stopping.due(step)) == 80
+        assert next(step for step in range(61, 100) if stopping.due(step)) == 62
+
+
+def test_epochs_that_are_shorter_than_two_seconds_do_not_put_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("unitrain.lifecycle.stopping.time.perf_counter", lambda: now)
+    with Stopping(LOCAL, max_seconds=None, signals=()) as stopping:
+        due = []
+        for step in range(1, 101):
+            if step % 7 == 1:
+                stopping.begin(step - 1)
+            now += 0.1
+            if stopping.due(step):
+                due.append(step)
+                stopping.agree(step)
+            if step % 7 == 0:
+                stopping.agree(step)  # at the end of an epoch
+        assert due == [1, 21, 41, 61, 81]
 
 
 def test_a_resumed_run_has_not_made_its_steps_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,11 @@ class Stopping:
             supervised.tell_preempted()
 
     def begin(self, step: int) -> None:
-        """Training begins, or goes on after something else, with `step` steps done."""
-        self._since, self._next = (step, time.perf_counter()), step + self._interval
+        """Training begins, or continues after something else, with `step` steps done.
+
+        The step at which `due` is next stays: epochs may be shorter than the interval.
+        """
+        self._since = (step, time.perf_counter())
 
     def request(self, reason: str) -> None:
         """Ask for the end, on this rank."""
@@ -82,7 +85,9 @@ class Stopping:
         if trained:
             slowest = max(pace for _, pace, *_ in ranks)
             self._interval = max(1, round(_AGREE_SECONDS / max(slowest, 1e-9)))
-        self._since, self._next = (step, now), step + self._interval
+        self._since = (step, now)
+        # Between two epochs the ranks agree before it is due, which must not delay the next look at the loss.
+        self._next = step + self._interval if step >= self._next else min(self._next, step + self._interval)
         if any(asked for asked, *_ in ranks):
             reasons = self._communicator.allgather_object((self._requested, signalled is not None))
             self.reason = next(reason for reason, _ in reasons if reason is not None)
