@@ -43,9 +43,10 @@ class Callback:
         """The optimizer has stepped, or fp16 has skipped the step; `trainer.run.cursor.step` counts it."""
 
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
-        """An epoch, or what the run had left of it, is trained and validated, with the same `results` on every rank.
+        """An epoch, or the part of it before the run stops, is trained and validated; `results` are equal on all ranks.
 
-        It is before the checkpoint is written.
+        Where the run stops within an epoch, `trainer.run.cursor.sample` is above 0, and the method is called again at
+        the end of that epoch after a resume. It is called before the checkpoint is written.
         """
 
     def on_fit_end(self, trainer: Trainer) -> None:

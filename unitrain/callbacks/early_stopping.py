@@ -46,9 +46,9 @@ class EarlyStopping(Callback):
         self._stop_after_patience(trainer)
 
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
-        """Compare with the best so far."""
+        """Compare with the best so far, at the end of a whole epoch: an interrupted one ends after the resume."""
         found = results.get(self.monitor)
-        if found is None:
+        if found is None or trainer.run.cursor.sample:
             return
         if self._is_better(found):
             self.best, self.waited = found, 0
