@@ -22,9 +22,10 @@ def collected(looks: list[int]) -> tuple[list[float], float]:
     seen = []
     for step in range(1, 11):
         loss.add(torch.tensor(step / 3), 3)
+        loss.finish_step()
         if step in looks:
             seen.append(look(loss, 1, step))
-    return seen, loss.finish(1, 10)
+    return seen, loss.mean(1, 10)
 
 
 def test_a_look_is_the_mean_since_the_last_one() -> None:
@@ -40,22 +41,74 @@ def test_the_mean_of_an_epoch_does_not_depend_on_when_it_was_looked_at() -> None
 def test_finishing_starts_again() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(5.0), 2)
-    assert loss.finish(1, 1) == 5.0
+    loss.finish_step()
+    assert (loss.mean(1, 1), loss.steps) == (5.0, 1)
+    assert look(loss, 1, 1) == 5.0
+    loss.start()
+    assert loss.steps == 0
     loss.add(torch.tensor(7.0), 1)
+    loss.finish_step()
     assert look(loss, 2, 2) == 7.0
-    assert loss.finish(2, 2) == 7.0
+    assert loss.mean(2, 2) == 7.0
+
+
+def test_a_look_includes_the_end_of_the_epoch_before() -> None:
+    loss = RunningLoss(LOCAL)
+    for value in (1.0, 2.0):
+        loss.add(torch.tensor(value), 1)
+        loss.finish_step()
+    assert look(loss, 1, 2) == 1.5
+    loss.add(torch.tensor(6.0), 1)
+    loss.finish_step()
+    assert loss.mean(1, 3) == 3.0
+    loss.start()
+    loss.add(torch.tensor(8.0), 1)
+    loss.finish_step()
+    assert look(loss, 2, 4) == 7.0
+    assert loss.mean(2, 4) == 8.0
+
+
+def test_a_step_that_was_not_finished_does_not_count() -> None:
+    loss = RunningLoss(LOCAL)
+    loss.add(torch.tensor(1.0), 1)
+    loss.finish_step()
+    loss.add(torch.tensor(9.0), 1)
+    loss.forget_step()
+    loss.add(torch.tensor(3.0), 1)
+    loss.finish_step()
+    assert (loss.mean(1, 2), loss.steps) == (2.0, 2)
+
+
+@pytest.mark.parametrize("count", [None, 5])
+@pytest.mark.parametrize("at", [0, 1, 99, 100, 130])
+def test_the_mean_is_bit_for_bit_that_of_a_run_without_an_interruption(at: int, count: int | None) -> None:
+    values = torch.randn(170, generator=torch.Generator().manual_seed(3))
+
+    def collect(loss: RunningLoss, values: torch.Tensor) -> RunningLoss:
+        for index, value in enumerate(values):
+            loss.add(value, 3 + index % 2, count)
+            loss.finish_step()
+        return loss
+
+    resumed = RunningLoss(LOCAL)
+    resumed.load_state_dict(collect(RunningLoss(LOCAL), values[:at]).state_dict())
+    whole = collect(RunningLoss(LOCAL), values[:at])
+    assert collect(resumed, values[at:]).mean(1, 1) == collect(whole, values[at:]).mean(1, 1)
+    assert resumed.steps == 170
 
 
 def test_a_loss_that_is_not_finite_is_told_when_looked_at_and_at_the_end() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(float("inf")), 1)
+    loss.finish_step()
     with pytest.raises(NonFiniteLossError, match=r"^The mean loss became inf in epoch 3, by step 7\. Lower the learn"):
         look(loss, 3, 7)
     with pytest.raises(NonFiniteLossError, match=r"by step 8\."):
-        loss.finish(3, 8)
+        loss.mean(3, 8)
 
 
 def test_a_look_is_over_all_ranks() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(1.0), 3)
+    loss.finish_step()
     assert loss.look([loss.here(), [5.0, 1.0]], 1, 1) == 8 / 4

@@ -101,8 +101,8 @@ class Trainer:
         self._prefetch = Prefetch(backend.device, self._times.fetching)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
-        self._loss: RunningLoss
-        self._mean: GlobalMean
+        self._loss = RunningLoss(backend)
+        self._mean = GlobalMean(backend)
 
         allow_tf32(config.tf32)
         model.to(backend.device)
@@ -124,7 +124,9 @@ class Trainer:
             ),
         )
 
-        parts: dict[str, Stateful] = {"precision": self._precision, "callbacks": self._callbacks}
+        parts: dict[str, Stateful] = {
+            "precision": self._precision, "callbacks": self._callbacks, "loss": self._loss, "weighting": self._mean,
+        }  # fmt: skip
         self.run = Run(config, backend, parts if self._average is None else {**parts, "average": self._average})
         self._roll_call = RollCall(self.run, self._times, self._tracker)
         self.run.prepare(backend.unwrap(model), optimizer, self._scheduler)
@@ -267,6 +269,7 @@ class Trainer:
             self._micro_step(batch, part)
             if not part.closes_step:
                 continue
+            self._loss.finish_step()
             self._mean.finish_step(self._parameters, part)
             self._callbacks.call("on_gradients", self)
             self._update(cursor.step, self._rates)
@@ -293,11 +296,12 @@ class Trainer:
                 with self._times.spent_on("validation"):
                     self._tracker.validated(epoch, cursor.step, self._validate(validation))
         trained = cursor.sample - first_sample
-        # With drop_last and another global batch, a resumed epoch may end before the sample that it had come to.
-        losses = {"train_loss": self._loss.finish(epoch, cursor.step)} if trained else {}
+        # A checkpoint of an earlier version has no sums: a run that was resumed from it at the end of an epoch has none.
+        losses = {"train_loss": self._loss.mean(epoch, cursor.step)} if self._loss.steps else {}
         seconds = self._times.stop()
         if cursor.step_in_epoch == config.limit_train_steps or share.is_over(cursor.position):
             cursor.epoch, cursor.sample, cursor.position, cursor.step_in_epoch = cursor.epoch + 1, 0, 0, 0
+            self._loss.start()
 
         speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": trained / seconds}
         # A machine that is about to be taken away leaves no time for a validation in the middle of an epoch.
@@ -388,8 +392,8 @@ class Trainer:
     def _forget_partial_step(self) -> None:
         """Drop what an earlier `fit`, ended by an exception or Ctrl-C, has left of a step: it is done again."""
         self.backend.unwrap(self.model).zero_grad(set_to_none=True)
-        self._loss = RunningLoss(self.backend)
-        self._mean = GlobalMean(self.backend)
+        self._loss.forget_step()
+        self._mean.forget_step()
         self._precision.forget_step()
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Means:
         self._sums: list[Tensor]
         self._samples: int
         self._tokens: Tensor
-        self._clear()
+        self.clear()
 
     def add(self, values: Iterable[Tensor | float], samples: int) -> None:
         """Count one batch: per name either its mean over the batch's `samples`, or a tensor [samples] of their values.
@@ -69,17 +70,55 @@ class Means:
         return torch.stack([*sums, self._tokens + samples])
 
     def totals(self, communicator: Communicator) -> tuple[list[float], float]:
-        """Return the sum of each name and the number of samples, or tokens, over all ranks, and start again.
-
-        All ranks call it.
-        """
+        """Return the sum of each name and the number of samples, or tokens, over all ranks. All ranks call it."""
         *sums, counted = communicator.allreduce(self.here(), op="sum").tolist()
-        self._clear()
         return sums, counted
+
+    def clear(self) -> None:
+        """Start again without any batch."""
+        self._waiting: list[tuple[int, list[Tensor]]] = []
+        self._sums = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in self.names]
+        self._samples = 0
+        self._tokens = torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def state(self) -> dict[str, Any]:
+        """Return what this rank has collected, in host memory, for `load_state`. Values must be one number per batch.
+
+        Batches that are not added up yet are kept one by one: then the sums after `load_state` are bit for bit what
+        they would have been without it.
+        """
+        samples = [samples for samples, _ in self._waiting]
+        values = [torch.stack([value.to(self._device) for value in values]) for _, values in self._waiting]
+        return {
+            "sums": torch.stack(self._sums).cpu(),
+            "samples": self._samples,
+            "tokens": self._tokens.cpu(),
+            "waiting_samples": samples,
+            "waiting": torch.stack(values).cpu() if values else None,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned on some rank."""
+        self._sums = list(state["sums"].to(self._device).unbind())
+        self._samples, self._tokens = state["samples"], state["tokens"].to(self._device)
+        rows = [] if state["waiting"] is None else state["waiting"].to(self._device).unbind()
+        self._waiting = [(n, list(row.unbind())) for n, row in zip(state["waiting_samples"], rows, strict=True)]
+
+    def load_sum(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Continue from the sum of what `state` returned on several ranks."""
+        self.clear()
+        others = Means(self.names, self._device)
+        for state in states:
+            others.load_state(state)
+            sums, samples = others._added_up()
+            self._sums = [total + more for total, more in zip(self._sums, sums, strict=True)]
+            self._samples += samples
+            self._tokens = self._tokens + others._tokens
 
     def reduce(self, communicator: Communicator) -> dict[str, float]:
         """Return the mean of each name over all ranks (nan without any sample), and start again. All ranks call it."""
         sums, samples = self.totals(communicator)
+        self.clear()
         means = [total / samples if samples else float("nan") for total in sums]
         return dict(zip(self.names, means, strict=True))
 
@@ -95,12 +134,6 @@ class Means:
             ]
             counted += samples * len(rows)
         return sums, counted
-
-    def _clear(self) -> None:
-        self._waiting: list[tuple[int, list[Tensor]]] = []
-        self._sums = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in self.names]
-        self._samples = 0
-        self._tokens = torch.zeros((), dtype=torch.float64, device=self._device)
 
 
 def _sum(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -12,22 +13,38 @@ from unitrain.metrics.means import Means
 
 
 class RunningLoss:
-    """Collects the loss of every micro-step. All ranks use it alike, and all see the same numbers.
+    """Collects the loss of every micro-step of an epoch. All ranks use it alike, and all see the same numbers.
 
-    The result of an epoch does not depend on when it was looked at.
+    The mean over an epoch does not depend on how often `look` is called, nor on interruptions: the sums are part of
+    checkpoints. `steps` is the number of steps since `start`, including those before an interruption.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._means = Means(("loss",), communicator.device)
+        # Of the current step, which an exception may leave unfinished.
+        self._micro_steps: list[tuple[Tensor, int, Tensor | float | None]] = []
         self._seen: tuple[float, float] = (0.0, 0.0)
+        self._totals: tuple[float, float] = (0.0, 0.0)
+        self.steps = 0
 
     def add(self, loss: Tensor, samples: int, count: Tensor | float | None = None) -> None:
         """Count the mean `loss` of this rank's `samples` in one micro-step, or the sum of `count` tokens' losses.
 
-        It does not wait for the device.
+        It counts from `finish_step` on. It does not wait for the device.
         """
-        self._means.add_loss(loss, samples, count)
+        self._micro_steps.append((loss.detach(), samples, count))
+
+    def finish_step(self) -> None:
+        """Count the micro-steps since the last step."""
+        for micro_step in self._micro_steps:
+            self._means.add_loss(*micro_step)
+        self._micro_steps.clear()
+        self.steps += 1
+
+    def forget_step(self) -> None:
+        """Drop the micro-steps of a step that was not finished."""
+        self._micro_steps.clear()
 
     def here(self) -> list[float]:
         """Return what this rank has collected, for `look` on every rank; waits for the device."""
@@ -43,11 +60,35 @@ class RunningLoss:
         self._seen = (total, weight)
         return mean
 
-    def finish(self, epoch: int, step: int) -> float:
-        """Return the mean over all that was added, and start again. Raises NonFiniteLossError, on every rank alike."""
+    def mean(self, epoch: int, step: int) -> float:
+        """Return the mean over the epoch so far. All ranks call it. Raises NonFiniteLossError, on every rank alike."""
         (total,), weight = self._means.totals(self._communicator)
-        self._seen = (0.0, 0.0)
+        self._totals = (total, weight)
         return _finite(total, weight, epoch, step)
+
+    def start(self) -> None:
+        """Begin an epoch, after `mean` of the one before."""
+        total, weight = self._totals
+        # The next look includes the steps of the last epoch that no look has included.
+        self._seen, self._totals = (self._seen[0] - total, self._seen[1] - weight), (0.0, 0.0)
+        self._means.clear()
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of every rank. All ranks call it."""
+        ranks = self._communicator.allgather_object(self._means.state())
+        return {"steps": self.steps, "seen": list(self._seen), "ranks": ranks}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint: on as many ranks each from its own sums, else rank 0 from those of all ranks."""
+        if not state:  # of an earlier version
+            return
+        self.steps, self._seen = state["steps"], tuple(state["seen"])
+        ranks, rank = state["ranks"], self._communicator.rank
+        if len(ranks) == self._communicator.size:
+            self._means.load_state(ranks[rank])
+        elif rank == 0:
+            self._means.load_sum(ranks)
 
 
 def _finite(total: float, weight: float, epoch: int, step: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,20 @@ class GlobalMean:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+    def forget_step(self) -> None:
+        """Drop what was counted of a step that was not finished."""
+        self._tokens = self._counted = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of tokens per sample that losses are divided by, for a checkpoint."""
+        return {} if self._per_sample is None else {"tokens_per_sample": self._per_sample.item()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the number of a checkpoint: half precision then rounds as it would have done."""
+        if state:
+            device = self._communicator.device
+            self._per_sample = torch.tensor(state["tokens_per_sample"], dtype=torch.float64, device=device)
 
     def _count(self) -> None:
         if self._tokens is not None:
