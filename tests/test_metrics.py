@@ -10,6 +10,7 @@ import torch
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import TensorError
 from unitrain.metrics.means import Means
+from unitrain.metrics.running_loss import RunningLoss
 
 CPU = torch.device("cpu")
 
@@ -70,3 +71,20 @@ def test_a_value_of_another_shape_is_refused() -> None:
     means.add((torch.ones(4, 2),), 4)
     with pytest.raises(TensorError, match=r"^accuracy of a batch of 4 must be one number or 4, got shape \[4, 2\]\."):
         means.reduce(LocalBackend(CPU))
+
+
+def test_values_that_are_changed_later_count_as_they_were() -> None:
+    means, one, many = Means(("one", "many"), CPU), torch.zeros(()), torch.zeros(2)
+    for number in range(1, 131):  # more than are added up at a time
+        one.fill_(number)
+        many.fill_(2 * number)
+        means.add((one, many), 2)
+    assert means.reduce(LocalBackend(CPU)) == {"one": 65.5, "many": 131.0}
+
+
+def test_a_loss_that_is_changed_later_counts_as_it_was() -> None:
+    loss, value = RunningLoss(LocalBackend(CPU)), torch.zeros(())
+    for number in range(1, 4):
+        loss.add(value.fill_(number), 1)
+        loss.finish_step()
+    assert loss.mean(1, 3) == 2.0

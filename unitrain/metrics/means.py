@@ -31,26 +31,25 @@ class Means:
         self._tokens: Tensor
         self.clear()
 
-    def add(self, values: Iterable[Tensor | float], samples: int) -> None:
+    def add(self, values: Iterable[Tensor | float], samples: int, *, owned: bool = False) -> None:
         """Count one batch: per name either its mean over the batch's `samples`, or a tensor [samples] of their values.
+
+        Tensors are copied, because their owner may change them later, unless they are `owned` by this object.
 
         A tensor of any other shape is a TensorError, raised here or when the numbers are asked for.
         """
         if samples:
-            taken = [
-                value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-                for value in values
-            ]
+            taken = [value if owned and isinstance(value, Tensor) else kept(value) for value in values]
             self._waiting.append((samples, taken))
             if len(self._waiting) == _WAITING:
                 self.add_up()
 
-    def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None) -> None:
+    def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None, *, owned: bool = False) -> None:
         """Count the one value of one batch: the mean over its `samples`, or, with a `count`, the sum over so many
-        tokens.
+        tokens. `owned` is as in `add`.
         """
         if count is None:
-            self.add((loss,), samples)
+            self.add((loss,), samples, owned=owned)
         elif samples:
             (total,) = self._sums
             self._sums = [total + loss.detach()]
@@ -134,6 +133,14 @@ class Means:
             ]
             counted += samples * len(rows)
         return sums, counted
+
+
+def kept(value: Tensor | float) -> Tensor:
+    """Return `value` as a tensor that its owner does not change later."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64)
+    # The result of a differentiable operation is a new tensor; anything else may be memory that is used again.
+    return value.detach() if value.requires_grad else value.detach().clone()
 
 
 def _sum(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unitrain.backends.base import Communicator
 from unitrain.errors import NonFiniteLossError
-from unitrain.metrics.means import Means
+from unitrain.metrics.means import Means, kept
 
 
 class RunningLoss:
@@ -33,12 +33,12 @@ class RunningLoss:
 
         It counts from `finish_step` on. It does not wait for the device.
         """
-        self._micro_steps.append((loss.detach(), samples, count))
+        self._micro_steps.append((kept(loss), samples, count))
 
     def finish_step(self) -> None:
         """Count the micro-steps since the last step."""
         for micro_step in self._micro_steps:
-            self._means.add_loss(*micro_step)
+            self._means.add_loss(*micro_step, owned=True)
         self._micro_steps.clear()
         self.steps += 1
 
