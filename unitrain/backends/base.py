@@ -6,8 +6,10 @@ The rules below hold on every backend alike; `unitrain.testing` turns each of th
    bool. The mean of integers or booleans is an error, and so is the sum of booleans.
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks: clipping, loss scaling, logging and
    `optimizer.step()` are then plain torch code.
-3. `distributed_model` makes parameters and buffers equal to rank 0's; nothing else ever changes them, steps the
-   optimizer or touches the learning rate.
+3. `distributed_model` makes parameters and buffers equal to rank 0's; nothing else steps the optimizer or touches the
+   learning rate. Buffers that a training forward reads and writes, such as a codebook, become rank 0's before each
+   forward that follows a forward outside `no_sync`, as in DDP. Running statistics of normalization layers, which are
+   read in eval mode only, stay each rank's own until their layer changes to eval mode or `share_buffers` is called.
 4. The optimizer stays the user's own object, and its `state_dict` loads on any other backend.
 5. A mistake in a collective's arguments raises the same error on every rank, before any data moves.
 6. The same run gives the same parameters on every backend.
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -261,6 +263,20 @@ def together(communicator: Communicator, make: Callable[[], ResultT]) -> ResultT
         problem = error
     raise_together(communicator, problem)
     return made
+
+
+def broadcast_into(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
+    """Set `tensors`, of any dtypes, to rank 0's in place, in one broadcast. All ranks call it."""
+    if not tensors:
+        return
+    # As bytes, one broadcast serves every dtype, and none is rounded or refused on the way.
+    pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(communicator.device) for tensor in tensors]
+    shared = communicator.broadcast(torch.cat(pieces))
+    if communicator.rank == 0:
+        return
+    for tensor, piece in zip(tensors, torch.split(shared, [piece.numel() for piece in pieces]), strict=True):
+        # A copy starts at an address that every dtype can be read from.
+        tensor.detach().copy_(piece.clone().view(tensor.dtype).reshape(tensor.shape))
 
 
 def require(backend: Communicator, capability: type[CapabilityT], feature: str) -> CapabilityT:

@@ -23,6 +23,7 @@ from unitrain import environment
 from unitrain.backends.base import Communicator
 from unitrain.backends.compressed_buckets import compress_buckets
 from unitrain.backends.compression import Compressor
+from unitrain.backends.forward_buffers import ForwardBuffers
 from unitrain.backends.gradient_group import GradientGroup
 from unitrain.backends.knobs import Knob
 from unitrain.backends.outputs import gradient_tensors
@@ -48,12 +49,14 @@ class _Passes:
 
     forwards: int = 0
     backward: int = -1
+    shares_buffers: bool = True  # whether the next forward begins by sharing buffers
 
 
 class GlobalGradients(DistributedDataParallel):
     """DDP that keeps unitrain's contract; `module` is the user's model, and gradients travel in `group`.
 
-    The reducer sends them in `sent_in`, which does so in `group`.
+    The reducer sends them in `sent_in`, which does so in `group`. `buffers` are shared before the forwards in which DDP
+    would broadcast them.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class GlobalGradients(DistributedDataParallel):
         unused_parameters: bool,
         compressor: Compressor,
         sent_in: GradientGroup,
+        buffers: ForwardBuffers | None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._sent_in = sent_in
@@ -75,10 +79,9 @@ class GlobalGradients(DistributedDataParallel):
             find_unused_parameters=unused_parameters,
             **_bucketing(),
         )
-        # Shared above, as the contract says. From here on each rank's are its own until `share_buffers` makes them rank
-        # 0's again, before an evaluation or a checkpoint: rank 0's never depend on the others', so they are then what
-        # sharing them in every forward would have made them.
+        # Shared above, as the contract says. Later on DDP would broadcast all of them in every forward.
         self.broadcast_buffers = False
+        self._forward_buffers = buffers
         if compressor != "none":
             compress_buckets(self, compressor, sent_in)
         self._everything = list(model.parameters())
@@ -102,7 +105,7 @@ class GlobalGradients(DistributedDataParallel):
         """Let go of the process group; from here on calling the model calls the user's, and gradients stay local."""
         if not self._left:
             self._left = True
-            del self.reducer, self.logger, self.process_group, self._sent_in
+            del self.reducer, self.logger, self.process_group, self._sent_in, self._forward_buffers
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._left:
@@ -111,6 +114,10 @@ class GlobalGradients(DistributedDataParallel):
             trains = [parameter.requires_grad for parameter in self._everything]
             if trains != self._trains and any(trains):  # a model that is all frozen has no gradients to reduce
                 self._follow_freezing(trains)
+        if self._forward_buffers is not None and torch.is_grad_enabled():
+            if self._passes.shares_buffers:  # else the step goes on, and its first forward has shared them
+                self._forward_buffers.share()
+            self._passes.shares_buffers = self.require_backward_grad_sync
         try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:

@@ -22,6 +22,7 @@ from unitrain.backends.call import carried
 from unitrain.backends.compression import Memories
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.forks import make_forks_safe
+from unitrain.backends.forward_buffers import ForwardBuffers
 from unitrain.backends.gradient_group import GradientGroup
 from unitrain.backends.gradients import BUCKET_VIEW, BUCKETS, GlobalGradients, check_same_model, check_same_settings
 from unitrain.backends.knobs import Knob
@@ -170,6 +171,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             unused_parameters=unused_parameters,
             compressor=self._memories.compressor(compression, self.unwrap(model), self),
             group=own_group,
+            buffers=ForwardBuffers(model, self) or None,
             sent_in=GradientGroup(
                 own_group or dist.distributed_c10d._get_default_group(),
                 self._ledger,

@@ -143,6 +143,7 @@ class SyncedForward:
     shared_statistics: SharedStatistics
     number: int
     plain: type[nn.Module]
+    keeps_statistics = True  # its buffers are not read in training mode
     _seen = False
 
     def forward(self: Any, input: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from unitrain import environment
-from unitrain.testing import RankGroup, collectives, compression, gradients, optimizers, parameters, power_sgd
+from unitrain.testing import RankGroup, buffers, collectives, compression, gradients, optimizers, parameters, power_sgd
 from unitrain.testing.cases import CASES
 
 __all__ = [
+    "buffers",
     "collectives",
     "compression",
     "gradients",

@@ -1,0 +1,79 @@
+"""Saving, evaluating and resuming change nothing for a model whose training forward reads and writes buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.testing import RankGroup
+
+STEPS, SAMPLES, GLOBAL_BATCH = 14, 60, 12
+
+
+class Codebook(nn.Module):
+    """Moves each input towards the nearest code, and the codes towards the inputs, as a VQ-VAE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encode, self.norm = nn.Linear(4, 3).double(), nn.BatchNorm1d(3).double()
+        self.decode = nn.Linear(3, 2).double()
+        self.codes: Tensor
+        self.register_buffer("codes", torch.randn(5, 3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.encode(x))
+        nearest = torch.cdist(hidden.detach(), self.codes).argmin(1)
+        output: Tensor = self.decode(hidden + 0.5 * (self.codes[nearest] - hidden))
+        if self.training:
+            with torch.no_grad():
+                self.codes.index_add_(0, nearest, 0.1 * (hidden - self.codes[nearest]))
+        return output
+
+
+def run(backend: Backend, folder: str | None, steps: int = STEPS, validate: bool = False, **settings: Any) -> Any:
+    model = Codebook()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(
+        torch.randn(SAMPLES, 4, generator=generator).double(), torch.randn(SAMPLES, 2, generator=generator).double()
+    )
+    config = TrainConfig(
+        steps=steps, batch_size=GLOBAL_BATCH // backend.size, output_dir=folder, progress="off", **settings
+    )
+    trainer = Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config)
+    trainer.fit(data, data if validate else None)
+    parameters = nn.utils.parameters_to_vector(model.parameters()).detach()
+    assert all(torch.equal(one, parameters) for one in backend.allgather(parameters[None]))
+    return [*parameters.tolist(), *(model.codes.flatten().tolist() if backend.rank == 0 else [])]
+
+
+def all_runs(backend: Backend, folder: str) -> dict[str, Any]:
+    found = {"undisturbed": run(backend, None), "validated": run(backend, None, validate=True)}
+    for every in (1, 3):
+        found[f"saved every {every}"] = run(backend, f"{folder}/{every}", checkpoint_every_steps=every)
+    run(backend, f"{folder}/stopped", steps=7)
+    found["resumed"] = run(backend, f"{folder}/stopped", resume=True)
+    return found
+
+
+GROUPS = [("local", 1), ("ddp", 2), ("horovod", 2), ("ddp", 3)]
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as group:
+        yield group
+
+
+def test_saving_evaluating_and_resuming_change_nothing(ranks: RankGroup, tmp_path: Path) -> None:
+    found = ranks.run(all_runs, str(tmp_path), timeout_seconds=120)[0]
+    assert {name: values == found["undisturbed"] for name, values in found.items()} == dict.fromkeys(found, True)

@@ -1,0 +1,171 @@
+"""The contract on buffers: which ones ranks share while they train, compared with a simulation in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from unitrain import share_buffers
+from unitrain.backends.base import Backend
+from unitrain.testing.cases import contract
+from unitrain.testing.models import FEATURES, batch, loss_of
+
+STEPS, FROZEN_FROM, RATE = 8, 5, 0.05
+
+
+class Centers(nn.Module):
+    """Reads a buffer that each forward changes in place, one that each forward assigns, and one that is constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.last = nn.Linear(FEATURES, 8).double(), nn.Linear(8, 3).double()
+        self.normalized = nn.BatchNorm1d(8).double()
+        self.center: Tensor
+        self.scale: Tensor
+        self.mask: Tensor
+        self.register_buffer("center", torch.zeros(FEATURES).double())
+        self.register_buffer("scale", torch.ones(()).double())
+        self.register_buffer("mask", torch.arange(8) % 3 > 0)
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = (x - self.center) * self.scale
+        if self.training:
+            with torch.no_grad():
+                self.center.mul_(0.7).add_(0.3 * x.mean(0))
+                self.scale = 0.8 * self.scale + 0.2 * x.std()
+                self.counts += (x[:, 0] > 0).sum()
+        return self.last(self.normalized(self.first(shifted)).tanh() * self.mask)
+
+
+def read_in_training(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that the next training forward reads; not statistics of a BatchNorm that trains."""
+    statistics = {id(b) for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training for b in m.buffers()}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in statistics}
+
+
+def simulated(size: int, accumulate: int) -> nn.Module:
+    """Return rank 0's model after training on `size` ranks as DDP with broadcast_buffers=True does, in plain torch."""
+    models = [Centers() for _ in range(size)]
+    for step in range(STEPS):
+        for model in models:
+            model.normalized.train(step < FROZEN_FROM)
+            for name, buffer in read_in_training(copy.deepcopy(models[0])).items():
+                model.get_buffer(name).copy_(buffer)
+        for micro_step in range(accumulate):
+            for rank, model in enumerate(models):
+                (loss_of(model(batch(rank, step * accumulate + micro_step))) / accumulate).backward()
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            mean = torch.stack([p.grad for p in parameters if p.grad is not None]).mean(0)
+            for parameter in parameters:
+                parameter.data.sub_(RATE * mean)
+                parameter.grad = None
+    return models[0]
+
+
+def trained(backend: Backend, accumulate: int, shared_after: Iterable[int]) -> nn.Module:
+    """Train on the ranks, and share all buffers after these steps, as an evaluation or a checkpoint does."""
+    model = Centers()
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=RATE), wrapped)
+    for step in range(STEPS):
+        model.normalized.train(step < FROZEN_FROM)
+        for micro_step in range(accumulate):
+            x = batch(backend.rank, step * accumulate + micro_step)
+            if micro_step < accumulate - 1:
+                with backend.no_sync(wrapped):
+                    (loss_of(wrapped(x)) / accumulate).backward()
+            else:
+                (loss_of(wrapped(x)) / accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in shared_after:
+            share_buffers(wrapped, backend)
+    return model
+
+
+@contract
+def buffers_that_a_training_forward_reads_are_those_of_rank_zero(backend: Backend) -> None:
+    for accumulate in (1, 2):
+        expected = simulated(backend.size, accumulate)
+        for shared_after in ([], [1, 4, 6], range(STEPS)):
+            model = trained(backend, accumulate, shared_after)
+            for name, parameter in expected.named_parameters():
+                torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-9)
+            share_buffers(model, backend)
+            for name, buffer in expected.named_buffers():
+                torch.testing.assert_close(model.get_buffer(name), buffer, rtol=0, atol=1e-9)
+
+
+@contract
+def a_buffer_that_is_written_late_is_shared_from_then_on(backend: Backend) -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.layer = nn.Linear(FEATURES, 2).double()
+            self.shift: Tensor
+            self.register_buffer("shift", torch.zeros(()).double())
+
+        def forward(self, x: Tensor, writes: bool) -> Tensor:
+            output: Tensor = self.layer(x + self.shift)
+            if writes:
+                self.shift += x.mean()
+            return output
+
+    model = Late()
+    wrapped = backend.distributed_model(model)
+    for step in range(40):
+        # Only the last rank writes it at first.
+        writes = step > 20 or (step == 10 and backend.rank == backend.size - 1)
+        loss_of(wrapped(batch(backend.rank, step), writes)).backward()
+    share_buffers(wrapped, backend)
+    expected = sum(batch(0, step).mean() for step in range(21, 40)) + (
+        batch(0, 10).mean() if backend.size == 1 else 0.0
+    )
+    torch.testing.assert_close(model.shift, torch.as_tensor(expected), rtol=0, atol=1e-12)
+
+
+@contract
+def constant_buffers_and_running_statistics_take_no_collective(backend: Backend) -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(FEATURES, 2).double(), nn.BatchNorm1d(2).double()
+            self.mask: Tensor
+            self.register_buffer("mask", torch.ones(2).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.norm(self.layer(x)) * self.mask
+            return output
+
+    wrapped = backend.distributed_model(Constant())
+    calls: list[str] = []
+
+    def counted(name: str) -> None:
+        original = getattr(backend, name)
+
+        def call(*arguments: object) -> object:
+            calls.append(name)
+            return original(*arguments)
+
+        setattr(backend, name, call)
+
+    names = ("allreduce", "broadcast", "allgather", "allgather_object", "broadcast_object")
+    for name in names:
+        counted(name)
+    try:
+        for step in range(70):
+            loss_of(wrapped(batch(backend.rank, step))).backward()
+            share_buffers(wrapped, backend)
+    finally:
+        for name in names:
+            delattr(backend, name)
+    # The first forward shares all once, and 7 forwards look for writes (1, 2, 4, 8, 16, 32, 64).
+    shares = calls.count("broadcast") - 70
+    assert (shares, calls.count("allreduce")) == ((1, 7) if backend.size > 1 else (0, 0))
+    assert set(calls) <= {"broadcast", "allreduce"}
