@@ -91,6 +91,18 @@ class Squared(torchmetrics.MeanSquaredError):
         super().update(output[:, 0], target.to(output))
 
 
+class Normalized(regression.NormalizedRootMeanSquaredError):
+    """Keeps moments of the targets, which torchmetrics itself merges for two ranks only."""
+
+    def __init__(self, normalization: Any, num_outputs: int = 1) -> None:
+        super().__init__(normalization, num_outputs)
+        self.set_dtype(torch.float64)
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        outputs = self.num_outputs
+        super().update(output[:, :outputs].squeeze(1), (output[:, 1 : 1 + outputs] + 3).squeeze(1))
+
+
 def collection(**settings: Any) -> torchmetrics.MetricCollection:
     """Return some metrics, of which all but the last share their state."""
     return torchmetrics.MetricCollection(
@@ -116,6 +128,11 @@ METRICS: dict[str, Callable[[], Any]] = {
     "correlation": Likely,
     "composed": lambda: classification.MulticlassAccuracy(CLASSES) * 2 + Squared(sync_on_compute=False),
     "several": collection,
+    "normalized_mean": lambda: Normalized("mean"),
+    "normalized_range": lambda: Normalized("range"),
+    "normalized_std": lambda: Normalized("std"),
+    "normalized_l2": lambda: Normalized("l2"),
+    "normalized_two": lambda: Normalized("std", 2),
 }
 
 

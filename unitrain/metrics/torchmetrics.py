@@ -126,7 +126,11 @@ def _merged(metric: Any, of_ranks: Sequence[dict[str, _State]]) -> Iterator[None
             found = [states[place] for states in of_ranks if place in states and states[place][0]]
             if found:
                 part._update_count = sum(updates for updates, _ in found)
+                joined = _joined_moments(part, [state for _, state in found])
                 for name in found[0][1]:
+                    if name in joined:
+                        setattr(part, name, joined[name])
+                        continue
                     values = [(updates, state[name]) for updates, state in found]
                     setattr(part, name, _merge(values, part._reductions.get(name), part._defaults.get(name)))
             part._computed, part._to_sync = None, False
@@ -140,6 +144,28 @@ def _merged(metric: Any, of_ranks: Sequence[dict[str, _State]]) -> Iterator[None
 
 def _states_of(part: Any) -> tuple[int, bool, dict[str, Any]]:
     return part._update_count, part._to_sync, {name: getattr(part, name) for name in part._defaults}
+
+
+def _joined_moments(part: Any, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the states of a NormalizedRootMeanSquaredError over all targets; nothing for another metric.
+
+    torchmetrics leaves them to the metric's compute, which fails for more than two ranks.
+    """
+    kind = getattr(sys.modules["torchmetrics"], "NormalizedRootMeanSquaredError", None)
+    if kind is None or not isinstance(part, kind) or len(states) == 1:
+        return {}
+    of_ranks = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    count, mean, squares = (of_ranks[name].double() for name in ("total", "mean_val", "var_val"))
+    whole = (count * mean).sum(0) / count.sum(0)
+    joined = {
+        "total": of_ranks["total"].sum(0),
+        "mean_val": whole,
+        "var_val": (squares + count * (mean - whole).square()).sum(0),  # a sum of squared distances from the mean
+        "min_val": of_ranks["min_val"].amin(0),
+        "max_val": of_ranks["max_val"].amax(0),
+        "target_squared": of_ranks["target_squared"].double().sum(0),
+    }
+    return {name: value.to(states[0][name].dtype) for name, value in joined.items()}
 
 
 def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, default: Any) -> Any:
