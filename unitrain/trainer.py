@@ -32,7 +32,7 @@ from unitrain.modules.averaging import WeightAverage
 from unitrain.modules.compiled import compile_forward
 from unitrain.modules.memory_format import use_channels_last
 from unitrain.modules.sync_batch_norm import standing_in, sync_batch_norm
-from unitrain.step.backward import backward
+from unitrain.step.backward import backward, without_gradients
 from unitrain.step.epoch_scheduler import EpochScheduler
 from unitrain.step.forward import Forward, ForwardFunction
 from unitrain.step.learning_rate import LearningRateFactor
@@ -296,7 +296,7 @@ class Trainer:
                 with self._times.spent_on("validation"):
                     self._tracker.validated(epoch, cursor.step, self._validate(validation))
         trained = cursor.sample - first_sample
-        # A checkpoint of an earlier version has no sums: a run that was resumed from it at the end of an epoch has none.
+        # Checkpoints of earlier versions have no sums: a run resumed from one at the end of an epoch has no train_loss.
         losses = {"train_loss": self._loss.mean(epoch, cursor.step)} if self._loss.steps else {}
         seconds = self._times.stop()
         if cursor.step_in_epoch == config.limit_train_steps or share.is_over(cursor.position):
@@ -329,7 +329,10 @@ class Trainer:
         with stands_in, nullcontext() if part.closes_step else self.backend.no_sync(self.model):
             with self._precision.autocast():
                 loss = read_loss(self.loss_fn(*self._forward(self.model, batch)))
-            start = self._times.watched(self._precision.scale(self._mean.weighted(loss, part)))
+            weighted = self._mean.weighted(loss, part)
+            if self.config.unused_parameters and not part.samples:
+                weighted = without_gradients(weighted)  # else each parameter is reached by every rank anyway
+            start = self._times.watched(self._precision.scale(weighted))
             backward(start, *(self._mean.beside() + self._prefetch.beside() if part.closes_step else ()))
         self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)

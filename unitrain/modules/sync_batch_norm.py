@@ -53,9 +53,18 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
 def standing_in(model: nn.Module) -> Iterator[None]:
     """Inside it, this rank's samples are in no statistics of `model`, neither in forward nor in backward.
 
-    It is for a rank that has no samples and borrows some, because the others wait for its gradients.
+    It is for a rank that has no samples and borrows some, because the others wait for its gradients. Buffers that the
+    forward writes, such as those of a BatchNorm of this rank alone, have their values again at the end.
     """
     shared = {module.shared_statistics for module in model.modules() if isinstance(module, SyncedForward)}
+    # Layers that take part in statistics of all ranks follow those of the other ranks' samples.
+    own = [m for m in model.modules() if not (isinstance(m, SyncedForward) and not m.shared_statistics.alone)]
+    before = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in own
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     for statistics in shared:
         statistics.counts = False
     try:
@@ -63,6 +72,11 @@ def standing_in(model: nn.Module) -> Iterator[None]:
     finally:
         for statistics in shared:
             statistics.counts = True
+        # After the backward, which may need what the forward has written.
+        for buffers, name, buffer, value in before:
+            buffers[name] = buffer
+            if not torch.equal(buffer, value):  # a copy of a constant would look like a write
+                buffer.detach().copy_(value)
 
 
 class SharedStatistics:
