@@ -79,7 +79,8 @@ class TrainConfig:
     `show_every` is how often the
     exact mean loss over ranks is worked out, shown and checked, without it about every two seconds; with it the ranks
     agree on whether to stop. Beside that, the loop waits for the device only in the few steps that it takes the time
-    of. Without `output_dir` nothing is written. `resume=True`, or "auto", goes on from the newest sound checkpoint in
+    of. Without `output_dir` nothing is written. During `fit` the folder is locked, by `flock` on its file `.lock`:
+    another job that trains there is refused. `resume=True`, or "auto", goes on from the newest sound checkpoint in
     `output_dir`, or starts from the beginning where there is none; `resume="path"` demands a checkpoint there.
     """
 

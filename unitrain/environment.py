@@ -108,6 +108,11 @@ _ALSO_CALLED = {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_POR
 JOB = "UNITRAIN_JOB"
 # Where the `unitrain launch` that does so is reached.
 SUPERVISOR = "UNITRAIN_SUPERVISOR"
+# What identifies a job, the scheduler's name for it first.
+_JOB_IDS = (
+    ("SLURM_JOB_ID", "Slurm job"), ("LSB_JOBID", "LSF job"), ("PBS_JOBID", "PBS job"), ("FLUX_JOB_ID", "Flux job"),
+    (JOB, "unitrain launch"), ("TORCHELASTIC_RUN_ID", "torchrun run"),
+)  # fmt: skip
 # How many ranks such a job may have, as "2:8", where that may change from one attempt to the next.
 ELASTIC = "UNITRAIN_ELASTIC"
 # Set to 1, ranks also agree on the gradients that they are about to send.
@@ -173,6 +178,15 @@ def pass_terminal_on() -> None:
 def job() -> str | None:
     """Return the name of this job if it is started again when it fails; all attempts have the same."""
     return setting(JOB)
+
+
+def job_name() -> str | None:
+    """Return a name that identifies this job to a person and is the same in every attempt at it; None without one."""
+    for variable, kind in _JOB_IDS:
+        value = setting(variable)
+        if value is not None and value != "none":  # torchrun's run id, where nobody has given one
+            return f"{kind} {value}"
+    return None
 
 
 def elastic() -> bool:

@@ -178,6 +178,7 @@ class Trainer:
         results: dict[str, float] | None = None
         run = self.run
         with (
+            run.holding_folder(),
             run.stopping as stopping,
             self._tracker.run(run.cursor.step, run.steps_left(share), run.description, over=run.finished()),
         ):

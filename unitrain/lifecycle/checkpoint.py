@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +15,11 @@ from unitrain.data.batching import KeptBatch
 from unitrain.errors import CheckpointError
 from unitrain.lifecycle import checkpoint_files as files
 from unitrain.lifecycle import job
+from unitrain.lifecycle.folder_lock import FolderLock
 
 GRADIENTS = "gradients"
+# How long the other ranks are left waiting in one collective while rank 0 waits for something else.
+PATIENCE_SECONDS = 1.0
 WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
 
 _ResultT = TypeVar("_ResultT")
@@ -45,15 +48,14 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
     """Make `folder` and prove that it can be written to, before training begins; tell whether to go on from there.
 
     That is so with `resume`, and where an earlier attempt of the same job has been there. Return also what is kept of
-    the batches of each call of `fit`, see `job`. All ranks call it. Raises CheckpointError on every rank when it
-    cannot, or when it holds another run's checkpoints.
+    the batches of each call of `fit`, see `job`. Nothing in the folder is changed, because another job may be writing
+    to it: `take_folder` finds that out. All ranks call it. Raises CheckpointError on every rank when the folder cannot
+    be written to, or when it holds another run's checkpoints.
     """
 
     def prepare() -> tuple[bool, list[KeptBatch]]:
         folder.mkdir(parents=True, exist_ok=True)
-        for unfinished in folder.glob(".*.unfinished"):
-            shutil.rmtree(unfinished)
-        probe = folder / ".probe.unfinished"
+        probe = folder / f".probe-{os.getpid()}.unfinished"
         probe.mkdir()
         probe.rmdir()
         found, goes_on = files.candidates(folder), resume or job.is_own(folder)
@@ -62,7 +64,7 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
                 f"Output folder '{folder}' already holds a run, up to {found[0].name}. "
                 "Use TrainConfig(resume=True) to go on from there, or another output_dir."
             )
-        return goes_on, job.mark(folder)
+        return goes_on, job.kept_batches(folder)
 
     prepared = on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, prepare)
     answer: tuple[bool, list[KeptBatch]] = communicator.broadcast_object(prepared)
@@ -86,6 +88,26 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
         for module in [model] if average is None else [model, average]:
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.copy_(communicator.broadcast(tensor.detach()))
+
+
+def take_folder(folder: Path, lock: FolderLock, communicator: Communicator) -> None:
+    """Lock `folder` for this process, mark it as this job's, and remove what a killed run has left unfinished there.
+
+    All ranks call it. Raises CheckpointError on every rank where another job holds the lock.
+    """
+
+    def take() -> bool:
+        if not lock.take(PATIENCE_SECONDS):
+            return False
+        files.remove_unfinished(folder)
+        job.mark(folder)
+        return True
+
+    # The other ranks hear now and then that rank 0 still waits, which may take longer than a collective may.
+    while not communicator.broadcast_object(
+        on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, take)
+    ):
+        pass
 
 
 def restore(

@@ -28,6 +28,8 @@ from unitrain.lifecycle.plain_state import plain_state
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 _FORMAT = 1
 _STEP = re.compile(r"step-(\d{9,})")
+# The folders that are written, or removed, under these names; a user's own folder has another one.
+_UNFINISHED = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +40,17 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, newest first."""
-    return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
+    """Return the checkpoints in `folder`, newest first; not copies under other names, such as step-000000006.old."""
+    return sorted(
+        (path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()), reverse=True
+    )
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a run that was killed has left unfinished in `folder`."""
+    for path in folder.glob(".*.unfinished"):
+        if _UNFINISHED.fullmatch(path.name) and path.is_dir():
+            shutil.rmtree(path)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -17,19 +17,22 @@ def is_own(folder: Path) -> bool:
     return environment.job() is not None and _read(folder).get("job") == environment.job()
 
 
-def mark(folder: Path) -> list[KeptBatch]:
-    """Mark the run in `folder` as this job's, if it is one that is started again.
-
-    Return what earlier attempts have kept of the batches of each call of `fit`.
-    """
+def mark(folder: Path) -> None:
+    """Mark the run in `folder` as this job's, if it is one that is started again."""
     if environment.job() is not None and not is_own(folder):
         _write(folder, [])
-    return [KeptBatch(*batch) for batch in _read(folder).get("batches", [])]
+
+
+def kept_batches(folder: Path) -> list[KeptBatch]:
+    """Return what earlier attempts of this process's job have kept of the batches of each call of `fit`."""
+    kept = _read(folder).get("batches", []) if environment.job() is None or is_own(folder) else []
+    return [KeptBatch(*batch) for batch in kept]
 
 
 def keep_batch(folder: Path, fit: int, batch: KeptBatch) -> None:
     """Keep the batch of call number `fit` of `fit`, for attempts that have another number of ranks."""
-    batches = mark(folder)
+    mark(folder)
+    batches = kept_batches(folder)
     if fit == len(batches):
         _write(folder, [*batches, batch])
 

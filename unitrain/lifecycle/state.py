@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,9 +23,10 @@ from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.lifecycle import checkpoint, job
 from unitrain.lifecycle.description import describe_parts, describe_start
+from unitrain.lifecycle.folder_lock import FolderLock
 from unitrain.lifecycle.retention import Retention
 from unitrain.lifecycle.stopping import Stopping
-from unitrain.lifecycle.writer import CheckpointWriter
+from unitrain.lifecycle.writer import CheckpointWriter, wait_for_earlier_writer
 from unitrain.modules.buffers import share_buffers
 from unitrain.tracking.history import EPOCHS, STARTS, STEPS, History
 
@@ -60,7 +62,9 @@ class Run:
         self._config, self._backend = config, backend
         self._folder = None if config.output_dir is None else Path(config.output_dir)
         self._writer: CheckpointWriter | None = None
+        self._lock: FolderLock | None = None
         if self._folder is not None:
+            self._lock = FolderLock(self._folder)
             retention = Retention(config.keep_last, config.keep_every, config.keep_best, config.keep_best_mode)
             self._writer = CheckpointWriter(
                 self._folder, backend, retention, asynchronous=config.asynchronous_checkpoints
@@ -69,6 +73,7 @@ class Run:
         self._generators: dict[str, Any] | None = None
         self._order: dict[str, Any] | None = None
         self._row: dict[str, Any] | None = None
+        self._row_is_own = self._rewound = False
         self._seeded = False
         self._share: TrainingData | None = None
         self.description: dict[str, Any] = {}
@@ -110,7 +115,7 @@ class Run:
         return 0 if epochs <= 0 else here + (epochs - 1) * whole
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
-        """Make the folder, and restore what an earlier run left where the configuration says so.
+        """Make the folder, and restore what an earlier run left where the configuration says so; change nothing there.
 
         It is before the model is wrapped, which passes rank 0's parameters on to the other ranks. Where the job is
         another attempt at one that has failed, what that one has left comes before what the configuration says.
@@ -118,14 +123,14 @@ class Run:
         resume, folder, parts = self._config.resume, self._folder, (model, optimizer, scheduler)
         restored = False
         if folder is not None:
+            wait_for_earlier_writer(folder, self._backend)
             own = resume is True or (resume and Path(resume).resolve() == folder.resolve())
             goes_on, self._kept_batches = checkpoint.prepare_folder(folder, self._backend, resume=bool(own))
             if goes_on:
                 restored = self._restore(folder, *parts, required=False)
         if not restored and not isinstance(resume, bool):
             self._restore(Path(resume), *parts, required=True)
-        # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
-        self._write_history("", lambda history: self._rewind(history, restored))
+        self._row_is_own, self._rewound = restored, False
         self.description = describe_parts(model, optimizer, scheduler)
 
     @property
@@ -136,8 +141,9 @@ class Run:
     def begin(self, share: TrainingData) -> None:
         """Go on in `share`'s data with this rank's random numbers, which repeat with the seed or are the checkpoint's.
 
-        Raises CheckpointError, on all ranks, where the cursor is inside an epoch of data in another order. From one
-        epoch to the next the data may change.
+        From here on to the end of `holding_folder` no other job can write to the folder. Raises CheckpointError, on all
+        ranks, where another job does, or where the cursor is inside an epoch of data in another order. From one epoch
+        to the next the data may change.
         """
         order = self._order or share.order
         for name in {**share.order, **order} if self.cursor.sample else ():
@@ -148,6 +154,20 @@ class Run:
                     f"{name}={had}, but this data has {name}={has}: samples would repeat or be "
                     "missed. Go on with the same data, or from a checkpoint at the end of an epoch."
                 )
+        if self._folder is not None and self._lock is not None:
+            checkpoint.take_folder(self._folder, self._lock, self._backend)
+        try:
+            self._start(share)
+        except BaseException:
+            if self._lock is not None:
+                self._lock.release()
+            raise
+
+    def _start(self, share: TrainingData) -> None:
+        if not self._rewound:
+            # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
+            self._write_history("", self._rewind)
+            self._rewound = True
         self._order = share.order
         if self._generators is not None:
             randomness.restore_generators(self._generators, self._backend.device)
@@ -161,6 +181,15 @@ class Run:
         if not self._complete():
             self.description |= describe_start(self._config, self._backend, share)
             self._record(STARTS, {"step": self.cursor.step, **self.description})
+
+    @contextmanager
+    def holding_folder(self) -> Iterator[None]:
+        """Release the folder at the end, so that another job may write to it."""
+        try:
+            yield
+        finally:
+            if self._lock is not None and self._writer is not None:
+                self._writer.when_written(self._lock.release)
 
     def record(self, row: dict[str, Any]) -> None:
         """Add the `row` of an epoch to the history."""
@@ -290,9 +319,9 @@ class Run:
         self._generators = states[self._backend.rank] if len(states) == self._backend.size else None
         return True
 
-    def _rewind(self, history: History, restored: bool) -> None:
+    def _rewind(self, history: History) -> None:
         history.rewind(self.cursor.step)
-        if restored and self._row is not None:  # the rows of another folder stay there
+        if self._row_is_own and self._row is not None:  # the rows of another folder stay there
             history.append(EPOCHS, self._row)
 
     def _learning_rate(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,28 @@ from torch import nn
 from unitrain.backends.base import Communicator, raise_together
 from unitrain.errors import CheckpointError
 from unitrain.lifecycle import checkpoint_files as files
-from unitrain.lifecycle.checkpoint import WRITABLE
+from unitrain.lifecycle.checkpoint import PATIENCE_SECONDS, WRITABLE
 from unitrain.lifecycle.host_copy import host_copy
 from unitrain.lifecycle.plain_state import plain_state
 from unitrain.lifecycle.retention import Retention
 
-# How long the other ranks are left waiting in one collective while rank 0's disk is busy.
-_PATIENCE_SECONDS = 1.0
+# The threads that write in this process, by the folder they write to.
+_writing: dict[Path, threading.Thread] = {}
+
+
+def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
+    """Wait until no earlier Trainer of rank 0's process writes to `folder`, as after an exception in `fit`. All ranks
+    call it."""
+    while communicator.broadcast_object(communicator.rank == 0 and _runs(_writing.get(folder.resolve()))):
+        pass
+
+
+def _runs(thread: threading.Thread | None) -> bool:
+    """Wait for a while for `thread` to end, and return whether it runs still."""
+    if thread is None:
+        return False
+    thread.join(PATIENCE_SECONDS)
+    return thread.is_alive()
 
 
 class CheckpointWriter:
@@ -53,6 +69,20 @@ class CheckpointWriter:
         self._busy, error, self._error = False, self._error, None
         raise_together(self._communicator, error)
 
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Call `call` once this process writes nothing: now, or in a thread after an exception in training. Any rank
+        may call it."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            call()
+            return
+
+        def wait() -> None:
+            thread.join()
+            call()
+
+        threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True).start()
+
     def _begin(self, target: Path, state: tuple[dict[str, Any], dict[str, Any]], about: dict[str, Any]) -> None:
         self._thread = None
         if self._asynchronous:
@@ -65,12 +95,10 @@ class CheckpointWriter:
         # No daemon: a program that ends now still finishes what it has begun to write.
         self._thread = threading.Thread(target=self._write, args=(target, *state, about), name="unitrain checkpoint")
         self._thread.start()
+        _writing[self._folder.resolve()] = self._thread
 
     def _is_writing(self) -> bool:
-        if self._thread is None:
-            return False
-        self._thread.join(_PATIENCE_SECONDS)
-        return self._thread.is_alive()
+        return _runs(self._thread)
 
     def _write(self, target: Path, model: dict[str, Any], training: dict[str, Any], about: dict[str, Any]) -> None:
         try:

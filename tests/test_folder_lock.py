@@ -1,0 +1,250 @@
+"""One job at a time writes to an output folder, and a job that is gone does not block the next one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launches import started
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from unitrain import Callback, TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.errors import CheckpointError
+from unitrain.lifecycle import checkpoint_files as files
+from unitrain.lifecycle import folder_lock
+from unitrain.lifecycle.folder_lock import FolderLock
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+
+
+def trainer(output: Path, *callbacks: Callback, backend: Backend = LOCAL, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    chosen = {"epochs": 2, "batch_size": 2, "shuffle": False, "progress": "off", **settings}
+    config = TrainConfig(output_dir=output, **chosen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks)
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+
+
+JOB = """
+import sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import unitrain
+
+
+class Waits(unitrain.Callback):
+    def on_step_end(self, trainer):
+        if trainer.run.cursor.step == 6:
+            trainer.run.finish()
+            Path(sys.argv[1]).with_suffix(".waits").touch()
+            time.sleep(120)
+
+
+with unitrain.init(device="cpu") as backend:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = unitrain.TrainConfig(epochs=2, output_dir=sys.argv[1], progress="off", checkpoint_every_steps=1)
+    data = DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), batch_size=2, num_workers=1)
+    trainer = unitrain.Trainer(
+        model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=[Waits()]
+    )
+    trainer.fit(data)
+"""
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 100
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not exist"
+        time.sleep(0.02)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_job_is_refused_by_name_until_the_first_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_lock, "_WAIT_SECONDS", 0.3)
+    run = tmp_path / "run"
+    variables = {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "4711"}
+    with started([sys.executable, "-c", JOB, str(run)], variables) as first:
+        wait_for(tmp_path / "run.waits")
+        (run / ".step-000000099.unfinished").mkdir()  # as if it were writing another checkpoint
+        before = contents(run)
+        second = trainer(run, resume=True)
+        assert second.evaluate(data())["loss"] >= 0  # which only reads
+        found = (
+            rf"^Output folder '{run}' is in use by another job: process {first.process.pid} on host \S+, started "
+            rf"20\S+, Slurm job 4711\. Wait until .* another output_dir\. If .* with: rm '{run}/\.lock'"
+        )
+        with pytest.raises(CheckpointError, match=found):
+            second.fit(data())
+        assert contents(run) == before
+        assert (run / ".step-000000099.unfinished").is_dir()
+        # Its workers live a little longer, and must not hold the lock.
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(20)
+        second.fit(data())
+    assert second.run.cursor.step == 8
+    assert not (run / ".step-000000099.unfinished").exists()
+    assert [json.loads(line)["step"] for line in (run / "history.jsonl").read_text().splitlines()] == [4, 8]
+    assert not (run / ".lock").exists()
+
+
+def test_it_waits_for_an_earlier_attempt_at_the_same_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(folder_lock, "_WAIT_SECONDS", 0.0)
+    program = (
+        "import sys, time; from pathlib import Path; from unitrain.lifecycle.folder_lock import FolderLock\n"
+        "assert FolderLock(Path(sys.argv[1])).take(1); print('held', flush=True); time.sleep(3)"
+    )
+    environ = {**os.environ, "UNITRAIN_JOB": "abc"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environ
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(
+            CheckpointError, match=r"in use by another job: process \d+ on host .*unitrain launch abc\."
+        ):
+            FolderLock(tmp_path).take(1)
+        monkeypatch.setenv("UNITRAIN_JOB", "abc")
+        lock = FolderLock(tmp_path)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            while not lock.take(0.2):
+                pass
+        assert holder.wait(10) == 0
+    assert len(caplog.messages) == 1  # not one per attempt
+    assert caplog.messages[0].startswith(f"Waiting for output folder '{tmp_path}', which process {holder.pid} on host")
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_released_by_the_last_holder_of_a_process_and_not_by_its_forks(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path / ".." / tmp_path.name)
+    assert first.take(0)
+    assert first.take(0)
+    assert second.take(0)
+    second.release()
+    second.release()
+    first.release()
+    child = os.fork()
+    if not child:
+        first.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    program = (
+        "import sys; from pathlib import Path; from unitrain.lifecycle.folder_lock import FolderLock\n"
+        "print(FolderLock(Path(sys.argv[1])).take(0))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    taken = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert taken.stdout == "False\n"
+    first.release()
+    taken = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert taken.stdout == "True\n"
+    assert first.take(0)  # that process has ended without releasing it
+    first.release()
+
+
+def test_a_file_system_without_locks_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path).fit(data())
+    (message,) = caplog.messages
+    assert message.startswith(f"The file system of output folder '{tmp_path}' has no locks ([Errno 38]")
+
+
+def test_only_folders_of_the_writer_are_removed(tmp_path: Path) -> None:
+    users = [".mine.unfinished", ".step-1.unfinished", ".step-000000001x.unfinished", "step-000000004.old"]
+    ours = [".step-000000009.unfinished", ".step-000000009.replaced.unfinished", ".probe-77.unfinished"]
+    for name in [*users, *ours]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes").write_text("kept")
+    trainer(tmp_path, keep_last=1).fit(data())
+    shutil.copytree(tmp_path / "step-000000008", tmp_path / "step-000000007.copy")
+    trainer(tmp_path, keep_last=1, epochs=3, resume=True).fit(data())
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {
+        *users, "step-000000007.copy", "step-000000012"
+    }  # fmt: skip
+
+
+def test_a_new_trainer_waits_for_what_an_earlier_one_is_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an exception in `fit`, which does not wait for the checkpoint that is being written."""
+    write = files.write
+    entered = threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        entered.set()
+        time.sleep(1.5)
+        write(*arguments)
+
+    class Fails(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.run.cursor.step == 5:
+                raise ValueError("stopped by the test")
+
+    monkeypatch.setattr(files, "write", slow)
+    with pytest.raises(Exception, match="stopped by the test"):
+        trainer(tmp_path, Fails()).fit(data())
+    assert entered.is_set()
+    assert list(tmp_path.glob("step-*")) == []
+    again = trainer(tmp_path, resume=True)
+    assert again.run.cursor.step == 4
+    again.fit(data())
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000000004", "step-000000008"]
+    assert not (tmp_path / ".lock").exists()
+
+
+def refused_on_all(backend: Backend, folder: str) -> str:
+    try:
+        trainer(Path(folder), backend=backend).fit(data())
+    except CheckpointError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_every_rank_is_refused_even_after_the_time_of_a_collective(tmp_path: Path, backend: str) -> None:
+    lock = FolderLock(tmp_path)
+    assert lock.take(0)
+    try:
+        with RankGroup(backend, 2, backend_timeout_seconds=3) as group:  # less than it waits for the lock
+            first, second = group.run(refused_on_all, str(tmp_path), timeout_seconds=60)
+    finally:
+        lock.release()
+    assert first == second
+    assert f"in use by another job: process {os.getpid()} on host" in first
