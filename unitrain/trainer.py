@@ -263,7 +263,10 @@ class Trainer:
         self.run.stopping.begin(cursor.step)
         # No name holds what is iterated over: where an error leaves the loop, its workers end at once.
         for batch, part in self._times.batches(
-            self._prefetch(
+            # A run may be resumed from the checkpoint of the last step of an epoch.
+            ()
+            if self._epoch_reached_limit()
+            else self._prefetch(
                 share.epoch(cursor.epoch, cursor.position), ahead=share.fetches_apart, beside=share.fetches_beside
             )
         ):
@@ -290,8 +293,7 @@ class Trainer:
             if config.dry_run:
                 self.stop("TrainConfig.dry_run trains one step")
                 self._sync()
-            limited = cursor.step_in_epoch == config.limit_train_steps
-            if limited or cursor.step == config.steps or self.run.stopping.reason is not None:
+            if self._epoch_reached_limit() or cursor.step == config.steps or self.run.stopping.reason is not None:
                 break
             if config.validate_every_steps and cursor.step % config.validate_every_steps == 0:
                 with self._times.spent_on("validation"):
@@ -300,7 +302,7 @@ class Trainer:
         # Checkpoints of earlier versions have no sums: a run resumed from one at the end of an epoch has no train_loss.
         losses = {"train_loss": self._loss.mean(epoch, cursor.step)} if self._loss.steps else {}
         seconds = self._times.stop()
-        if cursor.step_in_epoch == config.limit_train_steps or share.is_over(cursor.position):
+        if self._epoch_reached_limit() or share.is_over(cursor.position):
             cursor.epoch, cursor.sample, cursor.position, cursor.step_in_epoch = cursor.epoch + 1, 0, 0, 0
             self._loss.start()
 
@@ -319,6 +321,10 @@ class Trainer:
             self._save(results, row)
         self.run.record({**row, **self._times.gather()})
         return results
+
+    def _epoch_reached_limit(self) -> bool:
+        limit = self.config.limit_train_steps
+        return limit is not None and self.run.cursor.step_in_epoch >= limit
 
     def _save(self, results: dict[str, float], row: dict[str, Any] | None) -> None:
         with self._times.spent_on("checkpoint"):
