@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unitrain.backends.local import LocalBackend
 
@@ -18,6 +19,9 @@ class OneRank(LocalBackend):
 
     def allgather_object(self, obj: Any) -> list[Any]:
         return [obj] * self.size if self._gathered is None or obj is None else self._gathered
+
+    def allgather(self, tensor: Tensor) -> Tensor:
+        return torch.cat([tensor] * self.size)
 
 
 def rank_of(rank: int, size: int, gathered: list[Any] | None = None) -> OneRank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ class Evaluation:
 
         def evaluate_own() -> None:
             self._metrics.start()
-            for batch, samples in self._batches(share):
+            for batch, samples in self._batches(share, share):
                 with self._precision.autocast():
                     output, target = self._forward(self._model, batch)
                     loss = read_loss(self._loss_fn(output, target))
@@ -73,7 +73,7 @@ class Evaluation:
         outputs = Outputs()
 
         def predict_own() -> None:
-            for batch, samples in self._batches(share):
+            for batch, samples in self._batches(share, share.complete()):
                 with self._precision.autocast():
                     output = self._forward.output(self._model, batch)
                 outputs.add(output, samples)
@@ -82,8 +82,8 @@ class Evaluation:
             together(self._communicator, predict_own)
         return outputs.gather(self._communicator, share.dealt)
 
-    def _batches(self, share: EvaluationShare) -> Iterator[tuple[Any, int]]:
-        return self._prefetch(share, ahead=share.fetches_apart)
+    def _batches(self, share: EvaluationShare, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
+        return self._prefetch(batches, ahead=share.fetches_apart)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from itertools import tee
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from unitrain.data.contents import Counted, CountingCollate
 from unitrain.data.sampling import own_sampler
 from unitrain.data.workers import WorkerStart
 from unitrain.errors import ConfigError, DataError
@@ -27,6 +30,8 @@ Data = Dataset[Any] | DataLoader[Any]
 
 class Source:
     """A dataset that can be asked for any batch by its indices.
+
+    Where it `counts`, a batch may hold fewer samples than it was asked for; `counted` then serves instead of `batches`.
 
     `batch_size` is per rank, `shuffle` and `drop_last` are what the user asked of the training order. `sampler` is what
     a DataLoader has to decide it, if that is not one of torch's plain ones; without a batch size it makes whole
@@ -49,8 +54,15 @@ class Source:
         # Workers are seeded from it when they start, so that their augmentations repeat; the global one is spared.
         self._generator = torch.Generator()
         self._indices = _Indices()
+        # A `collate_fn` of the user's own may leave samples out.
+        self.counts = isinstance(data, DataLoader) and data.collate_fn is not default_collate
         self._loader = _loader(data, self._indices, num_workers, pin_memory, self._generator)
         self._tensors = _tensors(dataset) if self._is_plain() else None
+
+    @property
+    def prepared(self) -> int:
+        """How many batches the workers have ready, or are about to."""
+        return prepared_batches(self._loader)
 
     @property
     def fetches_apart(self) -> bool:
@@ -76,14 +88,30 @@ class Source:
         """
         if self._tensors is not None and isinstance(order, Tensor):
             return self._gather(*self._tensors, order, positions)
+        assert not self.counts
+        self._begin(order, positions, worker_seed)
+        return iter(self._loader)
+
+    def counted(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> Generator[Counted]:
+        """Yield what `batches` yields, with the number of samples in it. The workers end with the generator."""
+        if self.counts:
+            self._begin(order, positions, worker_seed)
+            with closing(fetch(self._loader)) as made:
+                yield from made
+        else:
+            positions, ahead = tee(positions)
+            for part, batch in zip(positions, self.batches(order, ahead, worker_seed), strict=True):
+                items = len(order[part])
+                yield Counted(items, items, batch)
+
+    def _begin(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> None:
         self._generator.manual_seed(worker_seed)
         taken = (order[part] for part in positions)
         self._indices.batches = (part.tolist() if isinstance(part, Tensor) else part for part in taken)
-        return iter(self._loader)
 
     def _is_plain(self) -> bool:
         """Whether nothing of the user's runs between the dataset and the batch."""
-        return self._loader.num_workers == 0 and self._loader.collate_fn is default_collate
+        return self._loader.num_workers == 0 and not self.counts
 
     def _gather(
         self, tensors: tuple[Tensor, ...], subset: Tensor | None, order: Tensor, positions: Iterator[slice]
@@ -124,13 +152,30 @@ def _loader(
             worker_init_fn=WorkerStart(),
             generator=generator,
         )
+    collate = data.collate_fn
     return DataLoader(
         data.dataset,
         batch_sampler=indices,
-        collate_fn=data.collate_fn,
+        collate_fn=collate if collate is default_collate else CountingCollate(collate),
         generator=generator,
         **worker_settings(data),
     )
+
+
+def fetch(loader: DataLoader[Any]) -> Generator[Any]:
+    """Yield the batches of `loader`; its workers end with the generator, except persistent ones."""
+    fetched = iter(loader)
+    try:
+        yield from fetched
+    finally:
+        # Left to the garbage collector, as an error's traceback leaves it, each worker would take five seconds.
+        if loader.num_workers and not loader.persistent_workers:
+            fetched._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def prepared_batches(loader: DataLoader[Any]) -> int:
+    """Return how many batches the workers of `loader` have ready, or are about to."""
+    return loader.num_workers * (loader.prefetch_factor or 0)
 
 
 def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -158,7 +203,8 @@ def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
         if inner is None:
             return None
         tensors, subset = inner
-        indices = _subset_indices(dataset.indices, len(dataset.dataset))
+        whole: Any = dataset.dataset
+        indices = _subset_indices(dataset.indices, len(whole))
         return None if indices is None else (tensors, indices if subset is None else subset[indices])
     if type(dataset) is TensorDataset and len({tensor.device for tensor in dataset.tensors}) == 1:
         return dataset.tensors, None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
 from itertools import chain, islice, pairwise, tee
 from operator import itemgetter
 from typing import Any
@@ -16,7 +16,9 @@ from unitrain.backends.base import Communicator, together
 from unitrain.config import StreamKind, TrainConfig, Uneven
 from unitrain.data.alike import check_alike
 from unitrain.data.batching import KeptBatch, batching_of
+from unitrain.data.contents import Counted
 from unitrain.data.loading import Data, Source, comes_in_turn
+from unitrain.data.lockstep import Lockstep, agreed_ahead
 from unitrain.data.order import Dealt, Slice, batch_slices, epoch_order, training_slices
 from unitrain.data.sampling import Drawn, draw
 from unitrain.data.stream import StreamSource, open_stream
@@ -88,6 +90,17 @@ class TrainingShare(TrainingData):
                 )
             self._end_of(source.length)
         self._end = 0
+        self._lockstep: Lockstep | None = None
+        # On one rank its collate_fn may be torch's, as of a DataLoader of other data.
+        if any(communicator.allgather_object(source.counts)):
+            self._lockstep = Lockstep(
+                communicator,
+                accumulate=self._accumulate,
+                uneven=uneven,
+                ahead=agreed_ahead(source.prepared, communicator),
+                full=None,
+                copies=source.prepared == 0,
+            )
 
     @property
     def order(self) -> dict[str, Any]:
@@ -102,7 +115,7 @@ class TrainingShare(TrainingData):
     @property
     def fetches_beside(self) -> bool:
         """Whether it may be fetched so while gradients travel, and there are any: no rank asks another for it."""
-        return self._size > 1 and self._source.fetches_apart
+        return self._size > 1 and self._source.fetches_apart and self._lockstep is None
 
     def steps_in_epoch(self, start: int = 0) -> int | None:
         """Return the number of optimizer steps from position `start` to the end of an epoch, 0 past it."""
@@ -132,12 +145,17 @@ class TrainingShare(TrainingData):
         # A few hundred are planned at a time: one by one, each would take several times as long, because the steps in
         # between fill the caches. Workers fetch batches ahead of the loop, so positions and slices are read apart.
         slices, ahead = tee(chain.from_iterable(iter(lambda: list(islice(planned, _PLANNED)), [])))
-        batches = self._source.batches(order, map(itemgetter(0), ahead), worker_seed)
-        return zip(batches, slices, strict=True)
+        positions = map(itemgetter(0), ahead)
+        if self._lockstep is not None:
+            source = self._source
+            return self._lockstep.planned(
+                lambda: source.counted(order, positions, worker_seed), slices, begun=start > 0
+            )
+        return zip(self._source.batches(order, positions, worker_seed), slices, strict=True)
 
     def is_over(self, position: int) -> bool:
         """Whether no step follows after `position`."""
-        return position >= self._end
+        return position >= self._end or (self._lockstep is not None and self._lockstep.ended)
 
     def _plan(self, epoch: int, start: int) -> tuple[Tensor | list[Any], Iterator[Slice]]:
         """Return the order of an epoch, and this rank's micro-steps over it; note where it ends."""
@@ -207,6 +225,7 @@ class EvaluationShare:
     ) -> None:
         self._limit = limit_batches
         what, setting, rank, size = "The evaluation data", "eval_batch_size", communicator.rank, communicator.size
+        self._rank = rank
         self._source: Source | StreamSource
         if comes_in_turn(data):
             self._source = open_stream(
@@ -249,14 +268,29 @@ class EvaluationShare:
         return "batches" if self._source.batch_size is None else "samples"
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number of samples in it)."""
+        """Yield (batch, number of samples in it), except batches without a sample."""
+        with closing(self._counted()) as batches:
+            yield from ((batch, samples) for _, samples, batch in batches if samples)
+
+    def complete(self) -> Iterator[tuple[Any, int]]:
+        """Yield (batch, number of samples in it). Raises DataError, on this rank alone, where a sample is missing."""
+        with closing(self._counted()) as batches:
+            for items, samples, batch in batches:
+                if samples != items:
+                    raise DataError(
+                        f"predict returns one output per sample, but on rank {self._rank} the DataLoader's collate_fn "
+                        f"made a batch of {samples} from {items} samples. Leave such samples out of the dataset, for "
+                        "example with torch.utils.data.Subset(dataset, indices), or let collate_fn keep all of them."
+                    )
+                if samples:
+                    yield batch, samples
+
+    def _counted(self) -> Generator[Counted]:
         if isinstance(self._source, StreamSource):
-            batches = islice(self._source.batches(epoch=0), self._limit)
-            yield from ((batch, samples) for samples, batch in batches)
+            with closing(self._source.batches(epoch=0)) as batches:
+                yield from islice(batches, self._limit)
         else:
-            parts = self._parts[: self._limit]
-            for part, batch in zip(parts, self._source.batches(self._order, iter(parts), worker_seed=0), strict=True):
-                yield batch, part.stop - part.start
+            yield from self._source.counted(self._order, iter(self._parts[: self._limit]), worker_seed=0)
 
 
 def open_training_data(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain, count, islice
 from typing import Any
 
@@ -14,13 +14,11 @@ from torch.utils.data._utils import worker as worker_module
 from unitrain.backends.base import Communicator, together
 from unitrain.config import StreamKind
 from unitrain.data.alike import check_alike
-from unitrain.data.contents import count_samples, fingerprint
-from unitrain.data.loading import Data, own_batch_size, worker_settings
+from unitrain.data.contents import Counted, CountingCollate, count_samples, fingerprint
+from unitrain.data.loading import Data, fetch, own_batch_size, prepared_batches, worker_settings
 from unitrain.data.sampling import begin_epoch, own_sampler
 from unitrain.data.workers import WorkerStart
 from unitrain.randomness import OwnGenerators, Stream, derive_seed
-
-Counted = tuple[int, Any]
 
 
 class StreamSource:
@@ -90,21 +88,16 @@ class StreamSource:
     @property
     def prepared(self) -> int:
         """How many batches the workers have ready, or are about to."""
-        return self.workers * (self._loader.prefetch_factor or 0)
+        return prepared_batches(self._loader)
 
     def batches(self, epoch: int, start: int = 0) -> Generator[Counted]:
-        """Yield (samples, batch), of a shared stream from item `start` on; what is before is passed over by count."""
+        """Yield each batch, of a shared stream from item `start` on; what is before is passed over by count."""
         self._batches.begin(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, Stream.WORKERS, epoch, self._rank))
-        fetched = iter(self._loader)
-        try:
-            for samples, batch, first_item in fetched:
+        with closing(fetch(self._loader)) as made:
+            for counted, first_item in made:
                 self.first_item = first_item
-                yield (count_samples(batch) if samples is None else samples), batch
-        finally:
-            # Left to the garbage collector, as an error's traceback leaves it, each worker would take five seconds.
-            if self.workers and not self._loader.persistent_workers:
-                fetched._shutdown_workers()  # type: ignore[attr-defined]
+                yield counted
 
 
 def open_stream(
@@ -146,8 +139,8 @@ def open_stream(
     return source
 
 
-# The samples, where they are known; the batch; and the fingerprint of the first item that was seen.
-_Made = tuple[int | None, Any, int | None]
+# A batch, and the fingerprint of the first item that was seen.
+_Made = tuple[Counted, int | None]
 
 
 class _Batches(IterableDataset[_Made]):
@@ -199,10 +192,16 @@ class _Batches(IterableDataset[_Made]):
                 return
             if self._load is not None:
                 items = [self._load(item) for item in items]
-            if self._batch_size is None:
-                yield None, self.collate(items[0]), self._first_item
-            else:
-                yield len(items), self.collate(items), self._first_item
+            yield self._made(items), self._first_item
+
+    def _made(self, items: list[Any]) -> Counted:
+        if self._batch_size is None:
+            batch = self.collate(items[0])
+            samples = 0 if batch is None else count_samples(batch)
+            return Counted(samples, samples, batch)
+        if self.collate is default_collate:
+            return Counted(len(items), len(items), self.collate(items))
+        return CountingCollate(self.collate)(items)
 
     def _dealt(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
         """Yield the items of each batch that is this rank's and worker's, of a stream that is the same everywhere."""

@@ -11,7 +11,7 @@ from unitrain.config import StreamKind, Uneven
 from unitrain.data.alike import check_alike
 from unitrain.data.batching import KeptBatch, batching_of
 from unitrain.data.loading import Data
-from unitrain.data.lockstep import Lockstep
+from unitrain.data.lockstep import Lockstep, agreed_ahead
 from unitrain.data.order import Slice
 from unitrain.data.stream import StreamSource, open_stream
 from unitrain.data.training_data import TrainingData
@@ -19,9 +19,6 @@ from unitrain.errors import DataError
 from unitrain.randomness import capture_generators, restore_generators
 
 _log = logging.getLogger(__name__)
-
-# How many batches a rank holds at most while the ranks agree on their sizes, if its workers have prepared so many.
-_AHEAD = 8
 
 
 class TrainingStream(TrainingData):
@@ -84,14 +81,12 @@ class TrainingStream(TrainingData):
                 *(batching.whole, communicator.size, self.global_batch_size),
             )
         self._communicator = communicator
-        # Batches that workers have prepared anyway are held no longer for that; without workers none is made early.
-        ahead = min(_AHEAD, *communicator.allgather_object(source.prepared))
         full = self.global_batch_size if source.drop_last and source.kind == "shared" else None
         self._lockstep = Lockstep(
             communicator,
             accumulate=batching.accumulate,
             uneven=uneven,
-            ahead=ahead,
+            ahead=agreed_ahead(source.prepared, communicator),
             full=full,
             copies=source.may_reuse_memory,
         )

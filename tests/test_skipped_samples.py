@@ -1,0 +1,283 @@
+"""A `collate_fn` that leaves samples out: a batch counts with the samples that it holds, in training and evaluation.
+
+What is trained on is shown by numbers: the parameters are those of a plain loop in one process over the samples that
+each step should have had.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
+
+from unitrain import TrainConfig, Trainer, UnitrainError
+from unitrain.backends.base import Backend
+from unitrain.data.contents import held_samples
+from unitrain.testing import RankGroup
+
+LENGTH, GLOBAL_BATCH = 70, 12
+GENERATOR = torch.Generator().manual_seed(2)
+INPUTS = torch.randn(LENGTH, 6, generator=GENERATOR)
+TARGETS = torch.randint(3, (LENGTH,), generator=GENERATOR)
+# In the first step each second sample and in the next one a whole half, so that a rank may have none; a whole step in
+# the middle; a few at the end.
+BAD = {1, 3, 5, 7, 9, 11, *range(18, 24), *range(36, 48), 49, 52, 69}
+GROUPS = [("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
+Steps = list[list[int]]
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+class Samples(Dataset[Any]):
+    """Samples of which some are None."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index in BAD else (INPUTS[index], TARGETS[index])
+
+
+class SampleStream(IterableDataset[Any]):
+    """The same, one after the other: those of rank `first`, of `step`."""
+
+    def __init__(self, first: int = 0, step: int = 1) -> None:
+        self.indices = range(first, LENGTH, step)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (Samples()[index] for index in self.indices)
+
+
+def drop_none(items: list[Any]) -> Any:
+    """Return None where nothing is left."""
+    kept = [item for item in items if item is not None]
+    return default_collate(kept) if kept else None
+
+
+def drop_in_place(items: list[Any]) -> tuple[Tensor, Tensor]:
+    """Return empty tensors where nothing is left."""
+    items[:] = [item for item in items if item is not None]
+    inputs = [item[0] for item in items]
+    return torch.stack(inputs) if inputs else torch.empty(0, 6), torch.tensor([int(item[1]) for item in items])
+
+
+COLLATE = {"none": drop_none, "empty": drop_in_place}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def good(indices: Any) -> list[int]:
+    return [index for index in indices if index not in BAD]
+
+
+def by_hand(steps: Steps) -> list[Tensor]:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in steps:
+        nn.functional.cross_entropy(model(INPUTS[step]), TARGETS[step]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def global_steps(kind: str, size: int) -> Steps:
+    """Return the good samples of each step; the global batch is of so many samples, good or bad."""
+    if kind == "batch_sampler":
+        blocks = [range(at, min(at + 4 * size, LENGTH)) for at in range(0, LENGTH, 4 * size)]
+    else:
+        blocks = [range(at, min(at + GLOBAL_BATCH, LENGTH)) for at in range(0, LENGTH, GLOBAL_BATCH)]
+    if kind == "own":  # the ranks' streams may end at different places, but each step takes a batch of each
+        shards = [range(rank, LENGTH, size) for rank in range(size)]
+        each = GLOBAL_BATCH // size
+        blocks = [
+            [index for shard in shards for index in shard[at : at + each]] for at in range(0, len(shards[0]), each)
+        ]
+    return [step for block in blocks if (step := good(block))]
+
+
+def loader(backend: Backend, kind: str, collate: str, workers: int, accumulate: int) -> Any:
+    batch_size = GLOBAL_BATCH // (backend.size * accumulate)
+    settings: dict[str, Any] = {"collate_fn": COLLATE[collate], "num_workers": workers}
+    if kind == "batch_sampler":
+        return DataLoader(Samples(), batch_sampler=BatchSampler(range(LENGTH), 4, drop_last=False), **settings)
+    data: Any = {
+        "map": Samples,
+        "shared": SampleStream,
+        "own": lambda: SampleStream(backend.rank, backend.size),
+    }[kind]()
+    return DataLoader(data, batch_size=batch_size, **settings)
+
+
+def trainer_of(backend: Backend, kind: str, **settings: Any) -> Trainer:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    settings = {"epochs": 2, "progress": "off", "stream": "own" if kind == "own" else "shared", **settings}
+    config = TrainConfig(**settings)
+    return Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
+
+
+def train(backend: Backend, kind: str, collate: str, workers: int, accumulate: int, settings: dict[str, Any]) -> Any:
+    trainer = trainer_of(backend, kind, accumulate=accumulate, **settings)
+    data = loader(backend, kind, collate, workers, accumulate)
+    results = trainer.fit(data, data)
+    cursor = trainer.run.cursor
+    parameters = [parameter.detach().clone() for parameter in trainer.backend.unwrap(trainer.model).parameters()]
+    return parameters, results, (cursor.epoch, cursor.step, cursor.sample)
+
+
+def mean_loss(parameters: list[Tensor], indices: list[int]) -> float:
+    model = network()
+    for parameter, value in zip(model.parameters(), parameters, strict=True):
+        parameter.data.copy_(value)
+    return nn.functional.cross_entropy(model(INPUTS[indices]), TARGETS[indices]).item()
+
+
+@pytest.mark.parametrize("kind", ["map", "shared", "own"])
+@pytest.mark.parametrize(
+    ("collate", "workers", "accumulate"), [("none", 0, 1), ("empty", 2, 1), ("empty", 0, 2), ("none", 2, 2)]
+)
+def test_a_step_is_the_mean_over_the_samples_that_its_batches_hold(
+    group: RankGroup, kind: str, collate: str, workers: int, accumulate: int
+) -> None:
+    if kind == "own" and workers:
+        pytest.skip("each worker would have the whole stream of its rank")
+    if kind == "own" and accumulate > 1:
+        pytest.skip("a step is of other samples")
+    steps = global_steps(kind, group.size)
+    expected = by_hand(steps * 2)
+    for parameters, results, cursor in group.run(train, kind, collate, workers, accumulate, {}):
+        for found, wanted in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+        assert cursor == (2, 2 * len(steps), 0)
+        assert results["val_loss"] == pytest.approx(mean_loss(expected, good(range(LENGTH))), rel=1e-5)
+
+
+def test_whole_batches_are_weighted_by_the_samples_that_they_hold(group: RankGroup) -> None:
+    steps = global_steps("batch_sampler", group.size)
+    expected = by_hand(steps * 2)
+    for uneven in ("weight", "drop"):
+        if uneven == "drop" and -(-LENGTH // 4) % group.size:
+            continue  # fewer steps
+        for parameters, _, _ in group.run(train, "batch_sampler", "empty", 0, 1, {"uneven": uneven}):
+            for found, wanted in zip(parameters, expected, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["map", "shared"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(group: RankGroup, kind: str, workers: int, tmp_path: Path) -> None:
+    arguments = kind, "empty", workers, 1
+    steps = (global_steps(kind, group.size) * 2)[:9]
+    expected = by_hand(steps)
+    for end in (1, 2, 3, 5, 6, 9):
+        settings = {"epochs": None, "steps": end, "output_dir": str(tmp_path), "resume": True}
+        parts = group.run(train, *arguments, settings)
+    for parameters, _, (_, step, sample) in parts:
+        assert (step, sample) == (9, sum(map(len, steps[5:])))
+        for found, wanted in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def predict(backend: Backend, kind: str) -> str:
+    trainer = trainer_of(backend, kind)
+    try:
+        trainer.predict(loader(backend, kind, "empty", 0, 1))
+    except UnitrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize("kind", ["map", "shared", "own"])
+def test_predictions_that_would_lack_samples_are_refused(group: RankGroup, kind: str) -> None:
+    batch_size = GLOBAL_BATCH // group.size
+    for text in group.run(predict, kind):
+        assert text.startswith("DataError: predict returns one output per sample, but on rank 0 the DataLoader's")
+        assert f"from {batch_size} samples. Leave such samples out of the dataset" in text
+
+
+def keep_nothing(items: list[Any]) -> None:
+    return None
+
+
+def train_on_nothing(backend: Backend, kind: str) -> str:
+    trainer = trainer_of(backend, kind, epochs=None, steps=3)
+    data: Any = Samples() if kind == "map" else SampleStream()
+    try:
+        trainer.fit(DataLoader(data, batch_size=4, collate_fn=keep_nothing))
+    except UnitrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize("kind", ["map", "shared"])
+def test_an_epoch_without_any_sample_is_an_error(group: RankGroup, kind: str) -> None:
+    texts = group.run(train_on_nothing, kind)
+    assert len(set(texts)) == 1
+    wanted = "The training data has no sample in a whole epoch: " if kind == "map" else "SampleStream ended before"
+    assert texts[0].startswith(f"DataError: {wanted}"), texts[0]
+
+
+# What a batch holds.
+
+ITEMS = [(torch.zeros(5), 1) for _ in range(4)]
+IMAGES = [(torch.zeros(3, 8, 8), {"boxes": torch.zeros(at, 4), "labels": torch.zeros(at)}) for at in (1, 2, 3, 2)]
+SEQUENCES = [(torch.zeros(at), torch.zeros(at)) for at in (7, 5, 6, 2)]
+RECORDS = [{"x": torch.zeros(5), "name": "a"} for _ in range(4)]
+Pair = namedtuple("Pair", ["inputs", "targets"])
+HELD: list[tuple[str, Any, list[Any], int]] = [
+    ("all", default_collate(ITEMS), ITEMS, 4),
+    ("fewer", default_collate(ITEMS[:3]), ITEMS, 3),
+    ("one of two", default_collate(ITEMS[:1]), ITEMS[:2], 1),
+    ("None", None, ITEMS, 0),
+    ("nothing", [], ITEMS, 0),
+    ("empty tensors", (torch.zeros(0, 5), torch.zeros(0)), ITEMS, 0),
+    ("one tensor", torch.zeros(3, 5), [torch.zeros(5)] * 4, 3),
+    ("as many features as items", (torch.zeros(4, 5), torch.zeros(4, 5)), [(torch.zeros(5), torch.zeros(5))] * 5, 4),
+    ("named tuple", Pair(torch.zeros(3, 5), torch.zeros(3)), ITEMS, 3),
+    ("mapping", {"x": torch.zeros(3, 5), "name": ["a"] * 3}, RECORDS, 3),
+    ("nested", ({"x": torch.zeros(3, 5), "mask": torch.zeros(3)}, torch.zeros(3)), ITEMS, 3),
+    ("arrays", (np.zeros((3, 5)), np.zeros(3)), ITEMS, 3),
+    ("two views", (default_collate(RECORDS[:3]), default_collate(RECORDS[:3])), RECORDS, 3),
+    ("the items themselves", ITEMS[:3], ITEMS, 3),
+    ("records", [dict(record) for record in RECORDS[:3]], RECORDS, 3),
+    ("lists of images", tuple(zip(*IMAGES, strict=True)), IMAGES, 4),
+    ("lists of fewer images", tuple(zip(*IMAGES[:2], strict=True)), IMAGES, 2),
+    ("lists of one image", tuple(zip(*IMAGES[:1], strict=True)), IMAGES[:2], 1),
+    ("time first", (torch.zeros(7, 4), torch.zeros(7, 4)), SEQUENCES, 4),
+    ("concatenated with offsets", (torch.zeros(20), torch.zeros(4), torch.zeros(4)), SEQUENCES, 4),
+    ("lists of text", (["a b", "c"], torch.zeros(2)), ITEMS, 2),
+    ("an object", object(), ITEMS, 4),
+    ("a number", torch.zeros(()), ITEMS, 4),
+    ("no two alike", (torch.zeros(7), torch.zeros(2, 9)), SEQUENCES, 4),
+    ("packed", (nn.utils.rnn.pack_sequence([one for one, _ in SEQUENCES], False), torch.zeros(4)), SEQUENCES, 4),
+]
+
+
+@pytest.mark.parametrize(("batch", "items", "held"), [case[1:] for case in HELD], ids=[case[0] for case in HELD])
+def test_how_many_samples_a_batch_holds(batch: Any, items: list[Any], held: int) -> None:
+    assert held_samples(batch, items) == held
+
+
+def test_bad_samples_are_where_they_matter() -> None:
+    """Guards the tests above against samples that are left out of all batches alike."""
+    for size in (2, 3):
+        differences = 0
+        for first in range(0, LENGTH, GLOBAL_BATCH):
+            counts = {len(good(range(first + rank, first + GLOBAL_BATCH, size))) for rank in range(size)}
+            differences += len(counts) > 1
+        assert differences
+    assert not good(range(36, 48))
