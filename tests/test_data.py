@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     Subset,
     TensorDataset,
@@ -63,7 +64,8 @@ def indices_of(share: TrainingShare, epoch: int = 0, start: int = 0) -> list[int
 
 
 def taken_by(part: Slice) -> range:
-    return range(part.positions.start, part.positions.stop) if part.samples else range(0)
+    positions = part.positions
+    return range(positions.start, positions.stop, positions.step or 1) if part.samples else range(0)
 
 
 @pytest.mark.parametrize(("size", "batch", "accumulate"), CASES)
@@ -150,11 +152,29 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
     assert torch.equal(one, epoch_order(100, seed=1, epoch=2, shuffle=True))
     assert torch.equal(before, torch.get_rng_state())
     assert sorted(one.tolist()) == list(range(100))
-    others = [
-        epoch_order(100, seed=seed, epoch=epoch, shuffle=True) for seed, epoch in ((1, 3), (2, 2), (2, 1), (0, 2))
-    ]
+    others = [epoch_order(100, seed=seed, epoch=epoch, shuffle=True) for seed, epoch in ((1, 3), (2, 2), (0, 2))]
     assert not any(torch.equal(one, other) for other in others)
     assert epoch_order(4, seed=1, epoch=2, shuffle=False).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_batches_of_each_rank_are_those_of_a_distributed_sampler(size: int, shuffle: bool, accumulate: int) -> None:
+    dataset = tensors(3 * size * 2 * accumulate)
+    for rank in range(size):
+        share = TrainingShare(
+            dataset, rank_of(rank, size), batch_size=3, accumulate=accumulate, seed=5, shuffle=shuffle
+        )
+        sampler = DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=5)
+        for epoch in (0, 1, 4):
+            sampler.set_epoch(epoch)
+            expected = [batch[1].tolist() for batch in DataLoader(dataset, batch_size=3, sampler=sampler)]
+            assert [batch[1].tolist() for batch, _ in share.epoch(epoch)] == expected
+
+
+def test_a_seed_may_be_any_number() -> None:
+    assert len(epoch_order(4, seed=2**70, epoch=3, shuffle=True)) == 4
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

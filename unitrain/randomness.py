@@ -16,7 +16,6 @@ import torch
 class Stream(IntEnum):
     """What a derived seed is for, so that two uses never share their numbers."""
 
-    ORDER = 1
     WORKERS = 2
     RANK = 3
     SHARED = 4

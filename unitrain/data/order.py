@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from unitrain.config import Uneven
-from unitrain.randomness import Stream, derive_seed
 
 Dealt = Literal["samples", "batches"]
 
@@ -46,10 +45,14 @@ class Slice(NamedTuple):
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """Return the indices of one epoch over all ranks, int64 [length]: a pure function of its arguments."""
+    """Return the indices of one epoch over all ranks, int64 [length]: a pure function of its arguments.
+
+    The order is that of torch's DistributedSampler with the same `seed`, after `set_epoch(epoch)`, so that a port of a
+    script that uses it trains on the same batches.
+    """
     if not shuffle:
         return torch.arange(length)
-    return torch.randperm(length, generator=torch.Generator().manual_seed(derive_seed(seed, Stream.ORDER, epoch)))
+    return torch.randperm(length, generator=torch.Generator().manual_seed((seed + epoch) % 2**64))
 
 
 def training_slices(
@@ -59,9 +62,9 @@ def training_slices(
 
     Each step takes the next size * batch_size * accumulate positions, or `whole` of them where it is fewer, so the
     samples of a step depend on this and not on the number of ranks. They are taken in as few micro-steps as hold them,
-    as those that are left to the last step are, and shared so that no rank has more than one sample more than another;
-    a rank gets none in a micro-step only when there are too few for every rank to have one. All ranks have the same
-    number of micro-steps.
+    as those that are left to the last step are. The positions of a micro-step go to the ranks in turn, as with torch's
+    DistributedSampler, so no rank has more than one sample more than another; a rank gets none in a micro-step only
+    when there are too few for every rank to have one. All ranks have the same number of micro-steps.
     """
     per_micro_step = size * batch_size
     whole = whole or per_micro_step * accumulate
@@ -69,13 +72,15 @@ def training_slices(
         total = min(whole, end - block)
         micro_steps = -(-total // per_micro_step)
         base, extra = divmod(total, micro_steps * size)
-        for share in range(rank, micro_steps * size, size):
-            samples = base + (share < extra)
-            first = block + share * base + min(share, extra)
+        first = block
+        for micro_step in range(micro_steps):
+            after = first + base * size + min(max(0, extra - micro_step * size), size)
+            samples = len(range(first + rank, after, size))
             # A rank without samples must still run forward and backward, or the others would wait for its gradients.
             # It borrows the step's first sample, which rank 0 trains on anyway, so it brings in no nan of its own.
-            positions = slice(first, first + samples) if samples else slice(block, block + 1)
-            yield Slice(positions, samples, total, block + total, share + size >= micro_steps * size)
+            positions = slice(first + rank, after, size) if samples else slice(block, block + 1)
+            yield Slice(positions, samples, total, block + total, micro_step == micro_steps - 1)
+            first = after
 
 
 def batch_slices(

@@ -105,7 +105,9 @@ class TrainingShare(TrainingData):
     @property
     def order(self) -> dict[str, Any]:
         """What decides, beside the seed, which sample is at a position of an epoch."""
-        return {"length": self._source.length, "shuffle": self._source.shuffle, "sampler": self._sampler_name}
+        order = {"length": self._source.length, "shuffle": self._source.shuffle, "sampler": self._sampler_name}
+        # Earlier versions drew another permutation.
+        return {**order, "permutation": "of DistributedSampler"} if self._source.shuffle else order
 
     @property
     def fetches_apart(self) -> bool:
