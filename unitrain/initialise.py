@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from unitrain import environment, supervised
 from unitrain.backends import registry
 from unitrain.errors import ConfigError, LauncherMismatchError
+from unitrain.worker_processes import end_workers_with_rank
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,7 @@ def init(
 
     from unitrain.backends.base import StartOptions
 
+    end_workers_with_rank()
     started = backend_class.start(StartOptions(placement, device, transport, timedelta(seconds=timeout_seconds)))
     if (started.rank, started.size) != (placement.rank, placement.size):
         # Otherwise N processes would each train alone and overwrite each other's results, all with exit code 0.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unitrain.backends.ledger import Ledger, Line, differences
-from unitrain.backends.whereabouts import whereabouts
+from unitrain.backends.whereabouts import LOADS, whereabouts
 
 NO_ANSWER = "gives no answer: its process is gone or stopped, or its host cannot be reached"
 
@@ -36,6 +36,11 @@ class Answer:
         """Return where this process's main thread is now; any thread may ask."""
         doing, stack = whereabouts(lambda: ledger.latest)
         return cls(doing if _waits(doing) else doing + ledger.last, stack, ledger.lines())
+
+    @property
+    def loads_data(self) -> bool:
+        """Whether the rank waits for a worker of its DataLoader, and not for other ranks."""
+        return self.doing.startswith(LOADS)
 
     @classmethod
     def read(cls, text: bytes) -> Answer:

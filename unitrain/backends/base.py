@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.knobs import Knob
-from unitrain.backends.whereabouts import call_site
+from unitrain.backends.whereabouts import call_site as call_site
 from unitrain.environment import Placement
 from unitrain.errors import (
     CollectiveMismatchError,

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from unitrain.backends.answers import name_ranks
 from unitrain.backends.ledger import Ledger, differences
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.watch import Watch
@@ -43,11 +44,14 @@ class Waiting:
             return f"{told}: rank 0 is gone. Look at the first error that rank 0 logged."
         names = ", ".join(map(str, missing)) or "none, all came but too late"
         answers = self._watch.ask(missing) if self._watch is not None and missing else {}
+        advice = "Look at what those ranks do"
+        if loading := [one for one, answer in answers.items() if answer.loads_data]:
+            advice = f"{name_ranks(loading).capitalize()} waits for data: look at its dataset"
         ledgers = {rank: self._ledger.lines(), **{one: answer.ledger for one, answer in answers.items()}}
         return "\n".join(
             [
                 f"{told}; ranks that have not come: {names}. "
-                "Look at what those ranks do, or allow more time: unitrain.init(timeout_seconds=...).",
+                f"{advice}, or allow more time: unitrain.init(timeout_seconds=...).",
                 *(f"Rank {one} {answer.doing}" for one, answer in answers.items()),
                 *differences(ledgers),
             ]

@@ -17,6 +17,8 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _MOST_FRAMES = 14
 # What a function is called that waits for other ranks.
 _WAITS = "wait_for_ranks"
+# How the description of a rank begins that waits for a worker of its DataLoader.
+LOADS = "waits for a batch"
 
 
 def whereabouts(waits: Callable[[], str]) -> tuple[str, list[str]]:
@@ -54,10 +56,13 @@ def place(file: str, line: int) -> str:
 def _describe(stack: list[FrameType], waits: Callable[[], str]) -> str:
     user = next((at for at in reversed(range(len(stack))) if not _is_library(stack[at]) and not _is_ours(stack[at])), 0)
     told = f"at {place(stack[user].f_code.co_filename, stack[user].f_lineno)}"
-    if any(_is_ours(frame) and frame.f_code.co_name == _WAITS for frame in stack):
-        return f"waits in {waits()}, {told}"
-    if any(frame.f_code.co_name == "_engine_run_backward" for frame in stack):
-        return f"is in the backward pass, which reduces the gradients, {told}"
+    for frame in reversed(stack):  # a batch may be fetched, and a collective called, inside a backward
+        if _is_ours(frame) and frame.f_code.co_name == _WAITS:
+            return f"waits in {waits()}, {told}"
+        if (worker := _awaited_worker(frame)) is not None:
+            return f"{LOADS} from {worker}, {told}"
+        if frame.f_code.co_name == "_engine_run_backward":
+            return f"is in the backward pass, which reduces the gradients, {told}"
     ours = max((at for at, frame in enumerate(stack) if _is_ours(frame)), default=user)
     inner = max(ours, user)
     if inner + 1 < len(stack):
@@ -65,6 +70,22 @@ def _describe(stack: list[FrameType], waits: Callable[[], str]) -> str:
     if ours > user:
         told += f" ({_qualified(stack[ours])})"
     return f"is {told}"
+
+
+def _awaited_worker(frame: FrameType) -> str | None:
+    """Return the DataLoader worker that `frame` waits for, and what it is doing where that is known."""
+    if frame.f_code.co_name != "_next_data" or not frame.f_code.co_filename.endswith("torch/utils/data/dataloader.py"):
+        return None
+    try:
+        iteration = frame.f_locals["self"]
+        number = iteration._task_info[iteration._rcvd_idx][0]
+        named = f"worker {number} (process {iteration._workers[number].pid}) of its DataLoader"
+    except (AttributeError, KeyError, IndexError):  # another version of torch, or a loader without workers
+        return None
+    # Workers of the Trainer report it.
+    report = getattr(iteration._worker_init_fn, "doing", None)
+    doing = report(number) if callable(report) else ""
+    return f"{named}, which {doing}" if doing else named
 
 
 def _outermost_first(frame: FrameType) -> list[FrameType]:

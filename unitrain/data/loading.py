@@ -149,7 +149,7 @@ def _loader(
             batch_sampler=indices,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            worker_init_fn=WorkerStart(),
+            worker_init_fn=WorkerStart(workers=num_workers),
             generator=generator,
         )
     collate = data.collate_fn
@@ -185,7 +185,7 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
-        "worker_init_fn": WorkerStart(loader.worker_init_fn),
+        "worker_init_fn": WorkerStart(loader.worker_init_fn, loader.num_workers),
         "multiprocessing_context": loader.multiprocessing_context,
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,

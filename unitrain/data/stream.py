@@ -269,6 +269,6 @@ def _loader(
     settings = (
         worker_settings(data)
         if isinstance(data, DataLoader)
-        else {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": WorkerStart()}
+        else {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": WorkerStart(workers=num_workers)}
     )
     return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=generator, **settings)

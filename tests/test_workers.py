@@ -1,0 +1,113 @@
+"""Workers of DataLoaders that hang: they end with their rank, and what they hang in is reported."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launches import started
+
+from unitrain import environment
+
+PROGRAM = """\
+import os, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+import unitrain
+
+KIND, SECONDS = sys.argv[1], float(sys.argv[2])
+
+class Items(Dataset):
+    def __init__(self, hangs):
+        self.hangs = hangs
+    def __len__(self):
+        return 120
+    def __getitem__(self, index):
+        if self.hangs and index > 40:
+            open(f"{__file__}.{os.getpid()}.hangs", "w").close()
+            time.sleep(3000)
+        return torch.ones(3), torch.ones(1)
+
+class Stream(IterableDataset):
+    def __init__(self, hangs):
+        self.items = Items(hangs)
+    def __iter__(self):
+        return (self.items[index] for index in range(120))
+
+def main():
+    with unitrain.init(device="cpu", timeout_seconds=SECONDS) as backend:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hangs = backend.rank == backend.size - 1
+        loader = DataLoader(
+            (Stream if KIND == "stream" else Items)(hangs), batch_size=2, num_workers=2,
+            persistent_workers=KIND == "persistent", multiprocessing_context="spawn" if KIND == "spawn" else None,
+        )
+        if KIND == "own loop":
+            model = backend.distributed_model(model)
+            for inputs, targets in loader:
+                nn.functional.mse_loss(model(inputs), targets).backward()
+        else:
+            config = unitrain.TrainConfig(epochs=1, progress="off")
+            unitrain.Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config).fit(loader)
+
+if __name__ == "__main__":
+    main()
+"""
+
+# What a worker of the Trainer reports of itself.
+LOADS = {
+    "trainer": r"item 4\d",
+    "persistent": r"item 4\d",
+    "stream": "the next batch",
+}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("ddp", "trainer"),
+        ("ddp", "persistent"),
+        ("ddp", "stream"),
+        ("ddp", "own loop"),
+        ("horovod", "trainer"),
+        ("horovod", "own loop"),
+    ],
+)
+def test_a_job_with_a_worker_that_hangs_ends_and_names_the_worker(backend: str, kind: str, script: Path) -> None:
+    command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-np", "2", str(script), kind, "10"]
+    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()  # which takes until no process holds the pipe
+        launch.wait_until_none_lives(10)
+    assert launch.process.returncode, output
+    told = r"ank 1 waits for a batch from worker \d \(process \d+\) of its DataLoader"
+    if kind in LOADS:
+        told += rf", which has been loading {LOADS[kind]} for \d+ s \(train.py:17: time.sleep\(3000\)\)"
+    assert re.search(told, output), output
+    assert re.search(r"Rank 1 waits for data: look at its dataset, or allow more time", output), output
+    assert "ank 1 is in the backward pass" not in output, output
+
+
+@pytest.mark.parametrize("kind", ["trainer", "spawn", "own loop"])
+def test_workers_that_hang_end_with_a_rank_that_is_killed(kind: str, script: Path) -> None:
+    variables = environment.without_launcher() | {"OMP_NUM_THREADS": "1"}
+    with started([sys.executable, str(script), kind, "60"], variables) as launch:
+        deadline = time.monotonic() + 90
+        while len(list(script.parent.glob("*.hangs"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(launch.living()) >= 3
+        os.kill(launch.process.pid, signal.SIGKILL)
+        launch.wait_until_none_lives(10)
