@@ -20,12 +20,15 @@ from unitrain.backends.network import free_port
 from unitrain.backends.whereabouts import call_site, whereabouts
 
 PROGRAM = """\
-import os, sys, time
+import contextlib, os, sys, time
 import torch
 from torch import nn
 import unitrain
 
 FAULT = sys.argv[1]
+
+class EarlyReturn(Exception):
+    pass
 
 class Items:
     def __init__(self, rank):
@@ -39,6 +42,14 @@ class Items:
                 os.kill(os.getpid(), 9)
             if FAULT == "exits":
                 sys.exit("enough of this")
+            if FAULT.startswith("exits with 0"):
+                sys.exit(0)
+            if FAULT == "returns":
+                raise EarlyReturn
+            if FAULT == "is interrupted":
+                raise KeyboardInterrupt
+            if FAULT == "is stopped":
+                os.kill(os.getpid(), 19)
             time.sleep(300)
         return torch.ones(3), torch.ones(1)
 
@@ -56,8 +67,11 @@ def own_loop(backend):
         inputs, targets = items[number]
         nn.functional.mse_loss(model(inputs), targets).backward()
 
+if FAULT.endswith("outside of the block"):
+    own_loop(unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])))
 with unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])) as backend:
-    own_loop(backend)
+    with contextlib.suppress(EarlyReturn):
+        own_loop(backend)
 """
 
 
@@ -86,13 +100,19 @@ def started_ranks(script: Path, backend: str, size: int, *arguments: str) -> Ite
             process.communicate()
 
 
-LAST = "its last was backward #30, at train.py:35: nn.functional.mse_loss(model(inputs), targets).backward()"
+LAST = "its last was backward #30, at train.py:46: nn.functional.mse_loss(model(inputs), targets).backward()"
+LEFT = "unitrain: rank 1 failed first: it ended its part while other ranks still needed it: "
 # What is told of rank 1, and how long a collective waits.
 FAULTS = {
     "raises": ("unitrain: rank 1 failed first: ValueError: item 31 is broken", 60.0),
     "exits": ("unitrain: rank 1 failed first: SystemExit: enough of this", 60.0),
     "is killed": ("unitrain: rank 1 failed first: its process is gone: it was killed, or ended without a word", 60.0),
-    "hangs": (f"  rank 1 is at train.py:20: time.sleep(300); {LAST}", 15.0),
+    "returns": (f"{LEFT}it called shutdown(), or left its `with unitrain.init()` block; {LAST}", 60.0),
+    "exits with 0": (f"{LEFT}it called shutdown(), or left its `with unitrain.init()` block; {LAST}", 60.0),
+    "exits with 0 outside of the block": (f"{LEFT}its process exited; {LAST}", 60.0),
+    "is interrupted": ("unitrain: rank 1 failed first: KeyboardInterrupt", 60.0),
+    "is stopped": ("unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time, and gives no", 15.0),
+    "hangs": (f"  rank 1 is at train.py:31: time.sleep(300); {LAST}", 15.0),
 }
 
 
@@ -106,12 +126,14 @@ def test_a_fault_ends_all_ranks_and_is_told_once(backend: str, fault: str, tmp_p
         outputs = [process.communicate(timeout=100)[0] for process in processes]
         ended = time.time()
     together = "\n".join(outputs)
-    assert all(process.returncode for process in processes), together
+    succeeds = told.startswith(LEFT)
+    assert [process.returncode == 0 for process in processes] == [False, succeeds, False], together
     assert together.count(told) == 1, together
+    assert "rank 0 failed first" not in together, together
     # Of ranks that nobody waits for, and that never come to wait themselves, somebody has to know where they are.
-    assert f"  rank 2 is at train.py:24: time.sleep(seconds); {LAST}" in together, together
+    assert f"  rank 2 is at train.py:35: time.sleep(seconds); {LAST}" in together, together
     (began,) = re.findall(r"fault (\S+)", together)
-    assert ended - float(began) < (timeout if fault == "hangs" else 0) + 25, together
+    assert ended - float(began) < (timeout if timeout < 60 else 0) + 25, together
     assert together.count("Traceback (most recent call last)") <= 2, together  # with what caused it
 
 
@@ -199,7 +221,21 @@ def test_the_launcher_shows_the_error_that_came_first(tmp_path: Path) -> None:
     assert launch.process.returncode == 1
     summary = output.split("Root Cause (first observed failure):")[1]
     assert "rank      : 1 " in summary
-    assert "ValueError: item 31 is broken" in summary
+    assert "traceback : rank 1 of 3 ended with ValueError: item 31 is broken, at " in summary
+    assert output.count("Traceback (most recent call last)") == 2, output  # of rank 1, and of torchrun itself
+
+
+def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:
+    """torchrun's SIGTERM does not end it, and torchrun waits 30 seconds before it sends SIGKILL."""
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "-np", "2", str(script), "is stopped"]
+    with started([*command, "15"], {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+        ended = time.time()
+    (began,) = re.findall(r"fault (\S+)", output)
+    assert ended - float(began) < 15 + 20, output
+    assert "unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time" in output, output
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ class Answer:
     stack: list[str] = field(default_factory=list)
     ledger: list[Line] = field(default_factory=list)
 
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for other ranks, as opposed to keeping them waiting."""
+        return _waits(self.doing)
+
     @classmethod
     def of_main_thread(cls, ledger: Ledger) -> Answer:
         """Return where this process's main thread is now; any thread may ask."""

@@ -204,9 +204,10 @@ class Backend(Communicator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or issubclass(kind, Preempted):
+        exits = isinstance(error, SystemExit) and error.code in (None, 0)  # sys.exit() ends a program in order, too
+        if error is None or exits or isinstance(error, Preempted):
             self.shutdown()
-        elif isinstance(error, Exception) or (isinstance(error, SystemExit) and error.code not in (None, 0)):
+        else:
             self.abandon(error)
 
 

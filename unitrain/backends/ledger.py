@@ -49,6 +49,11 @@ class Ledger:
         self._entered += 1
 
     @property
+    def entered(self) -> int:
+        """How many entries there have been; the same number on ranks that have done the same."""
+        return self._entered
+
+    @property
     def sentence(self) -> str:
         """What was entered last, as the rest of "rank 3 ..."; and without its verb, it is `latest`."""
         return str(self._entries[-1][1]) if self._entries else "is with the others"

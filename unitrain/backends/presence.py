@@ -39,6 +39,7 @@ class Presence:
         self._on_loss = on_loss
         self._peers: dict[int, socket.socket] = {}
         self._closed = False
+        self.left: set[int] = set()  # ranks that have closed their connection in order
         self._store = dist.PrefixStore("presence", meeting.store)
         with contextlib.suppress(OSError, dist.DistError):
             if meeting.placement.rank == 0:
@@ -67,7 +68,9 @@ class Presence:
                     said = b""
                 except KeyError:  # closed by this rank, which ends too
                     return
-                if said != _GOODBYE:
+                if said == _GOODBYE:
+                    self.left.add(rank)
+                else:
                     if not self._closed:
                         self._on_loss(rank)
                     return

@@ -30,7 +30,7 @@ class Waiting:
         except (RuntimeError, CollectiveTimeoutError) as error:
             if "imed out" not in str(error) and "imeout" not in str(error):
                 raise
-            raise CollectiveTimeoutError(self.who_is_missing()) from error
+            raise CollectiveTimeoutError(self.who_is_missing()) from None  # the transport names no rank
 
     def who_is_missing(self) -> str:
         """Ask over the store, which works while the group is stuck, who waits in the same collective or backward."""

@@ -7,21 +7,24 @@ thread waits in C++.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from unitrain.backends.answers import Answer, Failure, describe
+from unitrain import environment
+from unitrain.backends.answers import NO_ANSWER, Answer, Failure, describe
 from unitrain.backends.ledger import Ledger
 from unitrain.backends.presence import Presence
 from unitrain.backends.rendezvous import Meeting
@@ -30,7 +33,7 @@ from unitrain.errors import CollectiveTimeoutError
 _PERIOD_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 _GRACE_SECONDS = 5.0
-_ASKED, _FAILED = "asked", "failed"
+_ASKED, _FAILED, _LEFT, _PROCESS = "asked", "failed", "left", "process"
 # Launchers that, when they are killed, leave their ranks running.
 _LEAVES_ORPHANS = ("torchrun",)
 _LAST_CHECKPOINT_SECONDS = 60.0
@@ -38,7 +41,11 @@ _LAST_CHECKPOINT_SECONDS = 60.0
 _NEWS_SECONDS = 4 * _PERIOD_SECONDS
 # How much later than the main thread would do so by itself the watch ends a backward that waits in vain.
 _MARGIN_SECONDS = 5.0
+# How long ranks may still be busy with a collective after rank 0's process has exited, and the store with it: whether
+# rank 0 took part in that collective is then unknown.
+_LAST_SECONDS = 30.0
 _GONE = "its process is gone: it was killed, or ended without a word"
+_LEFT_EARLY = "it ended its part while other ranks still needed it"
 # How the loss of a peer looks, by transport: such an error is what a failure elsewhere leads to.
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Horovod has been shut down",
               "Connection refused", "Read error", "Write error")  # fmt: skip
@@ -50,6 +57,14 @@ class _Expected(NamedTuple):
     since: float
     is_done: Callable[[], bool]
     tell: Callable[[], str]
+
+
+class _Departure(NamedTuple):
+    """A rank that ended its part without an error, and how many entries its ledger had then, if that is known."""
+
+    rank: int
+    how: str
+    entered: int | None = None
 
 
 class Watch:
@@ -72,17 +87,27 @@ class Watch:
         self._report: list[str] = []
         self._first: Failure | None = None
         self._answered = 0
+        self._announced = False
+        self._waits_since = (0, time.monotonic())
+        self._absent: dict[int, Answer] = {}
         self._mourner: threading.Thread | None = None
         self._expected: _Expected | None = None
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
+        atexit.register(self._leave_at_exit)
+        self._own.set(f"{_PROCESS}/{self._rank}", json.dumps([_processes_of(), self._process]))
         self._thread = threading.Thread(target=self._watch, name="unitrain watch", daemon=True)
         self._presence = Presence(meeting, self._tell_of)
         self._presence.start()
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer; the ranks need not stop together."""
+        """Watch no longer; the ranks need not stop together.
+
+        Record that this rank has left: if another rank still needs it, that rank's failure names this one.
+        """
+        self._leave("it called shutdown(), or left its `with unitrain.init()` block")
         self._ended.set()
+        atexit.unregister(self._leave_at_exit)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
         self._thread.join(2 * _PERIOD_SECONDS)  # it may hang on a host that is gone
@@ -101,27 +126,106 @@ class Watch:
         answers = dict.fromkeys(ranks, Answer())
         with contextlib.suppress(dist.DistError):  # rank 0's process went, and the store with it
             answers |= self._answers(f"where/{self._own.add(_ASKED, 1)}", ranks)
-        return answers
+        self._absent = self._with_departures(answers)
+        return self._absent
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends with `error`, and learn where they are. The main thread calls it."""
         if self._error is not None or self._ended.is_set() or os.getpid() != self._process:
             return  # a process that was forked from this one, such as a DataLoader's worker, is no rank
         self._error = error
+        own = Failure(self._rank, _one_line(error))
         if _lost_a_peer(error):
             self._learned.wait(_NEWS_SECONDS)  # of what became of that peer, which is what failed first
+        if _is_consequence(error):
+            own = self._first_departure() or self._first_absence() or own
         self._ended.set()
-        own = Failure(self._rank, _one_line(error))
         first = self._announce(own)
         if first == own:
+            self._announced = True
             others = [rank for rank in range(self._size) if rank != self._rank]
             self._report = self._describe(self._answers("heard", others), others)
+            self._continue_stopped(others)
         elif first != Failure(0, _GONE):
             self._tell(self._own, "heard", self._here())
             if self._mourner is not None:  # which is about to tell where the others are
                 self._mourner.join(_ANSWER_SECONDS + _PERIOD_SECONDS)
         if isinstance(error, SystemExit):  # for which there is no excepthook
             _say(self._report)
+
+    def _leave(self, how: str) -> None:
+        """Record for the other ranks `how` this one ends its part without an error."""
+        if self._ended.is_set() or os.getpid() != self._process:
+            return
+        told = json.dumps([self._rank, f"{how}{self._ledger.last}", self._ledger.entered])
+        with contextlib.suppress(dist.DistError):  # rank 0's process went, and the store with it
+            self._own.set(f"{_LEFT}/{self._rank}", told)
+            self._own.compare_set(_LEFT, "", told)
+
+    def _leave_at_exit(self) -> None:
+        self._leave("its process exited")
+
+    def _first_departure(self) -> Failure | None:
+        """Return the first rank that ended its part without an error, as the cause of a failure that followed."""
+        left = self._departure()
+        if left is None or left.rank == self._rank:
+            return None
+        return Failure(left.rank, f"{_LEFT_EARLY}: {left.how}")
+
+    def _departure(self) -> _Departure | None:
+        store = self._store if threading.current_thread() is self._thread else self._own
+        try:
+            return _Departure(*json.loads(store.get(_LEFT))) if store.check([_LEFT]) else None
+        except dist.DistError:  # rank 0's process went, and the store with it
+            return _Departure(0, "its process exited") if 0 in self._presence.left else None
+
+    def _needs_departed(self) -> Failure | None:
+        """Return the departure of a rank that this one waits for in a later collective or backward than its last.
+
+        Such a wait cannot end; not every transport notices it.
+        """
+        left, begun = self._departure(), self._ledger.entered
+        if left is None or left.rank == self._rank or not Answer.of_main_thread(self._ledger).waits:
+            self._waits_since = (begun, time.monotonic())
+            return None
+        if self._waits_since[0] != begun:
+            self._waits_since = (begun, time.monotonic())
+        if left.entered is not None and begun <= left.entered:
+            return None  # both are, or were, in the same one
+        patience = _LAST_SECONDS if left.entered is None else _PERIOD_SECONDS
+        if time.monotonic() < self._waits_since[1] + patience:
+            return None
+        return Failure(left.rank, f"{_LEFT_EARLY}: {left.how}")
+
+    def _first_absence(self) -> Failure | None:
+        """Return the first rank that this one has waited for until the timeout, unless that rank waits too."""
+        for rank, answer in sorted(self._absent.items()):
+            if not answer.waits:
+                why = f", and {NO_ANSWER}" if answer == Answer() else ""
+                return Failure(rank, f"it did not join {self._ledger.latest} of rank {self._rank} in time{why}")
+        return None
+
+    def _continue_stopped(self, ranks: Sequence[int]) -> None:
+        """Continue the processes of `ranks` on this host that SIGSTOP has stopped.
+
+        A stopped process does not end on the launcher's SIGTERM: the launcher would wait until it sends SIGKILL. It
+        also keeps the memory of its GPU.
+        """
+        for rank in ranks:
+            with contextlib.suppress(dist.DistError, ProcessLookupError, PermissionError):
+                if self._own.check([key := f"{_PROCESS}/{rank}"]):
+                    processes, number = json.loads(self._own.get(key))
+                    if processes == _processes_of():
+                        os.kill(number, signal.SIGCONT)
+
+    def _with_departures(self, answers: Mapping[int, Answer]) -> dict[int, Answer]:
+        """Return `answers`, in which the ranks that have left say so instead of giving no answer."""
+        known = dict(answers)
+        with contextlib.suppress(dist.DistError):
+            for rank, answer in answers.items():
+                if answer == Answer() and self._own.check([f"{_LEFT}/{rank}"]):
+                    known[rank] = Answer(f"has left: {json.loads(self._own.get(f'{_LEFT}/{rank}'))[1]}")
+        return known
 
     def _announce(self, failure: Failure) -> Failure:
         """Tell all ranks of `failure`, unless they know of an earlier one; return that which came first."""
@@ -136,7 +240,7 @@ class Watch:
         return self._first
 
     def _describe(self, answers: Mapping[int, Answer], ranks: Sequence[int]) -> list[str]:
-        known = {rank: answers.get(rank, Answer()) for rank in ranks}
+        known = self._with_departures({rank: answers.get(rank, Answer()) for rank in ranks})
         ledgers = {rank: answer.ledger for rank, answer in known.items()} | {self._rank: self._ledger.lines()}
         return [f"unitrain: {self._first} (of {self._size} ranks)", *describe(known, ledgers)]
 
@@ -169,6 +273,9 @@ class Watch:
                     return
             except dist.DistError:
                 reachable = False  # rank 0's process is gone: what needs it fails by itself, and what does not goes on
+            if self._presence.left and (departed := self._needs_departed()) is not None:
+                self._blame(departed)
+                return
             expected = self._expected
             if expected is not None and time.monotonic() > expected.since + self._patience:
                 self._give_up(expected)
@@ -193,11 +300,14 @@ class Watch:
         if self._ended.is_set():
             return
         self._mourner = threading.current_thread()
-        own = Failure(lost, _GONE)
-        if lost == 0:  # what the ranks meet at may be gone with it, or still be there and never answer
-            self._first = self._first or own
-        elif self._announce(own) == own:
-            ranks = [rank for rank in range(self._size) if rank != lost]
+        self._blame(Failure(lost, _GONE))
+
+    def _blame(self, failure: Failure) -> None:
+        """Report `failure` of another rank, which cannot do so itself, and end this process."""
+        if failure.rank == 0:  # what the ranks meet at may be gone with it, or still be there and never answer
+            self._first = self._first or failure
+        elif self._announce(failure) == failure:
+            ranks = [rank for rank in range(self._size) if rank != failure.rank]
             answers = self._answers("heard", [rank for rank in ranks if rank != self._rank])
             _say(self._describe({**answers, self._rank: self._here()}, ranks))
         self._end()
@@ -232,20 +342,19 @@ class Watch:
             os._exit(1)
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception) and os.getpid() == self._process:
+        if isinstance(error, Exception | KeyboardInterrupt) and os.getpid() == self._process:
             self.fail(error)
-            _record(error)
         first, own = self._first, _one_line(error)
-        if (
-            first is None
-            or first.rank == self._rank
-            or not (own == first.error or _lost_a_peer(error) or _timed_out(error))
-        ):
-            self._hook(kind, error, trace)
-        else:
+        place = f", at {_last_line(trace)}" if trace is not None else ""
+        follows = first is not None and first.rank != self._rank
+        told = f"rank {self._rank} of {self._size} ended with {own}{place}"
+        if follows and not self._announced and (own == getattr(first, "error", "") or _is_consequence(error)):
             # Its traceback would be one of many, and show what followed from the failure, not the failure.
-            place = f", at {_last_line(trace)}" if trace is not None else ""
-            _say([f"unitrain: rank {self._rank} of {self._size} ended with {own}{place}; {first}"])
+            _say([f"unitrain: {told}; {first}"])
+        else:
+            self._hook(kind, error, trace)
+        if os.getpid() == self._process:
+            _record(f"{first}; {told}" if follows else told, follows=follows)
         _say(self._report)
 
 
@@ -255,13 +364,25 @@ def _say(lines: list[str]) -> None:
         sys.stderr.flush()
 
 
-def _record(error: Exception) -> None:
-    """Leave the error to torchrun, which shows it in its summary; it takes it from where it is being handled."""
-    trace = error.__traceback__
+def _record(text: str, *, follows: bool) -> None:
+    """Write the error for torchrun's summary, which shows it, without a traceback, which this rank prints itself.
+
+    torchrun names the rank with the earliest time, in whole seconds, as the root cause. An error that follows from
+    another rank's must therefore have a later time.
+    """
+    file = environment.setting("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        details = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")
+
+
+def _processes_of() -> str:
+    """Return a name for the process numbers of this host, or of this container where it has its own."""
     try:
-        raise error
-    except Exception:
-        get_error_handler().record_exception(error.with_traceback(trace))
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _one_line(error: BaseException) -> str:
@@ -276,6 +397,11 @@ def _lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in told for sign in _PEER_LOST)
     )
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Return whether `error` can follow from the failure of another rank."""
+    return _lost_a_peer(error) or _timed_out(error)
 
 
 def _timed_out(error: BaseException) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from unitrain.backends.answers import name_ranks
 from unitrain.backends.base import Communicator
 from unitrain.errors import NonFiniteLossError
 from unitrain.metrics.means import Means, kept
@@ -50,21 +52,27 @@ class RunningLoss:
         """Return what this rank has collected, for `look` on every rank; waits for the device."""
         return self._means.here().tolist()
 
-    def look(self, ranks: Iterable[Sequence[float]], epoch: int, step: int) -> float:
+    def look(self, ranks: Sequence[Sequence[float]], epoch: int, step: int) -> float:
         """Return the mean since the last look, from what is `here` on each of the `ranks`.
 
         Raises NonFiniteLossError, on every rank alike.
         """
         total, weight = map(sum, zip(*ranks, strict=True))
-        mean = _finite(total - self._seen[0], weight - self._seen[1], epoch, step)
+        mean = _mean(total - self._seen[0], weight - self._seen[1])
+        if not math.isfinite(mean):
+            raise _not_finite(mean, epoch, step, ranks)
         self._seen = (total, weight)
         return mean
 
     def mean(self, epoch: int, step: int) -> float:
         """Return the mean over the epoch so far. All ranks call it. Raises NonFiniteLossError, on every rank alike."""
+        here = self.here()
         (total,), weight = self._means.totals(self._communicator)
         self._totals = (total, weight)
-        return _finite(total, weight, epoch, step)
+        mean = _mean(total, weight)
+        if not math.isfinite(mean):
+            raise _not_finite(mean, epoch, step, self._communicator.allgather_object(here))
+        return mean
 
     def start(self) -> None:
         """Begin an epoch, after `mean` of the one before."""
@@ -91,11 +99,17 @@ class RunningLoss:
             self._means.load_sum(ranks)
 
 
-def _finite(total: float, weight: float, epoch: int, step: int) -> float:
-    mean = total / weight if weight else 0.0  # no token in all these batches
-    if not abs(mean) < float("inf"):
-        raise NonFiniteLossError(
-            f"The mean loss became {mean} in epoch {epoch}, by step {step}. "
-            "Lower the learning rate, or clip the gradients with TrainConfig(clip_norm=1.0)."
-        )
-    return mean
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else 0.0  # no token in all these batches
+
+
+def _not_finite(mean: float, epoch: int, step: int, ranks: Sequence[Sequence[float]]) -> NonFiniteLossError:
+    """Return the error that names the ranks whose own sum, the first number of each, is not finite."""
+    guilty = [rank for rank, (total, _) in enumerate(ranks) if not math.isfinite(total)]
+    where = ""
+    if guilty and len(ranks) > 1:  # finite sums may still add up to infinity
+        where = " on every rank" if len(guilty) == len(ranks) else f" on {name_ranks(guilty).removeprefix('each of ')}"
+    return NonFiniteLossError(
+        f"The mean loss became {mean}{where} in epoch {epoch}, by step {step}. "
+        "Lower the learning rate, or clip the gradients with TrainConfig(clip_norm=1.0)."
+    )
