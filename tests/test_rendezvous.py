@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,10 +14,11 @@ from threading import Event, Thread
 
 import pytest
 
+from unitrain import environment
 from unitrain.backends import network
 from unitrain.backends.rendezvous import meet
 from unitrain.environment import Placement
-from unitrain.errors import CollectiveTimeoutError, LauncherMismatchError
+from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
 
 ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "TORCHELASTIC_RESTART_COUNT")
 
@@ -116,3 +120,113 @@ def test_the_addresses_at_which_somebody_listens() -> None:
     own = network.own_addresses()
     assert own[-1] == "127.0.0.1"
     assert [network.is_loopback(address) for address in own] == [False] * (len(own) - 1) + [True]
+
+
+@contextlib.contextmanager
+def program_that_listens(kind: str) -> Iterator[int]:
+    """A program that is not rank 0: it accepts connections and then says nothing, closes them, or answers in HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held: list[socket.socket] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(server.accept()[0])
+                    if kind == "http":
+                        held[-1].sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+                    if kind in ("http", "closes"):
+                        held.pop().close()
+
+        thread = Thread(target=serve, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for connection in held:
+            connection.close()
+
+
+UNREACHED = "the program that listens there does not answer as rank 0 does"
+
+
+@pytest.mark.parametrize("kind", ["silent", "closes", "http"])
+def test_another_program_on_the_port_is_reported_within_the_timeout(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with program_that_listens(kind) as port:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            meet(Placement("env", 1, 2, 1), timedelta(seconds=3))
+        assert time.monotonic() - began < 5
+        assert str(caught.value).startswith(
+            f"Rank 1 could not reach rank 0 at 127.0.0.1:{port} within 3 s: {UNREACHED}."
+        )
+        assert str(caught.value).endswith("export MASTER_ADDR=<host of rank 0> MASTER_PORT=<free port>")
+        with pytest.raises(ConfigError) as refused:
+            meet(Placement("env", 0, 2, 0), timedelta(seconds=3))
+        assert str(refused.value).startswith(
+            f"Rank 0 could not listen at 127.0.0.1:{port}: another program listens there. Choose a free port"
+        )
+
+
+def test_a_port_where_nobody_listens_is_reported_within_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = network.free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    began = time.monotonic()
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"within 2 s: \[Errno 111\] Connection refused\. Look at the first"
+    ):
+        meet(Placement("env", 1, 2, 1), timedelta(seconds=2))
+    assert time.monotonic() - began < 4
+    assert f"{port})" not in capfd.readouterr().err  # torch has not logged a stack of C++ for each attempt
+
+
+def test_a_host_that_drops_packets_is_reported_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener whose queue is full drops them too."""
+    with socket.socket() as full, contextlib.ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(full.getsockname()[1]))
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"Rank 1 could not reach rank 0 at .* within 2 s: "):
+            meet(Placement("env", 1, 2, 1), timedelta(seconds=2))
+        assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("port", ["http", "0", "70000", "-1"])
+def test_a_port_that_is_none(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(EnvironmentVariableError, match=f"MASTER_PORT must be a port from 1 to 65535, got '{port}'"):
+        meet(Placement("env", 1, 2, 1), timedelta(seconds=2))
+
+
+def test_another_program_in_the_place_of_horovodruns_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with program_that_listens("closes") as port:
+        monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+        monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(port))
+        with pytest.raises(CollectiveTimeoutError, match="This rank could not find the address of rank 0 at horovodr"):
+            meet(Placement("horovodrun", 1, 2, 1), timedelta(seconds=2))
+
+
+def test_a_process_that_gave_up_on_a_silent_program_exits() -> None:
+    """A thread of the process still waits for the answer then."""
+    with program_that_listens("silent") as port:
+        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        done = subprocess.run(
+            [sys.executable, "-c", "import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)"],
+            env=environment.without_launcher() | place,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+        )
+    assert done.returncode == 1
+    assert UNREACHED in done.stderr.splitlines()[-1], done.stderr

@@ -3,9 +3,11 @@ there."""
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -14,14 +16,15 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from unitrain import environment
 from unitrain.backends.network import address_towards, is_loopback
 from unitrain.environment import Placement
-from unitrain.errors import CollectiveTimeoutError, LauncherMismatchError
+from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
 
 _POLL_SECONDS = 0.02
+_CONNECT_PERIOD_SECONDS = 0.1
 _meetings = itertools.count()
 # A proxy for the outside world knows nothing of the hosts of a job.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -126,6 +129,10 @@ def _shared_store(placement: Placement, timeout: timedelta, name: str) -> tuple[
     if (host := environment.setting("MASTER_ADDR")) and (port := environment.setting("MASTER_PORT")):
         # torchrun may serve the store itself; otherwise rank 0 does.
         serves = placement.rank == 0 and environment.setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise EnvironmentVariableError(
+                f"MASTER_PORT must be a port from 1 to 65535, got {port!r}. Use: export MASTER_PORT=29500"
+            )
         return tcp_store(host, int(port), placement, timeout, serves=serves), host
     if environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         return _store_through_horovodrun(placement, timeout, name)
@@ -145,20 +152,71 @@ def _shared_store(placement: Placement, timeout: timedelta, name: str) -> tuple[
 
 
 def tcp_store(host: str, port: int, placement: Placement, timeout: timedelta, *, serves: bool) -> TCPStore:
-    """Serve, or reach, the store at an address; who is missing is found out later, by name."""
+    """Serve, or reach, the store at an address; who is missing is found out later, by name.
+
+    Raises ConfigError where rank 0 cannot listen there, CollectiveTimeoutError where no store answers in time.
+    """
+    if not serves:
+        return _reached_store(host, port, placement, timeout)
     try:
         store = TCPStore(
-            host, port, placement.size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            host, port, placement.size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
-    except DistError as error:
-        raise CollectiveTimeoutError(
-            f"Rank {placement.rank} could not {'listen' if serves else 'reach rank 0'} at {host}:{port} within "
-            f"{timeout.total_seconds():g} s: {str(error).splitlines()[0]} "
-            "Look at the first error that rank 0 logged, or choose another address with MASTER_ADDR and MASTER_PORT."
+    except RuntimeError as error:
+        in_use = "EADDRINUSE" in str(error) or "ddress already in use" in str(error)
+        why = "another program listens there" if in_use else str(error).splitlines()[0]
+        raise ConfigError(
+            f"Rank {placement.rank} could not listen at {host}:{port}: {why}. "
+            "Choose a free port of the host of rank 0 and set it for every rank: export MASTER_PORT=<port>"
         ) from error
-    if serves:
-        _served.append(store)
+    _served.append(store)
     return store
+
+
+def _reached_store(host: str, port: int, placement: Placement, timeout: timedelta) -> TCPStore:
+    """Return a connection to rank 0's store. Raises CollectiveTimeoutError where no store answers in time."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    reached: list[TCPStore] = []
+    refusals: list[Exception] = []
+    accepted = threading.Event()
+
+    def reach() -> None:
+        try:
+            while time.monotonic() < deadline:
+                try:
+                    # Until somebody listens, TCPStore's constructor would log every attempt with a stack of C++.
+                    socket.create_connection((host, port), max(deadline - time.monotonic(), _POLL_SECONDS)).close()
+                    break
+                except OSError as error:
+                    refusals[:] = [error]
+                    time.sleep(_CONNECT_PERIOD_SECONDS)
+            else:
+                return
+            accepted.set()
+            left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+            store = TCPStore(
+                host, port, placement.size, is_master=False, timeout=left, wait_for_workers=False, multi_tenant=True
+            )
+            store.set_timeout(timeout)
+            reached.append(store)
+        except Exception as error:
+            refusals[:] = [error]
+
+    # The constructor waits for the answer of a program that accepts the connection without a limit.
+    thread = threading.Thread(target=reach, name="unitrain rendezvous", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds())
+    if reached:
+        return reached[0]
+    error = refusals[0] if refusals else None
+    found = "nothing accepts connections there" if error is None else str(error).splitlines()[0]
+    if accepted.is_set():
+        found = "the program that listens there does not answer as rank 0 does"
+    raise CollectiveTimeoutError(
+        f"Rank {placement.rank} could not reach rank 0 at {host}:{port} within {timeout.total_seconds():g} s: {found}. "
+        "Look at the first error that rank 0 logged, or choose another address for every rank: "
+        "export MASTER_ADDR=<host of rank 0> MASTER_PORT=<free port>"
+    ) from error
 
 
 def _store_through_horovodrun(placement: Placement, timeout: timedelta, name: str) -> tuple[Store, str]:
@@ -174,7 +232,15 @@ def _store_through_horovodrun(placement: Placement, timeout: timedelta, name: st
         _ask_horovodrun(urllib.request.Request(address, data=own, method="PUT"), "leave its address", timeout)
         return store, host
     began = time.monotonic()
-    host, port = json.loads(_ask_horovodrun(urllib.request.Request(address), "find the address of rank 0", timeout))
+    answer = _ask_horovodrun(urllib.request.Request(address), "find the address of rank 0", timeout)
+    try:
+        host, port = json.loads(answer)
+    except (ValueError, TypeError):
+        raise LauncherMismatchError(
+            f"HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT name {address.split('/')[2]}, where a "
+            f"program listens that is not horovodrun's server: it answered {answer[:60]!r}. "
+            "Clear what is left over: unset HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT"
+        ) from None
     left = max(timeout - timedelta(seconds=time.monotonic() - began), timedelta(seconds=_POLL_SECONDS))
     store = tcp_store(host, port, placement, left, serves=False)
     store.set_timeout(timeout)
@@ -189,7 +255,7 @@ def _ask_horovodrun(request: urllib.request.Request, purpose: str, timeout: time
             with _DIRECT.open(request, timeout=max(deadline - time.monotonic(), _POLL_SECONDS)) as reply:
                 answer: bytes = reply.read()
                 return answer
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError):  # 404 until rank 0 has been there
                 error.close()
             if time.monotonic() > deadline:
