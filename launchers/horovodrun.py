@@ -32,6 +32,8 @@ def build(spec: LaunchSpec) -> Command:
             "Backend 'ddp' needs an address to meet at, which MPI does not give. "
             "Leave --mpi out, or use --backend horovod, or --launcher mpirun."
         )
+    if controller == "mpi":
+        find_program("mpirun", spec.python, "Install Open MPI, sudo apt-get install openmpi-bin, or leave --mpi out")
     options.append(f"--{controller}")
     if spec.interface is not None:
         options += ["--network-interfaces", spec.interface]

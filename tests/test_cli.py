@@ -12,6 +12,8 @@ from click.testing import CliRunner, Result
 
 from unitrain import __version__
 from unitrain.cli import unitrain
+from unitrain.errors import ConfigError
+from unitrain.factories import made_by
 
 # A changed name is a decision: scripts and job files use them. Every command takes --help and -h as well.
 OPTIONS = {
@@ -314,3 +316,70 @@ def test_a_broken_variable_is_named(value: str, script: str) -> None:
     assert refused("launch", script, RANK=value, WORLD_SIZE="2") == (
         f"RANK must be a whole number, got '{value}'. Set it, or clear it with: unset RANK"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "launch --interface nosuch0 {script}",
+            "--interface nosuch0 is not a network interface of this host. Use one of: ",
+        ),
+        (
+            "launch --log-dir /proc/x {script}",
+            "--log-dir /proc/x cannot be written to: No such file or directory. Use a",
+        ),
+        (
+            "launch --log-dir {script}/x {script}",
+            "/x cannot be written to: Not a directory. Use a folder of yours: --log-d",
+        ),
+        (
+            "launch --elastic 1:2 --elastic-timeout nan {script}",
+            "--elastic-timeout nan is no time. Use --elastic-timeout 600",
+        ),
+        (
+            "ckpt verify {folder}",
+            "There is no checkpoint in '{folder}'. Name the output_dir of a run, or one of its check",
+        ),
+        (
+            "ckpt verify {script}",
+            "There is no checkpoint in '{script}'. Name the output_dir of a run, or one of its check",
+        ),
+    ],
+)
+def test_what_cannot_be_used_on_this_host_is_refused(line: str, message: str, tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text("print('started')")
+    (folder := tmp_path / "empty").mkdir()
+    told = CliRunner().invoke(unitrain, line.format(script=script, folder=folder).split())
+    assert told.exit_code != 0
+    assert message.format(script=script, folder=folder) in told.output
+    assert "started" not in told.output
+
+
+def test_mpi_without_mpirun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (script := tmp_path / "train.py").write_text("")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = CliRunner().invoke(unitrain, ["launch", "--backend", "horovod", "--mpi", "--dry-run", str(script)])
+    assert told.exit_code == 2
+    assert "mpirun" in told.output
+    assert "apt-get install openmpi-bin, or leave --mpi out" in told.output
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("train.py", r"'train\.py' names no function\. Give a module or a file and the function in it"),
+        (
+            "nosuch.py:parts",
+            r"There is no file 'nosuch\.py' for nosuch\.py:parts\. Name one that exists: train\.py:parts\.",
+        ),
+        (
+            "no.such.module:parts",
+            r"There is no module 'no' for no\.such\.module:parts\. Name a file, as in train\.py:parts",
+        ),
+        ("json:nosuch", r"There is no function 'nosuch' in json\."),
+    ],
+)
+def test_a_function_that_is_not_there(target: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made_by(target)

@@ -48,11 +48,26 @@ def made_by(target: str) -> Mapping[str, Any]:
 
 def _function(target: str) -> Any:
     module, _, name = target.rpartition(":")
+    if not module or not name:
+        raise ConfigError(
+            f"{target!r} names no function. Give a module or a file and the function in it: package.module:function, "
+            "or train.py:function."
+        )
     if module.endswith(".py"):
         path = Path(module).resolve()
+        if not path.is_file():
+            raise ConfigError(f"There is no file '{module}' for {target}. Name one that exists: train.py:{name}.")
         sys.path.insert(0, str(path.parent))
         module = path.stem
-    found = vars(importlib.import_module(module))
+    try:
+        found = vars(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # an import of the module's own
+        raise ConfigError(
+            f"There is no module {error.name!r} for {target}. "
+            f"Name a file, as in train.py:{name}, or install the package."
+        ) from None
     if not callable(found.get(name)):
         raise ConfigError(f"There is no function {name!r} in {module}. Name one that returns the arguments of Trainer.")
     return found[name]

@@ -74,7 +74,12 @@ def verify(folder: Path) -> None:
     """Compare the files of the checkpoints in FOLDER, or of the one that it is, with their manifests."""
     from unitrain.lifecycle import checkpoint_files as files
 
-    found = files.candidates(folder)[::-1] or [folder]
+    found = files.candidates(folder)[::-1]
+    if not found and not any((folder / name).exists() for name in (files.MODEL, files.TRAINING, files.MANIFEST)):
+        raise CheckpointError(
+            f"There is no checkpoint in '{folder}'. Name the output_dir of a run, or one of its checkpoints."
+        )
+    found = found or [folder]
     damages = {path: files.damage(path) for path in found}
     for path, damage in damages.items():
         click.echo(f"{path.name}  {'sound' if damage is None else f'DAMAGED: {damage}'}")
@@ -135,7 +140,10 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     training = {"optimizer": found.optimizer, "cursor": cursor}
     if found.scheduler is not None:
         training["scheduler"] = found.scheduler
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"Folder '{folder}' cannot be made: {error.strerror}. Name another folder.") from None
     target = files.checkpoint_path(folder, cursor["step"])
     if target.exists():
         raise CheckpointError(f"'{target}' is there already. Name another folder.")

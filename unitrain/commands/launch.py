@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
+import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -143,6 +146,12 @@ def launch(
         if log_dir is not None:
             spec = replace(spec, wrapper=logs.wrapper(log_dir))
         elsewhere = launcher in _OVER_SSH and not all(map(launchers.is_here, spec.hosts))
+        if not math.isfinite(elastic_timeout):
+            raise launchers.LaunchError(f"--elastic-timeout {elastic_timeout} is no time. Use --elastic-timeout 600")
+        if not elsewhere and launcher != "srun":
+            _check_interface(interface)
+        if log_dir is not None and not dry_run:
+            _check_folder(log_dir)
         if elastic is None:
             _check_not_discovered(host_discovery_script)
             slots = sum(host.slots for host in spec.hosts) or launchers.allocated_slots(launcher) or 1
@@ -242,6 +251,28 @@ def _request(
         forwarded=forwarded,
         launcher_args=launchers.parse_options(launcher_args),
     )
+
+
+def _check_interface(interface: str | None) -> None:
+    """Raise LaunchError for an `interface` that this host, the only one of the job, does not have."""
+    names = [name for _, name in socket.if_nameindex()]
+    if interface is not None and interface not in names:
+        raise launchers.LaunchError(
+            f"--interface {interface} is not a network interface of this host. {did_you_mean(interface, names)}"
+            f"Use one of: {', '.join(names)}. On one host it can be left out."
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the `folder` of --log-dir. Raises LaunchError where that fails, or it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise launchers.LaunchError(
+            f"--log-dir {folder} cannot be written to: {error.strerror}. Use a folder of yours: --log-dir logs"
+        ) from None
 
 
 def _check_not_discovered(script: Path | None) -> None:
