@@ -161,6 +161,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
     Raises CheckpointError where it does not fit them.
     """
     training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+    _check_classes(path, training.get("classes", {}), optimizer, scheduler)
     # A converted checkpoint may lack what its program did not save; that begins anew.
     known = "scheduler" in training
     if known and (training["scheduler"] is None) != (scheduler is None):
@@ -171,6 +172,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
     try:
         load_model(model, str(path / MODEL), strict=True)
         if (state := training.pop("optimizer")) is not None:
+            _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
             optimizer.load_state_dict(state)
         if scheduler is not None and known:
             scheduler.load_state_dict(training["scheduler"])
@@ -199,6 +201,59 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> Non
             f"The weights of checkpoint '{path}' do not fit {type(model).__name__}: {found}. "
             "Build the model that wrote it."
         ) from error
+
+
+def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str | None]:
+    """Return the names of the classes that a checkpoint's state belongs to."""
+    return {
+        "optimizer": type(optimizer).__name__,
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
+    }
+
+
+def _check_classes(path: Path, wrote: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Raise CheckpointError where another class of optimizer or scheduler wrote the checkpoint."""
+    for part, name in classes(optimizer, scheduler).items():
+        if wrote.get(part) is not None and name is not None and wrote[part] != name:
+            raise CheckpointError(
+                f"Checkpoint '{path}' has the state of a {wrote[part]}, but the {part} of this run is a {name}, for "
+                f"which it means something else. Use {wrote[part]}, or start anew from the weights alone: "
+                f"safetensors.torch.load_model(model, '{path / MODEL}')."
+            )
+
+
+def _check_settings(
+    path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, scheduled: bool
+) -> None:
+    """Raise CheckpointError where the settings are those of another optimizer; warn of values that differ.
+
+    The values of the checkpoint are used, because schedulers and callbacks may have changed them since the start.
+    """
+    for number, (kept, own) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
+        missing = [name for name in own if name not in kept and name != "initial_lr"]
+        if "lr" in missing or (missing and [name for name in kept if name not in own and name != "initial_lr"]):
+            raise CheckpointError(
+                f"Checkpoint '{path}' has no {', '.join(missing)} of a {type(optimizer).__name__}: another optimizer "
+                "wrote it. Build the optimizer that wrote it, or start anew from the weights alone: "
+                f"safetensors.torch.load_model(model, '{path / MODEL}')."
+            )
+        for name in kept:
+            # A scheduler keeps the rate that it began with, and may change the other settings as well.
+            before = "initial_lr" if scheduled and name == "lr" else name
+            if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in kept:
+                continue
+            had, has = kept[before], own.get(before)
+            if has is not None and _is_plain(had) and _is_plain(has) and float(had) != float(has):
+                _log.warning(
+                    "Checkpoint '%s' has %s=%g in parameter group %d, and the optimizer of this run was built with "
+                    "%s=%g. The run goes on with %g. To change it, set it after the Trainer is built: "
+                    "optimizer.param_groups[%d][%r] = %g",
+                    path, name, had, number, name, has, had, number, name, has,
+                )  # fmt: skip
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _sha256(path: Path) -> str:

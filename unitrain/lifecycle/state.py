@@ -21,7 +21,7 @@ from unitrain.data.batching import KeptBatch
 from unitrain.data.order import Cursor
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError, ConfigError
-from unitrain.lifecycle import checkpoint, job
+from unitrain.lifecycle import checkpoint, checkpoint_files, job
 from unitrain.lifecycle.description import describe_parts, describe_start
 from unitrain.lifecycle.folder_lock import FolderLock
 from unitrain.lifecycle.retention import Retention
@@ -224,6 +224,7 @@ class Run:
             **{name: part.state_dict() for name, part in self._parts.items()},
             "optimizer": optimizer.state_dict(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "classes": checkpoint_files.classes(optimizer, scheduler),
             "cursor": asdict(self.cursor),
             "seed": self._config.seed,
             "learning_rate": self._learning_rate(),

@@ -1,0 +1,135 @@
+"""Resuming a run with another optimizer, scheduler or learning rate than the one that it began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import TensorDataset
+
+from unitrain import TrainConfig, Trainer, init
+from unitrain.backends.base import Backend
+from unitrain.errors import CheckpointError
+from unitrain.lifecycle import checkpoint_files
+from unitrain.testing import RankGroup
+
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+
+
+def train(
+    backend: Backend,
+    folder: str,
+    epochs: int,
+    kind: Any = SGD,
+    scheduler: Any = None,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> list[float]:
+    """Train up to so many epochs, and return the learning rate and the weight decay in the end."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = kind(model.parameters(), **{"lr": 0.1, **(options or {})})
+    config = TrainConfig(epochs=epochs, batch_size=2, output_dir=folder, resume=True, progress="off", **settings)
+    scheduled = None if scheduler is None else scheduler(optimizer)
+    trainer = Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config, scheduler=scheduled)
+    trainer.fit(TensorDataset(torch.ones(4, 3), torch.ones(4, 1)))
+    return [optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get("weight_decay", 0.0)]
+
+
+def step_lr(optimizer: Any) -> Any:
+    return StepLR(optimizer, 2)
+
+
+def exponential(optimizer: Any) -> Any:
+    return ExponentialLR(optimizer, 0.9)
+
+
+def plateau(optimizer: Any) -> Any:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9)
+
+
+def refused(backend: Backend, folder: str, first: tuple[Any, Any], second: tuple[Any, Any]) -> str:
+    train(backend, folder, 1, *first)
+    try:
+        train(backend, folder, 2, *second)
+    except CheckpointError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.fixture(
+    scope="module", params=[("local", 1), ("ddp", 2), ("horovod", 2)], ids=["local-1", "ddp-2", "horovod-2"]
+)
+def group(request: pytest.FixtureRequest) -> Any:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ((SGD, None), (ADAM, None), "has the state of a SGD, but the optimizer of this run is a Adam"),
+        ((ADAM, None), (ADAMW, None), "has the state of a Adam, but the optimizer of this run is a AdamW"),
+        (
+            (SGD, step_lr),
+            (SGD, exponential),
+            "has the state of a StepLR, but the scheduler of this run is a Exponential",
+        ),
+        ((SGD, None), (SGD, step_lr), "has no scheduler and this run has one."),
+    ],
+    ids=["sgd-adam", "adam-adamw", "other scheduler", "a scheduler now"],
+)
+def test_another_class_is_refused_on_every_rank(
+    group: RankGroup, first: tuple[Any, Any], second: tuple[Any, Any], told: str, tmp_path: Path
+) -> None:
+    texts = group.run(refused, str(tmp_path), first, second)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(f"Checkpoint '{tmp_path / 'step-00000000'}"), texts[0]
+    assert told in texts[0], texts[0]
+
+
+def test_another_optimizer_is_recognized_in_checkpoints_without_the_names_of_classes(tmp_path: Path) -> None:
+    """As in those of earlier versions, and in converted ones."""
+    model = nn.Linear(3, 1)
+    kept = SGD(model.parameters(), lr=0.1).state_dict()
+    path = checkpoint_files.checkpoint_path(tmp_path, 3)
+    checkpoint_files.write(path, model.state_dict(), {"optimizer": kept, "cursor": {}}, {})
+    with pytest.raises(CheckpointError, match=r"has no betas, eps, amsgrad.* of a Adam: another optimizer wrote it\."):
+        checkpoint_files.load(path, model, ADAM(model.parameters(), lr=0.1), None)
+    checkpoint_files.load(path, model, SGD(model.parameters(), lr=0.1), None)
+
+
+def test_changed_settings_of_the_optimizer_are_named_and_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with init("local") as backend:
+        train(backend, str(tmp_path), 1, options={"weight_decay": 0.5})
+        assert caplog.text == ""
+        ended = train(backend, str(tmp_path), 2, options={"lr": 0.05, "weight_decay": 0.25})
+    assert ended == [0.1, 0.5]
+    assert "has lr=0.1 in parameter group 0, and the optimizer of this run was built with lr=0.05." in caplog.text
+    fix = "To change it, set it after the Trainer is built: optimizer.param_groups[0]['lr'] = 0.05"
+    assert f"The run goes on with 0.1. {fix}" in caplog.text
+    assert "has weight_decay=0.5 in parameter group 0" in caplog.text
+    assert caplog.text.count("WARNING") == 2
+
+
+@pytest.mark.parametrize("scheduler", [step_lr, exponential, plateau])
+def test_a_rate_that_a_scheduler_changed_is_no_changed_setting(
+    scheduler: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with init("local") as backend:
+        every = {"scheduler_every": "epoch"}
+        first = train(backend, str(tmp_path), 3, scheduler=scheduler, **every)
+        assert first[0] < 0.1
+        train(backend, str(tmp_path), 4, scheduler=scheduler, **every)
+        assert caplog.text == ""
+        if scheduler is not plateau:
+            train(backend, str(tmp_path), 5, scheduler=scheduler, options={"lr": 0.2}, **every)
+            assert (
+                "has lr=0.1 in parameter group 0, and the optimizer of this run was built with lr=0.2." in caplog.text
+            )
