@@ -21,6 +21,7 @@ GRADIENTS = "gradients"
 # How long the other ranks are left waiting in one collective while rank 0 waits for something else.
 PATIENCE_SECONDS = 1.0
 WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
+_DAMAGED = "A file in the folder may be damaged: restore or remove it, or choose another output_dir."
 
 _ResultT = TypeVar("_ResultT")
 
@@ -38,7 +39,8 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
         except CheckpointError as caught:
             error = caught
         except Exception as caught:  # whatever it is, the other ranks would wait for ever if it left on this one alone
-            error = CheckpointError(f"Cannot {task}: {caught}. {fix}")
+            remedy = fix if fix != WRITABLE or isinstance(caught, OSError) else _DAMAGED
+            error = CheckpointError(f"Cannot {task}: {type(caught).__name__}: {caught}. {remedy}")
             error.__cause__ = caught
     raise_together(communicator, error)
     return result

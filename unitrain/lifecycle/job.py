@@ -8,6 +8,7 @@ from typing import Any
 
 from unitrain import environment
 from unitrain.data.batching import KeptBatch
+from unitrain.errors import CheckpointError
 
 _MARK = ".job"
 
@@ -39,10 +40,27 @@ def keep_batch(folder: Path, fit: int, batch: KeptBatch) -> None:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        read: dict[str, Any] = json.loads((folder / _MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        read = json.loads((folder / _MARK).read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
-    return read
+    except ValueError as error:
+        raise _damaged(folder, str(error)) from None
+    batches = read.get("batches", []) if isinstance(read, dict) else None
+    if not isinstance(batches, list) or not all(_is_batch(batch) for batch in batches):
+        raise _damaged(folder, "it holds something else")
+    return dict(read)
+
+
+def _is_batch(batch: Any) -> bool:
+    fields = len(KeptBatch._fields)
+    return isinstance(batch, list) and len(batch) == fields and all(isinstance(size, int) for size in batch)
+
+
+def _damaged(folder: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"'{folder / _MARK}', the mark of the job that writes to this folder, is damaged: {why}. Remove the file, and "
+        "go on from the checkpoints with TrainConfig(resume=True)."
+    )
 
 
 def _write(folder: Path, batches: list[KeptBatch]) -> None:

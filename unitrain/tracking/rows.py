@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 
 def append_row(row: dict[str, Any], path: Path) -> None:
@@ -17,21 +20,42 @@ def append_row(row: dict[str, Any], path: Path) -> None:
 
 def last_row(path: Path) -> dict[str, Any] | None:
     """Return the last row of a file whose rows are whole, None where there is none."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    row: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
-    return row
+    rows = _whole_rows(path) if path.exists() else []
+    return rows[-1] if rows else None
 
 
 def drop_rows_after(step: int, path: Path) -> None:
-    """Forget the rows of later steps, and a last one that was not written to its end. There may be no such file."""
+    """Forget the rows of later steps, and lines that are no rows. There may be no such file.
+
+    After a power loss a file system may leave zeros, or a part of a row, where rows were being written.
+    """
     if not path.exists():
         return
-    text = path.read_text()
-    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    rows = _whole_rows(path)
     kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
     rewritten = path.with_name(f"{path.name}.unfinished")
     rewritten.write_text(kept)
     rewritten.rename(path)
+
+
+def _whole_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file. Lines that are no rows are left out, with a warning unless the last was unfinished."""
+    *lines, _ = path.read_text(errors="replace").split("\n")
+    rows, damaged = [], 0
+    for line in lines:
+        try:
+            row = json.loads(line.strip("\0"))
+            rows.append({**row, "step": int(row["step"])})
+        except (ValueError, TypeError, KeyError):
+            damaged += 1
+    if damaged:
+        _log.warning(
+            "'%s' has %d damaged %s, as after a power loss. They are left out.",
+            path,
+            damaged,
+            "line" if damaged == 1 else "lines",
+        )
+    return rows
 
 
 def _fits(value: Any) -> bool:
