@@ -34,6 +34,7 @@ FORBIDDEN = [
             "unitrain.environment",
             "unitrain.errors",
             "unitrain.descendants",
+            "unitrain.validation",
             "unitrain.backends.registry",
         ],
     ),
@@ -41,7 +42,11 @@ FORBIDDEN = [
     # Ranks that take turns are measured as they are tested: kept alive between functions, and ended whatever happens.
     ("unitrain/* -unitrain/testing/* -unitrain/bench/contestants.py", ["unitrain.testing"], []),
     # What a backend stands on; the interface stands on less, and no backend on another one.
-    ("unitrain/backends/*", ["unitrain"], ["unitrain.backends", "unitrain.environment", "unitrain.errors"]),
+    (
+        "unitrain/backends/*",
+        ["unitrain"],
+        ["unitrain.backends", "unitrain.environment", "unitrain.errors", "unitrain.validation"],
+    ),
     (
         "unitrain/backends/base.py",
         ["unitrain.backends"],
@@ -53,7 +58,7 @@ FORBIDDEN = [
     # The loop and all it stands on know the interface, never what is behind it; the names are for who starts a backend.
     (
         "unitrain/* examples/* -unitrain/backends/* -unitrain/initialise.py -unitrain/commands/* -unitrain/testing/* "
-        "-unitrain/functions/* -unitrain/doctor/* -unitrain/bench/*",
+        "-unitrain/functions/* -unitrain/doctor/* -unitrain/bench/* -unitrain/arguments.py",
         ["unitrain.backends"],
         ["unitrain.backends.base", "unitrain.backends.knobs", "unitrain.backends.compression_setting"],
     ),
@@ -105,7 +110,7 @@ FORBIDDEN = [
     (
         "unitrain/tracking/loggers/*",
         ["torch", "unitrain"],
-        ["unitrain.tracking.loggers", "unitrain.tracking.rows", "unitrain.errors"],
+        ["unitrain.tracking.loggers", "unitrain.tracking.rows", "unitrain.errors", "unitrain.validation"],
     ),
     ("unitrain/* -unitrain/tracking/loggers/*", ["wandb", "mlflow", "tensorboard", "torch.utils.tensorboard"], []),
     # trainer -> run -> data, step, tracking, metrics, modules -> config
@@ -125,7 +130,20 @@ FORBIDDEN = [
     (
         "unitrain/config.py",
         ["unitrain"],
-        ["unitrain.backends.base", "unitrain.backends.compression_setting", "unitrain.errors"],
+        ["unitrain.backends.base", "unitrain.backends.compression_setting", "unitrain.errors", "unitrain.validation"],
+    ),
+    # Checks of arguments stand on nothing, so that everything may use them.
+    ("unitrain/validation.py", ["torch", "unitrain", "launchers"], ["unitrain.errors"]),
+    (
+        "unitrain/arguments.py",
+        ["unitrain"],
+        [
+            "unitrain.backends.base",
+            "unitrain.backends.checks",
+            "unitrain.config",
+            "unitrain.errors",
+            "unitrain.validation",
+        ],
     ),
     ("unitrain/* -unitrain/lifecycle/* -unitrain/trainer.py -unitrain/commands/*", ["unitrain.lifecycle"], []),
     ("unitrain/data/*", ["unitrain.step", "unitrain.tracking", "unitrain.metrics", "unitrain.modules"], []),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unitrain.backends.local import LocalBackend
-from unitrain.errors import NonFiniteLossError
+from unitrain.errors import ModelError, NonFiniteLossError
 from unitrain.metrics.running_loss import RunningLoss
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -112,3 +112,16 @@ def test_a_look_is_over_all_ranks() -> None:
     loss.add(torch.tensor(1.0), 3)
     loss.finish_step()
     assert loss.look([loss.here(), [5.0, 1.0]], 1, 1) == 8 / 4
+
+
+@pytest.mark.parametrize("count", [0.0, -3.0])
+def test_numbers_of_tokens_that_cannot_be_meant_are_refused(count: float) -> None:
+    """As on a device, where nobody reads them batch by batch."""
+    loss = RunningLoss(LOCAL)
+    loss.add(torch.tensor(2.0), 1, torch.tensor(count))
+    with pytest.raises(
+        ModelError, match=f"The losses add up to 2, but the numbers of tokens .* add up to {count:g}\\."
+    ):
+        look(loss, 1, 1)
+    with pytest.raises(ModelError, match=r"Let loss_fn return the mean over the batch"):
+        loss.finish(1, 1)

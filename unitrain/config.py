@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from unitrain import validation
 from unitrain.backends.base import Communicator
 from unitrain.backends.compression_setting import Compression, read_compression
 from unitrain.errors import ConfigError, did_you_mean
@@ -130,52 +130,32 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_length()
-        self._check_integer("batch_size", 1, "Use 32 to start with", optional=True)
-        self._check_integer("eval_batch_size", 1, "Leave it out to evaluate with batch_size", optional=True)
-        self._check_integer("accumulate", 1, "Use 1 to step after every batch", optional=True)
-        self._check_integer("global_batch_size", 1, "Use 256 to start with", optional=True)
-        self._check_integer("warmup_steps", 0, "Use 0 to begin with the full learning rate")
-        self._check_integer("seed", 0, "Use 0")
-        self._check_integer("num_workers", 0, "Use 0 to load the data in the training process")
-        self._check_integer("checkpoint_every", 1, "Use 1 to write a checkpoint after every epoch")
-        self._check_integer(
-            "checkpoint_every_steps", 1, "Leave it out to write a checkpoint after epochs only", optional=True
-        )
-        self._check_retention()
-        self._check_integer("show_every", 1, "Leave it out to show the loss every two seconds", optional=True)
-        self._check_choice("precision", get_args(PrecisionName))
-        self._check_choice("scheduler_every", get_args(SchedulerUnit))
-        self._check_choice("progress", get_args(ProgressStyle))
-        self._check_choice("stream", get_args(StreamKind))
-        self._check_choice("uneven", get_args(Uneven))
+        for name, least, fix in _WHOLE_NUMBERS:
+            validation.whole_number(_of(name), getattr(self, name), least, fix)
+        for name, least, fix in _OPTIONAL_WHOLE_NUMBERS:
+            validation.whole_number(_of(name), getattr(self, name), least, fix, optional=True)
+        for name, choices in _CHOICES.items():
+            validation.choice(_of(name), getattr(self, name), get_args(choices))
+        for name in _SWITCHES:
+            validation.switch(_of(name), getattr(self, name))
+        validation.switch(_of("tf32"), self.tf32, optional=True)
+        if not isinstance(self.compile, bool):
+            validation.choice(_of("compile"), self.compile, get_args(CompileMode))
         read_compression(self.compression, "TrainConfig.compression")
-        self._check_integer("validate_every_steps", 1, "Leave it out to validate after epochs only", optional=True)
-        self._check_integer("limit_train_steps", 1, "Leave it out to train on all data", optional=True)
-        self._check_integer("limit_val_batches", 1, "Leave it out to evaluate all data", optional=True)
-        self._check_positive("checkpoint_every_minutes", "Leave it out to write checkpoints by epochs and steps only")
-        self._check_positive("clip_norm", "Use None not to clip")
-        self._check_positive("ema_decay", "Use 0.999, or None not to average")
+        fix = "Leave it out to write checkpoints by epochs and steps only"
+        validation.positive(_of("checkpoint_every_minutes"), self.checkpoint_every_minutes, fix, optional=True)
+        validation.positive(_of("clip_norm"), self.clip_norm, "Use None not to clip", optional=True)
+        validation.positive(_of("ema_decay"), self.ema_decay, "Use 0.999, or None not to average", optional=True)
         if self.ema_decay is not None and self.ema_decay >= 1:
             raise ConfigError(
                 f"TrainConfig.ema_decay must be below 1, got {self.ema_decay}: at 1 the average never moves. Use 0.999."
             )
-        for name in ("sync_batch_norm", "channels_last", "dry_run"):
-            self._check_switch(name)
-        if not isinstance(self.compile, bool):
-            self._check_choice("compile", get_args(CompileMode))
-        if self.resume == "auto":
-            object.__setattr__(self, "resume", True)
-        if self.resume is True and self.output_dir is None:
-            raise ConfigError(
-                "TrainConfig.resume=True looks for checkpoints in output_dir, which is not set. "
-                'Use TrainConfig(output_dir="runs/first", resume=True), or name a checkpoint: resume="runs/first".'
-            )
-
+        validation.text(_of("monitor"), self.monitor, "Use monitor='val_loss', or leave it out", optional=True)
+        validation.text(_of("keep_best"), self.keep_best, "Use keep_best='val_loss', or leave it out", optional=True)
         self._check_learning_rate()
+        self._check_output()
 
     def _check_learning_rate(self) -> None:
-        self._check_choice("lr_scaling", get_args(LrScaling))
-        self._check_integer("reference_batch_size", 1, "Use the batch size that the rate was found for", optional=True)
         if self.lr_scaling != "none" and self.reference_batch_size is None:
             raise ConfigError(
                 f"TrainConfig.lr_scaling {self.lr_scaling!r} needs the global batch size that the learning rate was "
@@ -188,59 +168,96 @@ class TrainConfig:
                 f"Use TrainConfig(lr_scaling='linear', ...), or leave {name} out and give the Trainer a scheduler."
             )
 
-    def _check_retention(self) -> None:
-        self._check_integer("keep_last", 1, "Use None to keep every checkpoint", optional=True)
-        self._check_integer("keep_every", 1, "Use 10 to keep that of every tenth epoch too", optional=True)
-        self._check_choice("keep_best_mode", get_args(BestMode))
+    def _check_output(self) -> None:
+        fix = 'Use output_dir="runs/first", or None to write nothing'
+        validation.folder(_of("output_dir"), self.output_dir, fix, optional=True)
+        if not isinstance(self.resume, bool):
+            validation.folder(_of("resume"), self.resume, 'Use resume=True, resume="auto" or resume="runs/first"')
+        if self.resume == "auto":
+            object.__setattr__(self, "resume", True)
+        if self.resume is True and self.output_dir is None:
+            raise ConfigError(
+                "TrainConfig.resume=True looks for checkpoints in output_dir, which is not set. "
+                'Use TrainConfig(output_dir="runs/first", resume=True), or name a checkpoint: resume="runs/first".'
+            )
         for name in ("keep_every", "keep_best"):
             if self.keep_last is None and getattr(self, name) is not None:
                 raise ConfigError(
                     f"TrainConfig.{name}={getattr(self, name)!r} keeps checkpoints in addition to the last ones, but "
                     f"with keep_last=None all are kept. Use TrainConfig(keep_last=3, {name}={getattr(self, name)!r})."
                 )
+        for name in CHECKPOINT_SETTINGS if self.output_dir is None else ():
+            value = getattr(self, name)
+            if value not in (None, getattr(TrainConfig, name)):
+                raise ConfigError(
+                    f"TrainConfig.{name}={value!r} is about checkpoints, but without output_dir none are written. "
+                    f'Use TrainConfig(output_dir="runs/first", {name}={value!r}), or leave {name} out.'
+                )
 
     def _check_length(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             found = "neither" if self.epochs is None else f"epochs={self.epochs} and steps={self.steps}"
             raise ConfigError(f"TrainConfig takes either epochs or steps, got {found}. Use TrainConfig(epochs=10).")
-        self._check_integer("epochs", 1, "Use epochs=1 to pass over the data once", optional=True)
-        self._check_integer("steps", 1, "Use steps=1 to change the parameters once", optional=True)
+        fix = 'Use preemption_signals=("SIGTERM", "SIGUSR1"), or () to leave all of them alone'
+        kinds = (tuple, list)
+        validation.instance(_of("preemption_signals"), self.preemption_signals, kinds, "a tuple of names", fix)
         for name in self.preemption_signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
-                near = did_you_mean(name, signal.Signals.__members__)
+                near = did_you_mean(str(name), signal.Signals.__members__)
                 raise ConfigError(
                     f"TrainConfig.preemption_signals has {name!r}, which is no signal that a program can handle. {near}"
-                    'Use preemption_signals=("SIGTERM", "SIGUSR1"), or () to leave all of them alone.'
+                    f"{fix}."
                 )
-        self._check_positive("max_seconds", "Use None to train until epochs or steps are done")
+        fix = "Use None to train until epochs or steps are done"
+        validation.positive(_of("max_seconds"), self.max_seconds, fix, optional=True)
 
-    def _check_integer(self, name: str, least: int, fix: str, *, optional: bool = False) -> None:
-        value: Any = getattr(self, name)
-        if value is None and optional:
-            return
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"TrainConfig.{name} must be a whole number, got {value!r}. {fix}.")
-        if value < least:
-            raise ConfigError(f"TrainConfig.{name} must be at least {least}, got {value}. {fix}.")
 
-    def _check_positive(self, name: str, fix: str) -> None:
-        value: Any = getattr(self, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and math.isfinite(value) and value > 0):
-            raise ConfigError(f"TrainConfig.{name} must be a number above 0, got {value!r}. {fix}.")
+def _of(name: str) -> str:
+    return f"TrainConfig.{name}"
 
-    def _check_switch(self, name: str) -> None:
-        value: Any = getattr(self, name)
-        if not isinstance(value, bool):
-            raise ConfigError(
-                f"TrainConfig.{name} must be True or False, got {value!r}. Use {name}=True to turn it on."
-            )
 
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        value: Any = getattr(self, name)
-        if value not in choices:
-            near = did_you_mean(str(value), choices)
-            raise ConfigError(f"Unknown TrainConfig.{name} {value!r}. {near}Available: {', '.join(choices)}.")
+# Settings with the least value that is allowed, and how to fix one that is not.
+_WHOLE_NUMBERS = (
+    ("warmup_steps", 0, "Use 0 to begin with the full learning rate"),
+    ("seed", 0, "Use 0"),
+    ("num_workers", 0, "Use 0 to load the data in the training process"),
+    ("checkpoint_every", 1, "Use 1 to write a checkpoint after every epoch"),
+)
+_OPTIONAL_WHOLE_NUMBERS = (
+    ("epochs", 1, "Use epochs=1 to pass over the data once"),
+    ("steps", 1, "Use steps=1 to change the parameters once"),
+    ("batch_size", 1, "Use 32 to start with"),
+    ("eval_batch_size", 1, "Leave it out to evaluate with batch_size"),
+    ("accumulate", 1, "Use 1 to step after every batch"),
+    ("global_batch_size", 1, "Use 256 to start with"),
+    ("reference_batch_size", 1, "Use the batch size that the rate was found for"),
+    ("checkpoint_every_steps", 1, "Leave it out to write a checkpoint after epochs only"),
+    ("keep_last", 1, "Use None to keep every checkpoint"),
+    ("keep_every", 1, "Use 10 to keep that of every tenth epoch too"),
+    ("validate_every_steps", 1, "Leave it out to validate after epochs only"),
+    ("limit_train_steps", 1, "Leave it out to train on all data"),
+    ("limit_val_batches", 1, "Leave it out to evaluate all data"),
+    ("show_every", 1, "Leave it out to show the loss every two seconds"),
+)
+_CHOICES: dict[str, Any] = {
+    "precision": PrecisionName,
+    "scheduler_every": SchedulerUnit,
+    "progress": ProgressStyle,
+    "stream": StreamKind,
+    "uneven": Uneven,
+    "lr_scaling": LrScaling,
+    "keep_best_mode": BestMode,
+}
+_SWITCHES = ("shuffle", "unused_parameters", "sync_batch_norm", "channels_last", "asynchronous_checkpoints", "dry_run")
+# Settings without effect where no output_dir is set, which is an error where they differ from their defaults.
+CHECKPOINT_SETTINGS = (
+    "checkpoint_every",
+    "checkpoint_every_steps",
+    "checkpoint_every_minutes",
+    "keep_last",
+    "keep_every",
+    "keep_best",
+)
 
 
 def for_dry_run(config: TrainConfig) -> TrainConfig:
@@ -250,11 +267,7 @@ def for_dry_run(config: TrainConfig) -> TrainConfig:
         limit_val_batches=1,
         output_dir=None,
         resume=False,
-        checkpoint_every_steps=None,
-        checkpoint_every_minutes=None,
-        keep_last=None,
-        keep_every=None,
-        keep_best=None,
+        **{name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS},
     )
 
 

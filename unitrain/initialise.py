@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from unitrain import environment, supervised
+from unitrain import environment, supervised, validation
 from unitrain.backends import registry
 from unitrain.errors import ConfigError, LauncherMismatchError
 from unitrain.worker_processes import end_workers_with_rank
@@ -49,11 +49,16 @@ def init(
     LauncherMismatchError, ConfigError for a second backend beside the first, or CollectiveTimeoutError naming the ranks
     that did not come.
     """
-    if not 0 < timeout_seconds <= _LONGEST_SECONDS:
+    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+    if not (is_number and 0 < timeout_seconds <= _LONGEST_SECONDS):
         raise ConfigError(
-            f"timeout_seconds must be above 0 and at most {_LONGEST_SECONDS} (a year), got {timeout_seconds}. "
-            "Use 300 for five minutes."
+            f"timeout_seconds must be a number above 0 and at most {_LONGEST_SECONDS} (a year), got "
+            f"{validation.found(timeout_seconds)}. Use 300 for five minutes."
         )
+    fix = "Use unitrain.init(backend='ddp'), or leave it out"
+    validation.instance("unitrain.init(backend)", backend, str, "the name of a backend", fix, optional=True)
+    fix = "Use unitrain.init(transport='gloo'), or leave it out"
+    validation.instance("unitrain.init(transport=...)", transport, str, "the name of a transport", fix, optional=True)
     placement = environment.detect()
     name = backend or environment.setting("UNITRAIN_BACKEND") or _IMPLIED[placement.launcher]
     backend_class = registry.load(name)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from unitrain import arguments
 from unitrain.backends.base import Backend, together
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.config import TrainConfig, check_alike, for_dry_run
@@ -39,10 +40,12 @@ from unitrain.step.learning_rate import LearningRateFactor
 from unitrain.step.planned_scheduler import BuildScheduler, PlannedScheduler
 from unitrain.step.precision import Precision, allow_tf32
 from unitrain.step.update import Update
-from unitrain.step.weighting import GlobalMean, read_loss
+from unitrain.step.weighting import GlobalMean, read_training_loss
 from unitrain.tracking.loggers.logger import Logger
 from unitrain.tracking.times import Times
 from unitrain.tracking.tracker import Tracker
+from unitrain.validation import known as check_known
+from unitrain.validation import text as check_text
 
 
 class Trainer:
@@ -77,6 +80,12 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         loggers: Sequence[Logger | str] = (),
     ) -> None:
+        arguments.check_backend("Trainer(backend=...)", backend)
+        backend.check_running("Trainer")
+        together(
+            backend,
+            lambda: arguments.check_trainer(model, optimizer, loss_fn, config, scheduler, metrics, callbacks),
+        )
         check_alike(config, backend)
         if config.dry_run:
             config, loggers = for_dry_run(config), ()
@@ -127,6 +136,7 @@ class Trainer:
         parts: dict[str, Stateful] = {
             "precision": self._precision, "callbacks": self._callbacks, "loss": self._loss, "weighting": self._mean,
         }  # fmt: skip
+        together(backend, lambda: arguments.check_results(self._evaluation.names[1:]))
         self.run = Run(config, backend, parts if self._average is None else {**parts, "average": self._average})
         self._roll_call = RollCall(self.run, self._times, self._tracker)
         self.run.prepare(backend.unwrap(model), optimizer, self._scheduler)
@@ -163,11 +173,14 @@ class Trainer:
         `config.preemption_signals` came to any rank, after a checkpoint.
         """
         config = self.config
+        self._check_data("fit", train_data=train_data, **_by_argument(val_data))
         share = open_training_data(train_data, self.backend, config, elastic=self.run.elastic, kept=self.run.kept_batch)
         self._train_batch_size = share.batch_size
         named = _validation_sets(val_data)
         self.result_names = ("train_loss", *(prefix + name for prefix in named for name in self._evaluation.names))
         self._epoch_scheduler.check(self.result_names)
+        if config.keep_best is not None:
+            check_known("TrainConfig.keep_best", config.keep_best, self.result_names)
         self._rates = LearningRateFactor.asked_for(config, share.global_batch_size)
         limit = config.limit_val_batches
         validation = {prefix: self._evaluation_share(data, limit) for prefix, data in named.items()}
@@ -201,6 +214,7 @@ class Trainer:
 
         Every rank evaluates its own part with rank 0's buffers, and every rank returns the same. All ranks call it.
         """
+        self._check_data("evaluate", data=data)
         return self._evaluation.evaluate(self._evaluation_share(data))
 
     def predict(self, data: Data) -> Any:
@@ -213,6 +227,7 @@ class Trainer:
         rank's own are in the order of ranks. All ranks call it.
         Raises DataError, ConfigError or, for outputs that cannot be put together, ModelError, on every rank.
         """
+        self._check_data("predict", data=data)
         return self._evaluation.predict(self._evaluation_share(data))
 
     def load_weights(self, checkpoint: str | Path) -> None:
@@ -232,6 +247,7 @@ class Trainer:
         The ranks agree on it when they next work out the loss, at least about every two seconds, and at the end of the
         epoch. Then the run is validated and saved as it is, in the middle of an epoch too, and can be resumed there.
         """
+        check_text("Trainer.stop(reason)", reason, 'Use trainer.stop("the loss is low enough")')
         self.run.stopping.request(reason)
 
     def log(self, **values: float | Tensor) -> None:
@@ -254,6 +270,16 @@ class Trainer:
     def loss_scale(self) -> Tensor | None:
         """The factor of the gradients that `on_gradients` sees: fp16's loss scale, or None in other formats."""
         return self._precision.loss_scale()
+
+    def _check_data(self, method: str, **data: Any) -> None:
+        """Raise DataError, on every rank, for an argument of `method` that is no dataset."""
+        self.backend.check_running(f"Trainer.{method}")
+
+        def check() -> None:
+            for name, value in data.items():
+                arguments.check_data(f"Trainer.{method}({name})", value)
+
+        together(self.backend, check)
 
     def _train_epoch(self, share: TrainingData, validation: Mapping[str, EvaluationShare]) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
@@ -335,7 +361,7 @@ class Trainer:
         stands_in = nullcontext() if part.samples else standing_in(self.model)
         with stands_in, nullcontext() if part.closes_step else self.backend.no_sync(self.model):
             with self._precision.autocast():
-                loss = read_loss(self.loss_fn(*self._forward(self.model, batch)))
+                loss = read_training_loss(self.loss_fn(*self._forward(self.model, batch)))
             weighted = self._mean.weighted(loss, part)
             if self.config.unused_parameters and not part.samples:
                 weighted = without_gradients(weighted)  # else each parameter is reached by every rank anyway
@@ -422,3 +448,10 @@ def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
             'Use trainer.fit(train_data, {"clean": clean_data, "noisy": noisy_data}).'
         )
     return {f"val_{name}_": one for name, one in data.items()}
+
+
+def _by_argument(val_data: Data | Mapping[str, Data] | None) -> dict[str, Any]:
+    """Return the validation sets by the argument that a message names."""
+    if isinstance(val_data, Mapping):
+        return {f"val_data[{name!r}]": data for name, data in val_data.items()}
+    return {} if val_data is None else {"val_data": val_data}

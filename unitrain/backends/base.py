@@ -48,6 +48,7 @@ from unitrain.backends.whereabouts import call_site as call_site
 from unitrain.environment import Placement
 from unitrain.errors import (
     CollectiveMismatchError,
+    ConfigError,
     Preempted,
     UnitrainError,
     UnsupportedError,
@@ -134,6 +135,7 @@ class Backend(Communicator):
     num_nodes: int
     knobs: tuple[Knob, ...] = ()
     _alone = 0  # how many blocks of on_rank_zero the caller is in
+    _is_shut_down = False
 
     @classmethod
     @abstractmethod
@@ -188,11 +190,21 @@ class Backend(Communicator):
             self._alone -= 1
 
     def refuse_alone(self, operation: str) -> None:
-        """Raise CollectiveMismatchError inside of `on_rank_zero`; every collective begins with it."""
+        """Raise CollectiveMismatchError inside of `on_rank_zero`, ConfigError after `shutdown`; every collective begins
+        with it."""
+        self.check_running(operation)
         if self._alone:
             raise CollectiveMismatchError(
                 f"{operation} was called inside of on_rank_zero, at {call_site(sys._getframe())}, where the other "
                 "ranks do not come. Move it out of the block, and let every rank call it."
+            )
+
+    def check_running(self, operation: str) -> None:
+        """Raise ConfigError after `shutdown`."""
+        if self._is_shut_down:
+            raise ConfigError(
+                f"{operation} was called after the backend was shut down. Call it inside of the block "
+                "`with unitrain.init() as backend:`, or start another backend: backend = unitrain.init()"
             )
 
     def abandon(self, error: BaseException) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unitrain import validation
 from unitrain.backends.base import ReduceOp
 from unitrain.backends.compression_setting import Compression, read_compression
 from unitrain.errors import ConfigError, ModelError, TensorError, did_you_mean
@@ -66,8 +67,8 @@ def check_reduce(tensor: Tensor, op: str) -> None:
 
 def check_root(root: int, size: int) -> None:
     """Raise ConfigError unless `root` is one of the ranks."""
-    if not 0 <= root < size:
-        raise ConfigError(f"Root {root} is not one of the {size} ranks. Use a root from 0 to {size - 1}.")
+    if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < size:
+        raise ConfigError(f"Root {root!r} is not one of the {size} ranks. Use a root from 0 to {size - 1}.")
 
 
 def check_divides(tensor: Tensor, size: int) -> None:
@@ -79,9 +80,39 @@ def check_divides(tensor: Tensor, size: int) -> None:
         )
 
 
+def check_is_model(name: str, model: Any) -> None:
+    """Raise ModelError unless `model` is a module with parameters that have a shape."""
+    fix = "Pass the model itself, such as nn.Linear(3, 1)"
+    if isinstance(model, torch.optim.Optimizer):
+        fix = "Pass the model first and the optimizer second"
+    validation.instance(name, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
+    if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+        raise ModelError(
+            f"{name} is wrapped in {type(model).__name__}, and unitrain reduces its gradients itself. "
+            "Pass the module inside it: model.module."
+        )
+    lazy = [key for key, value in model.named_parameters() if nn.parameter.is_lazy(value)]
+    if lazy:
+        raise ModelError(
+            f"{type(model).__name__} has parameters without a shape yet: {', '.join(lazy[:4])}. "
+            "Call the model once, before it is distributed and before the optimizer is built: model(inputs)."
+        )
+
+
+def check_is_optimizer(name: str, optimizer: Any) -> None:
+    """Raise ModelError unless `optimizer` is an optimizer."""
+    built = optimizer.__name__ if isinstance(optimizer, type) else "torch.optim.SGD"
+    fix = f"Build one from the model's parameters: {built}(model.parameters(), lr=0.1)"
+    if isinstance(optimizer, nn.Module):
+        fix = "Pass the model first and the optimizer second"
+    kind = torch.optim.Optimizer
+    validation.instance(name, optimizer, kind, "a torch.optim.Optimizer", fix, error=ModelError)
+
+
 def check_model(model: nn.Module, compression: Compression, device: torch.device) -> None:
     """Raise ModelError unless `model` can be trained on `device`, ConfigError for an unknown compression."""
     read_compression(compression)
+    check_is_model("distributed_model(model)", model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "
@@ -100,8 +131,8 @@ def check_model(model: nn.Module, compression: Compression, device: torch.device
             )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ModelError unless `optimizer` is one optimizer whose parameters are all `model`'s."""
+def check_one_optimizer(optimizer: Any) -> None:
+    """Raise ModelError for several optimizers, and for one whose state is divided between ranks."""
     if isinstance(optimizer, list | tuple | dict):
         raise ModelError(
             f"One optimizer was expected, got a {type(optimizer).__name__} of {len(optimizer)}. Wrap each one with the "
@@ -113,6 +144,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             "ZeroRedundancyOptimizer divides the state between ranks, and its state cannot be saved and loaded as that "
             "of other optimizers. Use the optimizer that it wraps: torch.optim.AdamW(model.parameters(), ...)."
         )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ModelError unless `optimizer` is one optimizer whose parameters are all `model`'s."""
+    check_one_optimizer(optimizer)
+    check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
+    validation.instance("distributed_optimizer(model)", model, nn.Module, "a torch.nn.Module", "Pass the model second")
     known = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(id(parameter) not in known for parameter in held)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from unitrain import validation
 from unitrain.backends.rendezvous import Meeting
 from unitrain.errors import ConfigError
 
@@ -18,7 +19,13 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
     launcher may have shown each its own, and `check_gpus` tells when it has not. Raises ConfigError when several are
     seen, but fewer than there are ranks on the host.
     """
-    device = torch.device(requested) if requested is not None else _default_kind()
+    try:
+        device = torch.device(requested) if requested is not None else _default_kind()
+    except (RuntimeError, TypeError, ValueError):
+        raise ConfigError(
+            f"unitrain.init(device=...) must be a device such as 'cpu', 'cuda' or 'cuda:0', got "
+            f"{validation.found(requested)}. Use device='cpu', or leave it out to use a GPU where there is one."
+        ) from None
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend, GradientMemory, ReduceOp, StartOptions, SupportsPowerSGD
 from unitrain.backends.compressed_backward import compress_backward
@@ -96,7 +97,9 @@ class LocalBackend(Backend, SupportsPowerSGD):
     def distributed_model(
         self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression = "none"
     ) -> nn.Module:
+        self.check_running("distributed_model")
         checks.check_model(model, compression, self.device)
+        validation.switch("distributed_model(unused_parameters=...)", unused_parameters)
         if not unused_parameters:
             watch_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
         compressor = self._memories.compressor(compression, self.unwrap(model), self)
@@ -108,6 +111,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
         return self._memories.of(self.unwrap(model))
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+        self.check_running("distributed_optimizer")
         checks.check_optimizer(optimizer, model)
         return optimizer
 
@@ -127,3 +131,4 @@ class LocalBackend(Backend, SupportsPowerSGD):
 
     def shutdown(self) -> None:
         LocalBackend._running.discard(self)
+        self._is_shut_down = True

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unitrain import environment
+from unitrain import environment, validation
 from unitrain.backends import checks
 from unitrain.backends.agreement import Agreement
 from unitrain.backends.base import Backend, GradientMemory, ReduceOp, SupportsPowerSGD, together
@@ -153,7 +153,12 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
     def distributed_model(
         self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression = "none"
     ) -> nn.Module:
-        together(self, lambda: checks.check_model(model, compression, self.device))
+        def check() -> None:
+            checks.check_model(model, compression, self.device)
+            validation.switch("distributed_model(unused_parameters=...)", unused_parameters)
+
+        self.check_running("distributed_model")
+        together(self, check)
         debug = together(self, environment.debugs)
         check_same_settings(
             self, unused_parameters=unused_parameters, compression=compression, **{environment.DEBUG: debug}
@@ -188,6 +193,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         return self._memories.of(self.unwrap(model))
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+        self.check_running("distributed_optimizer")
         together(self, lambda: checks.check_optimizer(optimizer, self.unwrap(model)))
         state = self.broadcast_object(optimizer.state_dict())
         if self.rank != 0:
@@ -219,6 +225,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self._gradient_group = None
         if not self._ended and dist.is_initialized():
             dist.destroy_process_group()
+        self._is_shut_down = True
         self._ended = True  # another backend's group may be there by the time of a second call
 
     def _synchronised(self, model: nn.Module) -> GlobalGradients:

@@ -153,6 +153,7 @@ def _prepare(
         "monitor": None,
         "output_dir": None,
         "resume": False,
+        "checkpoint_every": 1,
         "checkpoint_every_steps": None,
         "keep_last": None,
         "keep_every": None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from unitrain import validation
 from unitrain.callbacks.callback import Callback
 from unitrain.errors import ConfigError, did_you_mean
 
@@ -26,11 +27,12 @@ class EarlyStopping(Callback):
     def __init__(
         self, monitor: str = "val_loss", *, patience: int = 3, mode: Mode = "min", min_delta: float = 0.0
     ) -> None:
-        if mode not in get_args(Mode):
+        if not isinstance(mode, str) or mode not in get_args(Mode):
             raise ConfigError(f"EarlyStopping.mode must be 'min' or 'max', got {mode!r}. Use 'min' for a loss.")
-        if not isinstance(patience, int) or patience < 1:
+        validation.text("EarlyStopping(monitor)", monitor, "Use EarlyStopping('val_loss')")
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ConfigError(f"EarlyStopping.patience must be a number of epochs from 1 on, got {patience!r}. Use 3.")
-        if not 0 <= min_delta < math.inf:
+        if not isinstance(min_delta, int | float) or isinstance(min_delta, bool) or not 0 <= min_delta < math.inf:
             raise ConfigError(f"EarlyStopping.min_delta must be at least 0, got {min_delta!r}. Use 0.0.")
         self.monitor, self.patience, self.mode, self.min_delta = monitor, patience, mode, min_delta
         self.best: float | None = None

@@ -26,7 +26,7 @@ class GradientWatch(Callback):
     """
 
     def __init__(self, *, every: int = 1) -> None:
-        if not isinstance(every, int) or every < 1:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ConfigError(f"GradientWatch.every must be a number of steps from 1 on, got {every!r}. Use 1.")
         self.every = every
         self._overflows = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from unitrain import validation
 from unitrain.backends.base import together
 from unitrain.callbacks.callback import Callback
 from unitrain.errors import ConfigError
@@ -26,8 +27,9 @@ class Profiler(Callback):
 
     def __init__(self, *, skip: int = 10, steps: int = 5, folder: str | Path | None = None, **options: Any) -> None:
         for name, value, least in (("skip", skip, 0), ("steps", steps, 1)):
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"Profiler.{name} must be a number of steps from {least} on, got {value!r}. Use 5.")
+        validation.folder("Profiler(folder=...)", folder, 'Use Profiler(folder="runs/profile")', optional=True)
         self.skip, self.steps, self.folder, self.options = skip, steps, folder, options
         self._profile: torch.profiler.profile | None = None
         self._done = 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import launchers
-from unitrain import environment
+from unitrain import environment, validation
 from unitrain.backends import registry
 from unitrain.descendants import end_all
 from unitrain.errors import ConfigError, RankFailedError
@@ -58,6 +58,17 @@ def run(
             f"unitrain.run starts ranks itself, but {placement.launcher} has started this process already "
             f"({', '.join(placement.evidence)}). Call the function as it is, or start the program with python."
         )
+    function_fix = "Pass the function and its arguments apart: unitrain.run(train, (0.1,), np=2)"
+    validation.instance("unitrain.run(function)", function, Callable, "a function", function_fix)
+    is_text = isinstance(args, str | bytes)  # would be taken apart into characters
+    validation.instance("unitrain.run(args)", None if is_text else args, Sequence, "a tuple or list", function_fix)
+    fix = "Use kwargs={'learning_rate': 0.1}"
+    validation.instance("unitrain.run(kwargs)", kwargs, Mapping, "a dictionary", fix, optional=True)
+    validation.whole_number("unitrain.run(np=...)", np, 1, "Use np=2 for two ranks")
+    validation.text("unitrain.run(backend=...)", backend, "Use backend='ddp', or leave it out", optional=True)
+    validation.text("unitrain.run(launcher=...)", launcher, "Use launcher='torchrun', or leave it out", optional=True)
+    fix = "Use None to wait without a limit"
+    validation.positive("unitrain.run(timeout_seconds=...)", timeout_seconds, fix, optional=True)
     backend = backend or environment.setting("UNITRAIN_BACKEND") or ("ddp" if np > 1 else "local")
     registry.check_known(backend)
     with tempfile.TemporaryDirectory(prefix="unitrain-run-") as name:

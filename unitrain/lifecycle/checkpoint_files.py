@@ -242,7 +242,7 @@ def _check_settings(
             before = "initial_lr" if scheduled and name == "lr" else name
             if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in kept:
                 continue
-            had, has = kept[before], own.get(before)
+            had, has = kept[before], own.get(before, own.get(name))
             if has is not None and _is_plain(had) and _is_plain(has) and float(had) != float(has):
                 _log.warning(
                     "Checkpoint '%s' has %s=%g in parameter group %d, and the optimizer of this run was built with "

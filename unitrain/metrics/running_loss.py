@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from unitrain.backends.answers import name_ranks
 from unitrain.backends.base import Communicator
-from unitrain.errors import NonFiniteLossError
+from unitrain.errors import ModelError, NonFiniteLossError
 from unitrain.metrics.means import Means, kept
 
 
@@ -100,6 +99,12 @@ class RunningLoss:
 
 
 def _mean(total: float, weight: float) -> float:
+    if weight < 0 or (weight == 0 and total != 0):
+        # Counts in the memory of a device are not checked in each batch.
+        raise ModelError(
+            f"The losses add up to {total:g}, but the numbers of tokens that loss_fn returned add up to {weight:g}. "
+            "Let loss_fn return the mean over the batch, loss.mean(), or a pair (loss.sum(), number of tokens)."
+        )
     return total / weight if weight else 0.0  # no token in all these batches
 
 
@@ -108,7 +113,8 @@ def _not_finite(mean: float, epoch: int, step: int, ranks: Sequence[Sequence[flo
     guilty = [rank for rank, (total, _) in enumerate(ranks) if not math.isfinite(total)]
     where = ""
     if guilty and len(ranks) > 1:  # finite sums may still add up to infinity
-        where = " on every rank" if len(guilty) == len(ranks) else f" on {name_ranks(guilty).removeprefix('each of ')}"
+        named = f"rank{'s' if len(guilty) > 1 else ''} {', '.join(map(str, guilty))}"
+        where = " on every rank" if len(guilty) == len(ranks) else f" on {named}"
     return NonFiniteLossError(
         f"The mean loss became {mean}{where} in epoch {epoch}, by step {step}. "
         "Lower the learning rate, or clip the gradients with TrainConfig(clip_norm=1.0)."

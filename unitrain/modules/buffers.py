@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
+from unitrain import validation
 from unitrain.backends.base import Communicator, broadcast_into
+
+
+def check_model_and_communicator(function: str, model: Any, communicator: Any) -> None:
+    """Raise ConfigError unless these are a model and the communicator that shares it."""
+    fix = f"Use {function}(model, backend)"
+    validation.instance(f"{function}(model)", model, nn.Module, "a torch.nn.Module", fix)
+    validation.instance(f"{function}(communicator)", communicator, Communicator, "a backend", fix)
 
 
 def share_buffers(model: nn.Module, communicator: Communicator) -> None:
@@ -16,5 +26,6 @@ def share_buffers(model: nn.Module, communicator: Communicator) -> None:
     are rank 0's anyway. `model` may be what `distributed_model` returned or what it was given; parameters are left
     alone.
     """
+    check_model_and_communicator("share_buffers", model, communicator)
     # Through `data`, because this is no write of a forward, which the wrapped model looks for.
     broadcast_into(communicator, [buffer.data for buffer in model.buffers()])

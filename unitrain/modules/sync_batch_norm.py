@@ -20,6 +20,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from unitrain.backends.base import Communicator
 from unitrain.errors import CollectiveMismatchError, ModelError
+from unitrain.modules.buffers import check_model_and_communicator
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -33,6 +34,7 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     its own. In eval mode nothing is communicated. Call it on every rank, before training; one rank alone computes what
     it did before. Raises ModelError for a layer that has a forward of its own, or a group of some of the ranks.
     """
+    check_model_and_communicator("sync_batch_norm", model, communicator)
     layers: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()

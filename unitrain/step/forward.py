@@ -21,7 +21,7 @@ class Forward:
     """
 
     def __init__(self, function: ForwardFunction | None) -> None:
-        if function is not None and not callable(function):
+        if function is not None and (not callable(function) or isinstance(function, type)):
             raise ConfigError(
                 f"Trainer(forward=...) takes a function, got {function!r}. "
                 "Use forward=lambda model, batch: (model(batch[0]), batch[1])."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -36,7 +37,30 @@ def read_loss(output: LossOutput) -> Loss:
     if not (tokens is None or isinstance(tokens, int | float) or (isinstance(tokens, Tensor) and tokens.dim() == 0)):
         found = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
         raise ModelError(f"What a summed loss is the sum of must be counted by one number, got {found}. {_RETURN}")
+    if not value.is_floating_point():
+        kind = str(value.dtype).removeprefix("torch.")
+        raise ModelError(f"The loss must be a floating-point number, got one of dtype {kind}. {_RETURN}")
+    # Counts on a device are checked when the running loss is worked out: to read one here would wait for the device.
+    if tokens is not None and not (isinstance(tokens, Tensor) and tokens.device.type != "cpu"):
+        count = float(tokens)
+        counts_none = count == 0 and value.device.type == "cpu" and bool(value.detach() != 0)
+        if isinstance(tokens, bool) or not 0 <= count < math.inf or counts_none:
+            raise ModelError(
+                f"What a summed loss is the sum of must be counted by a number from 1 on, or 0 where the sum is 0, got "
+                f"{tokens if isinstance(tokens, bool) else f'{count:g}'}. {_RETURN}"
+            )
     return Loss(value, tokens)
+
+
+def read_training_loss(output: LossOutput) -> Loss:
+    """Take apart what a loss function returned in training. Raises ModelError also for one without a gradient."""
+    loss = read_loss(output)
+    if not loss.value.requires_grad:
+        raise ModelError(
+            "The loss does not depend on a parameter that requires a gradient: it was detached, or computed outside of "
+            "autograd. Compute it from the model's output without .detach(), .item(), .numpy() and torch.no_grad()."
+        )
+    return loss
 
 
 class GlobalMean:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from unitrain import validation
 from unitrain.backends.base import Communicator, together
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, LoggerError, Preempted, UnitrainError
@@ -103,6 +104,7 @@ class Tracker:
     def log_image(self, name: str, image: Tensor, step: int, caption: str | None) -> None:
         """Log the user's image. Raises TensorError for what is none, on every rank that calls it."""
         self._check_begun("log_image")
+        validation.text("trainer.log_image(name)", name, "Use trainer.log_image('sample', image)")
         check_image(image)
         if self._goes_on(step):
             self._call("image", name, to_pixels(image), step, caption)

@@ -16,7 +16,7 @@ from torch import nn
 
 from unitrain import environment
 from unitrain.callbacks.callback import Callback
-from unitrain.config import TrainConfig
+from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.errors import ConfigError
 from unitrain.tuning.trial import VARIABLE, Request, Result
 
@@ -53,6 +53,7 @@ class StepTimer(Callback):
     ) -> tuple[Callable[..., Any], TrainConfig, Sequence[Callback], Callable[..., Any] | None]:
         """Return the loss function, configuration, callbacks and forward to train with instead of the user's."""
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "progress": "off"}
+        changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # of what is not written
         if self._request.compression is not None:
             changes["compression"] = self._request.compression
         return loss_fn, replace(config, **changes), [*callbacks, self], forward

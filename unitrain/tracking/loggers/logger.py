@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
+from unitrain import validation
 from unitrain.errors import ConfigError, MissingDependencyError
 
 Status = Literal["finished", "stopped", "failed"]
@@ -73,10 +74,11 @@ def imported(module: str, logger: Logger, extra: str) -> Any:
 
 def chosen_folder(logger: Logger, folder: str | Path | None, output_dir: Path | None, default: str = "") -> Path:
     """Return `folder`, or `default` in the output folder. Raises ConfigError where there is neither."""
+    name = type(logger).__name__
+    validation.folder(f"{name}(folder)", folder, f'Use {name}(folder="runs/first")', optional=True)
     if folder is not None:
         return Path(folder)
     if output_dir is None:
-        name = type(logger).__name__
         raise ConfigError(
             f'{name} has no folder to write to, and TrainConfig.output_dir is not set. Use {name}(folder="runs/first").'
         )

@@ -1,0 +1,491 @@
+"""Arguments of wrong types and values: one error, the same on every rank, that names the argument and the value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import unitrain
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.errors import UnitrainError
+from unitrain.testing import RankGroup
+
+
+@dataclass
+class Parts:
+    """What a case is made of: the arguments of a Trainer that can be trained."""
+
+    backend: Backend
+    folder: str
+
+    def __post_init__(self) -> None:
+        self.model = nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+
+    def trainer(self, *arguments: Any, **settings: Any) -> Trainer:
+        settings = {"backend": self.backend, "config": self.config(), **settings}
+        return Trainer(*(arguments or (self.model, self.optimizer, nn.functional.mse_loss)), **settings)
+
+    def config(self, **settings: Any) -> TrainConfig:
+        return TrainConfig(**{"epochs": 1, "batch_size": 2, "progress": "off", **settings})
+
+    def fit(self, loss_fn: Any = nn.functional.mse_loss, data: Any = None, **settings: Any) -> dict[str, float]:
+        trainer = self.trainer(self.model, self.optimizer, loss_fn, config=self.config(**settings))
+        return trainer.fit(self.data if data is None else data)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class DataParallel(Wrapped):
+    pass
+
+
+def summed(tokens: Any) -> Callable[[Any, Any], Any]:
+    return lambda output, target: ((output - target).pow(2).sum(), tokens)
+
+
+def metric(output: Any, target: Any) -> Any:
+    return (output - target).mean()
+
+
+def lazy(parts: Parts) -> None:
+    model = nn.LazyLinear(1)
+    parts.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+
+
+def a_scheduler_of_another_optimizer(parts: Parts) -> None:
+    parts.trainer(scheduler=StepLR(torch.optim.Adam(nn.Linear(1, 1).parameters()), 1))
+
+
+BATCHES = [(torch.ones(4, 3), torch.ones(4, 1)) for _ in range(3)]
+
+# What is done, what the first sentence must have, and what the second.
+CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
+    "model class": (
+        lambda p: p.trainer(nn.Linear, p.optimizer, nn.functional.mse_loss),
+        "Trainer(model) must be a torch.nn.Module, got the class Linear.",
+        "Pass the model itself",
+    ),
+    "model and optimizer swapped": (
+        lambda p: p.trainer(p.optimizer, p.model, nn.functional.mse_loss),
+        "Trainer(model) must be a torch.nn.Module, got an object of class SGD.",
+        "Pass the model first and the optimizer second.",
+    ),
+    "wrapped model": (
+        lambda p: p.trainer(DataParallel(p.model), p.optimizer, nn.functional.mse_loss),
+        "Trainer(model) is wrapped in DataParallel",
+        "model.module.",
+    ),
+    "lazy model": (lazy, "LazyLinear has parameters without a shape yet: weight, bias.", "model(inputs)."),
+    "optimizer class": (
+        lambda p: p.trainer(p.model, torch.optim.Adam, nn.functional.mse_loss),
+        "Trainer(optimizer) must be a torch.optim.Optimizer, got the class Adam.",
+        "Adam(model.parameters(), lr=0.1).",
+    ),
+    "optimizer and loss swapped": (
+        lambda p: p.trainer(p.model, nn.MSELoss(), p.optimizer),
+        "Trainer(optimizer) must be a torch.optim.Optimizer, got an object of class MSELoss.",
+        "Pass the model first",
+    ),
+    "LBFGS": (
+        lambda p: p.trainer(p.model, torch.optim.LBFGS(p.model.parameters()), nn.functional.mse_loss),
+        "LBFGS computes the loss several times in a step",
+        "torch.optim.AdamW",
+    ),
+    "loss class": (
+        lambda p: p.trainer(p.model, p.optimizer, nn.MSELoss),
+        "Trainer(loss_fn) must be a function, got the class MSELoss.",
+        "nn.CrossEntropyLoss()",
+    ),
+    "no loss": (
+        lambda p: p.trainer(p.model, p.optimizer, None),
+        "Trainer(loss_fn) must be a function, got None.",
+        "Us",
+    ),
+    "config class": (
+        lambda p: p.trainer(config=TrainConfig),
+        "Trainer(config=...) must be a TrainConfig, got the class TrainConfig.",
+        "Use TrainConfig(epochs=10).",
+    ),
+    "config dict": (
+        lambda p: p.trainer(config={"epochs": 1}),
+        "Trainer(config=...) must be a TrainConfig, got {'epochs': 1}.",
+        "Use TrainConfig(epochs=10).",
+    ),
+    "backend name": (
+        lambda p: p.trainer(backend="ddp"),
+        "Trainer(backend=...) must be a backend, got 'ddp'.",
+        "with unitrain.init() as backend",
+    ),
+    "scheduler class": (
+        lambda p: p.trainer(scheduler=StepLR),
+        "Trainer(scheduler=...) must be a learning rate scheduler, got the class StepLR.",
+        "CosineAnnealingLR(optimizer, 100)",
+    ),
+    "scheduler of another optimizer": (
+        a_scheduler_of_another_optimizer,
+        "Trainer(scheduler=...) is a StepLR of another optimizer, a Adam",
+        "StepLR(optimizer, ...).",
+    ),
+    "list of metrics": (
+        lambda p: p.trainer(metrics=[metric]),
+        "Trainer(metrics=...) must be a dictionary of functions, got an object of class list.",
+        "Use metrics={",
+    ),
+    "metric that is a name": (
+        lambda p: p.trainer(metrics={"accuracy": "accuracy"}),
+        "Trainer(metrics={'accuracy': ...}) must be a function or a torchmetrics object, got 'accuracy'.",
+        "Use metrics={",
+    ),
+    "metric without a name": (
+        lambda p: p.trainer(metrics={3: metric}),
+        "A name in Trainer(metrics=...) must be a text that is not empty, got 3.",
+        "Use metrics={",
+    ),
+    "metric called loss": (
+        lambda p: p.trainer(metrics={"loss": metric}),
+        "Trainer(metrics=...) has a result called 'loss'",
+        "Give it another name",
+    ),
+    "forward class": (
+        lambda p: p.trainer(forward=nn.Linear),
+        "Trainer(forward=...) takes a function, got <class",
+        "Use forward=lambda model, batch",
+    ),
+    "one callback": (
+        lambda p: p.trainer(callbacks=unitrain.EarlyStopping()),
+        "Trainer(callbacks=...) must be a list, got an object of class EarlyStopping.",
+        "Use callbacks=[unitrain.EarlyStopping()].",
+    ),
+    "callback class": (
+        lambda p: p.trainer(callbacks=[unitrain.EarlyStopping]),
+        "A callback must be a unitrain.Callback, got <class",
+        "Subclass it",
+    ),
+    "one logger": (
+        lambda p: p.trainer(loggers="csv"),
+        "The Trainer's loggers must be a list, got 'csv'.",
+        "loggers=['",
+    ),
+    "logger class": (
+        lambda p: p.trainer(loggers=[unitrain.CSVLogger]),
+        "A logger must be a unitrain.Logger",
+        "CSVLogger()",
+    ),
+    "logger folder": (
+        lambda p: p.trainer(loggers=[unitrain.CSVLogger(3)]),  # type: ignore[arg-type]
+        "CSVLogger(folder) must be a path that is not empty, got 3.",
+        'Use CSVLogger(folder="runs/first").',
+    ),
+    "data class": (
+        lambda p: p.fit(data=TensorDataset),
+        "Trainer.fit(train_data) must be a dataset or a DataLoader, got the class TensorDataset.",
+        "TensorDataset(inputs, targets)",
+    ),
+    "data that is a path": (
+        lambda p: p.fit(data="data/train"),
+        "Trainer.fit(train_data) must be a dataset or a DataLoader, got 'data/train'.",
+        "TensorDataset(inputs, targets)",
+    ),
+    "validation data that is a class": (
+        lambda p: p.trainer().fit(p.data, {"clean": nn.Linear}),  # type: ignore[dict-item]
+        "Trainer.fit(val_data['clean']) must be a dataset or a DataLoader, got the class Linear.",
+        "TensorDataset(inputs, targets)",
+    ),
+    "batches as data": (
+        lambda p: p.fit(data=BATCHES),
+        "Trainer.fit(train_data) is a list of 3 pairs of tensors that look like whole batches",
+        "DataLoader(data, batch_size=32).",
+    ),
+    "batches to evaluate": (
+        lambda p: p.trainer().evaluate(BATCHES),
+        "Trainer.evaluate(data) is a list of 3 pairs",
+        "DataLoader(data, batch_size=32).",
+    ),
+    "nothing to predict": (
+        lambda p: p.trainer().predict(None),
+        "Trainer.predict(data) must be a dataset or a DataLoader, got None.",
+        "TensorDataset(inputs, targets)",
+    ),
+    "detached loss": (
+        lambda p: p.fit(lambda output, target: nn.functional.mse_loss(output, target).detach()),
+        "The loss does not depend on a parameter that requires a gradient",
+        "without .detach()",
+    ),
+    "integer loss": (
+        lambda p: p.fit(lambda output, target: (output > target).sum()),
+        "The loss must be a floating-point number, got one of dtype int64.",
+        "loss.mean()",
+    ),
+    "no tokens": (
+        lambda p: p.fit(summed(0)),
+        "must be counted by a number from 1 on, or 0 where the sum is 0, got 0.",
+        "Let",
+    ),
+    "fewer than no tokens": (
+        lambda p: p.fit(summed(torch.tensor(-3))),
+        "must be counted by a number",
+        "got -3. Let loss_fn",
+    ),
+    "nan tokens": (lambda p: p.fit(summed(float("nan"))), "must be counted by a number", "got nan. Let loss_fn"),
+    "tokens that are true": (lambda p: p.fit(summed(True)), "must be counted by a number", "got True. Let loss_fn"),
+    "keep_best without such a result": (
+        lambda p: p.fit(output_dir=p.folder, keep_last=1, keep_best="val_loss"),
+        "TrainConfig.keep_best 'val_loss' is not a result of this run.",
+        "Available: train_loss.",
+    ),
+    "stop without a reason": (
+        lambda p: p.trainer().stop(None),  # type: ignore[arg-type]
+        "Trainer.stop(reason) must be a text that is not empty, got None.",
+        'Use trainer.stop("',
+    ),
+    "distributed_model of a class": (
+        lambda p: p.backend.distributed_model(nn.Linear),  # type: ignore[arg-type]
+        "distributed_model(model) must be a torch.nn.Module, got the class Linear.",
+        "Pass the model itself",
+    ),
+    "distributed_model of a lazy model": (
+        lambda p: p.backend.distributed_model(nn.LazyLinear(1)),
+        "LazyLinear has parameters without a shape yet: weight, bias.",
+        "model(inputs).",
+    ),
+    "unused_parameters that is a text": (
+        lambda p: p.backend.distributed_model(p.model, unused_parameters="yes"),  # type: ignore[arg-type]
+        "distributed_model(unused_parameters=...) must be True or False, got 'yes'.",
+        "=True",
+    ),
+    "distributed_optimizer of a class": (
+        lambda p: p.backend.distributed_optimizer(torch.optim.SGD, p.model),  # type: ignore[arg-type]
+        "distributed_optimizer(optimizer) must be a torch.optim.Optimizer, got the class SGD.",
+        "SGD(model.parameters(), lr=0.1).",
+    ),
+    "distributed_optimizer swapped": (
+        lambda p: p.backend.distributed_optimizer(p.model, p.optimizer),  # type: ignore[arg-type]
+        "distributed_optimizer(optimizer) must be a torch.optim.Optimizer, got an object of class Linear.",
+        "Pass the model first",
+    ),
+    "a list to reduce": (
+        lambda p: p.backend.allreduce([1.0]),
+        "A collective takes a tensor, got list.",
+        "torch.tensor(",
+    ),
+    "a text as root": (
+        lambda p: p.backend.broadcast(torch.ones(1), root="0"),  # type: ignore[arg-type]
+        "Root '0' is not one of the",
+        "Use a root from 0 to",
+    ),
+    "share_buffers swapped": (
+        lambda p: unitrain.share_buffers(p.backend, p.model),  # type: ignore[arg-type]
+        "share_buffers(model) must be a torch.nn.Module, got an object of class",
+        "Use share_buffers(model, backend).",
+    ),
+    "sync_batch_norm without a backend": (
+        lambda p: unitrain.sync_batch_norm(p.model, "ddp"),  # type: ignore[arg-type]
+        "sync_batch_norm(communicator) must be a backend, got 'ddp'.",
+        "Use sync_batch_norm(model, backend).",
+    ),
+    "EarlyStopping.patience": (
+        lambda p: unitrain.EarlyStopping(patience=True),
+        "EarlyStopping.patience must be a number of epochs from 1 on, got True.",
+        "Use 3.",
+    ),
+    "EarlyStopping.min_delta": (
+        lambda p: unitrain.EarlyStopping(min_delta="0.1"),  # type: ignore[arg-type]
+        "EarlyStopping.min_delta must be at least 0, got '0.1'.",
+        "Use 0.0.",
+    ),
+    "EarlyStopping.monitor": (
+        lambda p: unitrain.EarlyStopping(None),  # type: ignore[arg-type]
+        "EarlyStopping(monitor) must be a text that is not empty, got None.",
+        "Use EarlyStopping('val_loss').",
+    ),
+    "Profiler.folder": (
+        lambda p: unitrain.Profiler(folder=""),
+        "Profiler(folder=...) must be a path that is not empty, got ''.",
+        'Use Profiler(folder="runs/profile").',
+    ),
+}
+
+
+def refusals(backend: Backend, folder: str) -> dict[str, str]:
+    """Return what each case says, or "accepted"; and what is no deliberate error."""
+    texts = {}
+    for name, (case, _, _) in CASES.items():
+        try:
+            case(Parts(backend, folder))
+            texts[name] = "accepted"
+        except UnitrainError as error:
+            texts[name] = str(error)
+        except Exception as error:
+            texts[name] = f"raw {type(error).__name__}: {error}"
+    texts["still works"] = str(backend.allreduce(torch.ones(1), "sum").item() == backend.size)
+    return texts
+
+
+@pytest.fixture(
+    scope="module", params=[("local", 1), ("ddp", 2), ("horovod", 2)], ids=["local-1", "ddp-2", "horovod-2"]
+)
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, str]]]:
+    """What every case says, on each rank of one group."""
+    with RankGroup(*request.param) as group:
+        yield group.run(refusals, str(tmp_path_factory.mktemp("runs") / "run"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_argument_the_value_and_a_fix_are_named_on_every_rank(said: list[dict[str, str]], name: str) -> None:
+    _, found, fix = CASES[name]
+    texts = [rank[name] for rank in said]
+    assert len(set(texts)) == 1, texts
+    assert found in texts[0], texts[0]
+    assert fix in texts[0].partition(found.split(", got")[0])[2], texts[0]
+    assert texts[0][0].isupper() or texts[0].startswith(("distributed_", "share_", "sync_")), texts[0]
+    assert texts[0].endswith("."), texts[0]
+
+
+def test_the_ranks_still_communicate_afterwards(said: list[dict[str, str]]) -> None:
+    assert [rank["still works"] for rank in said] == ["True"] * len(said)
+
+
+def samples_as_a_list(backend: Backend) -> float:
+    parts = Parts(backend, "")
+    return parts.fit(data=DataLoader(BATCHES[0:1] * 4, batch_size=2), batch_size=None)["train_loss"]
+
+
+def test_a_dataloader_may_hold_a_list() -> None:
+    with RankGroup("local", 1) as group:
+        assert group.run(samples_as_a_list)[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"timeout_seconds": "20"},
+            "timeout_seconds must be a number above 0 and at most 31536000 (a year), got '20'. Use",
+        ),
+        (
+            {"timeout_seconds": True},
+            "timeout_seconds must be a number above 0 and at most 31536000 (a year), got True.",
+        ),
+        (
+            {"timeout_seconds": None},
+            "timeout_seconds must be a number above 0 and at most 31536000 (a year), got None.",
+        ),
+        (
+            {"timeout_seconds": float("nan")},
+            "timeout_seconds must be a number above 0 and at most 31536000 (a year), got nan",
+        ),
+        (
+            {"backend": Backend},
+            "unitrain.init(backend) must be the name of a backend, got the class Backend. Use unitr",
+        ),
+        ({"backend": 3}, "unitrain.init(backend) must be the name of a backend, got 3."),
+        ({"transport": 3}, "unitrain.init(transport=...) must be the name of a transport, got 3."),
+        (
+            {"device": "gpu"},
+            "unitrain.init(device=...) must be a device such as 'cpu', 'cuda' or 'cuda:0', got 'gpu'. Use",
+        ),
+        ({"device": 1.5}, "unitrain.init(device=...) must be a device such as 'cpu', 'cuda' or 'cuda:0', got 1.5."),
+    ],
+)
+def test_what_init_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnitrainError) as caught:
+        unitrain.init(**{"backend": "local", **arguments})
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"function": "train"}, "unitrain.run(function) must be a function, got 'train'. Pass the function and"),
+        ({"args": "ab"}, "unitrain.run(args) must be a tuple or list, got"),
+        ({"args": 3}, "unitrain.run(args) must be a tuple or list, got 3."),
+        ({"kwargs": [1]}, "unitrain.run(kwargs) must be a dictionary, got [1]. Use kwargs={'learning_rate': 0.1}."),
+        ({"np": "2"}, "unitrain.run(np=...) must be a whole number, got '2'. Use np=2 for two ranks."),
+        ({"np": 0}, "unitrain.run(np=...) must be at least 1, got 0."),
+        ({"backend": 3}, "unitrain.run(backend=...) must be a text that is not empty, got 3."),
+        ({"launcher": 3}, "unitrain.run(launcher=...) must be a text that is not empty, got 3."),
+        ({"timeout_seconds": "20"}, "unitrain.run(timeout_seconds=...) must be a number above 0, got '20'. Use None"),
+    ],
+)
+def test_what_run_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnitrainError) as caught:
+        unitrain.run(**{"function": print, "np": 1, **arguments})
+    assert str(caught.value).startswith(message)
+
+
+def calls_after_shutdown(backend: Backend) -> dict[str, str]:
+    parts = Parts(backend, "")
+    trainer = parts.trainer()
+    trainer.fit(parts.data)
+    backend.shutdown()
+    backend.shutdown()
+    texts = {}
+    calls: dict[str, Callable[[], Any]] = {
+        "allreduce": lambda: backend.allreduce(torch.ones(1)),
+        "allgather_object": lambda: backend.allgather_object(1),
+        "barrier": backend.barrier,
+        "distributed_model": lambda: backend.distributed_model(nn.Linear(3, 1)),
+        "distributed_optimizer": lambda: backend.distributed_optimizer(parts.optimizer, parts.model),
+        "Trainer": parts.trainer,
+        "Trainer.fit": lambda: trainer.fit(parts.data),
+        "Trainer.evaluate": lambda: trainer.evaluate(parts.data),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except UnitrainError as error:
+            texts[name] = str(error)
+    assert set(texts) == set(calls), texts
+    return texts
+
+
+@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("ddp", 2), ("horovod", 2)])
+def test_calls_after_shutdown_are_refused(backend: str, size: int) -> None:
+    with RankGroup(backend, size) as group:
+        for texts in group.run(calls_after_shutdown):
+            for name, text in texts.items():
+                assert text.startswith(
+                    f"{name} was called after the backend was shut down. Call it inside of the block"
+                )
+
+
+@pytest.mark.parametrize("name", ["history.jsonl", "steps.jsonl", "run.jsonl"])
+def test_rows_lost_to_a_power_loss_do_not_stop_a_resumed_run(name: str, tmp_path: Path, caplog: Any) -> None:
+    """A file system may leave zeros where rows were being written."""
+    with unitrain.init("local") as backend:
+        Parts(backend, "").fit(output_dir=tmp_path, show_every=1)
+        path = tmp_path / name
+        rows = path.read_text().splitlines()
+        with path.open("a") as file:
+            file.write("\0" * 100 + '\n{"step": 1, "lo\n' + "\0" * 40)
+        Parts(backend, "").fit(output_dir=tmp_path, show_every=1, resume=True, epochs=2)
+    assert path.read_text().splitlines()[: len(rows)] == rows
+    assert f"'{path}' has 2 damaged lines, as after a power loss. They are left out." in caplog.text
+
+
+@pytest.mark.parametrize("content", ["[]", "\0\0\0", '{"batches": 5}', '{"batches": [[1]]}', '{"job": "a'])
+def test_a_damaged_mark_of_a_job_is_named(content: str, tmp_path: Path) -> None:
+    with unitrain.init("local") as backend:
+        Parts(backend, "").fit(output_dir=tmp_path)
+        (tmp_path / ".job").write_text(content)
+        with pytest.raises(UnitrainError) as caught:
+            Parts(backend, "").fit(output_dir=tmp_path, resume=True)
+    assert str(caught.value).startswith(
+        f"'{tmp_path / '.job'}', the mark of the job that writes to this folder, is damaged"
+    )
+    assert "Remove the file" in str(caught.value)

@@ -1,0 +1,113 @@
+"""Checks of what users pass to the Trainer, before anything is communicated."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from unitrain import validation
+from unitrain.backends.base import Backend
+from unitrain.backends.checks import check_is_model, check_is_optimizer, check_one_optimizer
+from unitrain.config import TrainConfig
+from unitrain.errors import ConfigError, DataError, UnsupportedError
+
+_METRICS = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float()}'
+
+
+def check_backend(name: str, backend: Any) -> None:
+    """Raise ConfigError unless `backend` is what `unitrain.init` returned."""
+    fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
+    validation.instance(name, backend, Backend, "a backend", fix)
+
+
+def check_trainer(
+    model: Any,
+    optimizer: Any,
+    loss_fn: Any,
+    config: Any,
+    scheduler: Any,
+    metrics: Any,
+    callbacks: Any,
+) -> None:
+    """Raise ConfigError, ModelError or UnsupportedError for an argument of the Trainer that cannot be meant."""
+    check_is_model("Trainer(model)", model)
+    check_one_optimizer(optimizer)
+    check_is_optimizer("Trainer(optimizer)", optimizer)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, by a closure that the Trainer does "
+            "not have. Use an optimizer that takes one gradient a step, such as torch.optim.AdamW, or write a loop of "
+            "your own with backend.distributed_model and backend.distributed_optimizer."
+        )
+    fix = "Use an object, such as nn.CrossEntropyLoss(), or a function: loss_fn=nn.functional.cross_entropy"
+    validation.function("Trainer(loss_fn)", loss_fn, fix)
+    validation.instance("Trainer(config=...)", config, TrainConfig, "a TrainConfig", "Use TrainConfig(epochs=10)")
+    _check_scheduler(scheduler, optimizer)
+    _check_metrics(metrics)
+    fix = "Use callbacks=[unitrain.EarlyStopping()]"
+    if isinstance(callbacks, str | Mapping):
+        raise ConfigError(f"Trainer(callbacks=...) must be a list, got {validation.found(callbacks)}. {fix}.")
+    validation.instance("Trainer(callbacks=...)", callbacks, Sequence, "a list", fix)
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    if scheduler is None:
+        return
+    fix = "Use one that is built on the optimizer, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
+    if not (callable(scheduler) and not isinstance(scheduler, type)):  # or a function that builds one
+        validation.instance("Trainer(scheduler=...)", scheduler, LRScheduler, "a learning rate scheduler", fix)
+    followed = getattr(scheduler, "optimizer", optimizer)
+    if followed is not optimizer:
+        kind = type(scheduler).__name__
+        raise ConfigError(
+            f"Trainer(scheduler=...) is a {kind} of another optimizer, a {type(followed).__name__}, so the learning "
+            f"rate of the Trainer's {type(optimizer).__name__} would never change. "
+            f"Build it on the same optimizer: {kind}(optimizer, ...)."
+        )
+
+
+def _check_metrics(metrics: Any) -> None:
+    if metrics is None or (isinstance(metrics, nn.Module) and not isinstance(metrics, type)):
+        return
+    validation.instance("Trainer(metrics=...)", metrics, Mapping, "a dictionary of functions", _METRICS)
+    for name, metric in metrics.items():
+        validation.text("A name in Trainer(metrics=...)", name, _METRICS)
+        if not callable(metric) or isinstance(metric, type):
+            raise ConfigError(
+                f"Trainer(metrics={{{name!r}: ...}}) must be a function or a torchmetrics object, got "
+                f"{validation.found(metric)}. {_METRICS}."
+            )
+
+
+def check_results(names: Sequence[str]) -> None:
+    """Raise ConfigError where a metric has the name of the loss."""
+    if "loss" in names:
+        raise ConfigError(
+            "Trainer(metrics=...) has a result called 'loss', which is what the loss function's own is called. "
+            "Give it another name, such as 'plain_loss'."
+        )
+
+
+def check_data(name: str, data: Any) -> None:
+    """Raise DataError for what is no dataset, and for a list of whole batches."""
+    fix = "Give a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader"
+    if data is None or isinstance(data, type | str | bytes | Mapping | nn.Module | torch.optim.Optimizer):
+        raise DataError(f"{name} must be a dataset or a DataLoader, got {validation.found(data)}. {fix}.")
+    if isinstance(data, list | tuple) and data and all(map(_is_batch, data[:8])):
+        raise DataError(
+            f"{name} is a {type(data).__name__} of {len(data)} pairs of tensors that look like whole batches: each "
+            "would count as one sample. Give the samples, TensorDataset(inputs, targets); or, where each pair is one "
+            "sample, DataLoader(data, batch_size=32)."
+        )
+
+
+def _is_batch(item: Any) -> bool:
+    """Whether `item` is several tensors with the same first dimension, of more than 1."""
+    tensors = isinstance(item, list | tuple) and len(item) > 1 and all(isinstance(part, Tensor) for part in item)
+    return tensors and len({part.shape[:1] for part in item}) == 1 and item[0].dim() > 0 and item[0].shape[0] > 1
