@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from launchers import slurm
 from launchers.errors import LaunchError
-from launchers.exports import looks_secret
-from launchers.hosts import check_spellings, is_here
-from launchers.programs import find_program
+from launchers.hosts import check_spellings
+from launchers.programs import module_command
 from launchers.spec import Command, LaunchSpec
 
 
@@ -19,7 +18,8 @@ def build(spec: LaunchSpec) -> Command:
         job.check_slots(spec.num_processes)
         spec = replace(spec, hosts=job.hosts)
     check_spellings(spec.hosts)
-    program = find_program("horovodrun", spec.python, "Build Horovod for this torch with: unitrain horovod build")
+    build_it = "Build Horovod for this torch with: unitrain horovod build"
+    start = module_command("horovodrun", "horovod", spec.python, build_it)
     options = ["-np", str(spec.num_processes)]
     if spec.hosts:
         options += ["-H", ",".join(map(str, spec.hosts))]
@@ -37,15 +37,8 @@ def build(spec: LaunchSpec) -> Command:
     options.append(f"--{controller}")
     if spec.interface is not None:
         options += ["--network-interfaces", spec.interface]
-    secrets = [name for name in spec.forwarded if looks_secret(name, os.environ.get(name, ""))]
-    if secrets and controller == "gloo" and not all(map(is_here, spec.hosts)):
-        raise LaunchError(
-            f"horovodrun shows the values of all variables to everybody who lists this host's processes, and "
-            f"-x {secrets[0]} hands on one that looks secret. "
-            f"Use --launcher mpirun, which names it only, or set it on each host and leave -x {secrets[0]} out"
-        )
     if len(spec.hosts) > 1:
         options.append("--disable-cache")  # it remembers for an hour which hosts it could reach
     if controller == "mpi" and os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return Command((program, *options, *spec.launcher_args, spec.python, *spec.program), variables)
+    return Command((*start, *options, *spec.launcher_args, spec.python, *spec.program), variables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 from importlib.machinery import PathFinder
@@ -30,3 +31,15 @@ def find_module(name: str) -> Path | None:
     if found is not None and found.submodule_search_locations is not None:  # a package, of which __main__ is run
         found = PathFinder.find_spec(f"{name}.__main__", list(found.submodule_search_locations))
     return None if found is None or found.origin is None else Path(found.origin)
+
+
+def module_command(name: str, package: str, python: str, remedy: str) -> tuple[str, ...]:
+    """Return the command that runs launcher `name`, which `package` provides, with `python` itself.
+
+    A program of this name on PATH may belong to another environment, whose ranks would run another Python. Raises
+    LaunchError with the remedy where this Python lacks the package.
+    """
+    if python == sys.executable and importlib.util.find_spec(package) is None:
+        raise LaunchError(f"Launcher {name!r} is not installed for {python}. {remedy}")
+    # -P: without it, a file of the current folder could take the place of a module that the launcher imports.
+    return (python, "-P", "-m", f"unitrain.backends.{name}")

@@ -11,7 +11,7 @@ from launchers.addresses import DEFAULT_PORT, meeting_place
 from launchers.errors import LaunchError
 from launchers.exports import handed_on, looks_secret
 from launchers.hosts import check_spellings, is_here, shares
-from launchers.programs import find_program
+from launchers.programs import module_command
 from launchers.spec import Command, LaunchSpec
 
 # Without it the workers of a restart read the addresses of the workers that died (pytorch#135712).
@@ -119,5 +119,5 @@ def _secrets(spec: LaunchSpec) -> list[str]:
 
 
 def _command(spec: LaunchSpec, options: list[str]) -> Command:
-    program = find_program("torchrun", spec.python, "It comes with torch: pip install torch")
-    return Command((program, *options, *spec.launcher_args, *spec.program), {**RESTARTS, **spec.variables})
+    start = module_command("torchrun", "torch", spec.python, "Install torch there: pip install torch")
+    return Command((*start, *options, *spec.launcher_args, *spec.program), {**RESTARTS, **spec.variables})

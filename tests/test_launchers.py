@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -17,7 +18,8 @@ from launchers import Command, Host, LaunchError, LaunchSpec, build, parse_hosts
 from launchers.hosts import check_spellings
 from launchers.torchrun import per_host
 
-BESIDE_PYTHON = Path(sys.executable).parent
+TORCHRUN = (sys.executable, "-P", "-m", "unitrain.backends.torchrun")
+HOROVODRUN = (sys.executable, "-P", "-m", "unitrain.backends.horovodrun")
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +147,7 @@ def test_the_interface_is_told_to_the_launcher_and_to_libraries() -> None:
 def test_torchrun_on_one_host() -> None:
     command = build("torchrun", spec(num_processes=2, backend="horovod"))
     assert command.argv == (
-        str(BESIDE_PYTHON / "torchrun"), "--standalone", "--nproc-per-node", "2", "train.py", "--epochs", "3",
+        *TORCHRUN, "--standalone", "--nproc-per-node", "2", "train.py", "--epochs", "3",
     )  # fmt: skip
     assert command.environment == {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "UNITRAIN_BACKEND": "horovod", "OMP_NUM_THREADS": "4",
@@ -156,13 +158,13 @@ def test_torchrun_is_started_on_each_of_two_hosts() -> None:
     asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
     first, second = per_host(asked)
     common = ("--master-addr", "a", "--master-port", "29500", "train.py", "--epochs", "3")
-    assert first.argv[1:] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2", *common)
-    assert second.argv[1:] == ("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1", *common)
+    assert first.argv[4:] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2", *common)
+    assert second.argv[4:] == ("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1", *common)
     command = build("torchrun", asked)
     assert command.per_host == (("a", first), ("b", second))
     assert command.shell().splitlines() == [f"on a: {first.shell()}", f"on b: {second.shell()}"]
-    assert command.argv[1:3] == ("-m", "launchers.agents")
-    told = json.loads(command.argv[3])
+    assert command.argv[1:4] == ("-P", "-m", "launchers.agents")
+    told = json.loads(command.argv[4])
     assert [(host["name"], tuple(host["argv"])) for host in told["hosts"]] == [("a", first.argv), ("b", second.argv)]
     assert [host["start"][0] for host in told["hosts"]] == ["ssh", "ssh"]
     assert "--master-port 4711" in build("torchrun", replace(asked, port=4711)).shell()
@@ -216,7 +218,7 @@ def test_one_process_starts_here_only() -> None:
 def test_horovodrun(asked: LaunchSpec, options: list[str], variables: dict[str, str]) -> None:
     command = build("horovodrun", asked)
     assert command.argv == (
-        str(BESIDE_PYTHON / "horovodrun"), *options, sys.executable, "train.py", "--epochs", "3",
+        *HOROVODRUN, *options, sys.executable, "train.py", "--epochs", "3",
     )  # fmt: skip
     assert command.environment == {"OMP_NUM_THREADS": "4"} | variables
 
@@ -236,12 +238,23 @@ def test_no_launcher() -> None:
         build("none", spec(num_processes=2))
 
 
-def test_a_program_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_another_environment_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torchrun or horovodrun that comes first on PATH would start the ranks with its own Python and packages."""
+    for name in ("torchrun", "horovodrun"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert build("torchrun", spec()).argv[:4] == TORCHRUN
+    assert build("horovodrun", spec()).argv[:4] == HOROVODRUN
+    assert {one.argv[:4] for one in per_host(spec(num_processes=2, hosts=parse_hosts("a:1,b:1")))} == {TORCHRUN}
+
+
+def test_a_launcher_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        LaunchError, match=r"^Launcher 'horovodrun' is not installed\. .* with: unitrain horovod build$"
+        LaunchError, match=r"^Launcher 'horovodrun' is not installed for .*\. Build .* with: unitrain horovod build$"
     ):
-        build("horovodrun", spec(python=str(tmp_path / "python")))
+        build("horovodrun", spec())
 
 
 def test_an_unknown_launcher() -> None:
@@ -271,7 +284,7 @@ def test_a_package_adds_a_launcher_but_replaces_none(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     assert launchers.available() == ["broken", "horovodrun", "mpirun", "none", "site", "srun", "torchrun"]
     assert build("site", spec()).argv == ("site", "train.py")
-    assert build("torchrun", spec()).argv[0] == str(BESIDE_PYTHON / "torchrun")
+    assert build("torchrun", spec()).argv[:4] == TORCHRUN
     with pytest.raises(LaunchError) as caught:
         build("broken", spec())
     assert str(caught.value) == (

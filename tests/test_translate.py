@@ -71,6 +71,14 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
         ("torchrun --nproc-per-node 2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", job(counts=(2,))),
         ("torchrun --max-restarts=3 t.py", job(max_restarts=3)),
         (
+            "/v/bin/python -P -m unitrain.backends.torchrun --standalone --nproc-per-node 2 t.py",
+            job(("/v/bin/python", "t.py"), counts=(2,)),
+        ),
+        (
+            "/v/bin/python -P -m unitrain.backends.horovodrun -np 2 --gloo /v/bin/python t.py",
+            job(("/v/bin/python", "t.py"), counts=(2,), backend="horovod"),
+        ),
+        (
             "mpirun -np 4 -H a:2,b:2 -x A -x B=c --wdir /data python t.py",
             job(
                 counts=(2, 2),

@@ -16,7 +16,8 @@ from launchers.translation.writing import IMPLIED
 
 _DIRECTORY = re.compile(r"\s*cd\s+((?:[^&|;<>()'\"\s]|'[^']*'|\"[^\"]*\")+)\s*&&")
 _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
-_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "unitrain.backends.torchrun")
+_HOROVODRUN_MODULES = ("horovod.runner.launch", "unitrain.backends.horovodrun")
 _LOCAL = ("localhost", "127.0.0.1")
 KNOWN = "torchrun, horovodrun, mpirun, mpiexec, srun, python and unitrain launch"
 
@@ -66,6 +67,9 @@ def _read(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:
     if name == "unitrain" and rest[:1] == ["launch"]:
         return "unitrain", unitrain.read(rest[1:])
     if _PYTHON.fullmatch(words[0]):
+        rest = rest[1:] if rest[:2] == ["-P", "-m"] else rest
+        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _HOROVODRUN_MODULES:
+            return "horovodrun", horovodrun.read(rest[2:])
         if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _TORCHRUN_MODULES:
             job = torchrun.read([*_settings(variables), *rest[2:]], python=words[0])
             if rest[1].endswith("launch") and not {"--use_env", "--use-env"} & set(rest):

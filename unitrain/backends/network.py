@@ -7,11 +7,13 @@ refuse connections, or hang, as soon as there are two hosts.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
+LOOPBACK = "127.0.0.1"
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
@@ -69,6 +71,28 @@ def answering(addresses: list[str], port: int, seconds: float) -> list[str]:
 def is_loopback(address: str) -> bool:
     """Return whether an IPv4 address means this host on every host."""
     return address.startswith("127.")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at `port`, or at a free port for 0, on the one address that `host` stands for.
+
+    It listens on all interfaces where no address of this machine can be derived from `host`: its name resolves to an
+    address of another machine, as for a Kubernetes service, or to a loopback address that other hosts cannot reach, as
+    Debian's installer sets it up. Raises OSError for a port that is in use.
+    """
+    name = host.strip("[]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return socket.create_server(("", port), backlog=1024)
+    if is_loopback(str(address[0])) and not (name == "localhost" or is_loopback(name)):
+        return socket.create_server(("", port), backlog=1024)
+    try:
+        return socket.create_server(address, family=family, backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(("", port), backlog=1024)
 
 
 def free_port() -> int:
