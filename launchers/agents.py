@@ -61,16 +61,18 @@ def guarded(command: Command, spec: LaunchSpec) -> Command:
     The mark of the launch, which all its processes have, is among the spec's variables.
     """
     mark = f"{MARK}={spec.environment[MARK]}"
+    # The processes that watch over the launch do not have the mark, or they would end each other.
+    variables = {name: value for name, value in command.environment.items() if name != MARK}
     elsewhere = [host for host in spec.hosts[: len(shares(spec.num_processes, spec.hosts))] if not is_here(host)]
     hosts: list[dict[str, object]] = [
         {"name": Path(command.argv[0]).name, "start": _holder(spec.python), "argv": command.argv}
     ]
     hosts += [{"name": host.name, "start": _start(host, spec.python), "argv": None} for host in elsewhere]
-    return Command(_command(spec.python, hosts, (), mark), command.environment)
+    return Command(_command(spec.python, hosts, (), mark), variables)
 
 
 def _holder(python: str) -> list[str]:
-    return [python, "-c", "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"]
+    return [python, "-P", "-c", "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"]
 
 
 def _start(host: Host, python: str) -> list[str]:
@@ -81,7 +83,7 @@ def _start(host: Host, python: str) -> list[str]:
 
 def _command(python: str, hosts: list[dict[str, object]], forwarded: Iterable[str], mark: str) -> tuple[str, ...]:
     told = {"hosts": hosts, "forwarded": sorted(forwarded), "mark": mark, "folder": str(Path.cwd())}
-    return (python, "-m", "launchers.agents", json.dumps(told, separators=(",", ":")))
+    return (python, "-P", "-m", "launchers.agents", json.dumps(told, separators=(",", ":")))
 
 
 class Agents:

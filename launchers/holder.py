@@ -72,7 +72,7 @@ def main() -> int:
         process = subprocess.Popen(
             job["argv"],
             cwd=job["folder"],
-            env={**os.environ, **job["variables"]},
+            env={**os.environ, **job["variables"], **dict([job["mark"].split("=", 1)] if job["mark"] else [])},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
