@@ -12,8 +12,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # TOKENS and TOKENIZERS are none of them.
 _SECRET_WORDS = {
     *("APIKEY", "AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASS", "PASSPHRASE", "PASSWD", "PASSWORD", "PAT"),
-    *("SECRET", "SECRETS", "TOKEN"),
+    *("SECRET", "SECRETS", "SSHPASS", "TOKEN"),
 }
+# Names such as PGPASSWORD and GITHUBTOKEN put no "_" before the word.
+_SECRET_ENDINGS = ("APIKEY", "CREDENTIALS", "PASSPHRASE", "PASSWD", "PASSWORD", "SECRET", "TOKEN", "_PWD")
 _HANDED_ON = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _HANDED_ON_PREFIXES = ("PYTHON", "UNITRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
@@ -22,7 +24,9 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 def looks_secret(name: str, value: str = "") -> bool:
     """Return whether a variable seems to hold what other users of a host must not read: by a word of its name, as
     WANDB_API_KEY, or by a URL with a password in it."""
-    return bool(_SECRET_WORDS & set(name.upper().split("_"))) or _URL_WITH_PASSWORD.search(value) is not None
+    upper = name.upper()
+    named = upper.endswith(_SECRET_ENDINGS) or not _SECRET_WORDS.isdisjoint(upper.split("_"))
+    return named or _URL_WITH_PASSWORD.search(value) is not None
 
 
 def handed_on() -> list[str]:

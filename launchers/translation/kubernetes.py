@@ -202,9 +202,11 @@ def _common(job: Job, pods: Pods, name: str, said: list[str], launcher: str = LA
             secrets.append(one)
             variables.append({"name": one, "valueFrom": {"secretKeyRef": {"name": f"{name}-env", "key": one}}})
     if secrets:
-        literals = " ".join(f'--from-literal={one}="${one}"' for one in secrets)
-        create = f"kubectl create secret generic {name}-env {literals}"
-        said.append(f"The values of {', '.join(secrets)} come from a secret: {create}")
+        # --from-literal would show the values to everybody who lists the processes of this host.
+        create = f"kubectl create secret generic {name}-env --from-env-file=/dev/stdin"
+        said.append(
+            f"The values of {', '.join(secrets)} come from a secret: env | grep -E '^({'|'.join(secrets)})=' | {create}"
+        )
     if variables:
         found["env"] = variables
     limits: dict[str, Any] = {}
