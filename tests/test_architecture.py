@@ -20,7 +20,11 @@ FORBIDDEN = [
     ("launchers/*", ["torch", "unitrain", "horovod"], []),
     ("unitrain/errors.py", ["torch", "unitrain", "launchers"], []),
     ("unitrain/environment.py", ["torch", "unitrain", "launchers"], ["unitrain.errors"]),
-    ("unitrain/supervised.py", ["torch", "unitrain", "launchers"], ["unitrain.environment"]),
+    (
+        "unitrain/supervised.py unitrain/authentication.py",
+        ["torch", "unitrain", "launchers"],
+        ["unitrain.environment", "unitrain.errors", "unitrain.authentication"],
+    ),
     ("unitrain/cli.py unitrain/__main__.py", ["torch", "launchers"], []),
     ("unitrain/horovod_wheel/*", ["unitrain", "launchers"], ["unitrain.horovod_wheel", "unitrain.errors"]),
     ("unitrain/* -unitrain/commands/*", ["unitrain.commands"], []),
@@ -31,6 +35,7 @@ FORBIDDEN = [
         ["torch", "unitrain"],
         [
             "unitrain.functions",
+            "unitrain.authentication",
             "unitrain.environment",
             "unitrain.errors",
             "unitrain.descendants",
@@ -45,7 +50,13 @@ FORBIDDEN = [
     (
         "unitrain/backends/*",
         ["unitrain"],
-        ["unitrain.backends", "unitrain.environment", "unitrain.errors", "unitrain.validation"],
+        [
+            "unitrain.backends",
+            "unitrain.authentication",
+            "unitrain.environment",
+            "unitrain.errors",
+            "unitrain.validation",
+        ],
     ),
     (
         "unitrain/backends/base.py",

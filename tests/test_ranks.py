@@ -14,6 +14,7 @@ import pytest
 
 from unitrain.commands.ranks import Ranks
 
+KEY = "0123456789abcdef"
 # A rank that does as it is told, without torch: it leaves with a word, after a checkpoint, or without a word.
 RANK = """
 import os, signal, sys, time
@@ -38,8 +39,8 @@ if way == "dies":
 class Rank:
     """A process that is a rank of job "mine"."""
 
-    def __init__(self, ranks: Ranks, rank: int, way: str, job: str = "mine") -> None:
-        variables = {"UNITRAIN_SUPERVISOR": ranks.address, "UNITRAIN_JOB": job}
+    def __init__(self, ranks: Ranks, rank: int, way: str, job: str = "mine", key: str = KEY) -> None:
+        variables = {"UNITRAIN_SUPERVISOR": ranks.address, "UNITRAIN_JOB": job, "UNITRAIN_JOB_KEY": key}
         self.process = subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), way],
             env={**os.environ, **variables},
@@ -52,7 +53,7 @@ class Rank:
         self.process.stdout.readline()  # it is here, or has been told to end
 
     def leave(self) -> int:
-        self.process.communicate("\n", timeout=30)
+        _, self.said = self.process.communicate("\n", timeout=30)
         return self.process.returncode
 
 
@@ -64,7 +65,7 @@ def wait_until(happens: Callable[[], object]) -> None:
 
 
 def test_the_rank_that_died_first_is_known_unless_another_had_left_before() -> None:
-    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         dies, leaves = Rank(ranks, 1, "dies"), Rank(ranks, 0, "leaves")
         wait_until(lambda: len(ranks._present) == 2)
         assert dies.leave() == -signal.SIGKILL
@@ -72,7 +73,7 @@ def test_the_rank_that_died_first_is_known_unless_another_had_left_before() -> N
         assert leaves.leave() == 0
         ranks.dismiss(30)
         assert (ranks.lost, ranks.first_lost, ranks.vanished, ranks.preempted) == ([1], 1, [], False)
-    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         dies, leaves = Rank(ranks, 1, "dies"), Rank(ranks, 0, "leaves")
         wait_until(lambda: len(ranks._present) == 2)
         assert leaves.leave() == 0
@@ -84,7 +85,7 @@ def test_the_rank_that_died_first_is_known_unless_another_had_left_before() -> N
 
 @pytest.mark.parametrize("early", [True, False])
 def test_rank_0_is_asked_to_end_now_or_when_it_comes(early: bool) -> None:
-    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         if early:
             ranks.ask_to_end()
         asked = Rank(ranks, 0, "stays")
@@ -96,7 +97,7 @@ def test_rank_0_is_asked_to_end_now_or_when_it_comes(early: bool) -> None:
 
 
 def test_ranks_that_are_left_of_an_attempt_end_at_once() -> None:
-    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         left = Rank(ranks, 1, "stays")
         wait_until(lambda: ranks._present)
         ranks.dismiss(30)
@@ -108,7 +109,7 @@ def test_ranks_that_are_left_of_an_attempt_end_at_once() -> None:
 
 
 def test_ranks_end_after_a_checkpoint_where_the_launch_is_gone() -> None:
-    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         handles, plain = Rank(ranks, 0, "stays"), Rank(ranks, 1, "plain")
         wait_until(lambda: len(ranks._present) == 2)
     assert handles.leave() == 0
@@ -116,12 +117,14 @@ def test_ranks_end_after_a_checkpoint_where_the_launch_is_gone() -> None:
 
 
 def test_strangers_are_no_ranks() -> None:
-    with Ranks("mine", "127.0.0.1", "127.0.0.1") as ranks:
+    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         other = Rank(ranks, 0, "leaves", job="another")
+        without_key = Rank(ranks, 0, "leaves", key="another")
         host, _, port = ranks.address.rpartition(":")
         for text in (b"GET / HTTP/1.1\r\n", b"[1]\n", b"x" * 2000):
             with socket.create_connection((host, int(port)), timeout=10) as connection:
                 connection.sendall(text)
-        assert other.leave() == 0
+        assert (other.leave(), without_key.leave()) == (0, 0)
+        assert "rank 0 cannot reach unitrain launch" in without_key.said
         ranks.dismiss(0)
         assert (ranks.lost, ranks.vanished, ranks.preempted) == ([], [], False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
+import socket
 import sys
 import threading
 import time
@@ -13,9 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hosts import Host
 from launches import SECONDS, started
 from parts import needs_hosts, needs_mpi
+
+from unitrain import authentication
+from unitrain.backends import objects
+from unitrain.backends.messages import MessageStore
+from unitrain.errors import AuthenticationError
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
@@ -34,6 +42,17 @@ os.rename(f"{sys.argv[1]}/{rank}.part", f"{sys.argv[1]}/{rank}.json")
 while not os.path.exists(f"{sys.argv[1]}/end"):
     time.sleep(0.05)
 """
+# Does the same with a backend, and fails on rank 1 where the file "end" says so.
+TRAINING = (
+    "import unitrain\nbackend = unitrain.init(device='cpu', timeout_seconds=60)\n"
+    + SCRIPT
+    + """
+if rank == 1 and open(f"{sys.argv[1]}/end").read():
+    raise ValueError("a failure of its own")
+backend.barrier()
+backend.shutdown()
+"""
+)
 LAUNCHERS = [
     pytest.param(["--backend", "ddp"], id="torchrun"),
     pytest.param(["--backend", "horovod"], id="horovodrun"),
@@ -128,3 +147,140 @@ def test_no_command_line_shows_a_variable_on_two_hosts(
         said, _ = process.communicate(timeout=SECONDS)
     check_secret(lines, told, tuple(secrets))
     assert process.returncode == 0, said
+
+
+def listeners(host: Host) -> set[str]:
+    """Return the addresses at which the Python processes of a host listen."""
+    found = host.run(["ss", "-ltnpH"]).stdout.splitlines()
+    return {line.split()[3].rpartition(":")[0] for line in found if "python" in line or "pt_elastic" in line}
+
+
+BACKENDS = [
+    pytest.param(["--backend", "ddp"], id="ddp under torchrun"),
+    pytest.param(["--backend", "horovod"], id="horovod under horovodrun"),
+    pytest.param(["--backend", "horovod", "--launcher", "torchrun"], id="horovod under torchrun"),
+    pytest.param(["--backend", "ddp", "--launcher", "horovodrun"], id="ddp under horovodrun"),
+    pytest.param(["--backend", "ddp", "--launcher", "mpirun"], id="ddp under mpirun", marks=needs_mpi),
+]
+
+
+@needs_hosts
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_job_listens_where_its_ranks_are(
+    options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
+) -> None:
+    """On the loopback interface on one host, on the addresses of the hosts on two."""
+    Path(script).write_text(TRAINING)
+    for number, (hosts, expected) in enumerate(((["-np", "2"], []), (["-H", "h1:1,h2:1"], two_hosts))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        command = [*LAUNCH, *options, *hosts, "--max-restarts", "1", script, str(folder)]
+        with two_hosts[0].start(command, VARIABLES) as process:
+            wait_for_ranks(folder, 2)
+            found = listeners(two_hosts[0])
+            (folder / "end").touch()
+            said, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, said
+        assert found <= {"127.0.0.1", *(host.address for host in expected)}
+        assert found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(fails: bool, script: str, tmp_path: Path) -> None:
+    Path(script).write_text(TRAINING)
+    with started([*LAUNCH, "-np", "2", script, str(tmp_path)]) as launch:
+        (told, _) = wait_for_ranks(tmp_path, 2)
+        variables = told["variables"]
+        store = torch.distributed.TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), is_master=False)
+        store.set("unitrain/0/0/watch/failed", json.dumps([0, "a forged failure"]))
+        time.sleep(8)  # a rank that knows of a failure ends after five seconds
+        (tmp_path / "end").write_text("fail" if fails else "")
+        said = launch.output()
+    assert "a forged failure" not in said
+    assert (launch.process.returncode != 0) is fails, said
+    assert ("rank 1 failed first: ValueError: a failure of its own" in said) is fails
+
+
+class Harm:
+    """An object that creates a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return (open, (str(self._file), "w"))
+
+
+def test_an_object_of_another_program_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_JOB_KEY", authentication.new_key())
+    packed, _ = objects.pack({"lr": 0.1})
+    assert objects.unpack(packed, torch.device("cpu")) == {"lr": 0.1}
+    harm = pickle.dumps(Harm(tmp_path / "harm"))
+    for forged in (harm + b"p", harm + b"p" + bytes(authentication.SIGNATURE_BYTES), b""):
+        content = torch.frombuffer(bytearray(forged), dtype=torch.uint8) if forged else torch.empty(0).to(torch.uint8)
+        with pytest.raises(AuthenticationError, match="is not read: its signature is not valid"):
+            objects.unpack(content, torch.device("cpu"))
+    assert not (tmp_path / "harm").exists()
+    monkeypatch.setenv("UNITRAIN_JOB_KEY", authentication.new_key())
+    with pytest.raises(AuthenticationError):
+        objects.unpack(packed, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("key", [None, "0123"])
+def test_messages_of_ranks(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if key is not None:
+        monkeypatch.setenv("UNITRAIN_JOB_KEY", key)
+    store = torch.distributed.HashStore()
+    messages = MessageStore(store, "watch", counters=["asked"])
+    assert not messages.check(["failed"])
+    assert messages.compare_set("failed", "", "first") == b"first"
+    assert messages.compare_set("failed", "", "second") == b"first"
+    assert (messages.get("failed"), messages.add("asked", 2)) == (b"first", 2)
+    assert messages.check(["failed", "asked"])
+    messages.append("posted", "[0, 1]")
+    store.append("posted", "[1, 2]\n")
+    messages.append("posted", "[1, 3]")
+    assert messages.lines("posted") == (["[0, 1]", "[1, 3]"] if key else ["[0, 1]", "[1, 2]", "[1, 3]"])
+    assert messages.lines("nothing") == []
+
+
+def test_a_message_of_another_program_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_JOB_KEY", "0123")
+    store = torch.distributed.HashStore()
+    messages = MessageStore(store, "watch")
+    messages.set("heard/1", "an answer")
+    for forged in (b"text", b"", store.get("heard/1"), bytes(range(128, 256))):  # the third is of another key
+        store.set("failed", forged.decode("latin-1"))
+        assert not messages.check(["failed"])
+        with pytest.raises(AuthenticationError, match="'watch/failed' was not written by a process of this job"):
+            messages.get("failed")
+    assert messages.compare_set("failed", "", "real") == b"real"
+    assert messages.get("failed") == b"real"
+
+
+def test_nobody_who_connects_without_the_key_obtains_a_signature() -> None:
+    def ends(key_here: str, key_there: str) -> list[BaseException | None]:
+        results: list[BaseException | None] = [None, None]
+        pair = socket.socketpair()
+
+        def prove(at: int, key: str, accepts: bool) -> None:
+            pair[at].settimeout(10)
+            try:
+                authentication.prove(pair[at], key, "supervision", accepts=accepts)
+            except (AuthenticationError, OSError) as error:
+                results[at] = error
+                pair[at].close()
+
+        threads = [threading.Thread(target=prove, args=one) for one in ((0, key_here, True), (1, key_there, False))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for one in pair:
+            one.close()
+        return results
+
+    assert ends("a key", "a key") == [None, None]
+    accepting, connecting = ends("a key", "another")
+    assert isinstance(accepting, AuthenticationError)
+    assert isinstance(connecting, ConnectionError)

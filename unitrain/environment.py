@@ -113,6 +113,8 @@ _JOB_IDS = (
     ("SLURM_JOB_ID", "Slurm job"), ("LSB_JOBID", "LSF job"), ("PBS_JOBID", "PBS job"), ("FLUX_JOB_ID", "Flux job"),
     (JOB, "unitrain launch"), ("TORCHELASTIC_RUN_ID", "torchrun run"),
 )  # fmt: skip
+# The key with which the processes of a job sign what they send each other; the same for all ranks of an attempt.
+JOB_KEY = "UNITRAIN_JOB_KEY"
 # How many ranks such a job may have, as "2:8", where that may change from one attempt to the next.
 ELASTIC = "UNITRAIN_ELASTIC"
 # Set to 1, ranks also agree on the gradients that they are about to send.
@@ -124,7 +126,7 @@ TERMINAL = "UNITRAIN_TERMINAL"
 _TOLD_BESIDE = (
     "TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS",
-    JOB, SUPERVISOR, ELASTIC,
+    JOB, JOB_KEY, SUPERVISOR, ELASTIC,
     LED_BY_UNITRAIN, "OMPI_COMM", "OMPI_ARGV", "OMPI_UNIVERSE_SIZE", "OMPI_NUM_APP_CTX", "OMPI_APP_CTX_",
     "OMPI_FIRST_RANKS", "OMPI_FILE_LOCATION", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_",
     "OMPI_MCA_pmix", "PMIX_", "PMI_", "HYDI_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "JSM_", "FLUX_TASK_", "PALS_",

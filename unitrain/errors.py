@@ -97,6 +97,10 @@ class CallbackError(UnitrainError, RuntimeError):
     """A callback raised an error, which is its cause."""
 
 
+class AuthenticationError(UnitrainError, RuntimeError):
+    """A message does not come from a process of this job."""
+
+
 class LoggerError(UnitrainError, RuntimeError):
     """A logger cannot be started."""
 

@@ -17,11 +17,16 @@ import time
 from contextlib import suppress
 
 from unitrain import environment
+from unitrain.authentication import prove
+from unitrain.errors import AuthenticationError
 
 # What the launch says to a rank: end as after a preemption signal; or end at once, because the others have.
 END, OVER = "end", "over"
 # What a rank says to the launch, as the last it says.
 BYE, PREEMPTED = "bye", "preempted"
+
+# For which both ends show that they have the job's key.
+ROLE = "supervision"
 
 _CONNECT_SECONDS = 10.0
 _BEGIN_SECONDS = 30.0
@@ -79,9 +84,10 @@ def follow(rank: int) -> None:
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
+        prove(connection, environment.setting(environment.JOB_KEY), ROLE, accepts=False)
         connection.settimeout(None)
         _line = _Line(connection, rank)
-    except OSError as error:
+    except (OSError, AuthenticationError) as error:
         # The job can do without: what the launcher sees of it is enough to start it again.
         sys.stderr.write(f"unitrain: rank {rank} cannot reach unitrain launch at {address}: {error}\n")
 

@@ -9,12 +9,12 @@ from typing import Any
 import horovod.torch as hvd
 import torch.distributed as dist
 from horovod.runner.common.util.hosts import SlotInfo
-from horovod.runner.http.http_server import RendezvousServer
 from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints that it is missing)
 
 from unitrain import environment
+from unitrain.backends.horovodrun import BoundRendezvousServer
 from unitrain.backends.knobs import Knob
-from unitrain.backends.network import address_towards, answering, interface_of, own_addresses
+from unitrain.backends.network import LOOPBACK, address_towards, answering, interface_of, own_addresses
 from unitrain.backends.rendezvous import Meeting, Seat, meet, tcp_store
 from unitrain.environment import Placement
 from unitrain.errors import BackendUnavailableError, LauncherMismatchError
@@ -84,11 +84,7 @@ def tell_torch_where(placement: Placement) -> None:
     if placement.launcher not in ("horovodrun", "mpirun", "none") or environment.setting("MASTER_ADDR"):
         return
     start_horovod(placement, Meeting(placement, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
-    if placement.rank == 0:
-        with socket.create_server(("", 0)) as free:
-            host, port = _agreed_address(free.getsockname()[1])
-    else:
-        host, port = _agreed_address(None)
+    host, port = _free_address(placement)
     environment.export_defaults({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
 
 
@@ -104,7 +100,7 @@ def _lead_to_each_other(placement: Placement, meeting: Meeting) -> None:
     address = meeting.own_address or address_towards(meeting.host)
     own = ""
     if placement.rank == 0:
-        server = RendezvousServer()
+        server = BoundRendezvousServer(address)
         port = server.start()
         server.init([_slot(seats, rank) for rank in range(placement.size)])
         _servers.append(server)
@@ -148,18 +144,31 @@ def _slot(seats: list[Seat], rank: int) -> SlotInfo:
 
 
 def _store_through_horovod(placement: Placement, timeout: timedelta) -> tuple[dist.Store, str]:
-    served = tcp_store("127.0.0.1", 0, placement, timeout, serves=True) if placement.rank == 0 else None
-    host, port = _agreed_address(None if served is None else served.port)
+    host, port = _free_address(placement)
+    served = tcp_store(host, port, placement, timeout, serves=True) if placement.rank == 0 else None
+    hvd.broadcast_object(None, 0, name="unitrain.served")  # the others connect once rank 0 listens
     return served or tcp_store(host, port, placement, timeout, serves=False), host
 
 
-def _agreed_address(port: int | None) -> tuple[str, int]:
-    """Return an address of rank 0, where it listens at `port`, by which all ranks reach it; it need not know which
-    of its networks leads to them. All ranks call it, with Horovod running, the others without a port.
+def _free_address(placement: Placement) -> tuple[str, int]:
+    """Return an address of rank 0 by which all ranks reach it, and a port that is free there. All ranks call it, with
+    Horovod running."""
+    if placement.rank != 0:
+        return _agreed_address(None)
+    # Which address the others reach is not known yet: this socket listens on all while they try, and takes no data.
+    with socket.create_server((LOOPBACK if placement.local_size == placement.size else "", 0)) as free:
+        return _agreed_address(free.getsockname()[1], [LOOPBACK] if placement.local_size == placement.size else None)
+
+
+def _agreed_address(port: int | None, addresses: list[str] | None = None) -> tuple[str, int]:
+    """Return an address of rank 0, where it listens at `port`, by which all ranks reach it.
+
+    It is one of `addresses`, or of all addresses that rank 0 has, where it does not know which of its networks leads to
+    the others. All ranks call it, with Horovod running, the others without a port.
 
     Raises LauncherMismatchError where there is none.
     """
-    own = None if port is None else (own_addresses(), port)
+    own = None if port is None else (addresses or own_addresses(), port)
     addresses, port = hvd.broadcast_object(
         own, 0, name="unitrain.addresses"
     )  # unnamed it would hang: type(own) differs

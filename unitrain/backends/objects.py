@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unitrain.errors import ConfigError, UnitrainError
+from unitrain.authentication import SIGNATURE_BYTES, has_key, sign, verify
+from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 _PICKLED, _SAVED = b"p", b"t"
+_PURPOSE = "object"
 
 
 def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
@@ -31,12 +33,24 @@ def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
             f"A {type(obj).__name__} was given to send to other ranks, and it cannot be pickled: {error}. "
             "Send plain data: numbers, strings, tensors, and lists and dictionaries of these."
         )
+    file.write(sign(file.getvalue(), _PURPOSE))
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8), None
 
 
 def unpack(payload: Tensor, device: torch.device) -> Any:
-    """Return the object that was packed, its tensors of any GPU now on `device`."""
+    """Return the object that was packed, its tensors of any GPU now on `device`.
+
+    Raises AuthenticationError before it reads an object that no process of this job has packed: unpickling runs code.
+    """
     content = payload.numpy().tobytes()
+    if has_key():
+        content, signature = content[:-SIGNATURE_BYTES], content[-SIGNATURE_BYTES:]
+        if not verify(content, signature, _PURPOSE):
+            raise AuthenticationError(
+                "An object that this rank received was not sent by a rank of this job, and is not read: its signature "
+                "is not valid. Give all ranks the same UNITRAIN_JOB_KEY, or see which other program can reach the "
+                "job's ports: docs/security.md"
+            )
     if content.endswith(_PICKLED):
         return pickle.loads(content)
 

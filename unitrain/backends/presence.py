@@ -20,7 +20,12 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
+from unitrain import environment
+from unitrain.authentication import prove
+from unitrain.backends.messages import MessageStore
+from unitrain.backends.network import listen
 from unitrain.backends.rendezvous import Meeting
+from unitrain.errors import AuthenticationError
 
 _JOIN_SECONDS = 10.0
 _PERIOD_MILLISECONDS = 500
@@ -40,10 +45,10 @@ class Presence:
         self._peers: dict[int, socket.socket] = {}
         self._closed = False
         self.left: set[int] = set()  # ranks that have closed their connection in order
-        self._store = dist.PrefixStore("presence", meeting.store)
-        with contextlib.suppress(OSError, dist.DistError):
+        self._store = MessageStore(dist.PrefixStore("presence", meeting.store), "presence")
+        with contextlib.suppress(OSError, dist.DistError, AuthenticationError):
             if meeting.placement.rank == 0:
-                self._meet_all(meeting.placement.size)
+                self._meet_all(meeting)
             else:
                 self._meet_first(meeting)
         _open.add(self)
@@ -89,16 +94,17 @@ class Presence:
         while self._peers:
             self._peers.popitem()[1].close()
 
-    def _meet_all(self, size: int) -> None:
-        password = secrets.token_hex(16)
-        with socket.create_server(("", 0), backlog=size) as server:
+    def _meet_all(self, meeting: Meeting) -> None:
+        size, password = meeting.placement.size, secrets.token_hex(16)
+        with listen(meeting.host, 0) as server:
             self._store.set("door", f"{server.getsockname()[1]} {password}")
             deadline = time.monotonic() + _JOIN_SECONDS
             while len(self._peers) < size - 1 and (left := deadline - time.monotonic()) > 0:
                 server.settimeout(left)
                 peer, _ = server.accept()
                 peer.settimeout(_JOIN_SECONDS)
-                with contextlib.suppress(OSError, ValueError):
+                with contextlib.suppress(OSError, ValueError, AuthenticationError):
+                    prove(peer, environment.setting(environment.JOB_KEY), "presence", accepts=True)
                     told, rank = _read(peer, len(password) + 9).split()
                     if secrets.compare_digest(told, password):
                         peer.sendall(_HERE)
@@ -109,6 +115,7 @@ class Presence:
     def _meet_first(self, meeting: Meeting) -> None:
         port, password = self._store.get("door").decode().split()
         peer = socket.create_connection((meeting.host, int(port)), timeout=_JOIN_SECONDS)
+        prove(peer, environment.setting(environment.JOB_KEY), "presence", accepts=False)
         peer.sendall(f"{password} {meeting.placement.rank:08d}".encode())
         if _read(peer, 1) == _HERE.decode():
             self._peers[0] = peer

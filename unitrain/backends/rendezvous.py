@@ -19,7 +19,8 @@ from typing import Any
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from unitrain import environment
-from unitrain.backends.network import address_towards, is_loopback
+from unitrain.backends.messages import MessageStore
+from unitrain.backends.network import address_towards, is_loopback, listen
 from unitrain.environment import Placement
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
 
@@ -28,7 +29,7 @@ _CONNECT_PERIOD_SECONDS = 0.1
 _meetings = itertools.count()
 # A proxy for the outside world knows nothing of the hosts of a job.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_served: list[Store] = []  # rank 0's stores, kept alive as long as the process: others may still ask
+_served: list[TCPStore] = []  # rank 0's stores, kept alive as long as the process: others may still ask
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Meeting:
 
         It works while the backend itself is not up, or is stuck. Raises CollectiveTimeoutError naming who did not come.
         """
-        self.store.set(f"{key}/{self.placement.rank}", json.dumps(value))
+        self.messages.set(f"{key}/{self.placement.rank}", json.dumps(value))
         missing = self.wait_for(key)
         if missing:
             names = ", ".join(map(str, missing))
@@ -64,7 +65,12 @@ class Meeting:
                 f"{'rank' if len(missing) == 1 else 'ranks'} {names} had not come. "
                 "Look at the first error they logged, or give them more time: unitrain.init(timeout_seconds=...)."
             )
-        return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.placement.size)]
+        return [json.loads(self.messages.get(f"{key}/{rank}")) for rank in range(self.placement.size)]
+
+    @cached_property
+    def messages(self) -> MessageStore:
+        """The store for what the ranks send each other, signed with the job's key."""
+        return MessageStore(self.store, "meeting")
 
     def wait_for(self, key: str, timeout: timedelta | None = None) -> list[int]:
         """Wait until every rank has set its part of `key`; return the ranks that had not done so in time."""
@@ -154,15 +160,27 @@ def _shared_store(placement: Placement, timeout: timedelta, name: str) -> tuple[
 def tcp_store(host: str, port: int, placement: Placement, timeout: timedelta, *, serves: bool) -> TCPStore:
     """Serve, or reach, the store at an address; who is missing is found out later, by name.
 
-    Raises ConfigError where rank 0 cannot listen there, CollectiveTimeoutError where no store answers in time.
+    The store that is served listens on one address if `host` determines it (`network.listen`). Raises ConfigError if
+    rank 0 cannot listen there, CollectiveTimeoutError if no store answers in time.
     """
     if not serves:
         return _reached_store(host, port, placement, timeout)
+    descriptor: int | None = None
     try:
+        if port not in {store.port for store in _served}:
+            listener = listen(host, port)
+            port, descriptor = listener.getsockname()[1], listener.detach()
         store = TCPStore(
-            host, port, placement.size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            host,
+            port,
+            placement.size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=descriptor,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         in_use = "EADDRINUSE" in str(error) or "ddress already in use" in str(error)
         why = "another program listens there" if in_use else str(error).splitlines()[0]
         raise ConfigError(

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from unitrain import environment
 from unitrain.backends.answers import NO_ANSWER, Answer, Failure, describe
 from unitrain.backends.ledger import Ledger
+from unitrain.backends.messages import MessageStore
 from unitrain.backends.presence import Presence
 from unitrain.backends.rendezvous import Meeting
 from unitrain.errors import CollectiveTimeoutError
@@ -33,6 +34,7 @@ from unitrain.errors import CollectiveTimeoutError
 _PERIOD_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 _GRACE_SECONDS = 5.0
+_MOST_QUESTIONS = 100  # that are answered at once: any program that reaches the store can raise their number
 _ASKED, _FAILED, _LEFT, _PROCESS = "asked", "failed", "left", "process"
 # Launchers that, when they are killed, leave their ranks running.
 _LEAVES_ORPHANS = ("torchrun",)
@@ -77,8 +79,8 @@ class Watch:
     def __init__(self, meeting: Meeting, ledger: Ledger) -> None:
         self._rank, self._size = meeting.placement.rank, meeting.placement.size
         # A connection of its own: one that waits for an answer makes every other user of it wait too.
-        self._store: dist.Store = dist.PrefixStore("watch", meeting.store).clone()
-        self._own = dist.PrefixStore("watch", meeting.store).clone()
+        stores = [dist.PrefixStore("watch", meeting.store).clone() for _ in range(2)]
+        self._store, self._own = (MessageStore(store, "watch", counters=[_ASKED]) for store in stores)
         self._ledger = ledger
         self._patience = meeting.timeout.total_seconds() + _MARGIN_SECONDS
         self._launcher, self._parent, self._process = meeting.placement.launcher, os.getppid(), os.getpid()
@@ -282,11 +284,12 @@ class Watch:
 
     def _answer_questions(self) -> None:
         asked = self._store.add(_ASKED, 0) if self._store.check([_ASKED]) else 0
+        self._answered = max(self._answered, asked - _MOST_QUESTIONS)
         while self._answered < asked:
             self._answered += 1
             self._tell(self._store, f"where/{self._answered}", self._here())
 
-    def _tell(self, store: dist.Store, key: str, answer: Answer) -> None:
+    def _tell(self, store: MessageStore, key: str, answer: Answer) -> None:
         with contextlib.suppress(dist.DistError):
             store.set(f"{key}/{self._rank}", answer.write())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -94,7 +95,7 @@ def _stream(backend: Backend, size: int, calls: int) -> float | None:
             listener.bind(("", 0))
             listener.listen(1)
             listener.settimeout(_SOCKET_SECONDS)
-            token = torch.randint(256, (_TOKEN_BYTES,)).to(torch.uint8).numpy().tobytes()
+            token = secrets.token_bytes(_TOKEN_BYTES)
             offer = (own_addresses(), listener.getsockname()[1], token)
         addresses, port, token = backend.broadcast_object(offer)
         try:

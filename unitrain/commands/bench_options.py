@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,7 +69,7 @@ def starts_here(backends: str | None, ranks: int, device: str) -> tuple[list[Sta
                 continue
             spec = launchers.LaunchSpec(script="-", num_processes=ranks, backend=name, controller=controller)
             command = launchers.build("horovodrun", spec)
-            prefix = command.argv[: command.argv.index(sys.executable)]
+            prefix = command.argv[:-2]  # without the Python and the script
             starts.append(Start(name, ranks, command=prefix, variables=command.environment))
     if not starts:
         reasons = " ".join(f"{what}: {why}" for what, why in skipped)

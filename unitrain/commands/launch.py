@@ -18,6 +18,7 @@ import click
 
 import launchers
 from unitrain import environment
+from unitrain.authentication import new_key
 from unitrain.backends import registry
 from unitrain.commands import logs
 from unitrain.commands.job import Job
@@ -130,6 +131,9 @@ def launch(
       unitrain launch --launcher mpirun --backend ddp -np 8 -H node1:4,node2:4 -x WANDB_API_KEY train.py
       unitrain launch --backend horovod --elastic 2:8 -H node1:4,node2:4 train.py
     """
+    if not dry_run:
+        # Launchers hand it on like a variable of the user's, so that no command line and no log shows it.
+        environment.export({environment.JOB_KEY: new_key()})
     try:
         launcher, spec = _request(
             backend,

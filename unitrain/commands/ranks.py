@@ -8,7 +8,9 @@ import socket
 import threading
 from contextlib import suppress
 
-from unitrain.supervised import BYE, END, OVER, PREEMPTED
+from unitrain.authentication import prove
+from unitrain.errors import AuthenticationError
+from unitrain.supervised import BYE, END, OVER, PREEMPTED, ROLE
 
 # A host that has vanished is noticed after 5 + 3 x 5 seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -23,11 +25,12 @@ class Ranks:
 
     `lost` are those that have left without a word, in the order in which they went; their process was killed.
     `vanished` are those whose host no longer answers. `preempted` is whether they have ended as a preemption signal
-    asks for. A context manager: on leaving it nobody is waited for.
+    asks for. `key` is the job's, which ranks show that they have. A context manager: on leaving it nobody is waited
+    for.
     """
 
-    def __init__(self, job: str, listen_on: str, known_as: str) -> None:
-        self._job = job
+    def __init__(self, job: str, key: str | None, listen_on: str, known_as: str) -> None:
+        self._job, self._key = job, key
         self._listener = socket.create_server((listen_on, 0), backlog=1024)
         self.address = f"{known_as}:{self._listener.getsockname()[1]}"
         self.lost: list[int] = []
@@ -110,6 +113,7 @@ class Ranks:
         text = b""
         try:
             connection.settimeout(_HELLO_SECONDS)
+            prove(connection, self._key, ROLE, accepts=True)
             while not text.endswith(b"\n"):
                 if len(text) > 1000 or not (more := connection.recv(1)):
                     return None
@@ -117,7 +121,7 @@ class Ranks:
             connection.settimeout(None)
             told = json.loads(text)
             return int(told["rank"]) if told["job"] == self._job else None
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, AuthenticationError):
             return None
 
     def _leave(self, rank: int, last_word: str, vanished: bool) -> None:

@@ -15,6 +15,7 @@ import click
 
 from launchers import Host, allocated_hosts, is_here
 from unitrain import environment
+from unitrain.authentication import new_key
 from unitrain.commands.job import Job
 from unitrain.commands.membership import POLL_SECONDS, Membership
 from unitrain.commands.ranks import Ranks
@@ -81,7 +82,9 @@ class Supervisor:
     def _attempt(self, hosts: tuple[Host, ...]) -> tuple[int, Ranks]:
         """Run the job to its end, or until its hosts change; return its exit code, and how its ranks have ended."""
         listen_on, known_as = _addresses(hosts or allocated_hosts(self._job.launcher))
-        with Ranks(self._job.name, listen_on, known_as) as ranks:
+        key = new_key()  # another one for each attempt: nothing that an earlier one has signed is valid
+        with Ranks(self._job.name, key, listen_on, known_as) as ranks:
+            environment.export({environment.JOB_KEY: key})
             command = self._job.command(
                 hosts if self._membership is not None else (), {environment.SUPERVISOR: ranks.address}
             )
@@ -140,6 +143,7 @@ def _addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((elsewhere.name.strip("[]"), 9))  # any port: it only looks the route up
-            return "", str(probe.getsockname()[0])
+            address = str(probe.getsockname()[0])
+            return address, address
     except OSError:  # known to ssh alone, perhaps
         return "", socket.gethostname()

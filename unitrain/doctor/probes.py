@@ -69,7 +69,7 @@ def _unreachable(meeting: Meeting, address: str) -> dict[str, str]:
     with contextlib.ExitStack() as stack:
         port = 0
         if first:
-            listener = stack.enter_context(socket.create_server(("", 0), backlog=128))
+            listener = stack.enter_context(socket.create_server((address, 0), backlog=128))
             port = listener.getsockname()[1]
             threading.Thread(target=_answer, args=(listener,), daemon=True).start()
         told = meeting.exchange("doctor/listens", [socket.gethostname(), address, port])

@@ -17,6 +17,7 @@ from typing import Any
 
 import launchers
 from unitrain import environment, validation
+from unitrain.authentication import new_key
 from unitrain.backends import registry
 from unitrain.descendants import end_all
 from unitrain.errors import ConfigError, RankFailedError
@@ -97,7 +98,7 @@ def _follow(command: launchers.Command, timeout_seconds: float | None) -> tuple[
     """Run `command`, show what it prints, and return its exit code and its last lines."""
     process = subprocess.Popen(
         command.argv,
-        env=environment.without_launcher() | dict(command.environment),
+        env=environment.without_launcher() | dict(command.environment) | {environment.JOB_KEY: new_key()},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

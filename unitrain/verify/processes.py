@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unitrain.authentication import new_key
 from unitrain.descendants import end_all, marked
+from unitrain.environment import JOB_KEY
 
 _TERM_SECONDS = 5.0
 _STACK_SECONDS = 1.0
@@ -60,7 +62,7 @@ def run(
     with output.open("wb") as file:
         process = subprocess.Popen(
             command,
-            env={**environment, **_TELLS_STACKS},
+            env={**environment, **_TELLS_STACKS, JOB_KEY: new_key()},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
