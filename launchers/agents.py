@@ -78,7 +78,7 @@ def _holder(python: str) -> list[str]:
 def _start(host: Host, python: str) -> list[str]:
     if is_here(host):
         return _holder(python)
-    return [*SSH, host.name.strip("[]"), f"exec {shlex.join(_holder(python))}"]
+    return [*SSH, "--", host.name.strip("[]"), f"exec {shlex.join(_holder(python))}"]
 
 
 def _command(python: str, hosts: list[dict[str, object]], forwarded: Iterable[str], mark: str) -> tuple[str, ...]:

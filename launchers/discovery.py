@@ -56,7 +56,7 @@ def _answers(host: Host) -> bool:
     if is_here(host):
         return True
     options = ["BatchMode=yes", f"ConnectTimeout={_SSH_SECONDS}", "StrictHostKeyChecking=accept-new"]
-    command = ["ssh", *(word for option in options for word in ("-o", option)), host.name.strip("[]"), "true"]
+    command = ["ssh", *(word for option in options for word in ("-o", option)), "--", host.name.strip("[]"), "true"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * _SSH_SECONDS, check=False

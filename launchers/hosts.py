@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launchers.errors import LaunchError
 
-_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(?P<slots>[^:]*))?")
+_HOST = re.compile(r"(?P<name>(?!-)[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(?P<slots>[^:]*))?")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def check_hosts(spec: LaunchSpec) -> int:
 def _ask(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> _Answer:
     name = host.name.strip("[]")
     question = f"look({_file(spec)!r}, {str(Path.cwd())!r}, {list(packages)!r}, {port})\n"
-    start = [spec.python, "-P", "-"] if is_here(host) else [*SSH, name, f"exec {shlex.quote(spec.python)} -P -"]
+    remote = [*SSH, "--", name, f"exec {shlex.quote(spec.python)} -P -"]
+    start = [spec.python, "-P", "-"] if is_here(host) else remote
     try:
         done = subprocess.run(
             start, input=Path(look.__file__).read_text() + question, capture_output=True, text=True, timeout=_SECONDS,

@@ -57,6 +57,12 @@ def test_hosts_are_read_as_horovod_and_mpi_write_them(text: str, hosts: list[Hos
         ("a:", "Host 'a:' must have a whole number of slots from 1, got ''. Use: -H a:1"),
         ("a:1,,b:1", "Host '' in 'a:1,,b:1' cannot be read. Write name:slots, as in -H node1:4,node2:4"),
         ("a b:1", "Host 'a b:1' in 'a b:1' cannot be read. Write name:slots, as in -H node1:4,node2:4"),
+        (
+            "-oProxyCommand=id:1",
+            "Host '-oProxyCommand=id:1' in '-oProxyCommand=id:1' cannot be read. Write name:slots, as in "
+            "-H node1:4,node2:4",
+        ),
+        ("-F:1", "Host '-F:1' in '-F:1' cannot be read. Write name:slots, as in -H node1:4,node2:4"),
         ("a:2,b:1,a:3", "Host 'a' is named twice in 'a:2,b:1,a:3'. Add the slots up: -H a:5"),
     ],
 )
