@@ -24,7 +24,7 @@ from unitrain.cli import unitrain as program
 from unitrain.errors import ConfigError, EnvironmentVariableError
 from unitrain.testing import RankGroup
 from unitrain.tuning.kept import FILE, Tuned, forget, tuned_for
-from unitrain.tuning.knobs import knobs
+from unitrain.tuning.knobs import BUILT_IN, knobs
 from unitrain.tuning.search import PAIRS, Gain, ratio_of_pair, search
 
 SIZES = Knob("SIZE", "", "1", ("2", "3"))
@@ -223,6 +223,28 @@ def test_launch_uses_what_is_kept_for_this_run(tmp_path: Path, monkeypatch: pyte
     assert "unitrain-tuned.json cannot be read" in result.output
     with pytest.raises(ConfigError, match="Delete it"):
         tuned_for("train.py", None, 2)
+
+
+def test_a_file_sets_nothing_but_tunables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file may have come with somebody else's script."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    for name in ("LD_PRELOAD", "PYTHONPATH", "PATH", "NCCL_NET_PLUGIN", "UNITRAIN_SUPERVISOR"):
+        entry = Tuned(
+            script="train.py",
+            backend="ddp",
+            num_processes=1,
+            variables={name: "x"},
+            gain=1.1,
+            spread=(1.0, 1.2),
+            torch="",
+        )
+        entry.keep()
+        result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
+        assert result.exit_code == 2
+        assert f"unitrain-tuned.json sets {name}, which is not a setting that unitrain tune changes" in result.output
+        assert CliRunner().invoke(program, ["launch", "--dry-run", "--untuned", "train.py"]).exit_code == 0
+    assert {knob.variable for name in ("ddp", "horovod") for knob in registry.load(name).knobs} < BUILT_IN
 
 
 def test_a_script_is_tuned(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from unitrain.commands.job import Job
 from unitrain.commands.membership import Membership
 from unitrain.commands.supervisor import Supervisor
 from unitrain.errors import ConfigError, did_you_mean
-from unitrain.tuning.kept import tuned_for
+from unitrain.tuning.kept import FILE, tuned_for
+from unitrain.tuning.knobs import BUILT_IN
 
 # The backend that a launcher's users know.
 _BACKEND_OF = {launcher: backend for backend, launcher in launchers.LAUNCHER_OF.items()} | {
@@ -336,10 +337,22 @@ def _listed(
 
 
 def _tuned(spec: launchers.LaunchSpec, num_processes: int) -> dict[str, str]:
-    """Return what `unitrain tune` has found for this run, but for what the user has set."""
+    """Return what `unitrain tune` has found for this run, but for what the user has set.
+
+    Raises ConfigError for a file that sets any other variable: it may come with somebody else's script, and a variable
+    such as LD_PRELOAD runs code.
+    """
     tuned = tuned_for(spec.script, spec.backend, num_processes)
     if tuned is None:
         return {}
+    backend = spec.backend or "ddp"
+    own = set() if backend in launchers.LAUNCHER_OF else {knob.variable for knob in registry.load(backend).knobs}
+    for name in tuned.variables:
+        if name not in BUILT_IN | own:
+            raise ConfigError(
+                f"{FILE} sets {name}, which is not a setting that unitrain tune changes for backend {backend!r}. "
+                f"Delete the file unless you trust it, and set the variable yourself: export {name}=..."
+            )
     return {name: value for name, value in tuned.variables.items() if environment.setting(name) is None}
 
 

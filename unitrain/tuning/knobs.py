@@ -6,6 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from unitrain.backends.knobs import Knob
 
+# The variables that the built-in backends can be tuned by.
+BUILT_IN = frozenset(
+    {
+        *("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMP_NUM_THREADS"),
+        *("UNITRAIN_BUCKETS_MB", "UNITRAIN_BUCKET_VIEW"),
+    }
+)
+
 
 def knobs(of_backend: Sequence[Knob], threads: int | None, cores_per_rank: int) -> list[Knob]:
     """Return what can be tuned: the backend's own, and the threads of a rank, which has so many by itself; None where a
