@@ -535,6 +535,28 @@ def test_a_line_that_cannot_be_meant(line: str, message: str) -> None:
                 "sbatch is typed, which hands it on: export HF_TOKEN=..."
             ),
         ),
+        *(
+            (
+                line,
+                "kubernetes",
+                (
+                    f"{word!r} is for a shell to expand, and a container's command has none. Write its value in its "
+                    "place, or start a script of your own: bash -c '...'"
+                ),
+            )
+            for line, word in (
+                ("cd $HOME/runs && torchrun t.py", "$HOME/runs"),
+                ("torchrun --log-dir $HOME/logs t.py", "$HOME/logs"),
+            )
+        ),
+        (
+            "srun -n 2 -o $HOME/%j.out python t.py",
+            "sbatch",
+            (
+                "'--output=$HOME/%j.out' is for a shell to expand, and a #SBATCH line has none. Write its value in its "
+                "place"
+            ),
+        ),
         (
             "torchrun t.py $HOME",
             "kubernetes",
@@ -695,3 +717,17 @@ def test_the_command_refuses_in_a_sentence() -> None:
     assert code == 2
     assert said.endswith("mpiexec, srun, sbatch, kubernetes, unitrain.\n")
     assert "Unknown backend 'dpd'. Did you mean 'ddp'?" in run("torchrun t.py", "--to", "srun", "--backend", "dpd")[2]
+
+
+def test_a_batch_script_quotes_values_and_has_no_marks_of_the_translation() -> None:
+    """Slurm expands nothing in a #SBATCH line, and ends a value at a space."""
+    text = write(read("cd $HOME/runs && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
+    assert "cd $HOME/runs || exit\n" in text
+    assert "--chdir" not in text
+    assert text.isascii()
+    text = write(read("cd '/data/my runs' && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
+    assert "#SBATCH --chdir='/data/my runs'\n" in text
+    injected = read("torchrun t.py")
+    for value in ("/data\n#SBATCH --uid=0", "/data\r"):
+        with pytest.raises(LaunchError, match="cannot be written into a #SBATCH line, which ends with the line"):
+            write(replace(injected, directory=value), "sbatch")

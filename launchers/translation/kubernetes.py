@@ -52,7 +52,8 @@ def write(job: Job, pods: Pods | None = None) -> Written:
     if kind not in KINDS:
         raise LaunchError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}. Use: --kind {KINDS[0]}")
     job.check_even(kind)
-    for word in (*job.program, *job.environment.values()):
+    options = [word for one in job.others for word in one.words]
+    for word in (*job.program, *job.environment.values(), job.directory or "", *options):
         if expands(word):
             raise LaunchError(
                 f"{shown(word)!r} is for a shell to expand, and a container's command has none. Write its value in its "

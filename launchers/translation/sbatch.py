@@ -12,7 +12,7 @@ from launchers.options import with_defaults
 from launchers.srun import task_options
 from launchers.translation.job import Job
 from launchers.translation.srun import meeting
-from launchers.translation.words import join, quote
+from launchers.translation.words import expands, join, quote, shown
 from launchers.translation.writing import Written, options_of, variables_of
 
 LAUNCHER = "sbatch"
@@ -49,7 +49,10 @@ def write(job: Job, directives: Sequence[str] = ()) -> Written:
         "--output=%x-%j.out",
         "--open-mode=append",
     ]
-    if job.directory is not None:
+    start_in: list[str] = []
+    if job.directory is not None and expands(job.directory):  # which Slurm does not do in a #SBATCH line
+        start_in = [f"cd {quote(job.directory)} || exit", ""]
+    elif job.directory is not None:
         usual.append(f"--chdir={job.directory}")
     if job.hosts:
         usual.append(f"--nodelist={','.join(name.strip('[]') for name in job.hosts)}")
@@ -65,8 +68,9 @@ def write(job: Job, directives: Sequence[str] = ()) -> Written:
     start = join(["srun", *_TOGETHER, *with_defaults(_DEFAULTS, [word for one in own for word in one.words])])
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in asked),
+        *(f"#SBATCH {_directive(option)}" for option in asked),
         "",
+        *start_in,
         *exports,
         "",
         # From Slurm 22.05 on srun does not take it over from sbatch, and each rank would have one core.
@@ -92,6 +96,20 @@ def name_of(job: Job) -> str:
     """Return a name after the script."""
     names = [word for word in job.program[1:] if not word.startswith("-")] or [job.program[0]]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", names[0].rpartition("/")[2].removesuffix(".py")).strip("-") or "job"
+
+
+def _directive(option: str) -> str:
+    """Return an option as a #SBATCH line has it. Raises LaunchError for a value that such a line cannot have."""
+    name, equals, value = option.partition("=")
+    if expands(option):
+        raise LaunchError(
+            f"{shown(option)!r} is for a shell to expand, and a #SBATCH line has none. Write its value in its place"
+        )
+    if not option.isprintable():
+        raise LaunchError(
+            f"{option!r} cannot be written into a #SBATCH line, which ends with the line. Use a value in one line"
+        )
+    return f"{name}{equals}{quote(value) if equals else ''}"
 
 
 def _merged(usual: Iterable[str], given: Sequence[str]) -> list[str]:
