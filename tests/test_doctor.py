@@ -28,6 +28,7 @@ SOUND = Facts(
     executable="python", unitrain="0.1.0", torch="2.9.0", torch_cuda=None, transports={"gloo": "yes"}, gpus=(),
     nvidia_driver=False, horovod=HOROVOD, cores=(0, 1, 2, 3), memory=8 * GIB, shared_memory=4 * GIB, open_files=65536,
     locked_memory=None, infiniband=False, folder="/work", folder_free=100 * GIB, programs={}, variables={},
+    has_job_key=True,
 )  # fmt: skip
 JOINED = Between(address="10.0.0.1", unreachable={}, clock=0.0, shares_folder=True)
 
@@ -122,6 +123,10 @@ CASES: dict[str, tuple[Callable[[], list[Told]], str]] = {
         r"warning: 1 rank of 8 threads each share 4 cores on a\. \$ export OMP_NUM_THREADS=4",
     ),
     "clock": (lambda: ranks({}, clock=-7.25), r"warning: The clock of b is 7\.2 s behind rank 0's"),
+    "no key": (
+        lambda: ranks({"has_job_key": False}, {"has_job_key": False}),
+        r"warning: ranks 0, 1 have no key to sign messages with: any program .* \$ unitrain launch \.\.\.",
+    ),
     "variables": (
         lambda: ranks({"variables": {"NCCL_DEBUG": "INFO"}}),
         r"warning: NCCL_DEBUG differs between ranks: 'INFO' on rank 0; unset on rank 1\. \$ unitrain launch -x NC",
@@ -186,6 +191,7 @@ def test_it_finds_what_is_wrong_between_hosts(tmp_path_factory: pytest.TempPathF
         assert any(text.startswith(f"h2: what rank 0 writes in {apart} is not seen there") for text in texts)
         for name in ("h1", "h2"):
             assert any(text.startswith(f"The name {name} leads to 127.0.1.1") for text in texts)
+        assert all(entry["facts"]["has_job_key"] for entry in report["ranks"])
         assert not any("cannot reach" in text or "clock" in text for text in texts)
         assert list(apart.iterdir()) == []
 

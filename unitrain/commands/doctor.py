@@ -141,6 +141,13 @@ def _show(report: Mapping[str, Any]) -> None:
     launchers = ", ".join(name for name in first["programs"] if name != "ssh")
     console.print(f"Launchers on PATH: {launchers or 'none'}.", markup=False)
 
+    if len({one["host"] for one in ranks}) > 1:
+        console.print(
+            "Between hosts, torch's store and the connections of Gloo, NCCL and Horovod are neither authenticated nor "
+            "encrypted: keep this network private (docs/security.md).",
+            markup=False,
+        )
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("host", "ranks", "cores", "memory", "GPUs", "torch", "Horovod", "address"):
         table.add_column(column, overflow="fold")

@@ -17,6 +17,7 @@ from typing import Any
 
 import unitrain
 from unitrain import environment
+from unitrain.authentication import has_key
 from unitrain.backends.network import interfaces
 from unitrain.backends.transports import transports
 from unitrain.environment import Placement
@@ -46,7 +47,7 @@ class Facts:
     `machine` is the same for processes on one running kernel, also in containers of different names. `name_leads_to`
     are the addresses that the host's own name resolves to, `cores` the numbers of those that this process may run on.
     `horovod` is None where it is not installed, and on all but
-    the first rank of a host, which asks for all.
+    the first rank of a host, which asks for all. `has_job_key` is whether this process signs its messages.
     """
 
     host: str
@@ -76,6 +77,7 @@ class Facts:
     folder_free: int
     programs: Mapping[str, str]
     variables: Mapping[str, str]
+    has_job_key: bool
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Facts:
@@ -127,6 +129,7 @@ def gather(placement: Placement) -> Facts:
         folder=str(Path.cwd()),
         folder_free=shutil.disk_usage(Path.cwd()).free,
         programs={name: path for name, path in programs.items() if path is not None},
+        has_job_key=has_key(),
         variables={
             name: value
             for name, value in sorted(inherited.items())

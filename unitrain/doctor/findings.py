@@ -283,6 +283,18 @@ def _variables(ranks: Sequence[Told]) -> Iterator[Finding]:
             )
 
 
+def _authentication(ranks: Sequence[Told]) -> Iterator[Finding]:
+    without = [told.facts.rank for told in ranks if not told.facts.has_job_key]
+    if len(ranks) > 1 and without:
+        yield Finding(
+            level="warning",
+            what=f"{_named(without)} {'has' if len(without) == 1 else 'have'} no key to sign messages with: any "
+            "program that can reach the job's ports can end the job, or send it objects that run code.",
+            fix="unitrain launch ...  # or see docs/security.md for a launcher that you type yourself",
+        )
+
+
 _LOOKS: tuple[Callable[[Sequence[Told]], Iterator[Finding]], ...] = (
     _versions, _reach, _gpus, _horovod, _names, _interfaces, _folders, _limits, _cores, _clocks, _variables,
+    _authentication,
 )  # fmt: skip
