@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import pickle
+import shlex
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +23,7 @@ from launches import SECONDS, started
 from parts import needs_hosts, needs_mpi
 
 from unitrain import authentication
-from unitrain.backends import objects
+from unitrain.backends import horovodrun, objects
 from unitrain.backends.messages import MessageStore
 from unitrain.errors import AuthenticationError
 
@@ -284,3 +286,25 @@ def test_nobody_who_connects_without_the_key_obtains_a_signature() -> None:
     accepting, connecting = ends("a key", "another")
     assert isinstance(accepting, AuthenticationError)
     assert isinstance(connecting, ConnectionError)
+
+
+def test_horovodrun_passes_variables_to_another_host_on_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from a folder whose name a shell would take apart. This ssh runs the command here, without variables."""
+    folder = tmp_path / "my $(touch harm) runs"
+    folder.mkdir()
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec env -i /bin/sh -c "$last"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("NOTES", f"{SECRET} 'and'\n\"more\"")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.chdir(folder)
+    rank = "import os; print(os.getcwd(), os.environ['NOTES'], 'CUDA_VISIBLE_DEVICES' in os.environ)"
+    command = f"cd {folder} > /dev/null 2>&1 ; env HOROVOD_RANK=1 {shlex.join([sys.executable, '-c', rank])}"
+    remote = horovodrun._remote_command(shlex.quote(command), "h2")
+    assert SECRET not in remote
+    done = subprocess.run(["/bin/sh", "-c", remote], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{folder} {os.environ['NOTES']} False\n"
+    assert list(folder.iterdir()) == []

@@ -9,7 +9,8 @@ listens on the address that the ranks are given. Checked with Horovod 0.28.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from shlex import quote
+from pathlib import Path
+from shlex import quote, split
 from sys import executable
 from typing import Any
 
@@ -62,6 +63,10 @@ def _remote_command(
     command: str, host: str, port: int | None = None, identity_file: str | None = None, timeout_s: int | None = None
 ) -> str:
     """Return the command that runs `command`, which is quoted, on another host with this process's environment."""
+    (line,) = split(command)
+    here = str(Path.cwd())
+    # horovodrun does not quote the folder: a shell would take a name such as "my runs" or "$(id)" apart.
+    command = quote(f"cd {quote(here)} > /dev/null 2>&1 ; {line.removeprefix(f'cd {here} > /dev/null 2>&1 ; ')}")
     received = quote(f"exec {quote(executable)} -I -S -c {quote(_RECEIVE)} {quote(_NOT_EXPORTED)} {command}")
     over_ssh = get_ssh_command(received, host, port, identity_file, timeout_s)
     return f"env -0 | {over_ssh}"
