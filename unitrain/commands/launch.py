@@ -346,7 +346,9 @@ def _tuned(spec: launchers.LaunchSpec, num_processes: int) -> dict[str, str]:
     if tuned is None:
         return {}
     backend = spec.backend or "ddp"
-    own = set() if backend in launchers.LAUNCHER_OF else {knob.variable for knob in registry.load(backend).knobs}
+    own: set[str] = (
+        set() if backend in launchers.LAUNCHER_OF else {knob.variable for knob in registry.load(backend).knobs}
+    )
     for name in tuned.variables:
         if name not in BUILT_IN | own:
             raise ConfigError(
