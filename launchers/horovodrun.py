@@ -8,7 +8,7 @@ from dataclasses import replace
 from launchers import slurm
 from launchers.errors import LaunchError
 from launchers.hosts import check_spellings
-from launchers.programs import module_command
+from launchers.programs import find_program, module_command
 from launchers.spec import Command, LaunchSpec
 
 

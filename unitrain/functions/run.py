@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import launchers
 from unitrain import environment, validation
@@ -60,7 +60,7 @@ def run(
             f"({', '.join(placement.evidence)}). Call the function as it is, or start the program with python."
         )
     function_fix = "Pass the function and its arguments apart: unitrain.run(train, (0.1,), np=2)"
-    validation.instance("unitrain.run(function)", function, Callable, "a function", function_fix)
+    validation.instance("unitrain.run(function)", function, cast("type", Callable), "a function", function_fix)
     is_text = isinstance(args, str | bytes)  # would be taken apart into characters
     validation.instance("unitrain.run(args)", None if is_text else args, Sequence, "a tuple or list", function_fix)
     fix = "Use kwargs={'learning_rate': 0.1}"

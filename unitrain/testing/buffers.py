@@ -27,6 +27,7 @@ class Centers(nn.Module):
         self.center: Tensor
         self.scale: Tensor
         self.mask: Tensor
+        self.counts: Tensor
         self.register_buffer("center", torch.zeros(FEATURES).double())
         self.register_buffer("scale", torch.ones(()).double())
         self.register_buffer("mask", torch.arange(8) % 3 > 0)
@@ -39,7 +40,8 @@ class Centers(nn.Module):
                 self.center.mul_(0.7).add_(0.3 * x.mean(0))
                 self.scale = 0.8 * self.scale + 0.2 * x.std()
                 self.counts += (x[:, 0] > 0).sum()
-        return self.last(self.normalized(self.first(shifted)).tanh() * self.mask)
+        output: Tensor = self.last(self.normalized(self.first(shifted)).tanh() * self.mask)
+        return output
 
 
 def read_in_training(model: nn.Module) -> dict[str, Tensor]:
