@@ -5,7 +5,7 @@ The rules below hold on every backend alike; `unitrain.testing` turns each of th
 1. Collectives return new tensors and leave their input untouched, for float64/32/16, bfloat16, int64/32, uint8 and
    bool. The mean of integers or booleans is an error, and so is the sum of booleans.
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks: clipping, loss scaling, logging and
-   `optimizer.step()` are then plain torch code.
+   `optimizer.step()` are then plain torch code. A step on gradients that are not global is a ModelError.
 3. `distributed_model` makes parameters and buffers equal to rank 0's; nothing else steps the optimizer or touches the
    learning rate. Buffers that a training forward reads and writes, such as a codebook, become rank 0's before each
    forward that follows a forward outside `no_sync`, as in DDP. Running statistics of normalization layers, which are
@@ -160,7 +160,9 @@ class Backend(Communicator):
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         """Check that `optimizer` holds parameters of `model`, make its state rank 0's, and return that same object.
 
-        From then on a step whose gradients are not those of all ranks is a ModelError. All ranks call it. Raises
+        From then on a step whose gradients are not those of all ranks raises ModelError before it updates anything:
+        after a last backward inside `no_sync`, after a backward of the model that was passed to `distributed_model`
+        instead of the one that it returned, and for parameters of no distributed model. All ranks call it. Raises
         ModelError when the optimizer holds parameters that are not the model's.
         """
 

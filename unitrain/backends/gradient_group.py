@@ -27,7 +27,8 @@ from unitrain.backends.watch import Watch
 class GradientGroup(dist.ProcessGroup):
     """`group`, whose works a backward waits for, never longer than the timeout; then CollectiveTimeoutError tells why.
 
-    `agree` is called with whatever is about to be sent, where that is asked for. With `on_stream` nobody waits on the
+    `agree` is called with whatever is about to be sent, where that is asked for. `on_reduced` is called at the end of
+    each backward that sends gradients. With `on_stream` nobody waits on the
     host, as under NCCL: then the watch sees whether the gradients ever come, and ends the process if not.
     """
 
@@ -48,6 +49,7 @@ class GradientGroup(dist.ProcessGroup):
         self._backward = -1
         self._backwards = self._bucketings = 0
         self._begins = False
+        self.on_reduced: Callable[[], None] = lambda: None
 
     def expect_backward(self) -> None:
         """The next gradients that are sent are those of a new backward."""
@@ -120,6 +122,7 @@ class GradientGroup(dist.ProcessGroup):
                     self._waiting.wait_for_ranks(work)
         finally:
             self._finished()
+        self.on_reduced()
 
     def _finished(self) -> None:
         self._expect(None)

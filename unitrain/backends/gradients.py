@@ -3,7 +3,8 @@ contract closed.
 
 DDP brings bucketing and overlap of communication with backward on any process group. Added here: models that differ
 between ranks and unused parameters are told by name, on all ranks alike; a second backward through a retained graph is
-reduced too (DDP leaves those gradients local, and the replicas drift apart).
+reduced too (DDP leaves those gradients local, and the replicas drift apart); an optimizer step on gradients that were
+not reduced raises an error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from unitrain import environment
 from unitrain.backends.base import Communicator
@@ -26,6 +28,7 @@ from unitrain.backends.compression import Compressor
 from unitrain.backends.forward_buffers import ForwardBuffers
 from unitrain.backends.gradient_group import GradientGroup
 from unitrain.backends.knobs import Knob
+from unitrain.backends.local_gradients import LocalGradients
 from unitrain.backends.outputs import gradient_tensors
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.unused_parameters import watch_first_backward
@@ -45,9 +48,14 @@ _wrapped_models = 0
 @dataclass(slots=True)
 class _Passes:
     """The forwards with gradients that no backward has followed yet, and the last backward; apart from the module, for
-    which setting an attribute takes microseconds."""
+    which setting an attribute takes microseconds.
+
+    `armed` is the number of forwards after which DDP has prepared the backward: those outside of `no_sync`, except
+    where it needs the outputs and does not find them.
+    """
 
     forwards: int = 0
+    armed: int = 0
     backward: int = -1
     shares_buffers: bool = True  # whether the next forward begins by sharing buffers
 
@@ -88,6 +96,9 @@ class GlobalGradients(DistributedDataParallel):
         self._trains = [parameter.requires_grad for parameter in self._everything]
         self._passes = _Passes()
         self._left = False
+        self._local = LocalGradients(getattr(model, "_orig_mod", model))
+        self._local.reduce_only(self._trained())
+        sent_in.on_reduced = self._local.reduced
         global _wrapped_models
         _wrapped_models += 1
         self._meeting, self._key, self._changes = meeting, f"model/{_wrapped_models}", 0
@@ -105,6 +116,7 @@ class GlobalGradients(DistributedDataParallel):
         """Let go of the process group; from here on calling the model calls the user's, and gradients stay local."""
         if not self._left:
             self._left = True
+            self._local.stop()
             del self.reducer, self.logger, self.process_group, self._sent_in, self._forward_buffers
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -123,10 +135,13 @@ class GlobalGradients(DistributedDataParallel):
         except RuntimeError as error:
             _explain(error)
             raise
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+        if torch.is_grad_enabled():
+            tensors = gradient_tensors(output)
             self._passes.forwards += 1
-            self._sent_in.expect_backward()
-            for tensor in gradient_tensors(output):
+            if self.require_backward_grad_sync:
+                self._passes.armed += not self.find_unused_parameters or _all_found(tensors, output)
+                self._sent_in.expect_backward()
+            for tensor in tensors:
                 tensor.register_hook(self._prepare_backward)
         return output
 
@@ -137,9 +152,10 @@ class GlobalGradients(DistributedDataParallel):
         finally:
             self.process_group = group
 
-    def check_reduced(self, *_: Any) -> None:
-        """Raise ModelError when the last backward left gradients unreduced; for before anything is made of them."""
+    def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ModelError unless the gradients of all parameters that `optimizer` holds are global."""
         if not self._left:
+            self._local.check(optimizer)
             try:
                 self._check_reducer_finalized()  # type: ignore[no-untyped-call]
             except RuntimeError as error:
@@ -169,6 +185,7 @@ class GlobalGradients(DistributedDataParallel):
                     "Freeze and unfreeze alike on every rank: parameter.requires_grad_(...)."
                 )
         self._trains = trains
+        self._local.reduce_only(self._trained())
         # As when a wrapped model is unpickled; the reducer before goes, and its hooks with it.
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
@@ -178,21 +195,28 @@ class GlobalGradients(DistributedDataParallel):
     def _prepare_backward(self, gradient: Tensor) -> None:
         """Arm the reducer for the backward that reaches an output first, where DDP has not.
 
-        DDP arms it in forward, for one backward that uses what this forward used. A retained graph runs another one
-        without a forward, and several forwards may share one.
+        DDP arms it in a forward outside of `no_sync`, for one backward that uses what this forward used. A retained
+        graph runs another one without a forward, several forwards may share one, and a backward outside of `no_sync`
+        may follow a forward inside of it.
         """
         passes, backward = self._passes, torch._C._current_graph_task_id()
         if backward == passes.backward:
             return
+        forwards, armed = passes.forwards, passes.armed
+        passes.forwards, passes.armed, passes.backward = 0, 0, backward
+        if not (armed or self.require_backward_grad_sync):
+            return
         self._sent_in.expect_backward()
-        forwards, passes.forwards, passes.backward = passes.forwards, 0, backward
-        if forwards == 0:
+        if armed == 0:
             self.reducer._rebuild_buckets()  # as forward would, after the first backward
-        if self.find_unused_parameters and forwards != 1:
+        if self.find_unused_parameters and not forwards == armed == 1:
             if reached := self._reached():
                 self.reducer.prepare_for_backward(reached)
-        elif forwards == 0:
+        elif armed == 0:
             self.reducer.prepare_for_backward([])
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self._everything if parameter.requires_grad]
 
     def _reached(self) -> list[Tensor]:
         """Return a view of each parameter that the running backward will reach; none if it is not one of this model."""
@@ -205,6 +229,11 @@ class GlobalGradients(DistributedDataParallel):
                 ]
         except RuntimeError:  # torch.autograd.grad with respect to parameters, which leaves every .grad alone
             return []
+
+
+def _all_found(tensors: list[Tensor], output: Any) -> bool:
+    """Return whether DDP finds all `tensors` in `output`. Otherwise it takes used parameters for unused ones."""
+    return set(map(id, tensors)) <= set(map(id, _find_tensors(output)))
 
 
 def _bucketing() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from unitrain.backends.compressed_backward import compress_backward
 from unitrain.backends.compression import Memories
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.devices import choose_device
+from unitrain.backends.local_gradients import LocalGradients, check_before_step
 from unitrain.backends.unused_parameters import watch_first_backward
 from unitrain.errors import ConfigError, LauncherMismatchError
 
@@ -35,6 +36,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
         self.device = device
         self._accumulating = False
         self._memories = Memories()
+        self._gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
@@ -105,6 +107,10 @@ class LocalBackend(Backend, SupportsPowerSGD):
         compressor = self._memories.compressor(compression, self.unwrap(model), self)
         if compressor != "none":
             compress_backward(model, compressor, lambda: not self._accumulating)
+        inner = self.unwrap(model)
+        if (before := self._gradients.pop(inner, None)) is not None:
+            before.stop()
+        self._gradients[inner] = LocalGradients(inner, lambda: self._accumulating)
         return model
 
     def gradient_memory(self, model: nn.Module) -> GradientMemory:
@@ -113,6 +119,8 @@ class LocalBackend(Backend, SupportsPowerSGD):
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
         checks.check_optimizer(optimizer, model)
+        if (gradients := self._gradients.get(self.unwrap(model))) is not None:
+            check_before_step(optimizer, gradients.check)
         return optimizer
 
     @contextmanager
@@ -132,3 +140,5 @@ class LocalBackend(Backend, SupportsPowerSGD):
     def shutdown(self) -> None:
         LocalBackend._running.discard(self)
         self._is_shut_down = True
+        for gradients in self._gradients.values():
+            gradients.stop()

@@ -27,6 +27,7 @@ from unitrain.backends.gradient_group import GradientGroup
 from unitrain.backends.gradients import BUCKET_VIEW, BUCKETS, GlobalGradients, check_same_model, check_same_settings
 from unitrain.backends.knobs import Knob
 from unitrain.backends.ledger import Ledger
+from unitrain.backends.local_gradients import check_before_step
 from unitrain.backends.objects import NOTHING, pack, unpack
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.torch_names import all_gather, reduce_scatter
@@ -200,7 +201,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             optimizer.load_state_dict(state)
         wrapped = getattr(model, "_orig_mod", model)
         if isinstance(wrapped, GlobalGradients):
-            optimizer.register_step_pre_hook(wrapped.check_reduced)
+            check_before_step(optimizer, wrapped.check_reduced)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

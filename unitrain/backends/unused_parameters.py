@@ -27,9 +27,9 @@ def watch_first_backward(
     """Raise ModelError on every rank from the first `backward` that leaves a parameter of `model` unused on any rank.
 
     `wrapped` is the module that is called; `exchange` gives every rank's names of unused parameters, and runs while no
-    other collective of that backward has been waited for; `applies` tells, at each forward, whether its backward
-    counts. One that reaches no parameter at all is not the model's: gradients of the inputs were asked for, or those of
-    a model in front of it.
+    other collective of that backward has been waited for; `applies` tells, during a backward, whether it counts. One
+    that reaches no parameter at all is not the model's: gradients of the inputs were asked for, or those of a model in
+    front of it.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     last_used: dict[Tensor, int] = {}
@@ -65,12 +65,12 @@ def watch_first_backward(
     def on_backward(gradient: Tensor) -> None:
         nonlocal watched
         backward = torch._C._current_graph_task_id()
-        if watching and backward != watched:
+        if watching and backward != watched and applies():
             watched = backward
             _queue_callback(finished)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        if applies():
+        if torch.is_grad_enabled():
             for tensor in gradient_tensors(output):
                 tensor.register_hook(on_backward)
 

@@ -11,7 +11,17 @@ from collections.abc import Iterator
 import pytest
 
 from unitrain import environment
-from unitrain.testing import RankGroup, buffers, collectives, compression, gradients, optimizers, parameters, power_sgd
+from unitrain.testing import (
+    RankGroup,
+    buffers,
+    collectives,
+    compression,
+    gradients,
+    local_gradients,
+    optimizers,
+    parameters,
+    power_sgd,
+)
 from unitrain.testing.cases import CASES
 
 __all__ = [
@@ -19,6 +29,7 @@ __all__ = [
     "collectives",
     "compression",
     "gradients",
+    "local_gradients",
     "optimizers",
     "parameters",
     "power_sgd",

@@ -1,0 +1,151 @@
+"""Tracking of gradients that belong to one rank only, so that an optimizer never steps on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from unitrain.errors import ModelError
+
+_SHOWN = 5
+
+
+class LocalGradients:
+    """The parameters of `model` whose `.grad` contains something that no reduction over ranks has included.
+
+    A hook on each parameter notes every backward that adds to its gradient, whichever way the forward was called, and
+    whatever contains its output. `reduced` marks gradients as global. Without a reducer, as on a single rank,
+    `accumulates` tells during a backward whether it runs inside `no_sync`; any other backward makes all of them global.
+    """
+
+    _all: ClassVar[WeakSet[LocalGradients]] = WeakSet()
+
+    def __init__(self, model: nn.Module, accumulates: Callable[[], bool] | None = None) -> None:
+        self._parameters = list(model.parameters())
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # Identities instead of tensors: a hook that refers to parameters would keep a deleted model in memory.
+        self._local: set[int] = set()
+        self._not_reduced = frozenset[int]()
+        # A reduction by one of two models that share a parameter makes its gradient global for both.
+        self._sharing: WeakSet[LocalGradients] = WeakSet(
+            other for other in LocalGradients._all if not self._names.keys().isdisjoint(other._names)
+        )
+        for other in self._sharing:
+            other._sharing.add(self)
+        LocalGradients._all.add(self)
+        self._handles = [
+            _register_hook(parameter, _hook(id(parameter), self._local, accumulates))
+            for parameter in self._parameters
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
+
+    def reduce_only(self, trained: Iterable[Tensor]) -> None:
+        """Let `reduced` apply to the parameters in `trained` only, which are those that the reducer has."""
+        self._not_reduced = frozenset(self._names.keys() - set(map(id, trained)))
+
+    def reduced(self) -> None:
+        """Mark the gradients as global. The end of a backward that reduces them calls this on every rank."""
+        local = self._local
+        if self._not_reduced:
+            local &= self._not_reduced
+        else:
+            local.clear()
+        for other in self._sharing:
+            other._local -= self._names.keys() - self._not_reduced
+
+    def stop(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._local.clear()
+        LocalGradients._all.discard(self)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ModelError if `optimizer` holds a parameter whose gradient is local or never reduced."""
+        for group in optimizer.param_groups:
+            if not self._names.keys() >= set(map(id, group["params"])):
+                self._check_strangers(optimizer)
+        if not self._local:
+            return
+        held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+        # A gradient that was dropped or set to zero since then has nothing local left in it.
+        names = [
+            self._names[key]
+            for key in self._names
+            if key in self._local and key in held and held[key].grad is not None and bool(held[key].grad.any())
+        ]
+        if names:
+            raise ModelError(
+                f"optimizer.step() was called on gradients that are not reduced over ranks: {_some(names)}. Call the "
+                "model that backend.distributed_model returned, and run the last backward before each step outside of "
+                "backend.no_sync. To add another gradient, such as that of a penalty, run its backward before that one."
+            )
+
+    def _check_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+        known = {key for tracked in LocalGradients._all for key in tracked._names}
+        shapes = [
+            str(list(parameter.shape))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in known and parameter.grad is not None
+        ]
+        if shapes:
+            raise ModelError(
+                f"The optimizer holds {len(shapes)} parameters that no distributed model has, of shape "
+                f"{', '.join(shapes[:_SHOWN])}, so their gradients are never reduced over ranks. Add them to the model "
+                "before backend.distributed_model, or pass the module that has them to backend.distributed_model too."
+            )
+
+
+def check_before_step(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call `check` in each step of `optimizer` before anything is updated; with a closure, after each call of it."""
+
+    @_disable_dynamo
+    def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            check(optimizer)
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            check(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": checked}
+        return (args[0], checked, *args[2:]), kwargs
+
+    optimizer.register_step_pre_hook(before_step)
+
+
+def _hook(key: int, local: set[int], accumulates: Callable[[], bool] | None) -> Callable[[Tensor], None]:
+    def add(_: Tensor) -> None:
+        local.add(key)
+
+    def add_or_clear(_: Tensor) -> None:
+        if accumulates is not None and accumulates():
+            local.add(key)
+        else:
+            local.clear()
+
+    return add if accumulates is None else add_or_clear
+
+
+def _register_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Register `hook`, also on a parameter that is frozen now and may be trained later."""
+    trains = parameter.requires_grad
+    try:
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(trains)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} parameters, {', '.join(names[:_SHOWN])}{more}"

@@ -1,0 +1,360 @@
+"""The contract on steps: an optimizer steps on global gradients, or raises ModelError before it changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.base import Backend
+from unitrain.errors import ModelError
+from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.models import FEATURES, assert_gradients, assert_reduced, backward, batch, build, loss_of
+from unitrain.testing.models import mean_gradients as mean_of_ranks
+from unitrain.testing.parameters import TwoHeads
+
+_LOCAL = "gradients that are not reduced over ranks"
+
+
+def _start(backend: Backend, **settings: Any) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """Return a model, its distributed module and optimizer."""
+    model = build()
+    wrapped = backend.distributed_model(model, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    return model, wrapped, backend.distributed_optimizer(optimizer, wrapped)
+
+
+def _assert_refused(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    """Assert that a step raises the same ModelError on every rank, and changes neither parameters nor state."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    text = raises(ModelError, _LOCAL, lambda: optimizer.step(*arguments))
+    same_on_every_rank(backend, text)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state
+
+
+@contract
+def a_step_after_a_last_backward_inside_no_sync_is_refused(backend: Backend) -> None:
+    for settings in ({}, {"unused_parameters": True}, {"compression": "fp16"}):
+        model, wrapped, optimizer = _start(backend, **settings)
+        backward(wrapped, backend.rank, 0)
+        with backend.no_sync(wrapped):
+            backward(wrapped, backend.rank, 1)
+        _assert_refused(backend, model, optimizer)
+        backward(wrapped, backend.rank, 2)  # which reduces all that was added
+        optimizer.step()
+        same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+
+
+@contract
+def a_step_that_loss_scaling_wraps_is_refused_too(backend: Backend) -> None:
+    model, wrapped, optimizer = _start(backend)
+    scaler = torch.amp.GradScaler(backend.device.type, init_scale=8.0)
+    with backend.no_sync(wrapped):
+        scaler.scale(loss_of(wrapped(batch(backend.rank)))).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    raises(ModelError, _LOCAL, lambda: scaler.step(optimizer))
+    assert not optimizer.state
+
+
+@contract
+def a_backward_outside_no_sync_reduces_also_after_a_forward_inside(backend: Backend) -> None:
+    for unused_parameters in (False, True):
+        model, twin = build(), build()
+        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+
+        def run(m: nn.Module, rank: int, wrapped: nn.Module = wrapped) -> None:
+            backward(m, rank, 3)
+            if m is wrapped:
+                with backend.no_sync(wrapped):
+                    loss = loss_of(m(batch(rank, 4)))
+            else:
+                loss = loss_of(m(batch(rank, 4)))
+            loss.backward()
+
+        assert_reduced(backend, wrapped, model, twin, run)
+
+
+@contract
+def one_backward_may_follow_forwards_inside_and_outside_no_sync(backend: Backend) -> None:
+    model, twin = TwoHeads(), TwoHeads()
+    wrapped = backend.distributed_model(model, unused_parameters=True)
+
+    def run(m: nn.Module, rank: int) -> None:
+        if m is wrapped:
+            with backend.no_sync(wrapped):
+                first = m(batch(rank, 0), "left")
+        else:
+            first = m(batch(rank, 0), "left")
+        (loss_of(first) + loss_of(m(batch(rank, 1), "right"))).backward()
+
+    assert_reduced(backend, wrapped, model, twin, run)
+
+
+@contract
+def a_step_after_a_backward_of_the_model_itself_is_refused(backend: Backend) -> None:
+    model, wrapped, optimizer = _start(backend)
+    if wrapped is model:
+        return  # a single process, whose gradients are global
+    backward(model, backend.rank)
+    _assert_refused(backend, model, optimizer)
+    optimizer.zero_grad()
+    backward(wrapped, backend.rank)
+    backward(model, backend.rank)
+    _assert_refused(backend, model, optimizer)
+
+
+class _Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _Output:
+    """What a user's model may return: nothing that torch looks into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.parts = {"logits": _Slotted(value)}
+        self.itself = self
+
+
+class _ReturnsObject(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.make = build(), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.inner(x))
+
+
+def _hidden(value: Tensor) -> Callable[[], Tensor]:
+    return lambda: value
+
+
+@contract
+def a_retained_graph_is_reduced_every_time_whatever_object_has_the_output(backend: Backend) -> None:
+    for unused_parameters in (False, True):
+        model, twin = _ReturnsObject(_Output), _ReturnsObject(_Output)
+        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+
+        def run(m: nn.Module, rank: int) -> None:
+            loss = loss_of(m(batch(rank)).parts["logits"].value)
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+        assert_reduced(backend, wrapped, model, twin, run)
+
+
+@contract
+def a_retained_graph_of_an_output_that_nobody_finds_is_refused(backend: Backend) -> None:
+    model = _ReturnsObject(_hidden)
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped(batch(backend.rank))())
+        loss.backward(retain_graph=True)
+        optimizer.step()
+    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+    if wrapped is model:
+        return
+    optimizer.zero_grad()
+    loss = loss_of(wrapped(batch(backend.rank))())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    _assert_refused(backend, model, optimizer)
+
+
+@contract
+def local_gradients_that_were_dropped_do_not_count(backend: Backend) -> None:
+    model, wrapped, optimizer = _start(backend)
+    for set_to_none in (True, False):
+        with backend.no_sync(wrapped):
+            backward(wrapped, backend.rank)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.step()
+    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+
+
+@contract
+def gradients_that_no_backward_made_are_the_users(backend: Backend) -> None:
+    model, wrapped, optimizer = _start(backend)
+    wrapped(batch(backend.rank))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    found = torch.autograd.grad(loss_of(model(batch(0))), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), found, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    return torch.stack([parameter.pow(2).sum() for parameter in model.parameters()]).sum()
+
+
+@contract
+def the_backward_of_a_penalty_may_come_first(backend: Backend) -> None:
+    model, twin = build(), build()
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
+
+    def run(m: nn.Module, rank: int) -> None:
+        _penalty(m).backward()
+        backward(m, rank)
+
+    run(wrapped, backend.rank)
+    assert_gradients(model, mean_of_ranks(backend, twin, run))
+    optimizer.step()
+    if wrapped is not model:
+        backward(wrapped, backend.rank)
+        _penalty(model).backward()
+        raises(ModelError, "such as that of a penalty, run its backward before", optimizer.step)
+
+
+@contract
+def a_closure_that_leaves_local_gradients_is_refused(backend: Backend) -> None:
+    model = build()
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2), wrapped)
+
+    def reduced() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(wrapped(batch(backend.rank)))
+        loss.backward()
+        return backend.allreduce(loss.detach())
+
+    def local() -> Tensor:
+        with backend.no_sync(wrapped):
+            return reduced()
+
+    with backend.no_sync(wrapped):
+        backward(wrapped, backend.rank)  # which the closure drops
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    raises(ModelError, _LOCAL, lambda: optimizer.step(local))  # type: ignore[arg-type]
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    optimizer.step(reduced)  # type: ignore[arg-type]
+    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+
+
+@contract
+def one_of_several_optimizers_may_step_on_its_own_gradients(backend: Backend) -> None:
+    model = TwoHeads()
+    wrapped = backend.distributed_model(model, unused_parameters=True)
+    left, right = (
+        backend.distributed_optimizer(torch.optim.SGD(head.parameters(), lr=0.1), wrapped)
+        for head in (model.left, model.right)
+    )
+    loss_of(wrapped(batch(backend.rank), "left right")).backward()
+    with backend.no_sync(wrapped):
+        loss_of(wrapped(batch(backend.rank), "right")).backward()
+    if wrapped is not model:
+        left.step()
+    raises(ModelError, "right.weight, right.bias", right.step)
+
+
+@contract
+def a_part_that_is_frozen_while_its_gradient_is_local_is_refused(backend: Backend) -> None:
+    model, wrapped, optimizer = _start(backend)
+    if wrapped is model:
+        return
+    with backend.no_sync(wrapped):
+        backward(wrapped, backend.rank)
+    model[0].requires_grad_(False)  # type: ignore[index]
+    backward(wrapped, backend.rank)
+    raises(ModelError, "2 parameters, 0.weight, 0.bias", optimizer.step)
+    model[0].requires_grad_(True)  # type: ignore[index]
+    backward(wrapped, backend.rank)
+    optimizer.step()
+    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+
+
+@contract
+def a_part_that_is_trained_later_is_seen_too(backend: Backend) -> None:
+    model = build()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
+    backward(wrapped, backend.rank)
+    model[0].requires_grad_(True)  # type: ignore[index]
+    with backend.no_sync(wrapped):
+        backward(wrapped, backend.rank)
+    raises(ModelError, "6 parameters, 0.weight", optimizer.step)
+
+
+@contract
+def two_models_may_share_parameters(backend: Backend) -> None:
+    """As a classifier and a decoder on one encoder, each with an optimizer of its own."""
+    shared = nn.Linear(FEATURES, 5).double()
+    pair = [nn.Sequential(shared, nn.Linear(5, 2).double()) for _ in range(2)]
+    wrapped = [backend.distributed_model(model) for model in pair]
+    optimizers = [
+        backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), distributed)
+        for model, distributed in zip(pair, wrapped, strict=True)
+    ]
+    for step in range(3):
+        for model, optimizer in zip(wrapped, optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, backend.rank, step)
+            optimizer.step()
+    with backend.no_sync(wrapped[0]):
+        backward(wrapped[0], backend.rank)
+    raises(ModelError, "0.weight", optimizers[1].step)
+    same_on_every_rank(backend, [parameter.tolist() for model in pair for parameter in model.parameters()])
+
+
+@contract
+def a_model_may_be_distributed_twice(backend: Backend) -> None:
+    model, _, optimizer = _start(backend)
+    again = backend.distributed_model(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(again, backend.rank, step)
+        optimizer.step()
+    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+
+
+@contract
+def parameters_that_are_added_to_an_optimizer_must_be_a_models(backend: Backend) -> None:
+    model = build()
+    wrapped = backend.distributed_model(model)
+    head = list(model.children())[3]
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(head.parameters(), lr=0.1), wrapped)
+    optimizer.add_param_group({"params": next(model.children()).parameters()})
+    backward(wrapped, backend.rank)
+    optimizer.step()
+
+    other = nn.Linear(3, 2).double()
+    optimizer.add_param_group({"params": other.parameters()})
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.zero_grad()
+    loss_of(other(wrapped(batch(backend.rank)))).backward()
+    text = raises(ModelError, "holds 2 parameters that no distributed model has, of shape [2, 3], [2]", optimizer.step)
+    same_on_every_rank(backend, text)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+    for parameter in other.parameters():
+        parameter.grad = None
+    distributed = backend.distributed_model(other)
+    loss_of(distributed(wrapped(batch(backend.rank)))).backward()
+    optimizer.step()
+
+
+@contract
+def a_deleted_model_is_forgotten(backend: Backend) -> None:
+    import gc
+    import weakref
+
+    model = build()
+    gone = weakref.ref(next(model.parameters()))
+    wrapped = backend.distributed_model(model)
+    backward(wrapped, backend.rank)
+    with backend.no_sync(wrapped):
+        backward(wrapped, backend.rank)
+    del model, wrapped
+    gc.collect()
+    assert gone() is None
