@@ -15,21 +15,28 @@ from unitrain.backends.power_sgd import LowRankGradients
 
 
 def compress_backward(model: nn.Module, compressor: Compressor, applies: Callable[[], bool]) -> None:
-    """Let every backward of `model` end with its gradients compressed; `applies` tells, at each forward, whether its
-    backward counts."""
+    """Let every backward of `model` end with its gradients compressed; `applies` tells, during a backward, whether it
+    counts."""
     parameters = list(model.parameters())
     followed: set[Tensor] = set()
     reached: set[Tensor] = set()  # since gradients were compressed last, also by backwards that did not count
-    backward = -1
+    backward = last_reaching = -1
 
     def finish() -> None:
-        if reached:  # else gradients of something else were asked for
+        # Backwards are numbered as they begin, those that run inside another one after it. One that reached no
+        # parameter is of torch.autograd.grad; what `no_sync` has added up before it is not complete.
+        if last_reaching >= backward:
             _compress([parameter for parameter in parameters if parameter in reached], compressor)
             reached.clear()
 
+    def on_gradient(parameter: Tensor) -> None:
+        nonlocal last_reaching
+        reached.add(parameter)
+        last_reaching = torch._C._current_graph_task_id()
+
     def on_backward(gradient: Tensor) -> None:
         nonlocal backward
-        if (current := torch._C._current_graph_task_id()) != backward:
+        if (current := torch._C._current_graph_task_id()) != backward and applies():
             backward = current
             Variable._execution_engine.queue_callback(finish)
 
@@ -39,10 +46,9 @@ def compress_backward(model: nn.Module, compressor: Compressor, applies: Callabl
         for parameter in parameters:
             if parameter.requires_grad and parameter not in followed:  # the user may have unfrozen it since
                 followed.add(parameter)
-                parameter.register_post_accumulate_grad_hook(reached.add)
-        if applies():
-            for tensor in gradient_tensors(output):
-                tensor.register_hook(on_backward)
+                parameter.register_post_accumulate_grad_hook(on_gradient)
+        for tensor in gradient_tensors(output):
+            tensor.register_hook(on_backward)
 
     model.register_forward_hook(on_forward)
 

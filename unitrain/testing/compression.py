@@ -14,7 +14,15 @@ from unitrain.backends.base import Backend
 from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import ConfigError, ModelError, UnsupportedError
 from unitrain.testing.cases import Case, contract, raises, same_on_every_rank
-from unitrain.testing.models import assert_gradients, backward, batch, build, gradients, loss_of, mean_gradients
+from unitrain.testing.models import (
+    assert_gradients,
+    backward,
+    batch,
+    build,
+    gradients,
+    loss_of,
+    mean_gradients,
+)
 from unitrain.testing.parameters import TwoHeads
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -183,3 +191,48 @@ def a_gradient_of_the_inputs_is_no_reduction(backend: Backend) -> None:
             loss.backward()
             backward(other, backend.rank, step)
             assert_gradients(model, gradients(twin), 0)
+
+
+@contract
+@may_be_refused
+def a_gradient_inside_a_loss_compresses_nothing(backend: Backend) -> None:
+    """`no_sync` adds up gradients over micro-batches, whose losses have a gradient of the inputs in them."""
+
+    def window(model: nn.Module, rank: int, wrapped: nn.Module | None) -> None:
+        for micro_step in range(3):
+            accumulates = wrapped is not None and micro_step < 2
+            with backend.no_sync(model) if accumulates else nullcontext():
+                inputs = batch(rank, micro_step).requires_grad_()
+                loss = loss_of(model(inputs))
+                (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+                (loss + slope.pow(2).sum()).backward()
+
+    low_rank = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
+    for compression in ("fp16", low_rank):
+        model, twin, alone = build().float(), build().float(), build().float()
+        for module in (model, twin, alone):
+            module.double()
+        wrapped = backend.distributed_model(model, compression=compression)  # type: ignore[arg-type]
+        window(wrapped, backend.rank, wrapped)
+        # One backward of the whole window, which is compressed once.
+        plain = backend.distributed_model(alone, compression=compression)  # type: ignore[arg-type]
+        total = torch.zeros((), dtype=torch.float64)
+        for micro_step in range(3):
+            inputs = batch(backend.rank, micro_step).requires_grad_()
+            loss = loss_of(plain(inputs))
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            total = total + loss + slope.pow(2).sum()
+        total.backward()
+        for name, gradient in gradients(model).items():
+            want = gradients(alone)[name]
+            assert gradient is not None
+            assert want is not None
+            # Added up in another order, a number may be rounded the other way.
+            place = 2 * torch.finfo(torch.float16).eps if compression == "fp16" else 1e-9
+            torch.testing.assert_close(gradient, want, rtol=place, atol=1e-9)
+        if compression == "fp16":
+            exact = mean_gradients(backend, twin, lambda m, rank: window(m, rank, None))
+            for name, gradient in gradients(model).items():
+                assert gradient is not None
+                assert torch.equal(gradient, gradient.half().double()), name
+                torch.testing.assert_close(gradient, exact[name], rtol=2**-9, atol=2**-9)
