@@ -65,6 +65,13 @@ def _compress(parameters: list[nn.Parameter], compressor: Compressor) -> None:
             for _ in compressor.reduce([parameter], [gradient], lambda total: lambda: None):
                 pass
         else:
-            gradient.copy_(gradient.to(HALF[compressor]))
+            gradient.copy_(_rounded(gradient, HALF[compressor]))
     if isinstance(compressor, LowRankGradients):
         compressor.finish()
+
+
+def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    if not gradient.is_complex():
+        return gradient.to(dtype)
+    parts = torch.view_as_real(gradient.resolve_conj())  # converting a complex number drops its imaginary part
+    return torch.view_as_complex(parts.to(dtype).to(parts.dtype))

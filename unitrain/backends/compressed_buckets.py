@@ -83,19 +83,21 @@ class _Reduction:
 
     def _steps(self, bucket: dist.GradBucket) -> Iterator[Wait]:
         if not isinstance(self._compressor, LowRankGradients):
-            return self._reduce_half(bucket.buffer(), self._room(bucket, HALF[self._compressor]))
+            buffer = bucket.buffer()
+            if buffer.is_complex():  # converting a complex number drops its imaginary part
+                buffer = torch.view_as_real(buffer).view(-1)
+            return self._reduce_half(buffer, self._room(bucket.index(), buffer, HALF[self._compressor]))
         if self._compressor.sends_whole:
             return self._compressor.reduce(bucket.parameters()[:1], [bucket.buffer()], self._start_sum)  # no copies
         return self._compressor.reduce(bucket.parameters(), bucket.gradients(), self._start_sum)
 
-    def _room(self, bucket: dist.GradBucket, dtype: torch.dtype) -> Tensor:
+    def _room(self, index: int, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what a bucket is sent from and received into, [2, elements in equal parts for all ranks]; it is kept,
         because fresh memory costs more than the arithmetic."""
-        buffer = bucket.buffer()
         shape = (2, -(-buffer.numel() // self._size) * self._size)
-        room = self._rooms.get(bucket.index())
+        room = self._rooms.get(index)
         if room is None or room.shape != shape:  # the first, or DDP has formed other buckets since
-            room = self._rooms[bucket.index()] = buffer.new_zeros(shape, dtype=dtype)
+            room = self._rooms[index] = buffer.new_zeros(shape, dtype=dtype)
         return room
 
     def _reduce_half(self, buffer: Tensor, room: Tensor) -> Iterator[Wait]:

@@ -15,6 +15,7 @@ from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import ConfigError, ModelError, UnsupportedError
 from unitrain.testing.cases import Case, contract, raises, same_on_every_rank
 from unitrain.testing.models import (
+    FEATURES,
     assert_gradients,
     backward,
     batch,
@@ -191,6 +192,53 @@ def a_gradient_of_the_inputs_is_no_reduction(backend: Backend) -> None:
             loss.backward()
             backward(other, backend.rank, step)
             assert_gradients(model, gradients(twin), 0)
+
+
+class Waves(nn.Module):
+    """A layer of complex numbers before one of real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.phases = nn.Parameter(torch.randn(FEATURES, 5, dtype=torch.complex64, generator=generator))
+        self.readout = build(seed=3).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = x.to(torch.complex64) @ self.phases
+        result: Tensor = self.readout(torch.cat([moved.real, moved.imag[:, :1]], dim=1))
+        return result
+
+
+@contract
+@may_be_refused
+def complex_gradients_keep_both_of_their_parts(backend: Backend) -> None:
+    def run(model: nn.Module, rank: int) -> None:
+        loss_of(model(batch(rank).float()).double()).backward()
+
+    settings: tuple[Compression, ...] = (
+        "none",
+        "fp16",
+        "bf16",
+        PowerSGD(rank=1, start_step=0, min_compression_rate=1),
+        PowerSGD(rank=1, start_step=100),
+    )
+    for compression in settings:
+        model, twin = Waves(), Waves()
+        wrapped = backend.distributed_model(model, compression=compression)
+        for _ in range(2):
+            model.zero_grad()
+            run(wrapped, backend.rank)
+            expected = mean_gradients(backend, twin, run)["phases"]
+            gradient = model.phases.grad
+            assert gradient is not None
+            assert expected is not None
+            parts, wanted = torch.view_as_real(gradient), torch.view_as_real(expected)
+            half = HALF.get(str(compression))
+            if half is not None:
+                assert torch.equal(parts, parts.to(half).float()), "it is not of the format"
+            place = 1e-5 if half is None else 2 * torch.finfo(half).eps
+            torch.testing.assert_close(parts, wanted, rtol=place, atol=place)
+            same_on_every_rank(backend, parts.tolist())
 
 
 @contract
