@@ -153,7 +153,9 @@ class Backend(Communicator):
         every rank, and where it happens later on the ranks concerned, before the optimizer steps. Parameters may be
         frozen and unfrozen later, by the next forward and alike on every rank; where they are not, that is a ModelError
         too. `compression` is rule 7; a backend may refuse those other than "none" with UnsupportedError. Raises
-        ModelError for a model without trainable parameters, on every rank.
+        ModelError, on every rank, for a model without trainable parameters, and for an embedding with `max_norm`, whose
+        forward changes weights on each rank differently (`torch.nn.functional.embedding` with `max_norm` does so too,
+        but cannot be detected).
         """
 
     @abstractmethod

@@ -124,6 +124,14 @@ def check_model(model: nn.Module, compression: Compression, device: torch.device
             f"The model is on {elsewhere[0]} and this rank computes on {device}. Use model.to(backend.device) first."
         )
     for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            # F.embedding(..., max_norm=...) does the same, but does not show in the model.
+            raise ModelError(
+                f"Module {name or type(model).__name__!r} has max_norm={module.max_norm:g}: its forward changes the "
+                "weights of the items in this rank's batch only, so the ranks' weights would differ. Build it without "
+                "max_norm, and limit the weights after each optimizer step: "
+                f"with torch.no_grad(): embedding.weight.renorm_({module.norm_type:g}, 0, {module.max_norm:g})"
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(
                 f"Module {name or type(model).__name__!r} produces sparse gradients, which are not reduced. "

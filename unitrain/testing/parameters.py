@@ -306,6 +306,22 @@ def models_that_cannot_be_trained_are_refused(backend: Backend) -> None:
 
 
 @contract
+def embeddings_that_change_their_weights_in_forward_are_refused(backend: Backend) -> None:
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        model = nn.Sequential(kind(10, 3, max_norm=1.5, norm_type=1.0))
+        text = raises(ModelError, "'0' has max_norm=1.5", lambda model=model: backend.distributed_model(model))
+        assert "embedding.weight.renorm_(1, 0, 1.5)" in text
+        same_on_every_rank(backend, text)
+    last = backend.rank == backend.size - 1
+    text = raises(
+        ModelError,
+        "max_norm=2",
+        lambda: backend.distributed_model(nn.Sequential(nn.Embedding(10, 3, max_norm=2.0 if last else None))),
+    )
+    same_on_every_rank(backend, text)
+
+
+@contract
 def a_model_on_another_device_is_refused(backend: Backend) -> None:
     last = backend.rank == backend.size - 1
     model = build().to("meta") if last else build()
