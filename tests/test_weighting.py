@@ -73,6 +73,57 @@ def test_it_is_the_mean_over_the_tokens_of_a_step() -> None:
     assert results["val_loss"] == pytest.approx(total.item() / count, rel=1e-5)
 
 
+class Unfreezes(Callback):
+    """Trains the first layer too, from the third step on."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.run.cursor.step == 2:
+            trainer.optimizer.add_param_group({"params": list(two_layers(trainer.model)[0].parameters()), "lr": 0.25})
+
+
+def two_layers(model: Any) -> nn.Sequential:
+    layers: nn.Sequential = getattr(model, "module", model)
+    return layers
+
+
+def deeper_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+
+
+def fit_with_added_group(backend: Backend) -> list[Tensor]:
+    model = deeper_network()
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model[1].parameters(), lr=0.5),
+        sum_and_count,
+        backend=backend,
+        config=TrainConfig(batch_size=4 // backend.size, clip_norm=0.3, epochs=2, progress="off", shuffle=False),
+        callbacks=[Unfreezes()],
+    )
+    trainer.fit(sequences(12))
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_parameters_that_join_an_optimizer_are_weighted_and_clipped_like_the_others() -> None:
+    by_hand = deeper_network()
+    optimizer = torch.optim.SGD(by_hand[1].parameters(), lr=0.5)
+    inputs, targets = sequences(12).tensors
+    for step in range(6):
+        chosen = slice(4 * (step % 3), 4 * (step % 3) + 4)
+        by_hand.zero_grad()
+        total, count = sum_and_count(by_hand(inputs[chosen]), targets[chosen])
+        (total / count).backward()
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.3)
+        optimizer.step()
+        if step == 1:
+            optimizer.add_param_group({"params": list(by_hand[0].parameters()), "lr": 0.25})
+    expected = list(by_hand.parameters())
+    for found in [fit_with_added_group(LOCAL), *run_ranks(fit_with_added_group, 2)]:
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
 def test_a_step_in_which_all_is_masked_changes_nothing() -> None:
     inputs, targets = sequences().tensors
     model = network()

@@ -39,7 +39,7 @@ from unitrain.step.forward import Forward, ForwardFunction
 from unitrain.step.learning_rate import LearningRateFactor
 from unitrain.step.planned_scheduler import BuildScheduler, PlannedScheduler
 from unitrain.step.precision import Precision, allow_tf32
-from unitrain.step.update import Update
+from unitrain.step.update import Update, parameters_of
 from unitrain.step.weighting import GlobalMean, read_training_loss
 from unitrain.tracking.loggers.logger import Logger
 from unitrain.tracking.times import Times
@@ -147,7 +147,6 @@ class Trainer:
             self._average.begin()
         self.run.keep_gradients(self.model, lambda: self._precision.loss_scale(self._mean.loss_scale()))
         self.optimizer = backend.distributed_optimizer(optimizer, self.model)
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._update = Update(
             self.optimizer,
             model,
@@ -300,7 +299,7 @@ class Trainer:
             if not part.closes_step:
                 continue
             self._loss.finish_step()
-            self._mean.finish_step(self._parameters, part)
+            self._mean.finish_step(parameters_of(self.optimizer), part)
             self._callbacks.call("on_gradients", self)
             self._update(cursor.step, self._rates)
             self._times.step(part.step_samples)

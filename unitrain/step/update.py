@@ -12,6 +12,11 @@ from unitrain.step.planned_scheduler import PlannedScheduler
 from unitrain.step.precision import Precision
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that `optimizer` holds now: `add_param_group` may have added some during the run."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class Update:
     """Unscale, clip, step, zero, schedule, average. Ranks do the same on equal numbers, so nothing is communicated.
 
@@ -30,10 +35,9 @@ class Update:
         average: WeightAverage | None = None,
     ) -> None:
         self._optimizer, self._precision = optimizer, precision
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        # Those of the model that it does not hold have gradients too, which nobody else would drop.
-        held = set(map(id, self._parameters))
-        self._others = [parameter for parameter in model.parameters() if id(parameter) not in held]
+        # The optimizer may not hold all of them; nobody else would drop the gradients of the others.
+        self._model, self._others = model, list[nn.Parameter]()
+        self._held = -1
         self._clip_norm, self._scheduler, self._average = clip_norm, scheduler, average
         self._gradient_norm: Tensor | None = None
 
@@ -41,19 +45,28 @@ class Update:
         """Update the parameters, with `step` steps done before, at the optimizer's learning rates times `rates`."""
         if self._clip_norm is not None:
             self._precision.unscale(self._optimizer)
-            self._gradient_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+            self._gradient_norm = nn.utils.clip_grad_norm_(parameters_of(self._optimizer), self._clip_norm)
         if rates is None:
             stepped = self._precision.step(self._optimizer)
         else:
             with rates.applied(self._optimizer, step):
                 stepped = self._precision.step(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
-        for parameter in self._others:
+        for parameter in self._not_held():
             parameter.grad = None
         if stepped and self._scheduler is not None:
             self._scheduler.step()
         if stepped and self._average is not None:
             self._average.follow()
+
+    def _not_held(self) -> list[nn.Parameter]:
+        """Return the parameters of the model that the optimizer does not hold."""
+        held = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        if held != self._held:  # the first step, or the user has added some
+            known = set(map(id, parameters_of(self._optimizer)))
+            self._held = held
+            self._others = [parameter for parameter in self._model.parameters() if id(parameter) not in known]
+        return self._others
 
     def known(self) -> dict[str, float]:
         """Return the "gradient_norm" of the last step, before it was clipped, where it is; waits for the device."""

@@ -109,9 +109,13 @@ class GlobalMean:
         # A step without a token has no gradient to divide.
         factor = torch.where(tokens > 0, part.step_samples * self._per_sample / tokens, 1.0)
         self._per_sample = torch.where(tokens > 0, _power_of_two(tokens / part.step_samples), self._per_sample)
+        gradients: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+                gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for dtype, alike in gradients.items():
+            # One kernel for many gradients, provided that the factor has their dtype; half precision would round it.
+            torch._foreach_mul_(alike, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)
 
     def forget_step(self) -> None:
         """Drop what was counted of a step that was not finished."""
