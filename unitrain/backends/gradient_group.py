@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from unitrain.backends.ledger import GradientWork, Ledger
+from unitrain.backends.loop_counters import LoopCounters
 from unitrain.backends.waiting import Waiting
 from unitrain.backends.watch import Watch
 
@@ -47,13 +48,19 @@ class GradientGroup(dist.ProcessGroup):
         self._event = torch.cuda.Event() if on_stream else None
         self._works: list[dist.Work] = []
         self._backward = -1
-        self._backwards = self._bucketings = 0
+        self._backwards = self._bucketings = self._counted = 0
         self._begins = False
+        self.counters = watch.counters if watch is not None else LoopCounters()
         self.on_reduced: Callable[[], None] = lambda: None
 
     def expect_backward(self) -> None:
         """The next gradients that are sent are those of a new backward."""
         self._begins = True
+
+    def check_other_ranks(self) -> None:
+        """Raise the ModelError with which another rank has failed, if this rank knows of one."""
+        if self._watch is not None and (error := self._watch.model_error()) is not None:
+            raise error
 
     def begin(self, bucket: Tensor) -> None:
         """Note that `bucket` is about to be sent, by whatever collective."""
@@ -115,6 +122,9 @@ class GradientGroup(dist.ProcessGroup):
 
     @_disable_dynamo
     def _finish(self) -> None:
+        if self._counted != self._backwards:  # a backward inside of this one may have been first
+            self._counted = self._backwards
+            self.counters.backward()
         self._expect(_not_yet)  # as in `finishing`, without what a context manager costs in every step
         try:
             if self._event is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from unitrain.backends.forward_buffers import ForwardBuffers
 from unitrain.backends.gradient_group import GradientGroup
 from unitrain.backends.knobs import Knob
 from unitrain.backends.local_gradients import LocalGradients
+from unitrain.backends.loop_counters import Forward
 from unitrain.backends.outputs import gradient_tensors
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.unused_parameters import watch_first_backward
@@ -141,8 +143,10 @@ class GlobalGradients(DistributedDataParallel):
             if self.require_backward_grad_sync:
                 self._passes.armed += not self.find_unused_parameters or _all_found(tensors, output)
                 self._sent_in.expect_backward()
-            for tensor in tensors:
-                tensor.register_hook(self._prepare_backward)
+            if tensors:
+                prepare = partial(self._prepare_backward, self._sent_in.counters.forward())
+                for tensor in tensors:
+                    tensor.register_hook(prepare)
         return output
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
@@ -153,8 +157,14 @@ class GlobalGradients(DistributedDataParallel):
             self.process_group = group
 
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError unless the gradients of all parameters that `optimizer` holds are global."""
+        """Raise ModelError unless the gradients of all parameters that `optimizer` holds are global.
+
+        It is also raised after another rank has failed with a ModelError, such as that of this check: then neither
+        steps. Nothing is communicated.
+        """
         if not self._left:
+            self._sent_in.check_other_ranks()
+            self._sent_in.counters.step()
             self._local.check(optimizer)
             try:
                 self._check_reducer_finalized()  # type: ignore[no-untyped-call]
@@ -192,13 +202,14 @@ class GlobalGradients(DistributedDataParallel):
         for hook, hook_state in self._comm_hooks:
             dist._register_comm_hook(self.reducer, hook_state, hook)
 
-    def _prepare_backward(self, gradient: Tensor) -> None:
+    def _prepare_backward(self, forward: Forward, gradient: Tensor) -> None:
         """Arm the reducer for the backward that reaches an output first, where DDP has not.
 
         DDP arms it in a forward outside of `no_sync`, for one backward that uses what this forward used. A retained
         graph runs another one without a forward, several forwards may share one, and a backward outside of `no_sync`
         may follow a forward inside of it.
         """
+        forward.reached()
         passes, backward = self._passes, torch._C._current_graph_task_id()
         if backward == passes.backward:
             return

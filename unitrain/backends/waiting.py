@@ -29,6 +29,8 @@ class Waiting:
             work.wait()
         except (RuntimeError, CollectiveTimeoutError) as error:
             if "imed out" not in str(error) and "imeout" not in str(error):
+                if self._watch is not None and (cause := self._watch.cause_of(error)) is not None:
+                    raise cause from error
                 raise
             raise CollectiveTimeoutError(self.who_is_missing()) from None  # the transport names no rank
 

@@ -26,10 +26,11 @@ import torch.distributed as dist
 from unitrain import environment
 from unitrain.backends.answers import NO_ANSWER, Answer, Failure, describe
 from unitrain.backends.ledger import Ledger
+from unitrain.backends.loop_counters import LoopCounters
 from unitrain.backends.messages import MessageStore
 from unitrain.backends.presence import Presence
 from unitrain.backends.rendezvous import Meeting
-from unitrain.errors import CollectiveTimeoutError
+from unitrain.errors import CollectiveTimeoutError, ModelError
 
 _PERIOD_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
@@ -82,6 +83,7 @@ class Watch:
         stores = [dist.PrefixStore("watch", meeting.store).clone() for _ in range(2)]
         self._store, self._own = (MessageStore(store, "watch", counters=[_ASKED]) for store in stores)
         self._ledger = ledger
+        self.counters = LoopCounters()
         self._patience = meeting.timeout.total_seconds() + _MARGIN_SECONDS
         self._launcher, self._parent, self._process = meeting.placement.launcher, os.getppid(), os.getpid()
         self._ended, self._learned = threading.Event(), threading.Event()
@@ -130,6 +132,21 @@ class Watch:
             answers |= self._answers(f"where/{self._own.add(_ASKED, 1)}", ranks)
         self._absent = self._with_departures(answers)
         return self._absent
+
+    def model_error(self) -> ModelError | None:
+        """Return the ModelError with which the first rank failed, if it did and this rank knows of it."""
+        kind, _, text = "" if self._first is None else self._first.error.partition(": ")
+        return ModelError(text) if kind == ModelError.__name__ else None
+
+    def cause_of(self, error: BaseException) -> ModelError | None:
+        """Return the ModelError with which another rank failed, if the loss of that rank led to `error`.
+
+        It waits up to two seconds until this rank knows of it.
+        """
+        if not _lost_a_peer(error):
+            return None
+        self._learned.wait(_NEWS_SECONDS)
+        return self.model_error()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends with `error`, and learn where they are. The main thread calls it."""
@@ -273,6 +290,11 @@ class Watch:
                     self._tell(self._store, "heard", self._here())
                     self._end()
                     return
+                if reachable and (problem := self._compare_loops()) is not None:
+                    self._announce(Failure(self._rank, f"ModelError: {problem}"))
+                    self._tell(self._store, "heard", self._here())
+                    self._end()
+                    return
             except dist.DistError:
                 reachable = False  # rank 0's process is gone: what needs it fails by itself, and what does not goes on
             if self._presence.left and (departed := self._needs_departed()) is not None:
@@ -281,6 +303,13 @@ class Watch:
             expected = self._expected
             if expected is not None and time.monotonic() > expected.since + self._patience:
                 self._give_up(expected)
+
+    def _compare_loops(self) -> str | None:
+        """Return what is wrong if this rank's training loop is not in the same step as that of rank 0."""
+        if self._rank:
+            return self.counters.compare(self._store, self._rank)
+        self.counters.publish(self._store)
+        return None
 
     def _answer_questions(self) -> None:
         asked = self._store.add(_ASKED, 0) if self._store.check([_ASKED]) else 0
