@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,10 @@ class _Reduction:
         self._path().begin(buffer)
         device = buffer.device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        running = _Running(buffer, self._steps(bucket), future)
+        steps = self._steps(bucket)
+        if self._path().at_end:
+            steps = chain([_begun], steps)
+        running = _Running(buffer, steps, future)
         self._running.append((running, next(running.steps)))
         if bucket.is_last():  # before DDP, which then waits for the futures
             Variable._execution_engine.queue_callback(self._finish)
@@ -138,3 +142,7 @@ class _Reduction:
         sent_in = self._sent_in()
         assert sent_in is not None
         return sent_in
+
+
+def _begun() -> None:
+    """The first wait of a bucket whose collectives begin at the end of the backward."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Self
 
 import torch
@@ -14,11 +13,10 @@ from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
 from unitrain.backends.devices import check_gpus, choose_device
 from unitrain.backends.network import interface_of
-from unitrain.backends.process_group import ProcessGroupBackend
+from unitrain.backends.process_group import LAST_RESORT, ProcessGroupBackend, set_transport_timeout
 from unitrain.backends.rendezvous import meet
 from unitrain.errors import ConfigError, did_you_mean
 
-_LAST_RESORT = timedelta(seconds=30)
 _TRANSPORTS = ("gloo", "nccl", "mpi")
 
 
@@ -51,10 +49,8 @@ class DDPBackend(ProcessGroupBackend):
         started = cls(meeting, device, transport)
         if transport == "nccl":
             started._waits_on_stream = True
-            # When its own time is over it aborts the process without a word of why: the watch is to come first.
-            dist.distributed_c10d._get_default_group()._get_backend(device)._set_default_timeout(
-                options.timeout + _LAST_RESORT
-            )
+            group = dist.distributed_c10d._get_default_group()
+            set_transport_timeout(group, device, options.timeout + LAST_RESORT)
         return started
 
 

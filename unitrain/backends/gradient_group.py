@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
+from unitrain.backends.expectations import Expectation
 from unitrain.backends.ledger import GradientWork, Ledger
 from unitrain.backends.loop_counters import LoopCounters
 from unitrain.backends.waiting import Waiting
@@ -30,7 +33,9 @@ class GradientGroup(dist.ProcessGroup):
 
     `agree` is called with whatever is about to be sent, where that is asked for. `on_reduced` is called at the end of
     each backward that sends gradients. With `on_stream` nobody waits on the
-    host, as under NCCL: then the watch sees whether the gradients ever come, and ends the process if not.
+    host, as under NCCL: then the watch sees whether the gradients ever come, and ends the process if not. With `at_end`
+    the allreduces of a backward begin at its end: two NCCL communicators can deadlock when ranks use them in different
+    orders, and collectives inside the backward run in another group than the gradients of unused parameters.
     """
 
     def __init__(
@@ -42,10 +47,13 @@ class GradientGroup(dist.ProcessGroup):
         agree: Callable[[Tensor], object] | None,
         *,
         on_stream: bool,
+        at_end: bool = False,
     ) -> None:
         super().__init__(group.rank(), group.size())
         self._group, self._ledger, self._waiting, self._watch, self._agree = group, ledger, waiting, watch, agree
-        self._event = torch.cuda.Event() if on_stream else None
+        self._on_stream, self.at_end = on_stream, at_end
+        self._deferred: list[_DeferredWork] = []
+        self._work = GradientWork("backward", 0)
         self._works: list[dist.Work] = []
         self._backward = -1
         self._backwards = self._bucketings = self._counted = 0
@@ -67,7 +75,9 @@ class GradientGroup(dist.ProcessGroup):
         if self._begins:
             self._begins = False
             self._works.clear()  # of a backward that an exception has ended
-            self._ledger.enter(GradientWork("backward", self._backwards))
+            self._deferred.clear()
+            self._work = GradientWork("backward", self._backwards)
+            self._ledger.enter(self._work)
             self._backwards += 1
         backward = torch._C._current_graph_task_id()
         if backward not in (-1, self._backward):
@@ -87,30 +97,35 @@ class GradientGroup(dist.ProcessGroup):
     @contextmanager
     def finishing(self) -> Iterator[None]:
         """What waits for the gradients inside of this is watched."""
-        self._expect(_not_yet)
+        expectation = self._expect(_not_yet, self._work)
         try:
             yield
         finally:
-            self._finished()
+            self._finished(expectation)
 
     # --- what the reducer calls, in C++ and in the middle of what torch.compile compiles ---
 
     @_disable_dynamo
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         self.begin(tensors[0])
+        if self.at_end:
+            self._deferred.append(_DeferredWork(tensors, opts))
+            return self._deferred[-1]
         work = self._group.allreduce(tensors, opts)
         self.add(work)
         return work
 
     @_disable_dynamo
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        self._ledger.enter(GradientWork("bucketing", self._bucketings))
+        bucketing = GradientWork("bucketing", self._bucketings)
+        self._ledger.enter(bucketing)
         self._bucketings += 1
         if self._agree is not None:
             self._agree(tensors[0])
         work = self._group.broadcast(tensors, opts)
         self._waiting.wait_for_ranks(work)
-        self._expect_stream()
+        if self._on_stream:
+            self._expect(work.is_completed, bucketing)
         return work
 
     @_disable_dynamo
@@ -125,29 +140,67 @@ class GradientGroup(dist.ProcessGroup):
         if self._counted != self._backwards:  # a backward inside of this one may have been first
             self._counted = self._backwards
             self.counters.backward()
-        self._expect(_not_yet)  # as in `finishing`, without what a context manager costs in every step
+        # As in `finishing`, without what a context manager costs in every step.
+        expectation = self._expect(_not_yet, self._work)
         try:
-            if self._event is None:
+            deferred, self._deferred = self._deferred, []
+            for late in deferred:
+                late.work = self._group.allreduce(late.tensors, late.opts)
+                self.add(late.work)
+            if not self._on_stream:
                 for work in self._works:
                     self._waiting.wait_for_ranks(work)
+            for late in deferred:
+                late.complete()
         finally:
-            self._finished()
+            self._finished(expectation)
         self.on_reduced()
 
-    def _finished(self) -> None:
-        self._expect(None)
+    def _finished(self, expectation: Expectation | None) -> None:
+        """Expect the works from here on where a stream waits for them, also while the host waits for that stream."""
+        works = tuple(self._works)
         self._works.clear()
-        if self._event is not None:  # once DDP, whose turn is next, has let the stream wait for the gradients
-            Variable._execution_engine.queue_callback(self._expect_stream)
+        if expectation is None:
+            return
+        if self._on_stream:
+            expectation.is_done = lambda: all(work.is_completed() for work in works)
+        else:
+            expectation.end()
 
-    def _expect_stream(self) -> None:
-        if self._event is not None:
-            self._event.record()
-            self._expect(self._event.query)
+    def _expect(self, is_done: Callable[[], bool], work: GradientWork) -> Expectation | None:
+        if self._watch is None:
+            return None
+        return self._watch.expect(is_done, partial(self._waiting.who_is_missing, work))
 
-    def _expect(self, is_done: Callable[[], bool] | None) -> None:
-        if self._watch is not None:
-            self._watch.expect(is_done, self._waiting.who_is_missing)
+
+class _DeferredWork(dist._Work):
+    """An allreduce of a bucket that begins at the end of the backward; DDP waits for its future after that."""
+
+    def __init__(self, tensors: list[Tensor], opts: Any) -> None:
+        super().__init__()
+        self.tensors, self.opts = tensors, opts
+        self.work: dist.Work | None = None
+        device = tensors[0].device
+        self._future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+    def complete(self) -> None:
+        """Let the host or the current stream wait for the allreduce, and complete the future."""
+        self.wait()
+        self._future.set_result(self.tensors)
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        assert self.work is not None, "the backward has not ended"
+        self.work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.work is not None and self.work.is_completed()
+
+    def get_future(self) -> Any:
+        return self._future
+
+    def result(self) -> list[Tensor]:
+        return self.tensors
 
 
 def _not_yet() -> bool:

@@ -20,6 +20,11 @@ class GradientWork(NamedTuple):
     kind: str
     number: int
 
+    @property
+    def key(self) -> str:
+        """What every rank that takes part in it calls it."""
+        return f"{self.kind} {self.number}"
+
     def __str__(self) -> str:
         return f"began {self.kind} #{self.number}"
 
@@ -94,8 +99,15 @@ def differences(ledgers: Mapping[int, Sequence[Line]]) -> list[str]:
     return told
 
 
+def not_begun(work: GradientWork | None, ranks: Sequence[int], ledgers: Mapping[int, Sequence[Line]]) -> list[int]:
+    """Return those of `ranks` whose ledger does not have `work`: a rank that has gone on since has begun it too."""
+    if work is None:
+        return list(ranks)
+    return [rank for rank in ranks if all(line.key.strip() != work.key for line in ledgers.get(rank, ()))]
+
+
 def _key(what: Call | GradientWork) -> str:
-    return f"{what.kind if isinstance(what, GradientWork) else 'collective'} {what.number}"
+    return what.key if isinstance(what, GradientWork) else f"collective {what.number}"
 
 
 def _name(what: Call | GradientWork) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-import torch.distributed as dist
+from unitrain.backends.messages import MessageStore
 
 # As many backwards as a fast loop runs between two comparisons, with a margin.
 _KEPT = 4096
@@ -51,11 +51,11 @@ class LoopCounters:
         self._latest = Counts(number, self._steps, self._forwards, self._forwards - self._used)
         self._kept[number % _KEPT] = self._latest
 
-    def publish(self, store: dist.Store) -> None:
+    def publish(self, store: MessageStore) -> None:
         """Write the latest counts to the store."""
         store.set(_KEY, json.dumps(self._latest))
 
-    def compare(self, store: dist.Store, rank: int) -> str | None:
+    def compare(self, store: MessageStore, rank: int) -> str | None:
         """Return what is wrong if this rank's counts differ from rank 0's at the same backward, else None.
 
         A backward that this rank has not run yet is compared in a later call.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
@@ -43,6 +44,8 @@ _TORCH_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _HALF = (torch.float16, torch.bfloat16)
+# NCCL aborts the process without a reason when its own timeout is over, so the watchdog must be earlier.
+LAST_RESORT = timedelta(seconds=30)
 
 
 class ProcessGroupBackend(Backend, SupportsPowerSGD):
@@ -66,6 +69,8 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         own = meeting.seats[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
+        # Whether the ranks must use several groups in one order.
+        self._keeps_order = transport == "nccl"
         self._watch = Watch(meeting, self._ledger) if self.size > 1 else None
         self._waiting = Waiting(meeting, self._ledger, self._watch)
         self._agree = Agreement(self, self._ledger, self._waiting)
@@ -169,6 +174,8 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             # Ranks that leave different parameters out send their gradients earlier or later than other ranks do,
             # relative to the collectives that run inside their backward. Within one group those would meet each other.
             self._gradient_group = dist.new_group(timeout=self._meeting.timeout)
+            if self._waits_on_stream:
+                set_transport_timeout(self._gradient_group, self.device, self._meeting.timeout + LAST_RESORT)
         own_group = self._gradient_group if unused_parameters else None
         wrapped = GlobalGradients(
             model,
@@ -185,6 +192,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
                 self._watch,
                 (lambda bucket: self._agree("gradients", bucket)) if debug else None,
                 on_stream=self._waits_on_stream,
+                at_end=own_group is not None and self._keeps_order,
             ),
         )
         self._wrapped.add(wrapped)
@@ -242,6 +250,13 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         if op == "mean":
             result /= self.size
         return result.to(dtype)
+
+
+def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+    """Let what moves tensors of `device` in `group` wait until `timeout`."""
+    transport = group._get_backend(device)
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL it is wrapped in a group that checks arguments and has no timeout.
+    getattr(transport, "wrapped_pg", transport)._set_default_timeout(timeout)
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:

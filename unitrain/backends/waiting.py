@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from unitrain.backends.answers import name_ranks
-from unitrain.backends.ledger import Ledger, differences
+from unitrain.backends.ledger import GradientWork, Ledger, differences, not_begun
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.watch import Watch
 from unitrain.errors import CollectiveTimeoutError
@@ -34,18 +34,23 @@ class Waiting:
                 raise
             raise CollectiveTimeoutError(self.who_is_missing()) from None  # the transport names no rank
 
-    def who_is_missing(self) -> str:
-        """Ask over the store, which works while the group is stuck, who waits in the same collective or backward."""
-        key, rank = f"stuck/{self._ledger.meeting_point}", self._meeting.placement.rank
+    def who_is_missing(self, work: GradientWork | None = None) -> str:
+        """Ask over the store, which works while the group is stuck, who waits in the same collective or backward.
+
+        That is the latest one, or `work`, where the host has begun more since then.
+        """
+        point = self._ledger.meeting_point if work is None else work.key
+        key, rank = f"stuck/{point}", self._meeting.placement.rank
         seconds = self._meeting.timeout.total_seconds()
-        told = f"Rank {rank} {self._ledger.sentence} and waited {seconds:g} s in vain"
+        told = f"Rank {rank} {self._ledger.sentence if work is None else work} and waited {seconds:g} s in vain"
         try:
             self._meeting.store.set(f"{key}/{rank}", "1")
             missing = self._meeting.wait_for(key, _STRAGGLER_PATIENCE)
         except RuntimeError:  # the store went with rank 0's process
             return f"{told}: rank 0 is gone. Look at the first error that rank 0 logged."
-        names = ", ".join(map(str, missing)) or "none, all came but too late"
         answers = self._watch.ask(missing) if self._watch is not None and missing else {}
+        missing = not_begun(work, missing, {rank: answer.ledger for rank, answer in answers.items()})
+        names = ", ".join(map(str, missing)) or "none, all came but too late"
         advice = "Look at what those ranks do"
         if loading := [one for one, answer in answers.items() if answer.loads_data]:
             advice = f"{name_ranks(loading).capitalize()} waits for data: look at its dataset"

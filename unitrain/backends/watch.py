@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from unitrain import environment
 from unitrain.backends.answers import NO_ANSWER, Answer, Failure, describe
+from unitrain.backends.expectations import Expectation, Expectations
 from unitrain.backends.ledger import Ledger
 from unitrain.backends.loop_counters import LoopCounters
 from unitrain.backends.messages import MessageStore
@@ -54,14 +55,6 @@ _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken p
               "Connection refused", "Read error", "Write error")  # fmt: skip
 
 
-class _Expected(NamedTuple):
-    """Something that has to come in time, and what to say if it does not."""
-
-    since: float
-    is_done: Callable[[], bool]
-    tell: Callable[[], str]
-
-
 class _Departure(NamedTuple):
     """A rank that ended its part without an error, and how many entries its ledger had then, if that is known."""
 
@@ -84,7 +77,7 @@ class Watch:
         self._store, self._own = (MessageStore(store, "watch", counters=[_ASKED]) for store in stores)
         self._ledger = ledger
         self.counters = LoopCounters()
-        self._patience = meeting.timeout.total_seconds() + _MARGIN_SECONDS
+        self._expectations = Expectations(meeting.timeout.total_seconds() + _MARGIN_SECONDS)
         self._launcher, self._parent, self._process = meeting.placement.launcher, os.getppid(), os.getpid()
         self._ended, self._learned = threading.Event(), threading.Event()
         self._error: BaseException | None = None
@@ -95,7 +88,6 @@ class Watch:
         self._waits_since = (0, time.monotonic())
         self._absent: dict[int, Answer] = {}
         self._mourner: threading.Thread | None = None
-        self._expected: _Expected | None = None
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
         atexit.register(self._leave_at_exit)
         self._own.set(f"{_PROCESS}/{self._rank}", json.dumps([_processes_of(), self._process]))
@@ -117,13 +109,13 @@ class Watch:
         self._thread.join(2 * _PERIOD_SECONDS)  # it may hang on a host that is gone
         self._presence.close()
 
-    def expect(self, is_done: Callable[[], bool] | None, tell: Callable[[], str]) -> None:
+    def expect(self, is_done: Callable[[], bool], tell: Callable[[], str]) -> Expectation:
         """End the process, saying what `tell` returns, unless `is_done` by a few seconds after the timeout from now.
 
-        It is for waits that cannot be ended otherwise. The next call, also with None, takes its place; it costs less
-        than a microsecond, and `is_done` is only asked when the time is over.
+        It is for waits that cannot be ended otherwise, and costs about a microsecond. The time of work that was begun
+        earlier does not count.
         """
-        self._expected = None if is_done is None else _Expected(time.monotonic(), is_done, tell)
+        return self._expectations.add(is_done, tell)
 
     def ask(self, ranks: list[int]) -> dict[int, Answer]:
         """Return where each of `ranks` is; those that do not tell within three seconds give no answer."""
@@ -300,9 +292,8 @@ class Watch:
             if self._presence.left and (departed := self._needs_departed()) is not None:
                 self._blame(departed)
                 return
-            expected = self._expected
-            if expected is not None and time.monotonic() > expected.since + self._patience:
-                self._give_up(expected)
+            if (overdue := self._expectations.overdue()) is not None:
+                self._give_up(overdue)
 
     def _compare_loops(self) -> str | None:
         """Return what is wrong if this rank's training loop is not in the same step as that of rank 0."""
@@ -344,14 +335,10 @@ class Watch:
             _say(self._describe({**answers, self._rank: self._here()}, ranks))
         self._end()
 
-    def _give_up(self, expected: _Expected) -> None:
+    def _give_up(self, overdue: Expectation) -> None:
         """End the process if what it expects has not come; the main thread waits where no exception can reach it."""
-        if expected.is_done():
-            if self._expected is expected:
-                self._expected = None
-            return
-        error = CollectiveTimeoutError(expected.tell())
-        if self._expected is not expected:  # it came after all, or the main thread noticed itself
+        error = CollectiveTimeoutError(overdue.describe())
+        if overdue.is_done():  # it came after all, or the main thread noticed itself
             return
         stack = Answer.of_main_thread(self._ledger).stack
         self.fail(error)
