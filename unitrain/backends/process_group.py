@@ -30,6 +30,7 @@ from unitrain.backends.knobs import Knob
 from unitrain.backends.ledger import Ledger
 from unitrain.backends.local_gradients import check_before_step
 from unitrain.backends.objects import NOTHING, pack, unpack
+from unitrain.backends.ordered_keys import from_ordered_keys, ordered_keys, takes_keys
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.torch_names import all_gather, reduce_scatter
 from unitrain.backends.waiting import Waiting
@@ -81,6 +82,10 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         result = _widened(tensor, dtype)
         if (parts := carried(calls, result)) is not None:
             result = _reduced(parts, op).view(tensor.shape)
+        elif op in ("min", "max") and takes_keys(dtype, op):
+            keys = ordered_keys(result, op)
+            self._waiting.wait_for_ranks(dist.all_reduce(keys, _TORCH_OPS[op], async_op=True))
+            result = from_ordered_keys(keys, dtype)
         else:
             self._waiting.wait_for_ranks(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
         return self._finish(result, tensor.dtype, op)
@@ -107,9 +112,13 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
 
         self._agree("reducescatter", tensor, op=op, check=check)
         whole = _widened(tensor, _reduced_dtype(tensor.dtype, op))
+        if op in ("min", "max") and takes_keys(tensor.dtype, op):
+            whole = ordered_keys(whole, op)
         result = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         if result.numel():
             self._waiting.wait_for_ranks(reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
+        if takes_keys(tensor.dtype, op):
+            result = from_ordered_keys(result, tensor.dtype)
         return self._finish(result, tensor.dtype, op)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:

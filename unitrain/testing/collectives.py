@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -207,6 +208,33 @@ def special_values_survive(backend: Backend) -> None:
     result = backend.allreduce(own, "sum")
     assert torch.isinf(result[0])
     assert torch.isnan(result[1])
+
+
+@contract
+def a_minimum_or_maximum_is_nan_where_any_rank_has_nan(backend: Backend) -> None:
+    floating = [dtype for dtype in DTYPES if dtype.is_floating_point]
+    for dtype, op, columns in itertools.product(floating, ("min", "max"), (1, 5, 400)):  # small and large tensors
+        # Every column has each special value; which rank has which differs from row to row.
+        values = torch.tensor([0.0, -0.0, 1.5, -2.5, torch.inf, -torch.inf, torch.nan, -torch.nan, 6e-8, -6e-8])
+        inputs = []
+        for rank in range(backend.size):
+            generator = torch.Generator().manual_seed(rank)
+            chosen = torch.randint(0, len(values), (2 * backend.size, columns), generator=generator)
+            own = torch.randint(-9, 9, chosen.shape, generator=generator).float()
+            inputs.append(torch.where(torch.rand(chosen.shape, generator=generator) < 0.3, values[chosen], own))
+            if rank == backend.size - 1:
+                inputs[rank][0, 0] = torch.nan
+        inputs = [one.to(dtype) for one in inputs]
+        expected = functools.reduce(torch.minimum if op == "min" else torch.maximum, inputs)
+        assert expected.isnan().any()
+        own = inputs[backend.rank]
+        kept = own.clone()
+        result = backend.allreduce(own, op)  # type: ignore[arg-type]
+        assert result.dtype == dtype
+        assert_close(result, expected, equal_nan=True, rtol=0, atol=0)
+        piece = backend.reducescatter(own, op)  # type: ignore[arg-type]
+        assert_close(piece, expected[2 * backend.rank : 2 * backend.rank + 2], equal_nan=True, rtol=0, atol=0)
+        assert_close(own, kept, equal_nan=True, rtol=0, atol=0)
 
 
 @contract
