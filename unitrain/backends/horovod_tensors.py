@@ -1,57 +1,210 @@
-"""torch's tensors and operations in the forms that Horovod takes, and back."""
+"""torch's tensors and reductions in the forms that Horovod takes, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unitrain.backends.checks import dtype_name
+from unitrain.backends.ordered_keys import from_ordered_keys, ordered_keys
 from unitrain.errors import UnsupportedError
 
-REDUCIBLE = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32)
-_WIDER = {torch.bfloat16: torch.float32}  # everything else that Horovod cannot reduce fits int32
+# Horovod keeps counts and offsets of elements, and for an allgather those of bytes, in C's int: from 2^31 on it ends
+# the process or writes elsewhere. Larger tensors are sent in pieces, of which no operation moves more bytes than these.
+PIECE_BYTES = 2**29
+# What one alltoall may move, which cannot be sent in pieces: only the two ranks concerned know how much they exchange.
+ALLTOALL_BYTES = 2**31 - 1
+
+_OPS = {
+    "SUM": hvd.Sum,
+    "AVG": hvd.Average,
+    "MIN": hvd.Min,
+    "MAX": hvd.Max,
+    "PRODUCT": hvd.Product,
+    "PREMUL_SUM": hvd.Sum,
+}
+_BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+# Sums and products in a wider integer are exact modulo 2^bits, and so in the narrower one.
+_INTEGERS = {
+    **dict.fromkeys((torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32), torch.int32),
+    **dict.fromkeys((torch.uint32, torch.int64), torch.int64),
+}
+_INT64_MIN = torch.iinfo(torch.int64).min
 
 
-def horovod_op(op: Any) -> Any:
-    """Return Horovod's name for torch's reduction. Raises UnsupportedError for one that Horovod lacks."""
-    for theirs, ours in (
-        (dist.ReduceOp.SUM, hvd.Sum),
-        (dist.ReduceOp.AVG, hvd.Average),
-        (dist.ReduceOp.MIN, hvd.Min),
-        (dist.ReduceOp.MAX, hvd.Max),
-        (dist.ReduceOp.PRODUCT, hvd.Product),
-    ):
-        if op == theirs:
-            return ours
-    raise UnsupportedError(f"Horovod cannot reduce by {op}. Use SUM, AVG, MIN, MAX or PRODUCT.")
+class Reduction(NamedTuple):
+    """How Horovod reduces contiguous values of one dtype; `decode` undoes what `encode` does.
+
+    Where `combine` is given, it reduces two tensors in torch: Horovod only gathers the values of all ranks, and `op`,
+    `encode` and `decode` are not used. Where `encode` is None, Horovod reduces the values as they are.
+    """
+
+    op: Any
+    encode: Callable[[Tensor], Tensor] | None = None
+    decode: Callable[[Tensor], Tensor] | None = None
+    carrier: torch.dtype | None = None
+    combine: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def encoded(self, values: Tensor) -> Tensor:
+        """Return `values`, [elements], as Horovod reduces them: a new tensor, or a view where `encode` is None."""
+        if self.encode is not None:
+            return self.encode(values)
+        return values if self.carrier is None else values.view(self.carrier)
+
+    def decoded(self, result: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a reduced tensor as values of `dtype`."""
+        if self.decode is not None:
+            return self.decode(result)
+        return result.view(dtype)
 
 
-def reducible(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy of a dtype that Horovod reduces."""
-    dtype = tensor.dtype if tensor.dtype in REDUCIBLE else _WIDER.get(tensor.dtype, torch.int32)
-    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+def reduction(dtype: torch.dtype, op: Any) -> Reduction:
+    """Return how values of `dtype` are reduced by torch's `op`.
+
+    Raises UnsupportedError for a reduction that Horovod cannot compute exactly, apart from the rounding of `dtype`.
+    """
+    name = next((name for name in (*_OPS, *_BITWISE) if op == getattr(dist.ReduceOp, name)), str(op))
+    found = None
+    if name in _BITWISE:
+        found = _bitwise(dtype, name)
+    elif name in _OPS:
+        if dtype in _REAL:
+            found = _complex(dtype, op, name)
+        elif dtype.is_floating_point:
+            found = _floating(dtype, op, name)
+        elif name not in ("AVG", "PREMUL_SUM"):
+            found = _integer(dtype, name)
+    if found is None:
+        raise UnsupportedError(
+            f"Horovod's process group cannot reduce {dtype_name(dtype)} by {name}. "
+            + (
+                "Use SUM and divide, or convert to a floating-point dtype first: tensor.double()"
+                if name == "AVG"
+                else "Use SUM, MIN, MAX or PRODUCT, or convert to another dtype first: tensor.double()"
+            )
+        )
+    return found
+
+
+def _floating(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:
+    if dtype.itemsize < 4 and "x2" in dtype_name(dtype):  # two values in a byte
+        return None
+    hvd_op = _OPS[name]
+    if name in ("MIN", "MAX"):
+        order: Any = name.lower()
+        return Reduction(hvd_op, lambda values: ordered_keys(values, order), lambda r: from_ordered_keys(r, dtype))
+    wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    if name == "PREMUL_SUM":
+        factor = getattr(op, "factor", None)
+        if factor is None:  # torch before 2.14 does not tell
+            return None
+        return Reduction(hvd_op, lambda values: torch.mul(values.to(wide), factor), lambda result: result.to(dtype))
+    if dtype == wide or (dtype == torch.float16 and name == "SUM"):
+        return Reduction(hvd_op)
+    # Also for float16: the sum that an average is made of may overflow, and MPI multiplies no float16.
+    return Reduction(hvd_op, lambda values: values.to(wide), lambda result: result.to(dtype))
+
+
+def _complex(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:
+    if name == "PRODUCT" and dtype != torch.complex32:
+        return Reduction(None, combine=torch.mul)
+    real = _REAL[dtype]
+    base = _floating(real, op, name) if name in ("SUM", "AVG", "PREMUL_SUM") else None
+    if base is None:
+        return None
+    if base.encode is None:
+        return Reduction(base.op, carrier=real)
+    return Reduction(
+        base.op,
+        lambda values: base.encoded(values.view(real)),
+        lambda result: base.decoded(result, real).view(dtype),
+    )
+
+
+def _integer(dtype: torch.dtype, name: str) -> Reduction | None:
+    if dtype == torch.bool:  # the sum of booleans is true where any is, as in NCCL
+        op = hvd.Max if name in ("SUM", "MAX") else hvd.Min
+        return Reduction(op, lambda values: values.to(torch.int32), lambda result: result.to(dtype))
+    op = _OPS[name]
+    if dtype in (torch.int32, torch.int64):
+        return Reduction(op)
+    if dtype in _INTEGERS:
+        wide = _INTEGERS[dtype]
+        return Reduction(op, lambda values: values.to(wide), lambda result: result.to(dtype))
+    if dtype != torch.uint64:
+        return None
+    if name in ("SUM", "PRODUCT"):
+        return Reduction(op, carrier=torch.int64)
+    # With the highest bit inverted, signed integers have the order of unsigned ones.
+    return Reduction(
+        op,
+        lambda values: values.view(torch.int64) ^ _INT64_MIN,
+        lambda result: (result ^ _INT64_MIN).view(dtype),
+    )
+
+
+def _bitwise(dtype: torch.dtype, name: str) -> Reduction | None:
+    function = _BITWISE[name]
+    if dtype in _SIGNED:
+        signed = _SIGNED[dtype]
+        return Reduction(None, combine=lambda one, other: function(one.view(signed), other.view(signed)).view(dtype))
+    if dtype in _INTEGERS or dtype == torch.bool:
+        return Reduction(None, combine=function)
+    return None
+
+
+def combined(gathered: Tensor, dtype: torch.dtype, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return the rows of `gathered`, uint8 [size, bytes], combined in the order of ranks as values of `dtype`."""
+    result: Tensor = functools.reduce(combine, (row.view(dtype) for row in gathered))
+    return result
+
+
+def pieces(count: int, bytes_each: int) -> Iterator[slice]:
+    """Yield the parts of a tensor of `count` elements that are sent one at a time, the same on every rank."""
+    most = max(1, PIECE_BYTES // max(1, bytes_each))
+    for start in range(0, count, most):
+        yield slice(start, min(start + most, count))
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor`, [elements], sharing its memory where it is contiguous. Raises UnsupportedError
+    for a sparse tensor."""
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(
+            f"Horovod's process group takes dense tensors, got layout {tensor.layout}. Use tensor.to_dense() first."
+        )
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return `tensor` as uint8 [bytes], sharing its memory where it is contiguous: what only moves needs no dtype."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return flat(tensor).view(torch.uint8)
 
 
-def slices(parts: list[Tensor]) -> list[tuple[Tensor, slice]]:
-    """Return each of the equal `parts` with its place in the gathered bytes."""
-    count = parts[0].numel() * parts[0].element_size()
-    return [(part, slice(rank * count, (rank + 1) * count)) for rank, part in enumerate(parts)]
+class Destination:
+    """A tensor that results are written into piece by piece: `elements`, of its dtype, and `bytes`, uint8.
 
+    They are its own memory where it is contiguous; else `finish` copies them there, after the last piece.
+    """
 
-def copier(parts: list[tuple[Tensor, slice]]) -> Callable[[Tensor], None]:
-    """Return a function that copies slices of some bytes into tensors."""
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._copied = not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
+        self.elements = tensor.new_empty(tensor.numel()) if self._copied else self._tensor.view(-1)
 
-    def copy(payload: Tensor) -> None:
-        for part, place in parts:
-            part.copy_(payload[place].view(part.dtype).view(part.shape))
+    @property
+    def bytes(self) -> Tensor:
+        return self.elements.view(torch.uint8)
 
-    return copy
+    def finish(self) -> None:
+        """Make the tensor complete."""
+        if self._copied:
+            self._tensor.copy_(self.elements.view(self._tensor.shape))

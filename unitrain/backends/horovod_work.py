@@ -120,6 +120,52 @@ class HorovodWork(dist._Work):
         return self._result
 
 
+class JoinedWork(dist._Work):
+    """Operations that torch started as one; it is complete when all of `works` are, and fails if any of them fails."""
+
+    def __init__(self, works: list[HorovodWork], result: Any) -> None:
+        super().__init__()
+        self._works, self._result = works, result
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else None
+        for work in self._works:
+            left = 0.0 if deadline is None else max(deadline - time.monotonic(), 1e-6)  # 0 is no limit
+            work.wait(timedelta(seconds=left))
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            every = torch.futures.collect_all([work.get_future() for work in self._works])
+            self._future = every.then(self._outcome)
+        return self._future
+
+    def result(self) -> Any:
+        return self._result
+
+    def _outcome(self, _: Any) -> Any:
+        if (error := self.exception()) is not None:
+            raise error
+        return self._result
+
+
+def joined(works: list[HorovodWork], result: Any, device: torch.device) -> dist.Work:
+    """Return the work that is complete when all of `works` are, whose future ends with `result`, as theirs do."""
+    if not works:  # nothing to move, and every rank knows
+        return HorovodWork.completed(result, device)
+    return works[0] if len(works) == 1 else JoinedWork(works, result)
+
+
 class Completions:
     """Completes works in the order in which they were added, in whichever thread waits for one."""
 

@@ -1,0 +1,400 @@
+"""Horovod's process group: every dtype with every operation, compared with arithmetic of plain torch and Python."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unitrain.backends.base import Backend
+from unitrain.errors import UnsupportedError
+from unitrain.testing import RankGroup
+
+FLOATS = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+]  # fmt: skip
+INTEGERS = [
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+DTYPES = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX]
+OPS = ["SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
+FACTOR = 0.5
+COUNT = 23
+# In bytes: the real limit, which nothing here reaches, and one that sends most tensors in several pieces.
+LIMITS = [2**29, 40]
+
+
+def values(rank: int, dtype: torch.dtype, count: int = COUNT) -> Tensor:
+    """Return a rank's own tensor, of numbers that show where an operation computes in too narrow a dtype."""
+    generator = torch.Generator().manual_seed(11 * rank + 1)
+    small = torch.randint(-3, 4, (2, count), generator=generator)
+    if dtype == torch.bool:
+        return small[0] > 0
+    if dtype.is_complex:
+        return torch.complex(small[0] * 0.5, small[1] * 0.5).to(dtype)
+    if dtype.is_floating_point:
+        result = (small[0] * 0.5).to(dtype)
+        if rank == 1 and count:
+            result[0] = torch.nan
+        return result
+    limits = torch.iinfo(dtype)
+    chosen = torch.randint(0, 4, (count,), generator=generator).tolist()
+    ends = [limits.max, limits.min, limits.max // 2 + 2]
+    numbers = [
+        ends[kind] if kind < 3 else int(one) % (limits.max + 1) for kind, one in zip(chosen, small[0], strict=True)
+    ]
+    return torch.tensor([one - (1 << limits.bits) if one >= 1 << 63 else one for one in numbers]).to(dtype)
+
+
+def as_numbers(tensor: Tensor) -> list[int]:
+    """Return integers as Python's, which never overflow."""
+    bits = torch.iinfo(tensor.dtype).bits
+    signed = torch.iinfo(tensor.dtype).min < 0
+    return [int(one) if signed else int(one) % (1 << bits) for one in tensor.view(-1).to(torch.int64).tolist()]
+
+
+def from_numbers(numbers: list[int], dtype: torch.dtype) -> Tensor:
+    wrapped = [one % (1 << 64) for one in numbers]
+    return torch.tensor([one - (1 << 64) if one >= 1 << 63 else one for one in wrapped], dtype=torch.int64).to(dtype)
+
+
+def expected(inputs: list[Tensor], op: str) -> Tensor | None:
+    """Return what the ranks' `inputs` are reduced to, None where that is not defined."""
+    dtype = inputs[0].dtype
+    if dtype == torch.bool:
+        stack = torch.stack(inputs)
+        found = {"SUM": stack.any(0), "MAX": stack.any(0), "BOR": stack.any(0), "MIN": stack.all(0)}
+        found |= {"PRODUCT": stack.all(0), "BAND": stack.all(0), "BXOR": stack.sum(0) % 2 == 1}
+        return found.get(op)
+    if dtype in INTEGERS:
+        combine: dict[str, Callable[[int, int], int]] = {
+            "SUM": operator.add, "PRODUCT": operator.mul, "MIN": min, "MAX": max,
+            "BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor,
+        }  # fmt: skip
+        if op not in combine:
+            return None
+        columns = zip(*(as_numbers(one) for one in inputs), strict=True)
+        return from_numbers([functools.reduce(combine[op], column) for column in columns], dtype)
+    if op in ("BAND", "BOR", "BXOR") or (dtype.is_complex and op in ("MIN", "MAX")):
+        return None
+    if dtype == torch.complex32 and op == "PRODUCT":  # torch has no arithmetic for it
+        return None
+    wide = torch.stack([one.to(torch.complex128 if dtype.is_complex else torch.float64) for one in inputs])
+    result = {
+        "SUM": lambda: wide.sum(0),
+        "AVG": lambda: wide.sum(0) / len(inputs),
+        "PRODUCT": lambda: wide.prod(0),
+        "PREMUL_SUM": lambda: wide.sum(0) * FACTOR,
+        "MIN": lambda: functools.reduce(torch.minimum, wide),
+        "MAX": lambda: functools.reduce(torch.maximum, wide),
+    }[op]()
+    return result.to(dtype)
+
+
+def torch_op(op: str) -> Any:
+    return dist._make_nccl_premul_sum(FACTOR) if op == "PREMUL_SUM" else getattr(dist.ReduceOp, op)
+
+
+def options(kind: Any, op: str, root: int | None = None) -> Any:
+    made = kind()
+    made.reduceOp = torch_op(op)
+    if root is not None:
+        made.rootRank = root
+    return made
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same(found: Tensor, wanted: Tensor, *case: Any) -> None:
+    assert found.dtype == wanted.dtype, case
+    assert found.shape == wanted.shape, case
+    wide = torch.complex128 if wanted.dtype.is_complex else torch.float64
+    if wanted.dtype.is_floating_point or wanted.dtype.is_complex:
+        rounding = 1e-6 if wanted.dtype.itemsize > 2 else 2e-3
+        torch.testing.assert_close(
+            found.to(wide), wanted.to(wide), rtol=rounding, atol=0, equal_nan=True, msg=lambda text: f"{case}: {text}"
+        )
+    else:
+        assert torch.equal(as_bytes(found), as_bytes(wanted)), (*case, found, wanted)
+
+
+def limit_pieces(limit: int) -> None:
+    from unitrain.backends import horovod_tensors
+
+    horovod_tensors.PIECE_BYTES = limit
+
+
+def reductions(backend: Backend, limit: int) -> list[str]:
+    """Reduce every dtype by every operation in each collective, and return the refusals."""
+    limit_pieces(limit)
+    group: Any = dist.group.WORLD
+    rank, size = backend.rank, backend.size
+    refused = []
+    for dtype, op in itertools.product(DTYPES, OPS):
+        inputs = [values(one, dtype) for one in range(size)]
+        wanted = expected(inputs, op)
+        if wanted is None:
+            own = inputs[rank].clone()
+            try:
+                group.allreduce([own], options(dist.AllreduceOptions, op)).wait()
+            except UnsupportedError as error:
+                refused.append(str(error))
+            else:
+                raise AssertionError(f"{dtype} by {op} was not refused, and became {own}")
+            continue
+        own = inputs[rank].clone()
+        work = group.allreduce([own], options(dist.AllreduceOptions, op))
+        (from_future,) = work.get_future().wait()
+        work.wait()
+        assert_same(own, wanted, "allreduce", dtype, op)
+        assert from_future.data_ptr() == own.data_ptr()
+
+        both = [inputs[rank].clone(), inputs[rank][:0].clone()]
+        group.allreduce_coalesced(both, options(dist.AllreduceCoalescedOptions, op)).wait()
+        assert_same(both[0], wanted, "allreduce_coalesced", dtype, op)
+
+        own = inputs[rank].clone()
+        group.reduce([own], options(dist.ReduceOptions, op, size - 1)).wait()
+        assert_same(own, wanted if rank == size - 1 else inputs[rank], "reduce", dtype, op)
+
+        wholes = [torch.cat([values(one + part, dtype) for part in range(size)]) for one in range(size)]
+        whole_wanted = expected(wholes, op)
+        assert whole_wanted is not None
+        part_wanted = whole_wanted.view(size, COUNT)[rank]
+        part = torch.empty_like(inputs[rank])
+        group.reduce_scatter_tensor_coalesced([part], [wholes[rank]], options(dist.ReduceScatterOptions, op)).wait()
+        assert_same(part, part_wanted, "reduce_scatter_tensor_coalesced", dtype, op)
+        part = torch.empty_like(inputs[rank])
+        parts = [*wholes[rank].view(size, COUNT)]
+        group.reduce_scatter([part], [parts], options(dist.ReduceScatterOptions, op)).wait()
+        assert_same(part, part_wanted, "reduce_scatter", dtype, op)
+        assert torch.equal(as_bytes(wholes[rank]), as_bytes(torch.cat(parts)))
+    return refused
+
+
+# Ways in which a tensor may lie in memory; each is given a flat tensor of 24 elements and shares its values.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flat": lambda flat: flat.clone(),
+    "rows": lambda flat: flat.clone().view(6, 4),
+    "transposed": lambda flat: flat.clone().view(4, 6).t(),
+    "every other": lambda flat: torch.stack([flat, flat], 1)[:, 0],
+    "no dimensions": lambda flat: flat[3].clone(),
+    "expanded rows": lambda flat: flat.clone().view(2, 12)[:, ::2],
+    "empty": lambda flat: flat[:0].clone(),
+    "empty rows": lambda flat: flat[:0].clone().view(0, 3),
+}
+
+
+def laid_out(layout: str, rank: int, dtype: torch.dtype) -> Tensor:
+    return LAYOUTS[layout](values(rank, dtype, 24))
+
+
+def layouts(backend: Backend, limit: int) -> None:
+    """Reduce and move tensors that are not contiguous, empty, or without dimensions."""
+    limit_pieces(limit)
+    group: Any = dist.group.WORLD
+    rank, size = backend.rank, backend.size
+    for layout, dtype in itertools.product(LAYOUTS, DTYPES):
+        inputs = [laid_out(layout, one, dtype) for one in range(size)]
+        for op in (
+            ("SUM", "MAX", "BXOR") if dtype in (torch.float32, torch.complex64, torch.int16, torch.uint64) else ()
+        ):
+            wanted = expected([one.reshape(-1) for one in inputs], op)
+            if wanted is None:
+                continue
+            own = laid_out(layout, rank, dtype)
+            group.allreduce([own], options(dist.AllreduceOptions, op)).wait()
+            assert_same(own, wanted.view(own.shape), "allreduce", layout, dtype, op)
+            if not inputs[0].dim():
+                continue
+            output = laid_out(layout, rank, dtype)
+            whole = torch.cat([inputs[rank]] * size)
+            group._reduce_scatter_base(output, whole, options(dist.ReduceScatterOptions, op)).wait()
+            assert_same(output, wanted.view(own.shape), "reduce_scatter", layout, dtype, op)
+
+        own = laid_out(layout, rank, dtype)
+        dist.broadcast(own, size - 1)
+        assert torch.equal(as_bytes(own), as_bytes(inputs[-1])), ("broadcast", layout, dtype)
+
+        parts = [laid_out(layout, 5, dtype) for _ in range(size)]
+        dist.all_gather(parts, inputs[rank])
+        for part, source in zip(parts, inputs, strict=True):
+            assert torch.equal(as_bytes(part), as_bytes(source)), ("all_gather", layout, dtype)
+
+        at_root = [laid_out(layout, 5, dtype) for _ in range(size)]
+        dist.gather(inputs[rank], at_root if rank == 0 else None, dst=0)
+        for part, source in zip(at_root if rank == 0 else [], inputs, strict=False):
+            assert torch.equal(as_bytes(part), as_bytes(source)), ("gather", layout, dtype)
+
+        own = laid_out(layout, 5, dtype)
+        dist.scatter(own, inputs if rank == size - 1 else None, src=size - 1)
+        assert torch.equal(as_bytes(own), as_bytes(inputs[rank])), ("scatter", layout, dtype)
+
+        received = [laid_out(layout, 5, dtype) for _ in range(size)]
+        dist.all_to_all(received, [laid_out(layout, rank + target, dtype) for target in range(size)])
+        for source, part in enumerate(received):
+            assert torch.equal(as_bytes(part), as_bytes(laid_out(layout, source + rank, dtype))), (layout, dtype)
+
+        if not inputs[0].dim():
+            continue
+        gathered = torch.cat(inputs)
+        output = torch.zeros_like(gathered)
+        dist.all_gather_into_tensor(output, inputs[rank])
+        assert torch.equal(as_bytes(output), as_bytes(gathered)), ("all_gather_into_tensor", layout, dtype)
+        rows = [
+            torch.cat([laid_out(layout, source + target, dtype) for target in range(size)]) for source in range(size)
+        ]
+        output = torch.zeros_like(rows[0])
+        dist.all_to_all_single(output, rows[rank])
+        wanted = torch.cat([one.chunk(size)[rank] if len(one) else one for one in rows])
+        assert torch.equal(as_bytes(output), as_bytes(wanted)), ("all_to_all_single", layout, dtype)
+
+
+def conjugates(backend: Backend) -> None:
+    limit_pieces(LIMITS[0])
+    group: Any = dist.group.WORLD
+    inputs = [values(rank, torch.complex64).conj() for rank in range(backend.size)]
+    parts = [torch.zeros(COUNT, dtype=torch.complex64) for _ in inputs]
+    group.allgather([parts], [inputs[backend.rank]]).wait()
+    for part, source in zip(parts, inputs, strict=True):
+        assert torch.equal(part, source.resolve_conj())
+    received = values(backend.rank, torch.complex64).conj()
+    group.broadcast([received], dist.BroadcastOptions()).wait()
+    assert torch.equal(received.resolve_conj(), inputs[0].resolve_conj())
+
+
+def coalesced(backend: Backend) -> None:
+    """Several tensors in one call, of which the first, the last or all have no elements."""
+    limit_pieces(LIMITS[0])
+    rank, size = backend.rank, backend.size
+    group: Any = dist.group.WORLD
+    for counts in ((3, 0), (0, 3), (0, 0), (2, 3, 4), (5,) * 12, (4_000_000, 0), ()):
+        if rank == size - 1:
+            backend.barrier()  # the others wait, so that a work which counts as complete too early is seen
+        own = [torch.full((count,), rank + 1.0) for count in counts]
+        work = group.allreduce_coalesced(own, options(dist.AllreduceCoalescedOptions, "SUM"))
+        if rank != size - 1:
+            backend.barrier()
+        found = work.get_future().wait()
+        assert [one.data_ptr() for one in found] == [one.data_ptr() for one in own], counts
+        for one in own:
+            assert torch.equal(one, torch.full_like(one, size * (size + 1) / 2)), counts
+        work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+
+        whole = [torch.full((count * size,), rank + 1.0) for count in counts]
+        outputs = [torch.zeros(count) for count in counts]
+        work = group.reduce_scatter_tensor_coalesced(outputs, whole, options(dist.ReduceScatterOptions, "SUM"))
+        work.wait()
+        for one in outputs:
+            assert torch.equal(one, torch.full_like(one, size * (size + 1) / 2)), counts
+
+        outputs = [torch.zeros(count * size) for count in counts]
+        work = group.allgather_into_tensor_coalesced(outputs, [torch.full((n,), rank + 1.0) for n in counts])
+        assert len(work.get_future().wait()) == len(counts)
+        for one, count in zip(outputs, counts, strict=True):
+            assert torch.equal(one, torch.arange(1.0, size + 1).repeat_interleave(count)), counts
+
+
+def torch_coalescing(backend: Backend) -> None:
+    many = [torch.full((3,), backend.rank + 1.0) for _ in range(40)]  # more of one shape than are in flight at a time
+    dist.all_reduce_coalesced(many)
+    assert all(torch.equal(one, torch.full((3,), backend.size * (backend.size + 1) / 2)) for one in many)
+    tensors = [torch.full((3,), backend.rank + 1.0), torch.zeros(0)]
+    with dist._coalescing_manager(async_ops=True) as works:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    works.wait()
+    assert torch.equal(tensors[0], torch.full((3,), backend.size * (backend.size + 1) / 2))
+
+
+def pieces_are_sent(backend: Backend) -> list[int]:
+    """Return how many operations a broadcast, an allreduce, an allgather and a reduce_scatter of 1,000 bytes take."""
+    limit_pieces(250)
+    group: Any = dist.group.WORLD
+    if hasattr(group, "_get_backend") and not hasattr(group, "_issued"):
+        group = group._get_backend(torch.device("cpu"))
+    size, counts = backend.size, []
+    own = torch.arange(250.0)
+    collectives: list[Callable[[], Any]] = [
+        lambda: dist.broadcast(own.clone(), 0),
+        lambda: dist.all_reduce(own.clone()),
+        lambda: dist.all_gather_into_tensor(own.new_empty(250 * size), own),
+        lambda: dist.reduce_scatter_tensor(own.new_empty(250), own.repeat(size)),
+        lambda: dist.all_to_all_single(own.new_empty(size, 250), own.repeat(size, 1)),
+    ]
+    for collective in collectives:
+        before = sum(group._issued.values())
+        collective()
+        counts.append(sum(group._issued.values()) - before)
+    return counts
+
+
+def uneven_exchange_beyond_the_limit(backend: Backend) -> None:
+    from unitrain.backends import horovod_process_group
+
+    horovod_process_group.ALLTOALL_BYTES = 100
+    splits = [20] * backend.size
+    own = torch.zeros(sum(splits))
+    with pytest.raises(UnsupportedError, match=r"Horovod takes at most 100\. Exchange fewer rows"):
+        dist.all_to_all_single(torch.zeros_like(own), own, splits, splits)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup("horovod", request.param) as group:
+        yield group
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_every_dtype_is_reduced_by_every_operation_or_refused(ranks: RankGroup, limit: int) -> None:
+    told = ranks.run(reductions, limit)
+    assert all(one == told[0] for one in told)
+    text = "\n".join(told[0])
+    for dtype in INTEGERS:
+        name = str(dtype).removeprefix("torch.")
+        assert f"cannot reduce {name} by AVG. Use SUM and divide" in text
+    assert "cannot reduce complex64 by MAX." in text
+    assert "cannot reduce float32 by BXOR." in text
+    assert "cannot reduce bool by AVG." in text
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_every_layout_is_reduced_and_moved(ranks: RankGroup, limit: int) -> None:
+    ranks.run(layouts, limit)
+
+
+def test_lazily_conjugated_tensors_are_moved(ranks: RankGroup) -> None:
+    ranks.run(conjugates)
+
+
+def test_a_coalesced_operation_is_complete_when_all_its_tensors_are(ranks: RankGroup) -> None:
+    ranks.run(coalesced)
+    ranks.run(torch_coalescing)
+
+
+def test_large_tensors_are_sent_in_pieces(ranks: RankGroup) -> None:
+    size = ranks.size
+    for broadcast, allreduce, allgather, reduce_scatter, exchange in ranks.run(pieces_are_sent):
+        assert broadcast == 4
+        assert allreduce == -(-250 // (250 // 4))
+        assert allgather == -(-250 // (250 // (4 * size)))
+        assert reduce_scatter == -(-250 // (250 // (4 * size)))
+        assert exchange == -(-1000 // (250 // size))
+
+
+def test_an_uneven_exchange_that_horovod_cannot_count_is_refused() -> None:
+    with RankGroup("horovod", 2) as group:
+        group.run(uneven_exchange_beyond_the_limit)
