@@ -1,18 +1,23 @@
-"""Python objects as bytes that travel between ranks."""
+"""Python objects as bytes and tensors that are sent between ranks."""
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unitrain.authentication import SIGNATURE_BYTES, has_key, sign, verify
+from unitrain.backends.base import Communicator
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
+# How much of an object's tensors is sent at a time, and so how much more memory it takes.
+CHUNK_BYTES = 2**26
 _PICKLED, _SAVED = b"p", b"t"
 _PURPOSE = "object"
 
@@ -70,3 +75,88 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, Tensor) and obj.device.type == "cuda":
             raise _OnGPUError
         return None
+
+
+def broadcast_with_tensors(communicator: Communicator, obj: Any) -> Any:
+    """Return rank 0's `obj` on every rank; what other ranks pass is ignored. All ranks call it.
+
+    The tensors in dictionaries, lists and tuples are sent as tensors, in chunks, so they may be of any size: pickled,
+    they would need as much memory again, several times. Tensors of any GPU are on `communicator.device` afterwards.
+    """
+    tensors: list[Tensor] = []
+    first = communicator.rank == 0
+    skeleton = communicator.broadcast_object(_take_out(obj, tensors) if first else None)
+    if not first:
+        obj = _put_in(skeleton, communicator.device, tensors)
+    contents = [_bytes(tensor) for tensor in tensors]
+    for chunk in _chunks([len(content) for content in contents]):
+        parts = [contents[index][place] for index, place in chunk]
+        size = sum(len(part) for part in parts)
+        # One chunk may hold tensors of several devices.
+        payload = torch.empty(size, dtype=torch.uint8, device=communicator.device)
+        places = payload.split([len(part) for part in parts])
+        if first:
+            for place, part in zip(places, parts, strict=True):
+                place.copy_(part)
+        received = communicator.broadcast(payload)
+        if not first:
+            for part, place in zip(parts, received.split([len(part) for part in parts]), strict=True):
+                part.copy_(place)
+    return obj
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor that was taken out of an object."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def _take_out(obj: Any, tensors: list[Tensor]) -> Any:
+    """Return `obj` with places for its tensors, which are added to `tensors`."""
+    kind = type(obj)
+    if kind in (Tensor, torch.nn.Parameter) and obj.layout == torch.strided and not obj.is_quantized:
+        tensors.append(obj)
+        return _Place(tuple(obj.shape), obj.dtype, obj.device.type == "cpu")
+    if kind is dict:
+        return {key: _take_out(value, tensors) for key, value in obj.items()}
+    if kind in (list, tuple):
+        return kind(_take_out(value, tensors) for value in obj)
+    return obj
+
+
+def _put_in(obj: Any, device: torch.device, tensors: list[Tensor]) -> Any:
+    """Return `obj` with new tensors, of any values, in their places, which are added to `tensors`."""
+    if isinstance(obj, _Place):
+        tensors.append(torch.empty(obj.shape, dtype=obj.dtype, device="cpu" if obj.on_cpu else device))
+        return tensors[-1]
+    kind = type(obj)
+    if kind is dict:
+        return {key: _put_in(value, device, tensors) for key, value in obj.items()}
+    if kind in (list, tuple):
+        return kind(_put_in(value, device, tensors) for value in obj)
+    return obj
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _chunks(sizes: list[int]) -> Iterator[list[tuple[int, slice]]]:
+    """Yield the parts, of tensors of so many bytes, that are sent together."""
+    chunk: list[tuple[int, slice]] = []
+    room = CHUNK_BYTES
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            chunk.append((index, slice(start, stop)))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield chunk
+                chunk, room = [], CHUNK_BYTES
+    if chunk:
+        yield chunk

@@ -29,7 +29,7 @@ from unitrain.backends.gradients import BUCKET_VIEW, BUCKETS, GlobalGradients, c
 from unitrain.backends.knobs import Knob
 from unitrain.backends.ledger import Ledger
 from unitrain.backends.local_gradients import check_before_step
-from unitrain.backends.objects import NOTHING, pack, unpack
+from unitrain.backends.objects import NOTHING, broadcast_with_tensors, pack, unpack
 from unitrain.backends.ordered_keys import from_ordered_keys, ordered_keys, takes_keys
 from unitrain.backends.rendezvous import Meeting
 from unitrain.backends.torch_names import all_gather, reduce_scatter
@@ -213,7 +213,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
         together(self, lambda: checks.check_optimizer(optimizer, self.unwrap(model)))
-        state = self.broadcast_object(optimizer.state_dict())
+        state = broadcast_with_tensors(self, optimizer.state_dict())
         if self.rank != 0:
             optimizer.load_state_dict(state)
         wrapped = getattr(model, "_orig_mod", model)
