@@ -51,6 +51,8 @@ class HorovodWork(dist._Work):
         self._completions = completions
         self._done = False
         self._error: Exception | None = None
+        self._device = device
+        self._ready: torch.cuda.Event | None = None
         self._future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[device] if device.type == "cuda" else None
         )
@@ -79,11 +81,23 @@ class HorovodWork(dist._Work):
                 output = hvd.synchronize(self._handle)
                 if self._finish is not None:
                     self._finish(output)
+                self._mark_ready(output)
         except Exception as error:
             self._complete(error)
         else:
             self._complete(None)
         return True
+
+    def _mark_ready(self, output: Any) -> None:
+        """Record when the stream of this thread, which any thread may be, has written the result on a GPU."""
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(stream)  # it may be freed before the stream has copied it
+        self._ready = torch.cuda.Event()
+        self._ready.record(stream)
 
     def _complete(self, error: Exception | None) -> None:
         self._error = error
@@ -102,6 +116,8 @@ class HorovodWork(dist._Work):
             raise self._error
         if not self._done:  # torch's own works raise too, and who waits does not look at what is returned
             raise CollectiveTimeoutError(f"Horovod's {self._name} is not done after {seconds:g} s of waiting.")
+        if self._ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._ready)
         return True
 
     def is_completed(self) -> bool:

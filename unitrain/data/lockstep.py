@@ -173,7 +173,8 @@ class Lockstep:
         items = [OUT if taken is None else taken.items for taken in held]
         samples = [OUT if taken is None else taken.samples for taken in held]
         here = [state, *items, *samples]
-        gathered = self._communicator.allgather(torch.tensor(here, device=self._communicator.device))
+        # On the CPU, where every backend gathers too: on a GPU the host would wait for all that is queued there.
+        gathered = self._communicator.allgather(torch.tensor(here))
         table: list[list[int]] = gathered.view(self._communicator.size, len(here)).tolist()
         states = [counts.pop(0) for counts in table]
         if _FAILED in states:

@@ -90,6 +90,7 @@ class SharedStatistics:
     def __init__(self, communicator: Communicator | None, names: tuple[str, ...]) -> None:
         self.communicator, self.names = communicator, names
         self.counts = True
+        self._numbers: dict[tuple[int, torch.device], Tensor] = {}
 
     @property
     def alone(self) -> bool:
@@ -112,15 +113,22 @@ class SharedStatistics:
             count = 0
         # Ranks that are in different layers of the same width would mix their statistics unawares: unless the numbers
         # of all are equal, the mean of their squares is more than the square of their mean.
-        rest = torch.tensor([count, number, number**2], dtype=torch.float64, device=mean.device)
+        constants = self._on_device(number, mean.device)
         # 0 * nan is nan, so what does not count is not multiplied by 0.
         own = torch.cat([mean * count, squares + mean.square() * count]) if count else mean.new_zeros(2 * len(mean))
-        total = self.sum(torch.cat([own, rest]))
+        total = self.sum(torch.cat([own, mean.new_full((1,), count), constants]))
         means, second, (values, numbers, number_squares) = total.tensor_split((len(mean), 2 * len(mean)))
         if check:
             self._check(number, *torch.stack([values, numbers, number_squares]).tolist())
         means = means / values
         return means, (second / values - means.square()).clamp_min(0), values
+
+    def _on_device(self, number: int, device: torch.device) -> Tensor:
+        """Return a layer's number and its square, float64 [2]. They are kept, because to copy them to a GPU is to wait
+        for all that is queued there."""
+        if (kept := self._numbers.get((number, device))) is None:
+            kept = self._numbers[number, device] = torch.tensor([number, number**2], dtype=torch.float64, device=device)
+        return kept
 
     def _check(self, number: int, values: float, numbers: float, number_squares: float) -> None:
         assert self.communicator is not None
@@ -210,7 +218,7 @@ def _normalise_over_ranks(layer: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         mean, squares, count = _moments(x)
         # On a GPU, only where it can matter: it waits for all that is queued.
-        check = not x.is_cuda or count < 2 or not layer._seen
+        check = x.device.type == "cpu" or count < 2 or not layer._seen
         layer._seen = True
         mean, variance, values = shared.gather(mean, squares, count, layer.number, check=check)
         if layer.track_running_stats:

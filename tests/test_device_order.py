@@ -1,0 +1,122 @@
+"""Where the host waits for a device, and which streams wait for a result: with a simulated device, where no GPU is.
+
+Tensors on torch's `meta` device have no values, so any attempt of the host to read one is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import unitrain
+from unitrain.backends.local import LocalBackend
+from unitrain.data.lockstep import Lockstep
+
+DEVICE = torch.device("meta")
+
+
+class Ranks(LocalBackend):
+    """One of two ranks that do the same."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        super().__init__(DEVICE)
+
+    def allreduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
+        return super().allreduce(tensor, op) * (2 if op == "sum" else 1)
+
+    def allgather(self, tensor: Tensor) -> Tensor:
+        return torch.cat([super().allgather(tensor)] * 2)
+
+
+class CopiesFromHost(TorchFunctionMode):
+    """Counts tensors that are made on the device from numbers of the host, for which the host waits on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = options or {}
+        if function in (torch.tensor, torch.as_tensor) and torch.device(options.get("device", "cpu")) == DEVICE:
+            self.count += 1
+        return function(*arguments, **options)
+
+
+def test_sync_batch_norm_waits_for_the_device_in_no_forward_after_the_first() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)).to(DEVICE)
+    unitrain.sync_batch_norm(model, Ranks())
+    for layer in (model[1], model[3]):
+        layer._seen = True  # the check of a layer's first forward reads what it has summed
+    for expected in (2, 0, 0):  # once per layer
+        with CopiesFromHost() as copies:
+            model(torch.randn(5, 3, 8, 8, device=DEVICE)).sum().backward()
+        assert copies.count == expected
+
+
+def test_ranks_in_lockstep_do_not_wait_for_the_device() -> None:
+    lockstep = Lockstep(Ranks(), accumulate=1, uneven="weight", ahead=2, full=None)
+    steps = list(lockstep.epoch(lambda: ((4, number) for number in range(3)), start=0, stride=8, passed=0))
+    assert [batch for batch, _ in steps] == [0, 1, 2]
+    assert [part.step_samples for _, part in steps] == [8, 8, 8]
+
+
+class Stream:
+    """A simulated stream: what has been put into it, and which events it waits for before anything later."""
+
+    def __init__(self) -> None:
+        self.queued: list[str] = []
+        self.waits_for: list[Event] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.waits_for.append(event)
+
+
+class Event:
+    """A simulated event: what was in the stream when it was recorded."""
+
+    def __init__(self) -> None:
+        self.after: list[str] = []
+
+    def record(self, stream: Stream) -> None:
+        self.after = [*stream.queued]
+
+
+def test_a_wait_orders_the_stream_of_the_caller_after_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    horovod_work = pytest.importorskip("unitrain.backends.horovod_work")
+    from datetime import timedelta
+
+    streams: dict[int, Stream] = {}
+
+    def current_stream(device: torch.device) -> Stream:
+        return streams.setdefault(threading.get_ident(), Stream())
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(horovod_work.hvd, "poll", lambda handle: True)
+    monkeypatch.setattr(horovod_work.hvd, "synchronize", lambda handle: torch.ones(2))
+
+    completions = horovod_work.Completions()
+    try:
+        work = horovod_work.HorovodWork(
+            "allgather", 1, [], torch.device("cpu"),
+            lambda output: current_stream(DEVICE).queued.append("copy"), timedelta(seconds=20), completions,
+        )  # fmt: skip
+        work._device = torch.device("cuda", 0)  # a future of it takes a GPU
+        completions.add(work)
+        while not work.is_completed():  # the thread of `completions` completes it, in a stream of its own
+            threading.Event().wait(0.001)
+        own = current_stream(DEVICE)
+        assert own.queued == []
+        assert own.waits_for == []
+        work.wait()
+        (event,) = own.waits_for
+        assert event.after == ["copy"]
+    finally:
+        completions.stop()
