@@ -105,6 +105,16 @@ def test_gpt_learns_alike() -> None:
         assert final(run(by_hand(backend, "gpt.py", *arguments))) == pytest.approx(alone, abs=3e-4)
 
 
+def test_a_contrastive_loss_of_all_ranks_is_that_of_one_process() -> None:
+    arguments = ("--device", "cpu", "--epochs", "3", "--batch-size")
+    alone = final(run([sys.executable, str(EXAMPLES / "contrastive.py"), *arguments, "128"]))
+    assert alone[0] >= 0.85
+    for backend in BACKENDS:
+        found = final(run(by_hand(backend, "contrastive.py", *arguments, "64")))
+        assert found == pytest.approx(alone, abs=3e-3)
+        assert found[1] == pytest.approx(alone[1], abs=3e-4)
+
+
 def test_episodes_are_each_ranks_own_and_the_policy_is_one() -> None:
     arguments = ("--device", "cpu", "--epochs", "3", "--episodes", "96", "--update-every", "32", "--workers", "1")
     accuracy, val_loss = ddp = final(run(by_hand("ddp", "episodes.py", *arguments)))

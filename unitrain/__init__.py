@@ -39,6 +39,7 @@ _EXPORTS = {
     "UnitrainError": "unitrain.errors",
     "WandbLogger": "unitrain.tracking.loggers.wandb",
     "available_backends": "unitrain.backends.registry",
+    "differentiable_allgather": "unitrain.modules.differentiable_allgather",
     "init": "unitrain.initialise",
     "register_process_group": "unitrain.backends.horovod_registration",
     "require": "unitrain.backends.base",
@@ -70,6 +71,7 @@ __all__ = [
     "WandbLogger",
     "__version__",
     "available_backends",
+    "differentiable_allgather",
     "init",
     "register_process_group",
     "require",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from unitrain.functions.run import run
     from unitrain.initialise import init
     from unitrain.modules.buffers import share_buffers
+    from unitrain.modules.differentiable_allgather import differentiable_allgather
     from unitrain.modules.sync_batch_norm import sync_batch_norm
     from unitrain.tracking.loggers.csv import CSVLogger
     from unitrain.tracking.loggers.json_lines import JSONLinesLogger

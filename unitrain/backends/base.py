@@ -3,7 +3,9 @@
 The rules below hold on every backend alike; `unitrain.testing` turns each of them into a test.
 
 1. Collectives return new tensors and leave their input untouched, for float64/32/16, bfloat16, int64/32, uint8 and
-   bool. The mean of integers or booleans is an error, and so is the sum of booleans.
+   bool. The mean of integers or booleans is an error, and so is the sum of booleans. A minimum or maximum is NaN where
+   any rank has NaN. Results have no gradient history, so a tensor that requires grad is an error, except under
+   torch.no_grad(): pass tensor.detach(), or call `unitrain.differentiable_allgather`.
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks: clipping, loss scaling, logging and
    `optimizer.step()` are then plain torch code. A step on gradients that are not global is a ModelError.
 3. `distributed_model` makes parameters and buffers equal to rank 0's; nothing else steps the optimizer or touches the

@@ -34,7 +34,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raise TensorError unless `tensor` is a dense tensor of a supported dtype."""
+    """Raise TensorError unless `tensor` is a dense tensor of a supported dtype, whose gradient is not lost here."""
     if not isinstance(tensor, Tensor):
         raise TensorError(
             f"A collective takes a tensor, got {type(tensor).__name__}. "
@@ -48,6 +48,12 @@ def check_tensor(tensor: Tensor) -> None:
     if tensor.dtype not in DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
         raise TensorError(f"A collective cannot carry dtype {dtype_name(tensor.dtype)}. Convert to one of: {names}.")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise TensorError(
+            f"A collective got a tensor of shape {list(tensor.shape)} that requires grad, and its result has no "
+            "gradient history: a loss of it would lose gradients. Use tensor.detach(), or, in a loss over the samples "
+            "of all ranks, unitrain.differentiable_allgather(tensor, backend)."
+        )
 
 
 def check_reduce(tensor: Tensor, op: str) -> None:

@@ -70,7 +70,7 @@ class Means:
 
     def totals(self, communicator: Communicator) -> tuple[list[float], float]:
         """Return the sum of each name and the number of samples, or tokens, over all ranks. All ranks call it."""
-        *sums, counted = communicator.allreduce(self.here(), op="sum").tolist()
+        *sums, counted = communicator.allreduce(self.here().detach(), op="sum").tolist()
         return sums, counted
 
     def clear(self) -> None:

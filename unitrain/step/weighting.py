@@ -85,7 +85,7 @@ class GlobalMean:
         if loss.tokens is None:
             weight *= part.samples
             return loss.value if weight == 1.0 else loss.value * weight
-        here = torch.as_tensor(loss.tokens, dtype=torch.float64, device=self._communicator.device)
+        here = torch.as_tensor(loss.tokens, dtype=torch.float64, device=self._communicator.device).detach()
         tokens = here if part.samples else torch.zeros_like(here)
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
         if self._per_sample is None:

@@ -195,10 +195,18 @@ def collectives_take_tensors_that_are_not_contiguous(backend: Backend) -> None:
 
 
 @contract
-def results_carry_no_gradient_history(backend: Backend) -> None:
-    own = torch.ones(backend.size, requires_grad=True)
-    for result in (backend.allreduce(own), backend.allgather(own), backend.broadcast(own), backend.reducescatter(own)):
-        assert not result.requires_grad
+def a_tensor_that_requires_grad_is_refused_on_every_rank(backend: Backend) -> None:
+    last = backend.rank == backend.size - 1
+    own = torch.ones(backend.size, requires_grad=last)
+    collectives = [backend.allreduce, backend.allgather, backend.reducescatter, backend.broadcast]
+    for collective in collectives:
+        raises(TensorError, "that requires grad", lambda collective=collective: collective(own * 2))
+        text = raises(TensorError, "that requires grad", lambda collective=collective: collective(own))
+        assert "differentiable_allgather" in text
+        same_on_every_rank(backend, text)
+        with torch.no_grad():
+            assert not collective(own).requires_grad
+        assert not collective(own.detach()).requires_grad
 
 
 @contract

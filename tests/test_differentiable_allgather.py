@@ -1,0 +1,203 @@
+"""Losses over the samples of all ranks: N ranks train as one process does with the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.utils.checkpoint import checkpoint
+
+import unitrain
+from unitrain.backends.base import Backend
+from unitrain.errors import CollectiveMismatchError, TensorError
+from unitrain.testing import RankGroup
+
+GROUPS = [("local", 1), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("horovod", 1), ("horovod", 2), ("horovod", 3)]
+SAMPLES = 12
+STEPS = 3
+# Samples per rank, by number of ranks.
+EVEN = {1: [12], 2: [6, 6], 3: [4, 4, 4]}
+UNEVEN = {1: [12], 2: [7, 5], 3: [7, 0, 5]}
+
+
+class Encoder(nn.Module):
+    """Has parameters on both sides of the allgather, and more of them than DDP's first bucket takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 6))
+        self.head = nn.Linear(6, 6)
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+        self.double()
+
+
+class Contrastive(nn.Module):
+    """InfoNCE of two views of each sample: the loss of all samples, or of this rank's compared with all."""
+
+    def __init__(self, backend: Backend | None, form: str) -> None:
+        super().__init__()
+        self.encoder, self.backend, self.form = Encoder(), backend, form
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        if self.backend is None:
+            return tensor
+        if self.form == "without gradient":
+            return self.backend.allgather(tensor.detach())
+        return unitrain.differentiable_allgather(tensor, self.backend)
+
+    def forward(self, one: Tensor, two: Tensor, first: int) -> Tensor:
+        body = self.encoder.body
+        if self.form == "recomputed":
+            one, two = (checkpoint(body, view, use_reentrant=False) for view in (one, two))
+        else:
+            one, two = body(one), body(two)
+        whole_one, whole_two = (normalize(self.encoder.head(self.gather(view))) for view in (one, two))
+        if self.form in ("same everywhere", "recomputed"):
+            scores = whole_one @ whole_two.t() / self.encoder.temperature
+            return cross_entropy(scores, torch.arange(len(scores)), reduction="sum") / len(scores)
+        own = normalize(self.encoder.head(one))
+        scores = own @ whole_two.t() / self.encoder.temperature
+        targets = torch.arange(len(own)) + first
+        size = 1 if self.backend is None else self.backend.size
+        return cross_entropy(scores, targets, reduction="sum") * size / len(whole_two)
+
+
+def views(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    samples = torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64)
+    return samples + 0.3 * torch.randn(2, SAMPLES, 8, generator=generator, dtype=torch.float64)
+
+
+def train(backend: Backend | None, form: str, counts: list[int], micro_steps: int = 1) -> list[Tensor]:
+    model: Any = Contrastive(backend, form)
+    wrapped = model if backend is None else backend.distributed_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    rank = 0 if backend is None else backend.rank
+    first = sum(counts[:rank])
+    own = slice(first, first + counts[rank])
+    for step in range(STEPS):
+        for micro_step in range(micro_steps):
+            one, two = views(10 * step + micro_step)
+            if backend is not None and micro_step + 1 < micro_steps:
+                with backend.no_sync(wrapped):
+                    wrapped(one[own], two[own], first).backward()
+            else:
+                wrapped(one[own], two[own], first).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def farthest(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    backend, size = request.param
+    with RankGroup(backend, size) as group:
+        yield group
+
+
+def trained(backend: Backend, cases: list[tuple[str, list[int], int]]) -> list[list[Tensor]]:
+    return [train(backend, *case) for case in cases]
+
+
+def test_a_contrastive_loss_trains_as_one_process_with_the_whole_batch(ranks: RankGroup) -> None:
+    cases = [
+        (form, counts[ranks.size], micro_steps)
+        for form in ("same everywhere", "own samples")
+        for counts, micro_steps in ((EVEN, 1), (UNEVEN, 1), (EVEN, 2))
+    ]
+    cases.append(("recomputed", EVEN[ranks.size], 1))
+    found = ranks.run(trained, cases)
+    for of_rank in found:
+        for (form, counts, micro_steps), parameters in zip(cases, of_rank, strict=True):
+            wanted = train(None, form, [SAMPLES], micro_steps)
+            assert farthest(parameters, wanted) < 1e-11, (form, counts, micro_steps)
+    if ranks.size > 1:  # what is lost without the gradient of the other ranks' samples
+        lost = ranks.run(trained, [("without gradient", EVEN[ranks.size], 1)])[0][0]
+        assert farthest(lost, train(None, "own samples", [SAMPLES])) > 1e-4
+
+
+def gradients(backend: Backend) -> None:
+    rank, size = backend.rank, backend.size
+
+    def tensor(of: int, rows: int) -> Tensor:
+        generator = torch.Generator().manual_seed(of)
+        return torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+
+    counts = [2, 0, 3][:size] if size > 1 else [2]
+    parts = [tensor(one, rows).requires_grad_() for one, rows in enumerate(counts)]
+    weights = torch.randn(sum(counts), 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    # Every rank's loss is another function of all parts; what arrives is the gradient of their sum.
+    whole = torch.cat(parts)
+    total = sum(((one + 1) * whole**3 * weights).sum() for one in range(size))
+    wanted = torch.autograd.grad(total, parts, create_graph=True)
+    wanted_second = torch.autograd.grad(sum((one**2).sum() for one in wanted), parts)
+
+    own = parts[rank].detach().clone().requires_grad_()
+    kept = own.detach().clone()
+    gathered = unitrain.differentiable_allgather(own, backend)
+    assert torch.equal(gathered, whole)
+    assert torch.equal(own, kept)
+    (first,) = torch.autograd.grad(((rank + 1) * gathered**3 * weights).sum(), own, create_graph=True)
+    torch.testing.assert_close(first, wanted[rank])
+    (second,) = torch.autograd.grad((first**2).sum(), own)
+    torch.testing.assert_close(second, wanted_second[rank])
+
+    # A rank whose tensor requires no grad still takes part in the backward.
+    own = parts[rank].detach().clone().requires_grad_(rank == 0)
+    gathered = unitrain.differentiable_allgather(own, backend)
+    assert gathered.requires_grad
+    (gathered.sum() * (rank + 1)).backward()
+    if rank == 0:
+        assert own.grad is not None
+        torch.testing.assert_close(own.grad, torch.full_like(own, size * (size + 1) / 2))
+
+    # No dimensions, half precision, integers, and no grad mode.
+    number = torch.tensor(rank + 1.0, requires_grad=True)
+    (unitrain.differentiable_allgather(number, backend) * torch.arange(1.0, size + 1)).sum().backward()
+    assert number.grad is not None
+    assert number.grad.shape == ()
+    assert number.grad.item() == (rank + 1.0) * size
+    half = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    unitrain.differentiable_allgather(half, backend).sum().backward()
+    assert half.grad is not None
+    assert half.grad.tolist() == [size, size]
+    labels = unitrain.differentiable_allgather(torch.tensor([rank]), backend)
+    assert labels.tolist() == list(range(size))
+    with torch.no_grad():
+        assert not unitrain.differentiable_allgather(number, backend).requires_grad
+
+
+def mistakes(backend: Backend) -> list[str]:
+    last = backend.rank == backend.size - 1
+    texts = []
+    with pytest.raises(CollectiveMismatchError) as mismatch:
+        unitrain.differentiable_allgather(torch.ones(2, 4 if last else 3), backend)
+    texts.append(str(mismatch.value))
+    with pytest.raises(CollectiveMismatchError) as mismatch, torch.set_grad_enabled(not last):
+        unitrain.differentiable_allgather(torch.ones(2), backend)
+    texts.append(str(mismatch.value))
+    with pytest.raises(TensorError) as refused:
+        unitrain.differentiable_allgather(torch.ones(2, dtype=torch.float8_e5m2), backend)
+    texts.append(str(refused.value))
+    backend.barrier()  # the group still works
+    return texts
+
+
+def test_the_gradient_is_that_of_the_sum_of_the_ranks_losses(ranks: RankGroup) -> None:
+    ranks.run(gradients)
+
+
+def test_ranks_that_differ_are_refused_alike(ranks: RankGroup) -> None:
+    if ranks.size > 1:
+        told = ranks.run(mistakes)
+        assert all(one == told[0] for one in told)
+        assert "float8_e5m2" in told[0][2]
