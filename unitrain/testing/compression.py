@@ -260,10 +260,10 @@ def a_gradient_inside_a_loss_compresses_nothing(backend: Backend) -> None:
         model, twin, alone = build().float(), build().float(), build().float()
         for module in (model, twin, alone):
             module.double()
-        wrapped = backend.distributed_model(model, compression=compression)  # type: ignore[arg-type]
+        wrapped = backend.distributed_model(model, compression=compression)
         window(wrapped, backend.rank, wrapped)
         # One backward of the whole window, which is compressed once.
-        plain = backend.distributed_model(alone, compression=compression)  # type: ignore[arg-type]
+        plain = backend.distributed_model(alone, compression=compression)
         total = torch.zeros((), dtype=torch.float64)
         for micro_step in range(3):
             inputs = batch(backend.rank, micro_step).requires_grad_()
