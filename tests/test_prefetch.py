@@ -192,10 +192,10 @@ def order_of_things(backend: Backend) -> list[str]:
         log.append("fetch")
         fetch(coming)
 
-    def noted_wait(waiting: Waiting, work: Any) -> None:
+    def noted_wait(waiting: Waiting, work: Any, **settings: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             log.append("wait")
-        wait(waiting, work)
+        wait(waiting, work, **settings)
 
     prefetch.Coming.fetch, Waiting.wait_for_ranks = noted_fetch, noted_wait  # type: ignore[method-assign]
     try:

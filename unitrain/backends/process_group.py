@@ -73,7 +73,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         # Whether the ranks must use several groups in one order.
         self._keeps_order = transport == "nccl"
         self._watch = Watch(meeting, self._ledger) if self.size > 1 else None
-        self._waiting = Waiting(meeting, self._ledger, self._watch)
+        self._waiting = Waiting(meeting, self._ledger, self._watch, polls=device.type == "cpu")
         self._agree = Agreement(self, self._ledger, self._waiting)
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,19 +15,28 @@ from unitrain.backends.watch import Watch
 from unitrain.errors import CollectiveTimeoutError
 
 _STRAGGLER_PATIENCE = timedelta(seconds=2)
+# A thread that blocks lets its core fall asleep, and waking it takes longer than a small collective: with polling, an
+# exchange of 1 KB between two ranks takes 0.3 ms instead of 0.9. Longer waits block, which leaves the core to others.
+_POLL_SECONDS = 0.005
 
 
 class Waiting:
     """Waits for works of the group, and raises CollectiveTimeoutError for those that do not end in time."""
 
-    def __init__(self, meeting: Meeting, ledger: Ledger, watch: Watch | None) -> None:
-        self._meeting, self._ledger, self._watch = meeting, ledger, watch
+    def __init__(self, meeting: Meeting, ledger: Ledger, watch: Watch | None, *, polls: bool) -> None:
+        self._meeting, self._ledger, self._watch, self._polls = meeting, ledger, watch, polls
 
-    def wait_for_ranks(self, work: dist.Work | None) -> None:
-        """Wait for `work`, which belongs to the ledger's latest entry; under NCCL, let the stream wait for it."""
+    def wait_for_ranks(self, work: dist.Work | None, *, on_cpu: bool = False) -> None:
+        """Wait for `work`, which belongs to the ledger's latest entry; under NCCL, let the stream wait for it.
+
+        `polls` of the constructor, and `on_cpu` here, state that the work's tensors are on the CPU: then the thread
+        polls for a few milliseconds before it blocks.
+        """
         if work is None:
             return
         try:
+            if self._polls or on_cpu:
+                _poll(work)
             work.wait()
         except (RuntimeError, CollectiveTimeoutError) as error:
             if "imed out" not in str(error) and "imeout" not in str(error):
@@ -63,3 +74,12 @@ class Waiting:
                 *differences(ledgers),
             ]
         )
+
+
+def _poll(work: dist.Work) -> None:
+    """Return when `work` has ended, or after a few milliseconds."""
+    if type(work) is not dist.Work:  # those written in Python poll in their own `wait`
+        return
+    deadline = time.monotonic() + _POLL_SECONDS
+    while not work.is_completed() and time.monotonic() < deadline:
+        os.sched_yield()
