@@ -1,27 +1,70 @@
-"""The exchange that goes before every collective: the ranks tell each other what they are about to do (`call.py`)."""
+"""The consistency check before every collective: one exchange of a fingerprint, O(1) per rank.
+
+Up to `MOST_GATHERED` ranks, the exchange is an allgather of short rows, which also carry small tensors, so that these
+are reduced in rank order, bit-equal on every transport. Above, it is a sum of a short vector: the fingerprints of all
+ranks are equal if and only if their variance is zero, and the same sum adds up small floating-point tensors. The
+arguments of all ranks are exchanged only where fingerprints differ.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unitrain.backends.base import Backend
-from unitrain.backends.call import ROW_LENGTH, Call, describe_disagreement, small
+from unitrain.backends.call import Call, describe_disagreement
 from unitrain.backends.ledger import Ledger
 from unitrain.backends.objects import pack, unpack
 from unitrain.backends.torch_names import all_gather
 from unitrain.backends.waiting import Waiting
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError, UnitrainError
 
+MOST_GATHERED = 64
+# Of a row: fingerprint, count, and the bytes that it carries, or -1.
+_HEADER = 3
+# What a sum carries at most: together with the rest, one packet.
+_SUMMED = 128
+# Numbers are summed as four parts of 16 bits, so that their sums and sums of squares are exact in float64 for up to
+# 2**21 ranks.
+_PARTS, _PART_BITS = 4, 16
+_SUM_HEADER = 4 * _PARTS + 1
+
+
+class Agreed(NamedTuple):
+    """What the exchange found besides equality. `counts` is every rank's `Call.count`, for gathering operations and up
+    to MOST_GATHERED ranks only; `root_count` that of the root.
+
+    If all ranks' tensors were small: their bytes, uint8 [ranks, bytes], padded with zeros, as `contents`, or their sum,
+    float64 [elements], as `total`.
+    """
+
+    counts: list[int]
+    root_count: int
+    contents: Tensor | None = None
+    total: Tensor | None = None
+
 
 class Agreement:
-    """Counts the collectives that this rank of `backend` calls, and compares each with those of the other ranks."""
+    """Counts the collectives that this rank of `backend` calls, and compares each with those of the other ranks.
 
-    def __init__(self, backend: Backend, ledger: Ledger, waiting: Waiting) -> None:
-        self._backend, self._ledger, self._waiting = backend, ledger, waiting
+    Its exchanges of CPU tensors use `group`, None for the default group.
+    """
+
+    def __init__(
+        self, backend: Backend, ledger: Ledger, waiting: Waiting, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._backend, self._ledger, self._waiting, self._group = backend, ledger, waiting, group
         self._calls = 0
+        # Bounded in sum over ranks; 4 KB hold the statistics of a BatchNorm of 250 channels.
+        self._row_bytes = max(1024, min(4096, 16384 // backend.size))
+
+    def leave_group(self) -> None:
+        """Release the process group."""
+        self._group = None
 
     def __call__(
         self,
@@ -32,11 +75,12 @@ class Agreement:
         root: int = -1,
         check: Callable[[], None] | None = None,
         dtype: torch.dtype | None = None,
-    ) -> list[Call]:
-        """Tell every rank what this one is about to do, and return what each does. All ranks call it.
+    ) -> Agreed:
+        """Return once every rank is about to do the same. All ranks call it.
 
-        `check` raises what is wrong with the arguments here. With `dtype`, a small tensor goes along in it. Raises the
-        lowest such rank's error, or CollectiveMismatchError where the ranks do not do the same, on every rank.
+        `check` raises what is wrong with the arguments on this rank. With `dtype`, a small `tensor` is transferred in
+        that dtype with the exchange. Raises the lowest such rank's error, or CollectiveMismatchError if the arguments
+        differ, on every rank.
         """
         self._backend.refuse_alone(operation)
         problem: UnitrainError | None = None
@@ -44,45 +88,113 @@ class Agreement:
         try:
             if check is not None:
                 check()
-            call = Call(
-                self._calls,
-                operation,
-                op,
-                root,
-                tensor.dtype if tensor is not None else None,
-                tuple(tensor.shape) if tensor is not None else (),
-                content=small(tensor, dtype) if tensor is not None and dtype is not None else None,
-            )
+            shape = tuple(tensor.shape) if tensor is not None else ()
+            call = Call(self._calls, operation, op, root, tensor.dtype if tensor is not None else None, shape)
         except (TensorError, ConfigError) as error:
             problem = error
         self._calls += 1
         self._ledger.enter(call)
-        rows = torch.empty(self._backend.size, ROW_LENGTH, dtype=torch.int64)
-        self._waiting.wait_for_ranks(all_gather(rows.view(-1), call.row(), async_op=True))
-        calls = Call.from_rows(rows)
-        if any(other.refused for other in calls):
-            self._raise_problem(problem)
-        if not all(calls[self._backend.rank].agrees_with(other) for other in calls):  # as told, also of many dimensions
-            raise CollectiveMismatchError(
-                f"{describe_disagreement(calls)} Call the same collectives in the same order on every rank, "
-                "with the same shape and dtype, and none of them inside `if rank == 0`."
-            )
-        return calls
+        tensor = None if problem is not None or dtype is None else tensor
+        exchange = self._gathered if self._backend.size <= MOST_GATHERED else self._summed
+        agreed = exchange(call, tensor, dtype)
+        if agreed is None or problem is not None:
+            self._raise_for_all(call, problem)
+        return agreed
 
     def gather_bytes(self, payload: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Return every rank's `payload`, uint8 [its size], in rank order, once the ranks have agreed on it. All ranks
-        call it, with the `sizes` of all."""
+        """Return every rank's `payload`, uint8 [its size], in rank order. All ranks call it, with the `sizes` of
+        all."""
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
-        gathered = torch.empty(len(sizes) * max(sizes), dtype=torch.uint8)
-        self._waiting.wait_for_ranks(all_gather(gathered, padded, async_op=True))
-        return [part[:size] for part, size in zip(gathered.view(len(sizes), -1), sizes, strict=True)]
+        gathered = self._gather(padded)
+        return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
-    def _raise_problem(self, problem: UnitrainError | None) -> None:
-        """Raise the lowest refused rank's error on every rank, outside the numbered calls."""
-        payload, _ = pack(problem)
-        sizes = torch.empty(self._backend.size, dtype=torch.int64)
-        self._waiting.wait_for_ranks(all_gather(sizes, torch.tensor([payload.numel()]), async_op=True))
-        for part in self.gather_bytes(payload, sizes.tolist()):
-            if (found := unpack(part, self._backend.device)) is not None:
+    def broadcast_bytes(self, payload: Tensor, root: int) -> None:
+        """Make `payload`, uint8 of the same size on every rank, the root's. All ranks call it."""
+        self._wait(dist.broadcast(payload, root, group=self._group, async_op=True))
+
+    def _gathered(self, call: Call, tensor: Tensor | None, dtype: torch.dtype | None) -> Agreed | None:
+        """Exchange rows; return None where they differ."""
+        content = None if tensor is None or dtype is None else _small(tensor, dtype, self._row_bytes)
+        row = torch.zeros(_HEADER + self._row_bytes // 8, dtype=torch.int64)
+        length = -1 if content is None else content.numel()
+        row[:_HEADER] = torch.tensor([call.fingerprint, call.count, length])
+        if content is not None:
+            row[_HEADER:].view(torch.uint8)[:length] = content
+        rows = self._gather(row)
+        fingerprints, counts, lengths = rows[:, :_HEADER].t().tolist()
+        if fingerprints.count(call.fingerprint) < len(fingerprints):
+            return None
+        contents = rows[:, _HEADER:].view(torch.uint8)[:, : max(lengths)] if min(lengths) >= 0 else None
+        return Agreed(counts, counts[max(call.root, 0)], contents)
+
+    def _summed(self, call: Call, tensor: Tensor | None, dtype: torch.dtype | None) -> Agreed | None:
+        """Exchange sums; return None where fingerprints differ."""
+        size, rank = self._backend.size, self._backend.rank
+        # Of an object that one rank sends, only that rank knows the bytes, and their sum is that number.
+        counts = call.operation != "broadcast_object" or rank == call.root
+        own = [*_parts(call.fingerprint), *_parts(call.count if counts else 0)]
+        values = None if tensor is None or dtype is None else _summable(tensor, dtype, call.op)
+        vector = torch.zeros(_SUM_HEADER + _SUMMED, dtype=torch.float64)
+        vector[:_SUM_HEADER] = torch.tensor([*own, *(part * part for part in own), float(values is not None)])
+        if values is not None:
+            vector[_SUM_HEADER : _SUM_HEADER + values.numel()] = values
+        self._wait(dist.all_reduce(vector, group=self._group, async_op=True))
+        *sums, carried = vector[:_SUM_HEADER].tolist()
+        same = [
+            total == size * part and squares == size * part * part
+            for part, total, squares in zip(own, sums, sums[2 * _PARTS :], strict=False)
+        ]
+        if not all(same[:_PARTS]):
+            return None
+        counts_sum = sum(int(part) << _PART_BITS * at for at, part in enumerate(sums[_PARTS : 2 * _PARTS]))
+        every: list[int] = []
+        if call.operation in ("allgather", "allgather_object"):
+            if all(same[_PARTS:]):
+                every = [call.count] * size
+            else:
+                every = self._gather(torch.tensor([call.count])).view(-1).tolist()
+        total = vector[_SUM_HEADER : _SUM_HEADER + values.numel()] if values is not None and carried == size else None
+        return Agreed(every, counts_sum, total=total)
+
+    def _raise_for_all(self, call: Call, problem: UnitrainError | None) -> None:
+        """Raise the lowest refused rank's error, or what differs, on every rank. All ranks call it."""
+        payload, _ = pack((call, problem))
+        sizes = self._gather(torch.tensor([payload.numel()])).view(-1).tolist()
+        told = [unpack(part, self._backend.device) for part in self.gather_bytes(payload, sizes)]
+        for _, found in told:
+            if found is not None:
                 raise found
+        raise CollectiveMismatchError(
+            f"{describe_disagreement([call for call, _ in told])} Call the same collectives in the same order on every "
+            "rank, with the same shape and dtype, and none of them inside `if rank == 0`."
+        )
+
+    def _gather(self, own: Tensor) -> Tensor:
+        """Return every rank's `own`, one-dimensional and of the same length, [ranks, length]."""
+        gathered = own.new_empty(self._backend.size, own.numel())
+        if own.numel():
+            self._wait(all_gather(gathered.view(-1), own, group=self._group, async_op=True))
+        return gathered
+
+    def _wait(self, work: dist.Work | None) -> None:
+        self._waiting.wait_for_ranks(work, on_cpu=True)
+
+
+def _small(tensor: Tensor, dtype: torch.dtype, most: int) -> Tensor | None:
+    """Return the bytes, uint8, of `tensor` in `dtype` if there are at most so many and they are on the CPU."""
+    if tensor.device.type != "cpu" or tensor.numel() * dtype.itemsize > most:
+        return None
+    return tensor.detach().to(dtype).reshape(-1).contiguous().view(torch.uint8)
+
+
+def _summable(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:
+    """Return the elements of `tensor`, float64, if a sum of float64 may reduce them."""
+    if tensor.device.type != "cpu" or tensor.numel() > _SUMMED or not dtype.is_floating_point:
+        return None
+    return tensor.detach().reshape(-1).double() if op in ("sum", "mean") else None
+
+
+def _parts(number: int) -> list[int]:
+    mask = (1 << _PART_BITS) - 1
+    return [number >> _PART_BITS * at & mask for at in range(_PARTS)]

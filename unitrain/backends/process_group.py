@@ -19,7 +19,6 @@ from unitrain import environment, validation
 from unitrain.backends import checks
 from unitrain.backends.agreement import Agreement
 from unitrain.backends.base import Backend, GradientMemory, ReduceOp, SupportsPowerSGD, together
-from unitrain.backends.call import carried
 from unitrain.backends.compression import Memories
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.forks import make_forks_safe
@@ -78,32 +77,40 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         dtype = _reduced_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check tells of what is no tensor
-        calls = self._agree("allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op), dtype=dtype)
-        result = _widened(tensor, dtype)
-        if (parts := carried(calls, result)) is not None:
-            result = _reduced(parts, op).view(tensor.shape)
+        agreed = self._agree("allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op), dtype=dtype)
+        if agreed.contents is not None:
+            result = _reduced(agreed.contents.view(dtype), op).view(tensor.shape)
+        elif agreed.total is not None:
+            result = agreed.total.to(dtype).view(tensor.shape)
         elif op in ("min", "max") and takes_keys(dtype, op):
-            keys = ordered_keys(result, op)
+            keys = ordered_keys(_widened(tensor, dtype), op)
             self._waiting.wait_for_ranks(dist.all_reduce(keys, _TORCH_OPS[op], async_op=True))
             result = from_ordered_keys(keys, dtype)
         else:
+            result = _widened(tensor, dtype)
             self._waiting.wait_for_ranks(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
         return self._finish(result, tensor.dtype, op)
 
     def allgather(self, tensor: Tensor) -> Tensor:
         dtype = getattr(tensor, "dtype", torch.float32)  # the check tells of what is no tensor
-        calls = self._agree("allgather", tensor, check=lambda: checks.check_tensor(tensor), dtype=dtype)
-        rows = [call.shape[0] if call.shape else 1 for call in calls]
-        if (parts := carried(calls, tensor)) is not None:
-            return torch.cat([part.view(count, *tensor.shape[1:]) for part, count in zip(parts, rows, strict=True)])
+        agreed = self._agree("allgather", tensor, check=lambda: checks.check_tensor(tensor), dtype=dtype)
+        rows, rest = agreed.counts, tensor.shape[1:]
         own = tensor.detach().reshape(tensor.shape or (1,))
-        # All transports carry equal pieces only, so shorter ones travel padded.
-        piece = own.new_zeros((max(rows), *own.shape[1:]), dtype=_wide_dtype(tensor.dtype))
-        piece[: own.shape[0]] = own
-        gathered = piece.new_empty((self.size, *piece.shape))
-        if piece.numel():
-            self._waiting.wait_for_ranks(all_gather(gathered.view(-1), piece.view(-1), async_op=True))
-        return torch.cat([gathered[rank, :count] for rank, count in enumerate(rows)]).to(tensor.dtype)
+        most = max(rows)
+        if agreed.contents is not None:
+            gathered = agreed.contents.view(tensor.dtype).reshape(self.size * most, *rest)
+        else:
+            # All transports carry equal pieces only, so shorter ones are padded.
+            piece = own.new_zeros((most, *rest), dtype=_wide_dtype(tensor.dtype))
+            piece[: own.shape[0]] = own
+            gathered = piece.new_empty((self.size * most, *rest))
+            if piece.numel():
+                self._waiting.wait_for_ranks(all_gather(gathered.view(-1), piece.view(-1), async_op=True))
+            gathered = gathered.to(tensor.dtype)
+        if min(rows) == most:
+            return gathered
+        filled = torch.arange(most) < torch.tensor(rows).unsqueeze(1)
+        return gathered.index_select(0, filled.view(-1).nonzero().squeeze(1).to(gathered.device))
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         def check() -> None:
@@ -140,14 +147,14 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             if problem is not None:
                 raise problem
 
-        calls = self._agree("broadcast_object", payload, root=root, check=check, dtype=torch.uint8)
-        content = calls[root].content
-        if content is None:
+        agreed = self._agree("broadcast_object", payload, root=root, check=check, dtype=torch.uint8)
+        if agreed.contents is not None:
+            payload = agreed.contents[root, : agreed.root_count]
+        else:
             if root != self.rank:
-                payload = torch.empty(calls[root].shape[0], dtype=torch.uint8)
-            self._waiting.wait_for_ranks(dist.broadcast(payload, root, async_op=True))
-            content = payload
-        return obj if root == self.rank else unpack(content, self.device)
+                payload = torch.empty(agreed.root_count, dtype=torch.uint8)
+            self._agree.broadcast_bytes(payload, root)
+        return obj if root == self.rank else unpack(payload, self.device)
 
     def allgather_object(self, obj: Any) -> list[Any]:
         payload, problem = pack(obj)
@@ -156,10 +163,11 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             if problem is not None:
                 raise problem
 
-        calls = self._agree("allgather_object", payload, check=check, dtype=torch.uint8)
-        parts = carried(calls, payload)
-        if parts is None:
-            parts = self._agree.gather_bytes(payload, [call.shape[0] for call in calls])
+        agreed = self._agree("allgather_object", payload, check=check, dtype=torch.uint8)
+        if agreed.contents is not None:
+            parts = [part[:count] for part, count in zip(agreed.contents, agreed.counts, strict=True)]
+        else:
+            parts = self._agree.gather_bytes(payload, agreed.counts)
         return [unpack(part, self.device) for part in parts]
 
     def barrier(self) -> None:
@@ -278,10 +286,10 @@ def _reduced_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     return torch.float32 if dtype in _HALF and op != "min" and op != "max" else _wide_dtype(dtype)
 
 
-def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
-    """Return the parts of all ranks combined in the order of ranks, with the sum where the mean is asked for."""
+def _reduced(parts: Tensor, op: ReduceOp) -> Tensor:
+    """Return the `parts` of all ranks, [ranks, elements], combined in rank order, with the sum for the mean."""
     combine = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}.get(op, torch.add)
-    return functools.reduce(combine, parts)
+    return functools.reduce(combine, parts.unbind()[1:], parts[0].clone())
 
 
 def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
