@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
+from typing import Any
 
 import pytest
+from torch.distributed import HashStore, Store, TCPStore
 
 from unitrain import environment
 from unitrain.backends import network
-from unitrain.backends.rendezvous import meet
+from unitrain.backends.rendezvous import Meeting, meet
 from unitrain.environment import Placement
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
 
@@ -230,3 +235,93 @@ def test_a_process_that_gave_up_on_a_silent_program_exits() -> None:
         )
     assert done.returncode == 1
     assert UNREACHED in done.stderr.splitlines()[-1], done.stderr
+
+
+class CountingStore:
+    """A store that counts its requests by name, and forwards them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.requests: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*args: Any) -> Any:
+            self.requests[name] += 1
+            return getattr(self._store, name)(*args)
+
+        return request
+
+
+def test_an_exchange_takes_as_many_requests_of_a_rank_for_any_number_of_ranks() -> None:
+    size = 100
+    served = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    stores = [
+        CountingStore(TCPStore("127.0.0.1", served.port, size, is_master=False, wait_for_workers=False))
+        for _ in range(size)
+    ]
+
+    def exchanged(rank: int) -> list[Any]:
+        meeting = Meeting(Placement("env", rank, size, rank), stores[rank], "127.0.0.1", timedelta(seconds=60))  # type: ignore[arg-type]
+        return [meeting.exchange("one", {"of": rank}), meeting.exchange("two", f"line\n{rank}")]
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(exchanged, range(size)))
+    expected = [[{"of": rank} for rank in range(size)], [f"line\n{rank}" for rank in range(size)]]
+    assert all(result == expected for result in results)
+    for store in stores:
+        del store.requests["check"]  # which polls
+    assert sum((store.requests for store in stores), Counter()) == {
+        "append": 2 * size, "add": 4 * size, "set": 2, "get": 2 * size,
+    }  # fmt: skip
+
+
+def test_an_exchange_names_every_rank_that_is_missing() -> None:
+    store = HashStore()
+
+    def refusal(rank: int) -> str:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            Meeting(Placement("env", rank, 4, rank), store, "127.0.0.1", timedelta(seconds=1)).exchange("seat", rank)
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as pool:
+        texts = list(pool.map(refusal, (1, 2)))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("4 ranks should meet for 'seat', but after 1 s ranks 0, 3 had not come. ")
+
+
+def test_a_rank_that_posts_twice_counts_once() -> None:
+    meeting = Meeting(Placement("env", 0, 2, 0), HashStore(), "127.0.0.1", timedelta(seconds=1))
+    for _ in range(2):
+        meeting.post("stuck", None)
+        assert meeting.wait_for("stuck", timedelta(seconds=0.1)) == [1]
+
+
+LIMITS = """
+import json, resource, sys
+from unitrain.backends.rendezvous import reserve_descriptors
+from unitrain.environment import Placement
+from unitrain.errors import ConfigError
+for rank, size in ((0, 2), (0, 500), (5, 1024), (0, 1024)):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4000))
+    refused = ""
+    try:
+        reserve_descriptors(Placement("env", rank, size, 0))
+    except ConfigError as error:
+        refused = str(error)
+    print(json.dumps([*resource.getrlimit(resource.RLIMIT_NOFILE), refused]))
+"""
+
+
+def test_descriptors_suffice_for_the_connections_or_that_is_an_error() -> None:
+    """A process with a soft limit of 200 and a hard limit of 4,000, as rank 0 of 2, of 500, rank 5, 0 of 1,024."""
+    lines = subprocess.check_output([sys.executable, "-c", LIMITS], text=True).splitlines()
+    two, many, other, too_many = (json.loads(line) for line in lines)
+    assert 200 <= two[0] < 1000
+    assert 6 * 499 <= many[0] <= 4000
+    assert 1023 <= other[0] <= 4000
+    assert [hard for _, hard, _ in (two, many, other, too_many)] == [4000] * 4
+    assert [refused for _, _, refused in (two, many, other)] == [""] * 3
+    soft, _, refused = too_many
+    assert soft == 200
+    assert refused.startswith("Rank 0 of 1024 needs at least 61")
+    assert "and the hard limit on this host is 4000. Raise it before the launcher starts: ulimit -Hn " in refused

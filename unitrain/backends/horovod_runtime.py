@@ -15,7 +15,7 @@ from unitrain import environment
 from unitrain.backends.horovodrun import BoundRendezvousServer
 from unitrain.backends.knobs import Knob
 from unitrain.backends.network import LOOPBACK, address_towards, answering, interface_of, own_addresses
-from unitrain.backends.rendezvous import Meeting, Seat, meet, tcp_store
+from unitrain.backends.rendezvous import Meeting, Seat, meet, reserve_descriptors, tcp_store
 from unitrain.environment import Placement
 from unitrain.errors import BackendUnavailableError, LauncherMismatchError
 
@@ -66,6 +66,7 @@ def meet_with_horovod(placement: Placement, timeout: timedelta) -> Meeting:
         meeting = meet(placement, timeout)  # first, because Horovod aborts the process when it waits for ranks in vain
         start_horovod(placement, meeting)
         return meeting
+    reserve_descriptors(placement)
     nowhere = Meeting(placement, dist.HashStore(), "127.0.0.1", timeout)
     start_horovod(placement, nowhere)
     store, host = _store_through_horovod(placement, timeout)

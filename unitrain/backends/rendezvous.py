@@ -6,14 +6,17 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import resource
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -25,7 +28,10 @@ from unitrain.environment import Placement
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
 
 _POLL_SECONDS = 0.02
+_POLL_SECONDS_PER_RANK = 0.0001  # so that all ranks together ask 10,000 times a second at most
 _CONNECT_PERIOD_SECONDS = 0.1
+_SERVED_PER_RANK = 5  # connections of each rank to rank 0's process, besides those of the process group
+_SPARE_DESCRIPTORS = 512  # for the data, its workers and files
 _meetings = itertools.count()
 # A proxy for the outside world knows nothing of the hosts of a job.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -54,33 +60,49 @@ class Meeting:
     def exchange(self, key: str, value: Any) -> list[Any]:
         """Return every rank's JSON-able `value`, in rank order; `key` is used once in a run. All ranks call it.
 
-        It works while the backend itself is not up, or is stuck. Raises CollectiveTimeoutError naming who did not come.
+        It works while the backend itself is not up, or is stuck. Raises CollectiveTimeoutError naming missing ranks.
         """
-        self.messages.set(f"{key}/{self.placement.rank}", json.dumps(value))
-        missing = self.wait_for(key)
-        if missing:
+        self.post(key, value)
+        if missing := self.wait_for(key):
             names = ", ".join(map(str, missing))
             raise CollectiveTimeoutError(
                 f"{self.placement.size} ranks should meet for {key!r}, but after {self.timeout.total_seconds():g} s "
                 f"{'rank' if len(missing) == 1 else 'ranks'} {names} had not come. "
                 "Look at the first error they logged, or give them more time: unitrain.init(timeout_seconds=...)."
             )
-        return [json.loads(self.messages.get(f"{key}/{rank}")) for rank in range(self.placement.size)]
+        posted = self._posted(key)
+        return [posted[rank] for rank in range(self.placement.size)]
 
     @cached_property
     def messages(self) -> MessageStore:
-        """The store for what the ranks send each other, signed with the job's key."""
+        """The store for messages between ranks, signed with the job's key."""
         return MessageStore(self.store, "meeting")
 
+    def post(self, key: str, value: Any = None) -> None:
+        """Add this rank's JSON-able `value` to those that are posted under `key`; a second call does nothing.
+
+        The store appends all of them to one value, so that a rank sends and receives a number of requests that does not
+        depend on the number of ranks.
+        """
+        if self.store.add(f"{key}/{self.placement.rank}", 1) > 1:
+            return
+        self.messages.append(f"{key}/posted", json.dumps([self.placement.rank, value]))
+        if self.store.add(f"{key}/count", 1) == self.placement.size:
+            self.messages.set(f"{key}/complete", "1")
+
     def wait_for(self, key: str, timeout: timedelta | None = None) -> list[int]:
-        """Wait until every rank has set its part of `key`; return the ranks that had not done so in time."""
+        """Wait until every rank has posted under `key`; return the ranks that have not done so in time."""
         deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
-        missing = list(range(self.placement.size))
-        while True:
-            missing = [rank for rank in missing if not self.store.check([f"{key}/{rank}"])]
-            if not missing or time.monotonic() > deadline:
-                return missing
-            time.sleep(_POLL_SECONDS)
+        pause = max(_POLL_SECONDS, self.placement.size * _POLL_SECONDS_PER_RANK)
+        while not self.messages.check([f"{key}/complete"]):
+            if time.monotonic() > deadline:
+                posted = self._posted(key)
+                return [rank for rank in range(self.placement.size) if rank not in posted]
+            time.sleep(pause)
+        return []
+
+    def _posted(self, key: str) -> dict[int, Any]:
+        return dict(json.loads(line) for line in self.messages.lines(f"{key}/posted"))
 
     @cached_property
     def seats(self) -> list[Seat]:
@@ -91,9 +113,10 @@ class Meeting:
         own = environment.setting("HOROVOD_HOSTNAME") or socket.gethostname()
         told = self.exchange("seat", [own, self.placement.node_rank, self.placement.local_rank])
         hosts = [(host, node_rank) for host, node_rank, _ in told]
-        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        sizes = Counter(hosts)
+        numbers = {host: number for number, host in enumerate(sizes)}
         return [
-            Seat(local_rank, hosts.count(host), numbers[host], len(numbers))
+            Seat(local_rank, sizes[host], numbers[host], len(numbers))
             for host, (_, _, local_rank) in zip(hosts, told, strict=True)
         ]
 
@@ -118,6 +141,7 @@ def meet(placement: Placement, timeout: timedelta) -> Meeting:
     Raises LauncherMismatchError where the launcher gives no address to meet at, CollectiveTimeoutError naming who is
     missing.
     """
+    reserve_descriptors(placement)
     # Neither a restarted run nor a second meeting of the same processes may read the keys of the one before. The
     # number of restarts is torchrun's on this host: one that came later has seen fewer, but in no store that is shared.
     shared = environment.setting("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -155,6 +179,28 @@ def _shared_store(placement: Placement, timeout: timedelta, name: str) -> tuple[
     raise LauncherMismatchError(
         f"{placement.source} said rank {placement.rank} of {placement.size}, but gave no address to meet at. {remedy}"
     )
+
+
+def reserve_descriptors(placement: Placement) -> None:
+    """Raise this process's soft limit of file descriptors to what its connections to the other ranks need.
+
+    Raises ConfigError where the hard limit does not allow it.
+    """
+    # Rank 0 serves three connections of each rank to the store, one that reports the end of its process, and one of the
+    # store's own users in torch. Besides, every rank has a connection to each other one in up to two groups.
+    others = placement.size - 1
+    least = (_SERVED_PER_RANK + 1 if placement.rank == 0 else 1) * others + sum(1 for _ in Path("/dev/fd").iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = hard if hard != resource.RLIM_INFINITY else 2**20
+    if limit < least:
+        raise ConfigError(
+            f"Rank {placement.rank} of {placement.size} needs at least {least} file descriptors for its connections, "
+            f"and the hard limit on this host is {limit}. Raise it before the launcher starts: ulimit -Hn {2 * least}, "
+            "or LimitNOFILE= of the service that starts ranks on this host, such as slurmd or sshd."
+        )
+    wanted = min(limit, least + others + _SPARE_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def tcp_store(host: str, port: int, placement: Placement, timeout: timedelta, *, serves: bool) -> TCPStore:

@@ -55,7 +55,7 @@ class Waiting:
         seconds = self._meeting.timeout.total_seconds()
         told = f"Rank {rank} {self._ledger.sentence if work is None else work} and waited {seconds:g} s in vain"
         try:
-            self._meeting.store.set(f"{key}/{rank}", "1")
+            self._meeting.post(key)
             missing = self._meeting.wait_for(key, _STRAGGLER_PATIENCE)
         except RuntimeError:  # the store went with rank 0's process
             return f"{told}: rank 0 is gone. Look at the first error that rank 0 logged."
