@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from unitrain import validation
-from unitrain.backends.base import Communicator
+from unitrain.backends.base import Communicator, values_if_different
 from unitrain.backends.compression_setting import Compression, read_compression
 from unitrain.errors import ConfigError, did_you_mean
 
@@ -273,7 +273,7 @@ def for_dry_run(config: TrainConfig) -> TrainConfig:
 
 def check_alike(config: TrainConfig, communicator: Communicator) -> None:
     """Raise ConfigError on every rank when `config` is not the same on all of them. All ranks call it."""
-    configs = communicator.allgather_object(config)
+    configs = values_if_different(communicator, config) or []
     for field in fields(config):
         values = [getattr(one, field.name) for one in configs]
         if any(value != values[0] for value in values):

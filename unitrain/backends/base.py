@@ -32,12 +32,14 @@ may be in the middle of a backward, whose gradients are on their way meanwhile.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -266,10 +268,33 @@ def raise_together(communicator: Communicator, error: UnitrainError | None) -> N
 
     All ranks call it, with None where nothing is wrong. It is for what only some ranks can see, such as a folder.
     """
+    # A sum, because it takes one exchange of any number of ranks.
+    if not communicator.allreduce(torch.tensor(float(error is not None)), "sum"):
+        return
     for rank, found in enumerate(communicator.allgather_object(error)):
         if found is not None:
             # A copy that travelled has lost its cause and traceback: where the error arose, the original is raised.
             raise error if error is not None and rank == communicator.rank else found
+
+
+def values_if_different(communicator: Communicator, value: Any) -> list[Any] | None:
+    """Return None if all ranks pass the same picklable `value`, and otherwise every rank's, in rank order.
+
+    All ranks call it. Equal values cost one small allreduce. Values that are equal, but pickled differently, such as
+    dictionaries in another order, count as different.
+    """
+    try:
+        content = pickle.dumps(value)
+    except Exception:  # allgather_object raises the error on every rank
+        fingerprint, refused = 0, 1
+    else:
+        fingerprint, refused = int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 2, 0
+    most, least, any_refused = communicator.allreduce(
+        torch.tensor([fingerprint, -fingerprint, refused]), "max"
+    ).tolist()
+    if most == -least and not any_refused:
+        return None
+    return communicator.allgather_object(value)
 
 
 def together(communicator: Communicator, make: Callable[[], ResultT]) -> ResultT:

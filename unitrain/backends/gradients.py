@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from unitrain import environment
-from unitrain.backends.base import Communicator
+from unitrain.backends.base import Communicator, values_if_different
 from unitrain.backends.compressed_buckets import compress_buckets
 from unitrain.backends.compression import Compressor
 from unitrain.backends.forward_buffers import ForwardBuffers
@@ -279,7 +279,8 @@ def _explain(error: RuntimeError) -> None:
 
 def check_same_settings(communicator: Communicator, **settings: object) -> None:
     """Raise ConfigError on every rank when arguments of distributed_model differ between ranks. All call it."""
-    for rank, found in enumerate(of_all_ranks := communicator.allgather_object(settings)):
+    of_all_ranks = values_if_different(communicator, settings) or []
+    for rank, found in enumerate(of_all_ranks):
         for name, value in of_all_ranks[0].items():
             if found[name] != value:
                 raise ConfigError(
@@ -292,7 +293,7 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
     """Raise ModelError on every rank when parameters or buffers differ in name, shape or dtype between ranks. All call
     it."""
     own = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in _tensors(model)}
-    tables: list[dict[str, tuple[str, list[int]]]] = communicator.allgather_object(own)
+    tables: list[dict[str, tuple[str, list[int]]]] = values_if_different(communicator, own) or []
     for rank, table in enumerate(tables):
         for name in dict.fromkeys([*tables[0], *table]):
             expected, found = tables[0].get(name), table.get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unitrain.backends.base import Communicator
+from unitrain.backends.base import Communicator, values_if_different
 from unitrain.errors import DataError
 
 
@@ -14,7 +14,8 @@ def check_alike(what: str, communicator: Communicator, length: int | None, setti
 
     `what` is the subject of the sentence, and `length` None for data without one. All ranks call it.
     """
-    everywhere: list[tuple[int | None, dict[str, Any]]] = communicator.allgather_object((length, dict(settings)))
+    own = (length, dict(settings))
+    everywhere: list[tuple[int | None, dict[str, Any]]] = values_if_different(communicator, own) or [own]
     lengths = [length for length, _ in everywhere]
     if None in lengths and any(length is not None for length in lengths):
         ranks = [rank for rank, length in enumerate(lengths) if length is None]
