@@ -9,7 +9,7 @@ arguments of all ranks are exchanged only where fingerprints differ.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -136,7 +136,8 @@ class Agreement:
         own = [*_parts(call.fingerprint), *_parts(call.count if counts else 0)]
         values = None if tensor is None or dtype is None else _summable(tensor, dtype, call.op)
         vector = torch.zeros(_SUM_HEADER + _SUMMED, dtype=torch.float64)
-        vector[:_SUM_HEADER] = torch.tensor([*own, *(part * part for part in own), float(values is not None)])
+        header = [*own, *(part * part for part in own), values is not None]
+        vector[:_SUM_HEADER] = torch.tensor(header, dtype=torch.float64)
         if values is not None:
             vector[_SUM_HEADER : _SUM_HEADER + values.numel()] = values
         self._wait(dist.all_reduce(vector, group=self._group, async_op=True))
@@ -157,7 +158,7 @@ class Agreement:
         total = vector[_SUM_HEADER : _SUM_HEADER + values.numel()] if values is not None and carried == size else None
         return Agreed(every, counts_sum, total=total)
 
-    def _raise_for_all(self, call: Call, problem: UnitrainError | None) -> None:
+    def _raise_for_all(self, call: Call, problem: UnitrainError | None) -> NoReturn:
         """Raise the lowest refused rank's error, or what differs, on every rank. All ranks call it."""
         payload, _ = pack((call, problem))
         sizes = self._gather(torch.tensor([payload.numel()])).view(-1).tolist()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Self
 
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 
+from unitrain import environment
 from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
 from unitrain.backends.devices import check_gpus, choose_device
 from unitrain.backends.horovod_process_group import NAME, register_backend
 from unitrain.backends.horovod_runtime import CYCLE, FUSION, meet_with_horovod
+from unitrain.backends.network import interface_of
 from unitrain.backends.process_group import ProcessGroupBackend
+from unitrain.backends.rendezvous import Meeting
 from unitrain.errors import BackendUnavailableError, ConfigError
 
 
@@ -51,7 +55,23 @@ class HorovodBackend(ProcessGroupBackend):
             world_size=placement.size,
             timeout=options.timeout,
         )
-        return cls(meeting, device, transport)
+        return cls(meeting, device, transport, _control_group(meeting, options.timeout))
+
+
+def _control_group(meeting: Meeting, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return a Gloo group of all ranks for what is exchanged before collectives. All ranks call it.
+
+    Horovod looks for work once per cycle, and in the order in which it was issued: an exchange of 1 KB takes it 1 ms,
+    and longer while gradients are being reduced.
+    """
+    if not dist.is_gloo_available():
+        return None
+    own = meeting.own_address
+    interface = environment.setting("HOROVOD_GLOO_IFACE") or (interface_of(own) if own else None)
+    if interface:
+        environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]
+    return group
 
 
 def _check_operations(device: torch.device) -> None:

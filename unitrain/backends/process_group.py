@@ -54,7 +54,10 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
     knobs: tuple[Knob, ...] = (BUCKETS, BUCKET_VIEW)
     _waits_on_stream = False  # whether it is a GPU's stream, and not the host, that waits for gradients
 
-    def __init__(self, meeting: Meeting, device: torch.device, transport: str) -> None:
+    def __init__(
+        self, meeting: Meeting, device: torch.device, transport: str, control: dist.ProcessGroup | None = None
+    ) -> None:
+        """`control` is the group of the consistency checks and small tensors, None for the default group."""
         make_forks_safe()
         self.device = device
         self.transport = transport
@@ -73,7 +76,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self._keeps_order = transport == "nccl"
         self._watch = Watch(meeting, self._ledger) if self.size > 1 else None
         self._waiting = Waiting(meeting, self._ledger, self._watch, polls=device.type == "cpu")
-        self._agree = Agreement(self, self._ledger, self._waiting)
+        self._agree = Agreement(self, self._ledger, self._waiting, control)
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         dtype = _reduced_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check tells of what is no tensor
@@ -249,6 +252,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         for model in self._wrapped:
             model.leave_group()
         self._gradient_group = None
+        self._agree.leave_group()
         if not self._ended and dist.is_initialized():
             dist.destroy_process_group()
         self._is_shut_down = True

@@ -1,0 +1,164 @@
+"""The exchange before each collective, as many ranks do it, and what it costs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from unitrain.backends import agreement
+from unitrain.backends.base import Backend
+from unitrain.backends.call import Call
+from unitrain.errors import CollectiveMismatchError
+from unitrain.testing import RankGroup, collectives, gradients
+from unitrain.testing.cases import CASES as CONTRACT
+
+GROUPS = [("ddp", 1), ("ddp", 2), ("ddp", 3), ("horovod", 3)]
+CASES = [case for case in CONTRACT.values() if case.__module__ in (collectives.__name__, gradients.__name__)]
+EXCHANGES = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "broadcast")
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+def many(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    """Yield ranks that exchange sums, as more than MOST_GATHERED ranks do."""
+    with RankGroup(*request.param) as group:
+        group.run(as_many_ranks)
+        yield group
+        assert group.run(as_many_ranks) == [0] * group.size  # they are still the same processes
+
+
+def as_many_ranks(_: Backend) -> int:
+    """Let this process exchange sums from now on, and return how many ranks it would exchange rows with before."""
+    before, agreement.MOST_GATHERED = agreement.MOST_GATHERED, 0
+    return before
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_many_ranks_keep_the_contract(many: RankGroup, case: Callable[[Backend], None]) -> None:
+    many.run(case)
+
+
+def small_sums(backend: Backend) -> None:
+    size = backend.size
+    for dtype, count in itertools.product((torch.float64, torch.float32, torch.float16), (0, 1, 128, 129)):
+        own = torch.linspace(-3, 5, count).to(dtype) + backend.rank
+        total = sum((torch.linspace(-3, 5, count).to(dtype) + rank).double() for rank in range(size))
+        assert_close(backend.allreduce(own, "sum"), torch.as_tensor(total).to(dtype).view(count))
+        assert_close(backend.allreduce(own), torch.as_tensor(total / size).to(dtype).view(count))
+    large = torch.tensor([2**53 + 1 + backend.rank])  # which float64 cannot hold
+    assert backend.allreduce(large, "sum").item() == sum(2**53 + 1 + rank for rank in range(size))
+    special = backend.allreduce(torch.tensor([float("inf"), float("nan"), 1.0]), "sum")
+    assert special[0].isinf()
+    assert special[1].isnan()
+    assert special[2] == size
+
+
+def test_many_ranks_sum_small_tensors(many: RankGroup) -> None:
+    many.run(small_sums)
+
+
+def objects_of_any_size(backend: Backend) -> None:
+    for length in (0, 1, 70_000):
+        own = bytes([backend.rank]) * (length + backend.rank)
+        assert backend.allgather_object(own) == [bytes([rank]) * (length + rank) for rank in range(backend.size)]
+        for root in range(backend.size):
+            assert backend.broadcast_object(own, root) == bytes([root]) * (length + root)
+
+
+def test_many_ranks_exchange_objects(many: RankGroup) -> None:
+    many.run(objects_of_any_size)
+
+
+def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
+    """Return what each collective exchanges: the operation, and the bytes of this rank's tensor."""
+    told: list[tuple[str, int]] = []
+    originals = {name: getattr(dist, name) for name in EXCHANGES if hasattr(dist, name)}
+
+    def noted(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            own = args[1] if name.startswith("all_gather") else args[0]
+            told.append((name, own.numel() * own.element_size()))
+            return original(*args, **kwargs)
+
+        return call
+
+    results = []
+    for name, original in originals.items():
+        setattr(dist, name, noted(name, original))
+    gathered, agreement.all_gather = agreement.all_gather, noted("all_gather", agreement.all_gather)
+    try:
+        for collective in (
+            backend.barrier,
+            lambda: backend.allreduce(torch.ones(2)),
+            lambda: backend.allreduce(torch.ones(100, dtype=torch.float64), "sum"),
+            lambda: backend.allreduce(torch.ones(10_000)),
+        ):
+            told.clear()
+            collective()
+            results.append(list(told))
+    finally:
+        agreement.all_gather = gathered
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return results
+
+
+def test_many_ranks_exchange_one_vector(many: RankGroup) -> None:
+    vector = ("all_reduce", 8 * (17 + 128))
+    for told in many.run(exchanges_of):
+        assert told == [[vector], [vector], [vector], [vector, ("all_reduce", 40_000)]]
+
+
+def test_few_ranks_exchange_one_row() -> None:
+    with RankGroup("ddp", 2) as group:
+        results = group.run(exchanges_of)
+    row = ("all_gather", 8 * 3 + 4096)
+    for told in results:
+        assert told == [[row], [row], [row], [row, ("all_reduce", 40_000)]]
+
+
+def other_widths(backend: Backend) -> str:
+    try:
+        backend.allreduce(torch.ones(200_000 if backend.rank == 0 else 1))
+    except CollectiveMismatchError as error:
+        assert backend.allreduce(torch.ones(300_000), "sum").unique().item() == backend.size
+        return str(error)
+    raise AssertionError("it went through")
+
+
+def test_many_ranks_name_who_differs(many: RankGroup) -> None:
+    if many.size == 1:
+        return
+    texts = many.run(other_widths)
+    assert len(set(texts)) == 1
+    assert "rank 0 called allreduce(float32 [200000], mean) as collective #" in texts[0]
+    assert "called allreduce(float32 [1], mean) as collective #" in texts[0]
+
+
+def test_fingerprints_are_equal_where_calls_fit() -> None:
+    float32 = torch.float32
+    one = Call(3, "allreduce", "sum", -1, float32, (2, 3))
+    assert one.fingerprint == Call(3, "allreduce", "sum", -1, float32, (2, 3)).fingerprint
+    others = [
+        Call(4, "allreduce", "sum", -1, float32, (2, 3)),
+        Call(3, "reducescatter", "sum", -1, float32, (2, 3)),
+        Call(3, "allreduce", "mean", -1, float32, (2, 3)),
+        Call(3, "allreduce", "sum", -1, torch.float64, (2, 3)),
+        Call(3, "allreduce", "sum", -1, float32, (3, 2)),
+        Call(3, "allreduce", "sum", -1, float32, (2, 3, 1)),
+        Call(3, "allreduce", "sum", -1, float32, (2, 3), refused=True),
+        Call(3, "broadcast", "sum", 0, float32, (2, 3)),
+    ]
+    found = {call.fingerprint for call in [one, *others]}
+    assert len(found) == 1 + len(others)
+    assert all(0 <= fingerprint < 2**63 for fingerprint in found)
+    uneven = [Call(0, "allgather", "", -1, float32, (rows, 3)) for rows in (0, 5)]
+    assert uneven[0].fingerprint == uneven[1].fingerprint
+    assert uneven[0].fingerprint != Call(0, "allgather", "", -1, float32, (5, 4)).fingerprint
+    objects = [Call(0, "broadcast_object", "", 0, torch.uint8, (size,)) for size in (0, 5)]
+    assert objects[0].fingerprint == objects[1].fingerprint
