@@ -15,6 +15,7 @@ from torchmetrics import classification, regression, retrieval, wrappers
 from unitrain import EarlyStopping, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.errors import ConfigError, MetricError
+from unitrain.metrics.torchmetrics import TorchMetrics
 from unitrain.testing import RankGroup
 
 CLASSES, BATCH = 3, 4
@@ -304,3 +305,30 @@ def test_results_of_a_collection_can_be_followed(group: RankGroup) -> None:
         f"val_of_{name}" for name in ("precision", "recall", "squared", "worst_0", "worst_1", "worst_2")
     )
     assert epochs == 3
+
+
+def gathered_states(backend: Backend) -> list[int]:
+    """Return how many objects are gathered for a metric of sums, and for one that keeps all predictions."""
+    counts = []
+    allgather_object = type(backend).allgather_object
+
+    def counted(own: Backend, obj: Any) -> list[Any]:
+        counts[-1] += 1
+        return allgather_object(own, obj)
+
+    type(backend).allgather_object = counted  # type: ignore[method-assign]
+    try:
+        for metric in (classification.MulticlassAccuracy(CLASSES), classification.MulticlassAUROC(CLASSES)):
+            taken = TorchMetrics({"metric": metric}, backend)
+            counts.append(0)
+            taken.start()
+            taken.add(*data(29).tensors)
+            taken.reduce()
+    finally:
+        type(backend).allgather_object = allgather_object  # type: ignore[method-assign]
+    return counts
+
+
+def test_only_what_has_to_be_is_gathered() -> None:
+    with RankGroup("ddp", 2) as ranks:
+        assert ranks.run(gathered_states) == [[0, 1], [0, 1]]

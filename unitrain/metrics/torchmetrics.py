@@ -1,8 +1,8 @@
 """Metrics of the torchmetrics package: each rank updates its own with its samples, and they are merged exactly.
 
 The package's own way of merging asks torch.distributed, takes the mean of what ranks with unequal numbers of batches
-have, and waits for ever where they have lists of unequal lengths. Here all of a metric's state travels in one
-collective of any backend.
+have, and waits for ever where they have lists of unequal lengths. Here states that are sums, means, minima or maxima
+are reduced over ranks, and only the others are gathered.
 """
 
 from __future__ import annotations
@@ -10,19 +10,31 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import Communicator, raise_together
+from unitrain.backends.base import Communicator, raise_together, values_if_different
 from unitrain.errors import ConfigError, MetricError
 
 # Of one metric, or of a metric inside it: how often it was updated, and its tensors and lists by name.
 _State = tuple[int, dict[str, Any]]
+_States = dict[str, _State]
+
+
+class _Reducible(NamedTuple):
+    """A tensor of a metric that an allreduce merges: the number of the metric, the part of it, and the state's name."""
+
+    metric: int
+    place: str
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def is_torchmetric(metric: object) -> bool:
@@ -73,26 +85,67 @@ class TorchMetrics:
 
     def reduce(self) -> dict[str, dict[str, float]]:
         """Return for each metric its results by their names, and start again. All ranks call it."""
-        here = (self._used, [_states(metric) for metric in self._metrics.values()])
-        everywhere: list[tuple[bool, list[dict[str, _State]]]] = self._communicator.allgather_object(here)
+        communicator = self._communicator
+        rank = communicator.rank if self._used else communicator.size
         # Where there are samples a metric has seen what they look like, which some keep beside their state.
-        root = next((rank for rank, (used, _) in enumerate(everywhere) if used), None)
-        if root is None:
+        root = int(communicator.allreduce(torch.tensor(rank), "min"))
+        if root == communicator.size:
             return {name: dict.fromkeys(names, float("nan")) for name, names in self.names.items()}
-        mine = root == self._communicator.rank
-        outcome, error = self._computed([states for _, states in everywhere]) if mine else ({}, None)
+        states = [_states(metric) for metric in self._metrics.values()]
+        reduced = self._reduce_states(states)
+        gathers = any(named for of_metric in states for _, named in of_metric.values())
+        everywhere = [states]
+        if communicator.allreduce(torch.tensor(gathers), "max"):
+            everywhere = communicator.allgather_object(states)
+        outcome, error = self._computed(everywhere, reduced) if root == communicator.rank else ({}, None)
         self.start()
-        raise_together(self._communicator, error)
-        results: dict[str, dict[str, float]] = self._communicator.broadcast_object(outcome, root)
+        raise_together(communicator, error)
+        results: dict[str, dict[str, float]] = communicator.broadcast_object(outcome, root)
         return results
 
+    def _reduce_states(self, states: list[_States]) -> list[_States]:
+        """Take those out of `states` that an allreduce can merge, and return them merged. All ranks call it.
+
+        None are taken if they differ between ranks in more than their values: a metric may give a state its shape when
+        it sees the first batch.
+        """
+        merged: list[_States] = [{} for _ in states]
+        layout = list(_reducible(self._metrics.values(), states))
+        if values_if_different(self._communicator, layout) is not None or not layout:
+            return merged
+        parts_of = [_parts(metric) for metric in self._metrics.values()]
+        for kind, wide in dict.fromkeys((one.kind, _wide(one.dtype)) for one in layout):
+            group = [one for one in layout if (one.kind, _wide(one.dtype)) == (kind, wide)]
+            parts, counts = [], []
+            for metric, place, name, *_ in group:
+                updates, named = states[metric][place]
+                parts.append(_contribution(named.pop(name).to(wide), kind, updates).reshape(-1))
+                counts.append([updates, int(updates > 0)])
+            total = self._communicator.allreduce(torch.cat(parts), "sum" if kind == "mean" else kind)  # type: ignore[arg-type]
+            everywhere = self._communicator.allreduce(torch.tensor(counts), "sum").tolist()
+            values = total.split([part.numel() for part in parts])
+            for one, value, (updates, ranks) in zip(group, values, everywhere, strict=True):
+                default = parts_of[one.metric][one.place]._defaults[one.name]
+                found = value.view(one.shape)
+                if kind == "mean":
+                    found = found / max(updates, 1)
+                elif kind == "sum":
+                    # Each rank has begun with the default, which one metric would have begun with once.
+                    found = found - (ranks - 1) * default.to(found)
+                _, named = merged[one.metric].setdefault(one.place, (updates, {}))
+                if updates:
+                    named[one.name] = found.to(one.dtype)
+        return merged
+
     def _computed(
-        self, states: list[list[dict[str, _State]]]
+        self, states: list[list[_States]], reduced: list[_States]
     ) -> tuple[dict[str, dict[str, float]], MetricError | None]:
         results = {}
-        for (name, metric), of_ranks in zip(self._metrics.items(), zip(*states, strict=True), strict=True):
+        for (name, metric), of_ranks, known in zip(
+            self._metrics.items(), zip(*states, strict=True), reduced, strict=True
+        ):
             try:
-                with _merged(metric, of_ranks):
+                with _merged(metric, of_ranks, known):
                     results[name] = dict(_numbers(name, metric.compute()))
             except MetricError as error:
                 return {}, error
@@ -110,16 +163,54 @@ def _parts(metric: Any) -> dict[str, Any]:
     return {place: module for place, module in metric.named_modules() if isinstance(module, package.Metric)}
 
 
-def _states(metric: Any) -> dict[str, _State]:
+def _states(metric: Any) -> _States:
     return {
         place: (part._update_count, {name: getattr(part, name) for name in part._defaults})
         for place, part in _parts(metric).items()
     }
 
 
+def _reducible(metrics: Iterable[Any], states: Iterable[_States]) -> Iterator[_Reducible]:
+    """Yield the states of one rank that an allreduce can merge, in an order that is the same on every rank."""
+    functions: Any = sys.modules["torchmetrics.utilities"]
+    kinds = {
+        functions.dim_zero_sum: "sum",
+        functions.dim_zero_mean: "mean",
+        functions.dim_zero_min: "min",
+        functions.dim_zero_max: "max",
+    }
+    for number, (metric, of_metric) in enumerate(zip(metrics, states, strict=True)):
+        for place, part in _parts(metric).items():
+            for name, value in of_metric[place][1].items():
+                kind = kinds.get(part._reductions.get(name))
+                if kind is not None and isinstance(value, Tensor) and not value.is_complex():
+                    yield _Reducible(number, place, name, kind, tuple(value.shape), value.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+def _contribution(value: Tensor, kind: str, updates: int) -> Tensor:
+    """Return what a rank adds to a reduction of `kind`: nothing where the metric was not updated."""
+    if kind == "mean":
+        return value.double() * updates if updates else torch.zeros_like(value, dtype=torch.float64)
+    if updates:
+        return value
+    if kind == "sum":
+        return torch.zeros_like(value)
+    if value.is_floating_point():
+        return torch.full_like(value, -torch.inf if kind == "max" else torch.inf)
+    limits = torch.iinfo(value.dtype)
+    return torch.full_like(value, limits.min if kind == "max" else limits.max)
+
+
 @contextmanager
-def _merged(metric: Any, of_ranks: Sequence[dict[str, _State]]) -> Iterator[None]:
-    """Inside it `metric` has the state of all ranks, and does not ask them for more; afterwards, its own again."""
+def _merged(metric: Any, of_ranks: Sequence[_States], reduced: _States) -> Iterator[None]:
+    """Inside it `metric` has the state of all ranks, and does not ask them for more; afterwards, its own again.
+
+    `reduced` are states that are merged already, and `of_ranks` those of each rank that are not.
+    """
     own = {place: (part, *_states_of(part)) for place, part in _parts(metric).items()}
     try:
         for place, (part, *_) in own.items():
@@ -133,6 +224,11 @@ def _merged(metric: Any, of_ranks: Sequence[dict[str, _State]]) -> Iterator[None
                         continue
                     values = [(updates, state[name]) for updates, state in found]
                     setattr(part, name, _merge(values, part._reductions.get(name), part._defaults.get(name)))
+            if place in reduced:
+                updates, named = reduced[place]
+                part._update_count = updates
+                for name, value in named.items():
+                    setattr(part, name, value)
             part._computed, part._to_sync = None, False
         yield
     finally:
@@ -223,7 +319,7 @@ def _trial(name: str, metric: Any) -> Iterator[str]:
             warnings.simplefilter("ignore")  # it says that it has seen nothing
             untouched = copy.deepcopy(metric)
             untouched.reset()
-            with _merged(untouched, []):
+            with _merged(untouched, [], {}):
                 value = untouched.compute()
     except Exception:  # those that keep all they are given cannot
         yield name
