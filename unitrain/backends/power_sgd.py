@@ -8,6 +8,7 @@ calls it, in which order everywhere, begins and awaits the sums.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,9 @@ class _Change(NamedTuple):
 
 class LowRankGradients(GradientMemory):
     """Reduces the gradients of `model`, the user's own, by PowerSGD; every rank the same of them, in the same order."""
+
+    # Above that, rank 0 does not collect the errors of all ranks, but their mean, which is as large as the model.
+    most_gathered_bytes = 4 << 30
 
     def __init__(self, settings: PowerSGD, model: nn.Module, communicator: Communicator) -> None:
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
@@ -135,15 +139,31 @@ class LowRankGradients(GradientMemory):
 
     def state_dict(self) -> dict[str, Any]:
         errors = {}
-        for name, error in self._errors.items():
-            of_all_ranks = self._communicator.allgather(error.unsqueeze(0))  # one at a time, for the sake of memory
+        gathers = self._gathers_errors()
+        for name, error in self._errors.items():  # one at a time, to limit the memory that other ranks need
+            own = error.unsqueeze(0)
+            kept = self._communicator.allgather(own) if gathers else self._communicator.allreduce(own)
             if self._communicator.rank == 0:
-                errors[name] = of_all_ranks.cpu()
+                errors[name] = kept.cpu()
         # Copies, because they are views of what has travelled.
         queries = {
             name: query.clone(memory_format=torch.contiguous_format).cpu() for name, query in self._queries.items()
         }
         return {"steps": self._steps, "errors": errors, "queries": queries}
+
+    def _gathers_errors(self) -> bool:
+        """Return whether the state holds the error of every rank, and warn on rank 0 if it holds only their mean."""
+        total = self._communicator.size * sum(error.nbytes for error in self._errors.values())
+        if total <= self.most_gathered_bytes:
+            return True
+        if self._communicator.rank == 0:
+            warnings.warn(
+                f"What PowerSGD still owes on {self._communicator.size} ranks takes {total / 2**30:.1f} GiB, so "
+                "checkpoints hold its mean over ranks. A resumed run has the same mean gradient to send, but is not "
+                "bit-identical to one without interruption.",
+                stacklevel=2,
+            )
+        return False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         communicator = self._communicator

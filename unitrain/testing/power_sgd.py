@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import Any
 
 import torch
@@ -313,6 +314,29 @@ def powersgd_goes_on_from_the_state_of_other_ranks(backend: Backend) -> None:
     third.load_state_dict({**state, "errors": {name: mean.contiguous() for name, mean in means.items()}})
     for one, two in zip(steps(backend, resumed, rewrapped, 2), steps(backend, uniform, expected, 2), strict=True):
         assert alike(one, two)
+
+
+@contract
+@may_be_refused
+def powersgd_keeps_the_mean_of_what_is_too_large_to_collect(backend: Backend) -> None:
+    model, resumed = build(), build()
+    wrapped, memory = remembering(backend, model, LOW_RANK)
+    for _ in steps(backend, model, wrapped, 3):
+        pass
+    whole = backend.broadcast_object(plain(memory))
+    memory.most_gathered_bytes = 0  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = plain(memory)
+    assert len(caught) == (backend.rank == 0)
+    _, other = remembering(backend, resumed, LOW_RANK)
+    other.load_state_dict(state if backend.rank == 0 else {})
+    kept = backend.broadcast_object(plain(other))
+    assert kept["steps"] == whole["steps"]
+    for name, of_all_ranks in whole["errors"].items():
+        assert len(of_all_ranks) == backend.size
+        mean = of_all_ranks.mean(0, keepdim=True)
+        torch.testing.assert_close(kept["errors"][name], mean.expand_as(of_all_ranks), rtol=0, atol=1e-12)
 
 
 @contract
