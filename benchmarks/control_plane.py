@@ -1,0 +1,279 @@
+"""How the cost of coordination grows with the number of ranks: per collective, at the start, and of a model's check.
+
+One process takes the part of one rank. The process group below it is simulated: all other ranks send what this one
+sends, at once. So what is measured is what a rank computes, and how many bytes it receives, in unitrain's own code; the
+time on the network is not in it. The exchange over the store is real: every rank is a thread with a connection of its
+own to a TCPStore. Each is compared with the way of unitrain 0.1.0: a row of 1,160 bytes from every rank before each
+collective, every rank's key read by every rank, and every rank's table of the model on every rank.
+
+    python benchmarks/control_plane.py            # writes benchmarks/results/control_plane.*
+"""
+
+from __future__ import annotations
+
+import pickle
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import click
+import torch
+import torch.distributed as dist
+from tables import RESULTS, keep
+from torch import Tensor, nn
+
+from unitrain.backends.agreement import Agreement
+from unitrain.backends.base import StartOptions
+from unitrain.backends.gradients import check_same_model
+from unitrain.backends.ledger import Ledger
+from unitrain.backends.process_group import ProcessGroupBackend
+from unitrain.backends.rendezvous import Meeting
+from unitrain.backends.torch_names import all_gather
+from unitrain.backends.waiting import Waiting
+from unitrain.environment import Placement
+
+SIZES = (2, 64, 256, 1024)
+# The widths of the 53 BatchNorms of a ResNet-50, each of which takes a collective in forward and one in backward.
+_STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
+WIDTHS = [64, *(width for base, blocks in _STAGES for _ in range(blocks) for width in (base, base, 4 * base))]
+WIDTHS += [4 * base for base, _ in _STAGES]
+Costs = dict[str, tuple[float, float]]  # seconds and bytes by way
+ROW = 145  # int64 of a row in 0.1.0, of which the last 128 carried small tensors
+HEADER = 17
+
+
+class _Done(dist._Work):
+    """An operation that has ended."""
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class AlikeRanks(dist.ProcessGroup):
+    """Rank 0 of `size` ranks that all pass the same tensors; counts the bytes that a rank receives."""
+
+    received = 0
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        (tensor,) = tensors
+        if opts.reduceOp == dist.ReduceOp.SUM:
+            tensor.mul_(self.size())
+        AlikeRanks.received += 2 * tensor.nbytes  # as a ring does: partial sums, then the sum
+        return _Done()
+
+    def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
+        output.view(self.size(), -1).copy_(own)
+        AlikeRanks.received += output.nbytes
+        return _Done()
+
+    all_gather_single = _allgather_base
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        AlikeRanks.received += tensors[0].nbytes
+        return _Done()
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return "alike"
+
+
+class OneOfMany(ProcessGroupBackend):
+    """Rank 0's collectives and consistency checks, over such a group."""
+
+    name = "alike"
+
+    @classmethod
+    def start(cls, options: StartOptions) -> Self:
+        return cls(options.placement.size)
+
+    def __init__(self, size: int) -> None:
+        self.device, self.rank, self.size = torch.device("cpu"), 0, size
+        ledger = Ledger()
+        self._meeting = Meeting(Placement("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
+        self._waiting = Waiting(self._meeting, ledger, None, polls=True)
+        self._agree = Agreement(self, ledger, self._waiting)
+
+
+@dataclass(frozen=True)
+class RowCall:
+    """What 0.1.0 made of a row."""
+
+    number: int
+    operation: int
+    op: int
+    root: int
+    dtype: int
+    shape: tuple[int, ...]
+    content: Tensor
+
+
+def rows_of_all_ranks(size: int) -> None:
+    """Compare the calls of all ranks as 0.1.0 did."""
+    row = torch.zeros(ROW, dtype=torch.int64)
+    row[:HEADER] = torch.tensor([1, 0, 0, -1, 1, 1, -1, 1000, *[0] * (HEADER - 8)])
+    rows = torch.empty(size, ROW, dtype=torch.int64)
+    all_gather(rows.view(-1), row)
+    contents = rows[:, HEADER:].view(torch.uint8)
+    calls = []
+    for header, content in zip(rows[:, :HEADER].tolist(), contents, strict=True):
+        number, operation, op, root, dtype, dims, _, *shape = header
+        calls.append(RowCall(number, operation, op, root, dtype, tuple(shape[:dims]), content))
+    assert all(call.shape == calls[0].shape and call.number == calls[0].number for call in calls)
+
+
+def tables_of_all_ranks(backend: OneOfMany, model: nn.Module) -> None:
+    """Compare the models of all ranks as 0.1.0 did."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    own = {name: (str(value.dtype), list(value.shape)) for name, value in tensors}
+    payload = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    gathered = torch.empty(backend.size * payload.numel(), dtype=torch.uint8)
+    all_gather(gathered, payload)
+    tables = [pickle.loads(part.numpy().tobytes()) for part in gathered.view(backend.size, -1)]
+    assert all(table.get(name) == tables[0][name] for table in tables for name in tables[0])
+    assert all(list(table) == list(tables[0]) for table in tables)
+
+
+def keys_of_all_ranks(meeting: Meeting, key: str) -> list[Any]:
+    """Exchange values as 0.1.0 did: every rank looks for every rank's key, and reads it."""
+    store, size = meeting.store, meeting.placement.size
+    store.set(f"{key}/{meeting.placement.rank}", "1")
+    missing = list(range(size))
+    while missing := [rank for rank in missing if not store.check([f"{key}/{rank}"])]:
+        time.sleep(0.02)
+    return [store.get(f"{key}/{rank}") for rank in range(size)]
+
+
+def cost(function: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Return the median seconds of the processor, and the bytes received, of one call."""
+    function()
+    seconds = []
+    AlikeRanks.received = 0
+    for _ in range(repeats):
+        started = time.process_time()
+        function()
+        seconds.append(time.process_time() - started)
+    return statistics.median(seconds), AlikeRanks.received / repeats
+
+
+def simulated(size: int, repeats: int) -> Costs:
+    """Return the seconds and bytes of one rank of `size` for each way."""
+    dist.init_process_group("alike", store=dist.HashStore(), rank=0, world_size=size)
+    try:
+        backend = OneOfMany(size)
+        with torch.device("meta"):
+            model = nn.Transformer(num_encoder_layers=24, num_decoder_layers=24)
+        large = torch.ones(1000)
+
+        def check() -> None:
+            backend._agree("allreduce", large, op="sum", dtype=torch.float32)
+
+        def check_many(one: Callable[[], object]) -> None:
+            for _ in range(2 * len(WIDTHS)):
+                one()
+
+        few = max(1, repeats // 10)
+        return {
+            "check, 0.1.0": cost(lambda: rows_of_all_ranks(size), repeats),
+            "check": cost(check, repeats),
+            "SyncBN, 0.1.0": cost(lambda: check_many(lambda: rows_of_all_ranks(size)), few),
+            "SyncBN": cost(lambda: check_many(check), few),
+            "model, 0.1.0": cost(lambda: tables_of_all_ranks(backend, model), few),
+            "model": cost(lambda: check_same_model(backend, model), repeats),
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def over_the_store(size: int, repeats: int) -> dict[str, float]:
+    """Return the seconds from the first rank's begin to the last one's end of an exchange, for each way."""
+    served = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    meetings = [
+        Meeting(
+            Placement("env", rank, size, rank),
+            dist.TCPStore("127.0.0.1", served.port, size, is_master=False, wait_for_workers=False),
+            "127.0.0.1",
+            timedelta(seconds=600),
+        )
+        for rank in range(size)
+    ]
+    ways: dict[str, Callable[[Meeting, str], list[Any]]] = {
+        "store, 0.1.0": keys_of_all_ranks,
+        "store": lambda meeting, key: meeting.exchange(key, 1),
+    }
+    seconds = {}
+    with ThreadPoolExecutor(size) as pool:
+        for way, exchange in ways.items():
+            taken = []
+            for number in range(repeats):
+                started = time.perf_counter()
+                for told in pool.map(lambda meeting, key=f"{way}/{number}", go=exchange: go(meeting, key), meetings):
+                    assert len(told) == size
+                taken.append(time.perf_counter() - started)
+            seconds[way] = statistics.median(taken)
+    return seconds
+
+
+def table(
+    sizes: Sequence[int], costs: dict[int, dict[str, tuple[float, float]]], stores: dict[int, dict[str, float]]
+) -> list[str]:
+    """Return the lines of the table."""
+    lines = [
+        "# What coordination costs a rank, by the number of ranks",
+        "",
+        "Processor time and received bytes of one rank, in a simulated process group in which all ranks send the same; "
+        "no network time. Exchanges over the store are real, with a thread and a connection for each rank, "
+        f"and are wall time of all ranks on this host. torch {torch.__version__}, Python {platform.python_version()}. "
+        "Medians. Made by `python benchmarks/control_plane.py`.",
+        "",
+        f"| | {' | '.join(f'{size:,} ranks' for size in sizes)} |",
+        "|---" * (len(sizes) + 1) + "|",
+    ]
+    described = {
+        "check": "consistency check of one collective",
+        "SyncBN": "checks of a step of ResNet-50 with SyncBN (106 collectives)",
+        "model": "`check_same_model` of 724 tensors",
+    }
+    for key, what in described.items():
+        for suffix, version in ((", 0.1.0", "0.1.0"), ("", "now")):
+            cells = [f"{_time(costs[size][key + suffix][0])}, {_bytes(costs[size][key + suffix][1])}" for size in sizes]
+            lines.append(f"| {what}, {version} | {' | '.join(cells)} |")
+    for suffix, version in ((", 0.1.0", "0.1.0"), ("", "now")):
+        cells = [_time(stores[size]["store" + suffix]) for size in sizes]
+        lines.append(f"| an exchange over the store, {version} | {' | '.join(cells)} |")
+    return lines
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 2**20:.1f} MiB" if number >= 2**20 else f"{number / 2**10:.1f} KiB"
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=50, show_default=True)
+@click.option("--size", "sizes", type=click.IntRange(min=2), multiple=True, default=SIZES)
+def main(sizes: list[int], repeats: int, output: Path) -> None:
+    """Measure, print the table and keep it."""
+    torch.set_num_threads(1)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    dist.Backend.register_backend("alike", lambda _store, rank, size, _timeout: AlikeRanks(rank, size), devices=["cpu"])
+    costs = {size: simulated(size, repeats) for size in sizes}
+    stores = {size: over_the_store(size, max(1, repeats // 20)) for size in sizes}
+    keep(table(sizes, costs, stores), "control_plane", output, seconds_and_bytes=costs, seconds_over_the_store=stores)
+
+
+if __name__ == "__main__":
+    main()
