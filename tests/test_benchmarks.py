@@ -67,14 +67,14 @@ def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_control_plane(tmp_path: Path) -> None:
-    shown = run("control_plane.py", "--repeats", "2", "--size", "2", "--size", "70", "--output", tmp_path)
+    shown = run("control_plane.py", "--repeats", "2", "--size", "2", "--size", "128", "--output", tmp_path)
     table = (tmp_path / "control_plane.md").read_text()
     assert table.strip() in shown
     assert table.count(", now | ") == table.count(", 0.1.0 | ") == 4
-    costs = json.loads((tmp_path / "control_plane.json").read_text())["seconds_and_bytes"]["70"]
-    assert costs["check, 0.1.0"][1] == 70 * 1160
-    assert costs["check"][1] == 2 * 1160
-    assert costs["model"][1] < costs["model, 0.1.0"][1] / 20
+    costs = json.loads((tmp_path / "control_plane.json").read_text())["seconds_and_bytes"]["128"]
+    assert costs["check, 0.1.0"][1] == 128 * 1160
+    assert costs["check"][1] == 7 * 1160
+    assert costs["model"][1] < costs["model, 0.1.0"][1] / 10
 
 
 def test_compression(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from unitrain.testing.cases import CASES as CONTRACT
 
 GROUPS = [("ddp", 1), ("ddp", 2), ("ddp", 3), ("horovod", 3)]
 CASES = [case for case in CONTRACT.values() if case.__module__ in (collectives.__name__, gradients.__name__)]
-EXCHANGES = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "broadcast")
+EXCHANGES = ("all_reduce", "broadcast", "isend")
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
@@ -109,9 +109,32 @@ def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
 
 
 def test_many_ranks_exchange_one_vector(many: RankGroup) -> None:
-    vector = ("all_reduce", 8 * (17 + 128))
-    for told in many.run(exchanges_of):
-        assert told == [[vector], [vector], [vector], [vector, ("all_reduce", 40_000)]]
+    vector = ("isend", 8 * (17 + 128))
+    sent = {1: [0], 2: [1, 1], 3: [2, 1, 1]}[many.size]  # the third adds its part to the first's
+    for count, told in zip(sent, many.run(exchanges_of), strict=True):
+        sum_over_ranks = count * [vector]
+        assert told == [sum_over_ranks] * 3 + [[*sum_over_ranks, ("all_reduce", 40_000)]]
+
+
+def test_the_sum_over_any_number_of_ranks() -> None:
+    for size in (4, 5):
+        with RankGroup("ddp", size) as group:
+            group.run(as_many_ranks)
+            group.run(small_sums)
+            bits = group.run(inexact_sum)
+            assert bits == [bits[0]] * size
+
+
+def inexact_sum(backend: Backend) -> list[str]:
+    generator = torch.Generator().manual_seed(backend.rank)
+    own = torch.randn(100, dtype=torch.float64, generator=generator)
+    total = sum(
+        torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+        for rank in range(backend.size)
+    )
+    summed = backend.allreduce(own, "sum")
+    assert_close(summed, total)
+    return [value.hex() for value in summed.tolist()]
 
 
 def test_few_ranks_exchange_one_row() -> None:

@@ -31,6 +31,7 @@ _SUMMED = 128
 # Numbers are summed as four parts of 16 bits, so that their sums and sums of squares are exact in float64 for up to
 # 2**21 ranks.
 _PARTS, _PART_BITS = 4, 16
+_TAG = 0x756E69  # of messages between two ranks, none that a user is likely to choose
 _SUM_HEADER = 4 * _PARTS + 1
 
 
@@ -59,6 +60,7 @@ class Agreement:
     ) -> None:
         self._backend, self._ledger, self._waiting, self._group = backend, ledger, waiting, group
         self._calls = 0
+        self._point_to_point = _has_point_to_point(group)
         # Bounded in sum over ranks; 4 KB hold the statistics of a BatchNorm of 250 channels.
         self._row_bytes = max(1024, min(4096, 16384 // backend.size))
 
@@ -140,7 +142,7 @@ class Agreement:
         vector[:_SUM_HEADER] = torch.tensor(header, dtype=torch.float64)
         if values is not None:
             vector[_SUM_HEADER : _SUM_HEADER + values.numel()] = values
-        self._wait(dist.all_reduce(vector, group=self._group, async_op=True))
+        self._sum_over_ranks(vector)
         *sums, carried = vector[:_SUM_HEADER].tolist()
         same = [
             total == size * part and squares == size * part * part
@@ -157,6 +159,44 @@ class Agreement:
                 every = self._gather(torch.tensor([call.count])).view(-1).tolist()
         total = vector[_SUM_HEADER : _SUM_HEADER + values.numel()] if values is not None and carried == size else None
         return Agreed(every, counts_sum, total=total)
+
+    def _sum_over_ranks(self, vector: Tensor) -> None:
+        """Make `vector` its sum over ranks, with the same bits on all of them. All ranks call it.
+
+        Gloo sums along a ring, so that a result takes 2 N messages one after another. Here it takes log2(N): in each
+        round every rank exchanges its sum so far with one other. What is above the largest power of two is added
+        before, and gets the result afterwards.
+        """
+        if not self._point_to_point:
+            self._wait(dist.all_reduce(vector, group=self._group, async_op=True))
+            return
+        rank, size = self._backend.rank, self._backend.size
+        most = 1 << size.bit_length() - 1
+        partner = rank ^ most  # differs in the highest bit
+        received = torch.empty_like(vector)
+        if rank >= most:
+            self._exchange(partner, send=vector)
+            self._exchange(partner, receive=vector)
+            return
+        if partner < size:
+            self._exchange(partner, receive=received)
+            vector += received
+        distance = 1
+        while distance < most:
+            self._exchange(rank ^ distance, send=vector, receive=received)
+            vector += received
+            distance *= 2
+        if partner < size:
+            self._exchange(partner, send=vector)
+
+    def _exchange(self, peer: int, *, send: Tensor | None = None, receive: Tensor | None = None) -> None:
+        works = [
+            start(tensor, peer, self._group, tag=_TAG)
+            for start, tensor in ((dist.isend, send), (dist.irecv, receive))
+            if tensor is not None
+        ]
+        for work in works:  # which do not tell that they have ended until they are waited for
+            self._waiting.wait_for_ranks(work, polls=False)
 
     def _raise_for_all(self, call: Call, problem: UnitrainError | None) -> NoReturn:
         """Raise the lowest refused rank's error, or what differs, on every rank. All ranks call it."""
@@ -179,7 +219,7 @@ class Agreement:
         return gathered
 
     def _wait(self, work: dist.Work | None) -> None:
-        self._waiting.wait_for_ranks(work, on_cpu=True)
+        self._waiting.wait_for_ranks(work, polls=True)
 
 
 def _small(tensor: Tensor, dtype: torch.dtype, most: int) -> Tensor | None:
@@ -194,6 +234,10 @@ def _summable(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:
     if tensor.device.type != "cpu" or tensor.numel() > _SUMMED or not dtype.is_floating_point:
         return None
     return tensor.detach().reshape(-1).double() if op in ("sum", "mean") else None
+
+
+def _has_point_to_point(group: dist.ProcessGroup | None) -> bool:
+    return dist.get_backend_config(group).startswith(("gloo", "cpu:gloo"))
 
 
 def _parts(number: int) -> list[int]:

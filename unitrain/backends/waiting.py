@@ -26,16 +26,16 @@ class Waiting:
     def __init__(self, meeting: Meeting, ledger: Ledger, watch: Watch | None, *, polls: bool) -> None:
         self._meeting, self._ledger, self._watch, self._polls = meeting, ledger, watch, polls
 
-    def wait_for_ranks(self, work: dist.Work | None, *, on_cpu: bool = False) -> None:
+    def wait_for_ranks(self, work: dist.Work | None, *, polls: bool | None = None) -> None:
         """Wait for `work`, which belongs to the ledger's latest entry; under NCCL, let the stream wait for it.
 
-        `polls` of the constructor, and `on_cpu` here, state that the work's tensors are on the CPU: then the thread
-        polls for a few milliseconds before it blocks.
+        With `polls`, by default that of the constructor, the thread polls for a few milliseconds before it blocks,
+        which only works of CPU tensors allow.
         """
         if work is None:
             return
         try:
-            if self._polls or on_cpu:
+            if self._polls if polls is None else polls:
                 _poll(work)
             work.wait()
         except (RuntimeError, CollectiveTimeoutError) as error:
