@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Backend, values_if_different
 from unitrain.backends.checks import DTYPES, REDUCE_OPS
-from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError
+from unitrain.backends.gradients import check_same_model, check_same_settings
+from unitrain.errors import CollectiveMismatchError, ConfigError, ModelError, TensorError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.models import build
 
 # Small ones may travel otherwise than (11, 13) does, and many dimensions are told in short.
 _SHAPES: tuple[tuple[int, ...], ...] = (
@@ -267,6 +269,37 @@ def objects_that_cannot_be_pickled_are_refused_on_every_rank(backend: Backend) -
     for action in (lambda: backend.allgather_object(sent), lambda: backend.broadcast_object(sent, last)):
         text = raises(ConfigError, "cannot be pickled", action)
         assert text.startswith("A dict was given to send to other ranks")
+        same_on_every_rank(backend, text)
+
+
+@contract
+def values_are_gathered_only_if_they_differ(backend: Backend) -> None:
+    last = backend.size - 1
+    assert values_if_different(backend, {"equal": [1, (2.5, None)]}) is None
+    expected = None if last == 0 else [{"rank": rank == last} for rank in range(backend.size)]
+    assert values_if_different(backend, {"rank": backend.rank == last}) == expected
+    if last > 0:
+        for sent in (lambda: None, {"callback": lambda: None} if backend.rank == last else {}):
+            text = raises(ConfigError, "cannot be pickled", lambda sent=sent: values_if_different(backend, sent))
+            same_on_every_rank(backend, text)
+
+
+@contract
+def equal_models_are_compared_without_gathering_them(backend: Backend) -> None:
+    def refuse(obj: Any) -> list[Any]:
+        raise AssertionError("the table of the model was gathered")
+
+    model = build()
+    backend.allgather_object = refuse  # type: ignore[method-assign]
+    try:
+        check_same_model(backend, model)
+        check_same_settings(backend, unused_parameters=False)
+    finally:
+        del backend.allgather_object
+    if backend.size > 1 and backend.rank == backend.size - 1:
+        model.register_buffer("extra", torch.ones(2))
+    if backend.size > 1:
+        text = raises(ModelError, "'extra' is missing on rank 0 and", lambda: check_same_model(backend, model))
         same_on_every_rank(backend, text)
 
 
