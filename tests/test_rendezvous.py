@@ -317,11 +317,11 @@ def test_descriptors_suffice_for_the_connections_or_that_is_an_error() -> None:
     lines = subprocess.check_output([sys.executable, "-c", LIMITS], text=True).splitlines()
     two, many, other, too_many = (json.loads(line) for line in lines)
     assert 200 <= two[0] < 1000
-    assert 6 * 499 <= many[0] <= 4000
-    assert 1023 <= other[0] <= 4000
+    assert 7 * 499 <= many[0] <= 4000
+    assert 2046 <= other[0] <= 4000
     assert [hard for _, hard, _ in (two, many, other, too_many)] == [4000] * 4
     assert [refused for _, _, refused in (two, many, other)] == [""] * 3
     soft, _, refused = too_many
     assert soft == 200
-    assert refused.startswith("Rank 0 of 1024 needs at least 61")
+    assert refused.startswith("Rank 0 of 1024 needs at least 71")
     assert "and the hard limit on this host is 4000. Raise it before the launcher starts: ulimit -Hn " in refused

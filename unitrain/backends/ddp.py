@@ -46,7 +46,10 @@ class DDPBackend(ProcessGroupBackend):
             world_size=placement.size,
             timeout=options.timeout,
         )
-        started = cls(meeting, device, transport)
+        # In a group of their own, the exchanges before collectives do not wait for gradients that are being reduced,
+        # and do not receive those of a rank that calls something else. NCCL's do not mix with Gloo's messages anyway.
+        control = dist.new_group(backend="gloo", timeout=options.timeout) if transport != "nccl" else None
+        started = cls(meeting, device, transport, control)  # type: ignore[arg-type]
         if transport == "nccl":
             started._waits_on_stream = True
             group = dist.distributed_c10d._get_default_group()

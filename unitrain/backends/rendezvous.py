@@ -30,6 +30,7 @@ from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVari
 _POLL_SECONDS = 0.02
 _POLL_SECONDS_PER_RANK = 0.0001  # so that all ranks together ask 10,000 times a second at most
 _CONNECT_PERIOD_SECONDS = 0.1
+_GROUPS = 2
 _SERVED_PER_RANK = 5  # connections of each rank to rank 0's process, besides those of the process group
 _SPARE_DESCRIPTORS = 512  # for the data, its workers and files
 _meetings = itertools.count()
@@ -187,9 +188,9 @@ def reserve_descriptors(placement: Placement) -> None:
     Raises ConfigError where the hard limit does not allow it.
     """
     # Rank 0 serves three connections of each rank to the store, one that reports the end of its process, and one of the
-    # store's own users in torch. Besides, every rank has a connection to each other one in up to two groups.
+    # store's own users in torch. Besides, every rank has a connection to each other one in two groups, or in three.
     others = placement.size - 1
-    least = (_SERVED_PER_RANK + 1 if placement.rank == 0 else 1) * others + sum(1 for _ in Path("/dev/fd").iterdir())
+    least = (_SERVED_PER_RANK * (placement.rank == 0) + _GROUPS) * others + sum(1 for _ in Path("/dev/fd").iterdir())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = hard if hard != resource.RLIM_INFINITY else 2**20
     if limit < least:
