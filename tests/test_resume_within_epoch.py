@@ -147,7 +147,7 @@ def test_the_results_are_those_of_whole_epochs(
         assert one == pytest.approx(other_one, rel=tolerance, abs=0)
     steps = case.get("limit_train_steps", STEPS)
     assert [row[:2] for row in rows(whole)] == [(epoch, epoch * steps) for epoch in range(1, EPOCHS + 1)]
-    assert expected[1] < 0.3  # the plateau has had something to judge
+    assert expected[1] < 0.3 or steps < STEPS  # the plateau has had something to judge
     if case.get("stream") and ranks.size > 1:
         return
     (moved,) = alone.run(again, str(other), case)

@@ -110,4 +110,4 @@ def check_data(name: str, data: Any) -> None:
 def _is_batch(item: Any) -> bool:
     """Whether `item` is several tensors with the same first dimension, of more than 1."""
     tensors = isinstance(item, list | tuple) and len(item) > 1 and all(isinstance(part, Tensor) for part in item)
-    return tensors and len({part.shape[:1] for part in item}) == 1 and item[0].dim() > 0 and item[0].shape[0] > 1
+    return bool(tensors and len({part.shape[:1] for part in item}) == 1 and item[0].dim() and item[0].shape[0] > 1)

@@ -90,7 +90,8 @@ class RunningLoss:
         """Continue from a checkpoint: on as many ranks each from its own sums, else rank 0 from those of all ranks."""
         if not state:  # of an earlier version
             return
-        self.steps, self._seen = state["steps"], tuple(state["seen"])
+        total, weight = state["seen"]
+        self.steps, self._seen = state["steps"], (total, weight)
         ranks, rank = state["ranks"], self._communicator.rank
         if len(ranks) == self._communicator.size:
             self._means.load_state(ranks[rank])
