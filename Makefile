@@ -7,7 +7,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 HOROVOD := $(VENV)/.horovod
 
-.PHONY: demo test check bench gpu-check setup horovod clean
+CASES ?= 1000
+FIRST ?= 0
+
+.PHONY: demo test check bench fuzz gpu-check setup horovod clean
 
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
@@ -22,6 +25,10 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED) $(HOROVOD)
 	$(BIN)/python benchmarks/step_overhead.py
+
+# Random runs compared with plain torch; FIRST is the first seed.
+fuzz: $(INSTALLED) $(HOROVOD)
+	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
 
 # On a machine with a GPU; everything else runs without one.
 gpu-check: $(INSTALLED) $(HOROVOD)

@@ -1,0 +1,61 @@
+"""Command line of the fuzzer: one case, or many.
+
+python -m tests.fuzzer --seed 123              one case, shrunk if it fails
+python -m tests.fuzzer --case '{...}'          one case as JSON
+python -m tests.fuzzer --known                 the smallest cases of defects that were found before
+python -m tests.fuzzer --cases 1000 --first 0  many; exits with 1 if any fails
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from . import cases, known, runner
+
+
+def main() -> int:
+    """Run what the command line asks for; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzzer", description="Compare random runs with plain torch.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--seed", type=int, help="the number of one case")
+    what.add_argument("--case", help="one case as JSON, as a failure prints it")
+    what.add_argument("--known", action="store_true", help="the smallest cases of defects that were found before")
+    what.add_argument("--cases", type=int, help="how many cases to run")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first of many cases (default 0)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
+    parser.add_argument("--kind", choices=["trainer", "loop", "collective"], help="run only cases of this kind")
+    parser.add_argument("--shrink-seconds", type=float, default=60.0, help="time to simplify a failing case; 0: none")
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        chosen = [("case", cases.read(arguments.case))]
+    elif arguments.known:
+        chosen = list(known.CASES.items())
+    elif arguments.seed is not None:
+        chosen = [(f"seed {arguments.seed}", cases.draw(arguments.seed))]
+    else:
+        numbers = range(arguments.first, arguments.first + arguments.cases)
+        chosen = [(f"seed {number}", cases.draw(number)) for number in numbers]
+    chosen = [(name, case) for name, case in chosen if arguments.kind in (None, case["kind"])]
+    started, failed, ran = time.monotonic(), 0, 0
+    with runner.pool() as ranks:
+        for name, case in chosen:
+            if time.monotonic() - started > arguments.seconds:
+                break
+            ran += 1
+            if not (found := runner.failures(case, ranks)):
+                continue
+            failed += 1
+            print(f"\n{name} FAILED: {found[0]}", flush=True)
+            if arguments.shrink_seconds:
+                case, found = runner.shrunk(case, found, ranks, seconds=arguments.shrink_seconds)
+                print("\n".join(found))
+            print(f"python -m tests.fuzzer --case '{cases.spelled(case)}'", flush=True)
+    seconds = time.monotonic() - started
+    print(f"{ran} cases in {seconds:.0f} s ({ran / seconds:.1f} per second), {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

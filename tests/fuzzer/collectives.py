@@ -1,0 +1,172 @@
+"""Single collectives with random operations, dtypes and values, on the backend and on its process group."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Case = dict[str, Any]
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
+GROUP_DTYPES = (*DTYPES, "complex64", "complex128", "uint32", "uint64", "int8", "int16")
+OPS = ("sum", "mean", "min", "max", "product")
+CALLS = ("allreduce", "allreduce", "reducescatter", "allgather", "broadcast")
+GROUP_CALLS = ("all_reduce", "coalesced", "reduce", "reduce_scatter")
+
+
+def draw_collectives(r: random.Random, seed: int) -> Case:
+    """Return some random collectives: [level, name, op, dtype, rows, special values]."""
+    backend, size = r.choice([("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3), ("local", 1)])
+    calls = []
+    for _ in range(6):
+        level = "group" if size > 1 and r.random() < 0.5 else "backend"
+        dtype = r.choice(DTYPES if level == "backend" else GROUP_DTYPES)
+        call = [level, r.choice(CALLS if level == "backend" else GROUP_CALLS), r.choice(OPS), dtype, r.randint(0, 3)]
+        special = r.choice(["plain", "nan", "inf", "large"])
+        # What complex infinities multiply to depends on how the product is worked out.
+        calls.append([*call, "plain" if dtype.startswith("complex") else special])
+    return {"kind": "collective", "seed": seed % 1000, "backend": backend, "size": size, "calls": calls}
+
+
+def simpler_collectives(case: Case) -> Iterator[Case]:
+    """Yield cases with fewer or simpler calls."""
+    for at, call in enumerate(case["calls"]):
+        if len(case["calls"]) > 1:
+            yield {**case, "calls": case["calls"][:at] + case["calls"][at + 1 :]}
+        for place, value in ((5, "plain"), (4, 1), (3, "float32"), (2, "sum")):
+            if call[place] != value:
+                changed = [*call[:place], value, *call[place + 1 :]]
+                yield {**case, "calls": [*case["calls"][:at], changed, *case["calls"][at + 1 :]]}
+    if case["size"] == 3:
+        yield {**case, "size": 2}
+
+
+def tensor_of(case: Case, number: int, rank: int) -> Tensor:
+    """Return what a rank gives to call `number`: [rows * size, 2]."""
+    _, _, op, name, rows, special = case["calls"][number]
+    dtype: torch.dtype = getattr(torch, name)
+    generator = torch.Generator().manual_seed(100 * case["seed"] + 10 * number + rank)
+    shape = (rows * case["size"], 2)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if dtype.is_floating_point or dtype.is_complex:
+        value = torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+        value = value.to(dtype)
+        if special in ("nan", "inf") and rows and rank == case["seed"] % case["size"]:
+            value[number % len(value), 0] = float(special)
+        return value
+    value = torch.randint(0, 5, shape, generator=generator)
+    if special == "large" and op in ("min", "max", "sum") and rows:
+        largest = torch.iinfo(dtype).max if dtype != torch.uint64 else 2**62
+        value[0, 0] = largest // 4 + rank
+        if op != "sum":
+            value[1, 1] = largest - rank
+    return value.to(dtype)
+
+
+def reduced(tensors: list[Tensor], op: str) -> Tensor:
+    """Return the reduction of the ranks' tensors, computed in the widest dtype; nan wins in min and max."""
+    dtype = tensors[0].dtype
+    if dtype.is_floating_point:
+        wide = torch.stack(tensors).double()
+    elif dtype.is_complex:
+        wide = torch.stack(tensors).to(torch.complex128)
+    else:
+        wide = torch.stack([tensor.to(torch.int64) for tensor in tensors])
+    made = {
+        "sum": lambda: wide.sum(0),
+        "mean": lambda: wide.mean(0),
+        "min": lambda: wide.amin(0),
+        "max": lambda: wide.amax(0),
+        "product": lambda: wide.prod(0),
+    }
+    return made[op]().to(dtype)
+
+
+def run(backend: Any, case: Case) -> list[Any]:
+    """Make the calls of a case on this rank and return each result, or the name of the class of its exception."""
+    results: list[Any] = []
+    for number, (level, name, op, *_) in enumerate(case["calls"]):
+        tensor = tensor_of(case, number, backend.rank)
+        before = tensor.clone()
+        try:
+            if level == "group":
+                results.append(_group_call(name, op, tensor, backend.size))
+                continue
+            arguments: dict[str, Any] = {"op": op} if name in ("allreduce", "reducescatter") else {}
+            results.append(getattr(backend, name)(tensor, **arguments).clone())
+            if not _same(tensor, before, 0.0):
+                results[-1] = "changed its input"
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+    # As lists, because torch cannot pickle every dtype.
+    return [one if isinstance(one, str) else (str(one.dtype), list(one.shape), one.tolist()) for one in results]
+
+
+def _group_call(name: str, op: str, tensor: Tensor, size: int) -> Tensor:
+    reduce_op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "product": dist.ReduceOp.PRODUCT}.get(
+        op, dist.ReduceOp.SUM
+    )
+    if name == "all_reduce":
+        dist.all_reduce(tensor, reduce_op)
+    elif name == "coalesced":  # with an empty tensor at the end
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            dist.all_reduce_coalesced([tensor, tensor.new_empty(0)], reduce_op)
+    elif name == "reduce":
+        dist.reduce(tensor, 0, reduce_op)
+    else:
+        own = tensor.new_empty(len(tensor) // size, 2)
+        dist.reduce_scatter(
+            own, list(tensor.chunk(size)) if len(tensor) else [tensor.new_empty(0, 2)] * size, reduce_op
+        )
+        return own
+    return tensor
+
+
+def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
+    """Return which results are wrong; what is refused must be refused on every rank, and for a reason."""
+    told = ranks((case["backend"], case["size"]), run, case)
+    for number, (level, name, op, dtype, rows, special) in enumerate(case["calls"]):
+        tensors = [tensor_of(case, number, rank) for rank in range(case["size"])]
+        kind = tensors[0].dtype
+        found = [results[number] for results in told]
+        what = f"{level} {name}({dtype} [{rows * case['size']}, 2], {op}, {special}) on {case['backend']}"
+        refused = [isinstance(result, str) for result in found]
+        if any(refused):
+            integers = not (kind.is_floating_point or kind.is_complex)
+            may = level == "group" or (op == "mean" and integers) or kind == torch.bool
+            if not all(refused) or not may or any("changed" in str(result) for result in found):
+                return [f"collective: {what} gave {[r if isinstance(r, str) else 'a result' for r in found]}"]
+            continue
+        if level == "group" and op == "mean":
+            op = "sum"
+        for rank, (found_dtype, shape, values) in enumerate(found):
+            result = torch.tensor(values, dtype=getattr(torch, found_dtype.removeprefix("torch."))).reshape(shape)
+            if name == "allgather":
+                expected = torch.cat(tensors)
+            elif name == "broadcast":
+                expected = tensors[0]
+            elif name == "reduce" and rank:
+                continue
+            else:
+                expected = reduced(tensors, op)
+                if name in ("reducescatter", "reduce_scatter"):
+                    expected = expected.chunk(case["size"])[rank] if len(expected) else expected
+            tolerance = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 1e-5, "complex64": 1e-5}.get(dtype, 1e-12)
+            if not _same(result, expected, tolerance):
+                return [f"collective: {what}: rank {rank} has {result.tolist()}, not {expected.tolist()}"]
+    return []
+
+
+def _same(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    if found.dtype.is_floating_point or found.dtype.is_complex:
+        return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return found.tolist() == expected.tolist()

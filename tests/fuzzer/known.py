@@ -1,0 +1,200 @@
+"""The smallest cases of defects that the fuzzer has found; each of them runs with every test run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .cases import SIMPLEST, normalised
+
+Case = dict[str, Any]
+FORWARD, BACKWARD = ["forward", True, True, "all"], ["backward", 0, True, False]
+
+
+def _on(backend: str, size: int, end: list[Any] | None = None, accumulate: int = 1) -> Case:
+    return {"backend": backend, "size": size, "accumulate": accumulate, "end": end}
+
+
+def _loop(steps: list[list[list[Any]]], **fields: Any) -> Case:
+    simplest = {"kind": "loop", "seed": 0, "backend": "ddp", "size": 2, "unused": False, "output": "tensor"}
+    return {**simplest, "compression": "none", "steps": steps, **fields}
+
+
+def _collective(call: list[Any], **fields: Any) -> Case:
+    return {"kind": "collective", "seed": 0, "backend": "ddp", "size": 2, "calls": [call], **fields}
+
+
+TWO = [_on("ddp", 2)]
+LOADER: Case = {"loader": True, "source": "map"}
+STREAM: Case = {"loader": True, "source": "shared"}
+
+_TRAINER: dict[str, Case] = {
+    "a buffer that forward reads, with step checkpoints": {
+        "features": ["buffer"],
+        "epochs": 3,
+        "checkpoint_every_steps": 3,
+        "segments": TWO,
+    },
+    "a buffer that forward reads, with validation": {
+        "features": ["buffer"],
+        "epochs": 3,
+        "validation": "tensors",
+        "segments": TWO,
+    },
+    "the loss of an epoch that was interrupted": {"segments": [_on("local", 1, ["steps", 1]), _on("local", 1)]},
+    "ReduceLROnPlateau after an interruption inside an epoch": {
+        "scheduler": "ReduceLROnPlateau",
+        "epochs": 4,
+        "segments": [_on("local", 1, ["steps", 3]), _on("local", 1)],
+    },
+    "MultiStepLR after a resume": {
+        "scheduler": "MultiStepLR",
+        "epochs": 3,
+        "segments": [_on("local", 1, ["steps", 2]), _on("local", 1)],
+    },
+    "a callback that keeps a Counter": {
+        "counting": "Counter",
+        "epochs": 2,
+        "segments": [_on("local", 1, ["steps", 2]), _on("local", 1)],
+    },
+    "a callback that keeps a defaultdict": {
+        "counting": "defaultdict",
+        "epochs": 2,
+        "segments": [_on("local", 1, ["steps", 2]), _on("local", 1)],
+    },
+    "persistent workers and an output folder": {**LOADER, "workers": 1, "persistent": True, "output": True},
+    "an exception with workers of a stream": {
+        **STREAM,
+        "workers": 1,
+        "epochs": 2,
+        "segments": [_on("ddp", 2, ["raise", 1]), _on("ddp", 2)],
+    },
+    "a SequentialSampler over a part": {**LOADER, "sampler": "sequential_part"},
+    "a RandomSampler over a part": {**LOADER, "sampler": "random_part"},
+    "validation with a sampler over a part": {"validation": "part"},
+    "a stream of batches that reuses its memory": {
+        "source": "batches",
+        "reuse": True,
+        "samples": 24,
+        "segments": [_on("ddp", 2)],
+    },
+    "a stream with a random collate function, interrupted": {
+        **STREAM,
+        "collate": "noise",
+        "samples": 24,
+        "segments": [_on("local", 1, ["steps", 2]), _on("local", 1)],
+    },
+    "a stream with a random collate function, stopped": {
+        **STREAM,
+        "collate": "noise",
+        "samples": 24,
+        "segments": [_on("ddp", 2, ["stop", 2]), _on("ddp", 2)],
+    },
+    "early stopping after interruptions": {
+        "early_stopping": ["val_loss", 2],
+        "validation": "tensors",
+        "optimizer_settings": {"lr": 0.0},
+        "epochs": 5,
+        "segments": [_on("local", 1, ["steps", 1]), _on("local", 1, ["steps", 3]), _on("local", 1)],
+    },
+    "a parameter group added in the run, with clipping": {"change": ["add", 1], "clip": 0.05, "epochs": 2},
+    "a parameter group added in the run, with tokens": {"change": ["add", 1], "loss": "tokens", "epochs": 2},
+    "complex parameters with compression": {"features": ["complex"], "compression": "fp16"},
+    "a gradient inside forward with compression and accumulation": {
+        "features": ["penalty"],
+        "compression": "fp16",
+        "segments": [_on("local", 1, None, 2)],
+    },
+    "a gradient inside forward with PowerSGD and accumulation": {
+        "features": ["penalty"],
+        "compression": "powersgd",
+        "epochs": 2,
+        "segments": [_on("local", 1, None, 2)],
+    },
+    "an embedding with max_norm": {"features": ["max_norm"], "epochs": 2, "segments": TWO},
+    "evaluation of own streams with drop_last": {
+        "source": "own",
+        "loader": True,
+        "validation": "own",
+        "validation_drop_last": True,
+    },
+    "a branch that only a dummy batch reaches": {
+        "source": "batches",
+        "samples": 14,
+        "features": ["branch"],
+        "optimizer": "AdamW",
+        "optimizer_settings": {"lr": 0.01, "weight_decay": 0.1},
+        "epochs": 3,
+        "segments": [_on("ddp", 3)],
+    },
+    "a dummy batch of rank 0 and BatchNorm": {
+        "source": "own",
+        "loader": True,
+        "samples": 13,
+        "features": ["norm"],
+        "epochs": 2,
+        "segments": [_on("ddp", 2)],
+    },
+    "a collate function that leaves samples out": {**LOADER, "collate": "skip", "samples": 17, "segments": TWO},
+    "a collate function that leaves samples out of an evaluation": {"validation": "skip"},
+    "a metric that returns the same tensor": {"validation": "map", "metrics": ["in_place"]},
+    "a Subset with a negative index": {"source": "subset", "negative": True},
+    "NormalizedRootMeanSquaredError on three ranks": {
+        "validation": "tensors",
+        "metrics": ["NormalizedRootMeanSquaredError"],
+        "segments": [_on("ddp", 3)],
+    },
+    "a resume after an exception": {
+        "checkpoint_every_steps": 1,
+        "epochs": 3,
+        "segments": [_on("ddp", 2, ["raise", 3]), _on("ddp", 2)],
+    },
+    "a checkpoint at the last step of an epoch that did not end": {
+        "checkpoint_every_steps": 1,
+        "scheduler": "ReduceLROnPlateau",
+        "optimizer_settings": {"lr": 0.3},
+        "validation": "tensors",
+        "epochs": 3,
+        "segments": [_on("local", 1, ["raise after epoch", 2]), _on("local", 1)],
+    },
+    "fit once more after an exception in a micro-step": {
+        "again": ["on_micro_step", 4],
+        "epochs": 3,
+        "segments": [_on("ddp", 2, None, 3)],
+    },
+    "fit once more after an exception before a step": {"again": ["on_gradients", 2], "loss": "tokens"},
+    "fit once more after an exception after a step": {"again": ["on_step_end", 3], "epochs": 2, "segments": TWO},
+    "a part that is unfrozen while another is used in some micro-steps only": {
+        "seed": 11,
+        "global_batch": 12,
+        "features": ["branch"],
+        "change": ["unfreeze", 4],
+        "epochs": 6,
+        "segments": [_on("ddp", 2, None, 2)],
+    },
+    "complex128 parameters in a checkpoint": {"features": ["complex"], "output": True},
+    "compression of a model whose output hides its tensors": {"features": ["object"], "compression": "fp16"},
+    "an output without visible tensors and unused parameters": {"features": ["object", "unused"], "segments": TWO},
+}
+CASES: dict[str, Case] = {
+    **{name: normalised({**SIMPLEST, **fields}) for name, fields in _TRAINER.items()},
+    "a step after no_sync": _loop([[["forward", False, True, "all"], ["backward", 0, False, False]]]),
+    "forward in no_sync, backward outside": _loop([[["forward", False, True, "all"], BACKWARD]]),
+    "backward in no_sync, forward outside": _loop([[FORWARD, ["backward", 0, False, False]]]),
+    "the unwrapped model": _loop([[["forward", True, False, "all"], BACKWARD]]),
+    "a hidden output and a retained graph": _loop([[FORWARD, ["backward", 0, True, True], BACKWARD]], output="object"),
+    "a step after no_sync on horovod": _loop(
+        [[["forward", False, True, "all"], ["backward", 0, False, False]]], backend="horovod"
+    ),
+    "nan of rank 0 in max": _collective(["backend", "allreduce", "max", "float32", 1, "nan"]),
+    "nan of rank 1 in max": _collective(["backend", "allreduce", "max", "float32", 1, "nan"], seed=1),
+    "nan of rank 2 in min": _collective(["backend", "allreduce", "min", "float64", 1, "nan"], seed=2, size=3),
+    "a coalesced reduction that ends with an empty tensor": _collective(
+        ["group", "coalesced", "sum", "float32", 1, "plain"], backend="horovod"
+    ),
+    "complex numbers in reduce": _collective(["group", "reduce", "sum", "complex64", 1, "plain"], backend="horovod"),
+    "complex numbers in reduce_scatter": _collective(
+        ["group", "reduce_scatter", "sum", "complex64", 1, "plain"], backend="horovod"
+    ),
+    "large uint32 in max": _collective(["group", "all_reduce", "max", "uint32", 1, "large"], backend="horovod"),
+    "large uint64 in sum": _collective(["group", "all_reduce", "sum", "uint64", 1, "large"], backend="horovod"),
+}

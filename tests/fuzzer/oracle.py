@@ -1,0 +1,380 @@
+"""The result that a case with the Trainer promises: plain torch, one process, the whole batch, float64.
+
+Nothing here knows unitrain. From the run under test comes only which samples it took in each step (the trace), because
+shuffling is random; `check_samples` says what these must be, and `Oracle` trains on them. Interruptions, checkpoints,
+backends, numbers of ranks, accumulation and workers do not occur: they must not change the result. The exceptions are
+what the contract defines by rank: a BatchNorm that is not synchronized and other state that a forward changes, which
+see the samples of one rank, and compression, which rounds the gradients of each rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from . import parts
+from .cases import BATCHES_PER_STEP
+
+Case = dict[str, Any]
+LOCAL_STATE = {"norm", "buffer", "max_norm"}
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Piece(NamedTuple):
+    """Samples that go through one forward; `live` is whether they count, or only keep a rank busy."""
+
+    rank: int
+    numbers: list[int]
+    live: bool
+
+
+class Step(NamedTuple):
+    """One optimizer step of the trace: its epoch, from 0 on, and the pieces of each micro-step in rank order."""
+
+    epoch: int
+    micro_steps: list[list[Piece]]
+
+    @property
+    def samples(self) -> list[int]:
+        return [
+            number for micro_step in self.micro_steps for piece in micro_step if piece.live for number in piece.numbers
+        ]
+
+
+# Which samples a run takes
+
+
+def check_samples(case: Case, trace: list[Step]) -> list[str]:
+    """Return what is wrong with the samples of the steps: each must be the next ones of its epoch's order."""
+    wrong = []
+    for epoch in sorted({step.epoch for step in trace}):
+        steps = [step.samples for step in trace if step.epoch == epoch]
+        whole = epoch < max(step.epoch for step in trace) or case["_ended"]
+        wrong += [f"samples: epoch {epoch + 1}: {text}" for text in _check_epoch(case, epoch, steps, whole)]
+    return wrong
+
+
+def _check_epoch(case: Case, epoch: int, steps: list[list[int]], whole: bool) -> Iterator[str]:
+    batches = _batches_of_steps(case, epoch)
+    if batches is not None:
+        expected = [sorted(_kept(case, batch)) for batch in batches]
+        found = [sorted(step) for step in steps]
+        if found != (expected if whole else expected[: len(found)]) and not (
+            case["collate"] == "skip"
+            and _equal_but_bad(found, batches[: len(found)], whole and len(found) < len(batches))
+        ):
+            at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
+            yield f"step {at + 1} of {len(found)}: {found[at : at + 2]}, not {expected[at : at + 2]} of {len(expected)}"
+        return
+    # The order is random: only which samples there are is known, and how many are in each step.
+    counts = Counter(number for step in steps for number in step)
+    allowed, most, length = _pool(case)
+    expected_length = length - length % case["global_batch"] if case["drop_last"] else length
+    lengths = [len(step) for step in steps]
+    if case["collate"] != "skip":
+        sizes = [case["global_batch"]] * (expected_length // case["global_batch"])
+        sizes += [expected_length % case["global_batch"]] if expected_length % case["global_batch"] else []
+        if case["source"] != "own" and lengths != (sizes if whole else sizes[: len(lengths)]):
+            yield f"steps of {lengths} samples, not of {sizes}"
+    for number, times in counts.items():
+        if number not in allowed or times > most:
+            yield f"sample {number} was used {times} times"
+    missing = [number for number in _kept(case, sorted(allowed)) if number not in counts]
+    all_used = most == 1 and len(allowed) == length and not case["drop_last"] and case["uneven"] != "drop"
+    if whole and all_used and missing:
+        yield f"samples {missing} were not used"
+
+
+def _pool(case: Case) -> tuple[set[int], float, int]:
+    """Return which samples an epoch in random order may have, how often each, and how many it has."""
+    count = case["samples"]
+    everything = set(parts.subset_indices(case)) if case["source"] == "subset" else set(range(count))
+    length = len(everything)
+    positions = parts.subset_indices(case) if case["source"] == "subset" else list(range(count))
+    part = parts.part_of(length)
+    return {
+        "random_part": lambda: ({positions[i] for i in range(part)}, 1, part),
+        "random_few": lambda: (everything, 1, part),
+        "replacement": lambda: (everything, math.inf, part),
+        "subset_random": lambda: ({positions[i] for i in range(1, length)}, 1, length - 1),
+        "weighted": lambda: (everything, math.inf, length),
+    }.get(case["sampler"], lambda: (everything, 1, length))()
+
+
+def _batches_of_steps(case: Case, epoch: int) -> list[list[int]] | None:
+    """Return the samples of each step of an epoch; None where the order is random."""
+    count, source, size = case["samples"], case["source"], case["segments"][-1]["size"]
+    if source in ("batches", "map_batches") or case["sampler"] == "batches":
+        batches = parts.batch_lists(case, count)
+        if case["uneven"] == "drop":
+            batches = batches[: len(batches) // BATCHES_PER_STEP * BATCHES_PER_STEP]
+        groups = [batches[at : at + BATCHES_PER_STEP] for at in range(0, len(batches), BATCHES_PER_STEP)]
+        return [[number for batch in group for number in batch] for group in groups]
+    if source == "own":
+        return None if case["workers"] else _steps_of_own(case, size)
+    order: list[int] = parts.subset_indices(case) if source == "subset" else list(range(count))
+    if case["shuffle"] or case["sampler"] not in (None, "sequential_part", "own"):
+        return None
+    if case["sampler"] == "sequential_part":
+        order = order[: parts.part_of(len(order))]
+    if case["sampler"] == "own":
+        order = [order[i] for i in parts.own_order(len(order), epoch)]
+    whole = case["global_batch"]
+    steps = [order[at : at + whole] for at in range(0, len(order), whole)]
+    return [step for step in steps if len(step) == whole or not case["drop_last"]]
+
+
+def _steps_of_own(case: Case, size: int) -> list[list[int]]:
+    """Return the steps over streams that are each rank's own: each rank takes the next samples of its stream."""
+    accumulate = case["segments"][-1]["accumulate"]
+    length = case["global_batch"] // size // accumulate
+    streams = []
+    for rank in range(size):
+        own = list(range(size - 1 - rank, case["samples"], size))
+        batches = [own[at : at + length] for at in range(0, len(own), length)]
+        streams.append([batch for batch in batches if len(batch) == length or not case["drop_last"]])
+    steps = []
+    for at in range(0, max(map(len, streams)), accumulate):
+        taken = [stream[at : at + accumulate] for stream in streams]
+        if case["uneven"] == "drop" and any(len(own) < accumulate for own in taken):
+            break
+        steps.append([number for own in taken for batch in own for number in batch])
+    return steps
+
+
+def _kept(case: Case, numbers: list[int]) -> list[int]:
+    return [number for number in numbers if case["collate"] != "skip" or not parts.is_bad(number)]
+
+
+def _equal_but_bad(found: list[list[int]], expected: list[list[int]], too_few: bool) -> bool:
+    """Whether the steps have all good samples, and bad ones only where a rank had nothing else."""
+    return not too_few and all(
+        set(step) <= set(batch)
+        and {n for n in batch if not parts.is_bad(n)} <= set(step)
+        and len(set(step)) == len(step)
+        for step, batch in zip(found, expected, strict=False)
+    )
+
+
+# What training on them gives
+
+
+class Oracle:
+    """Trains as the case says, one step after the other, on the samples of the trace."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.features = set(case["features"])
+        self.model = parts.Net(case)
+        self.optimizer = parts.optimizer_of(case, self.model, late=False)
+        self.scheduler = parts.scheduler_of(case, self.optimizer)
+        self.forward, self.loss_fn = parts.Forward(case), parts.loss_function(case)
+        self.inputs, self.targets = parts.samples(case)
+        self.average: nn.Module | None = copy.deepcopy(self.model) if case["ema"] else None
+        if case["change"] and case["change"][0] == "unfreeze":
+            self.model.first.requires_grad_(False)
+        self.steps = 0
+
+    def train(self, trace: list[Step]) -> dict[str, Any]:
+        """Return the outcome of the whole run."""
+        rates: list[list[float]] = []
+        epochs: dict[int, dict[str, float]] = {}
+        results: dict[str, float] = {}
+        stopped = _EarlyStopping(self.case)
+        for position, step in enumerate(trace):
+            if position == 0 or trace[position - 1].epoch != step.epoch:
+                self.losses = self.counted = 0.0
+            if stopped.over:
+                break
+            rates.append([float(group["lr"]) for group in self.optimizer.param_groups])
+            self._step(step)
+            last = position + 1 == len(trace)
+            if last or trace[position + 1].epoch != step.epoch:
+                results = {"train_loss": self.losses / self.counted if self.counted else 0.0, **self._validate()}
+                if not last or self.case["_ended"]:
+                    epochs[step.epoch] = results
+                    stopped.hear(results)
+                    self._epoch_scheduler(results)
+        return {
+            "rates": rates,
+            "epochs": epochs,
+            "results": results,
+            "parameters": dict(self.model.named_parameters()),
+            "buffers": dict(self.model.named_buffers()),
+            "average": None if self.average is None else dict(self.average.named_parameters()),
+            "optimizer": self.optimizer.state_dict(),
+            "counting": self.steps,
+            **self._extra_call(),
+        }
+
+    def _step(self, step: Step) -> None:
+        case = self.case
+        self.model.train()
+        self._set_gradients(step)
+        if case["clip"] is not None:
+            held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(held, case["clip"])
+        factor = self._rate_factor()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+        self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] /= factor
+        self.model.zero_grad(set_to_none=True)
+        if self.scheduler is not None and case["scheduler_every"] == "step":
+            self.scheduler.step()
+        self._follow()
+        self.steps += 1
+        if case["change"] and self.steps == case["change"][1]:
+            parts.change(case, self.model, self.optimizer)
+
+    def _set_gradients(self, step: Step) -> None:
+        """Set every gradient to that of the mean over the step's samples, or tokens."""
+        total = self._count(step.samples)
+        by_rank: dict[int, dict[str, Tensor]] = {}
+        before = after = [buffer.clone() for buffer in self.model.buffers()]
+        for rank, pieces in self._forwards(step).items():
+            self._set_buffers(before)
+            for numbers in pieces:
+                self._backward(numbers, total)
+            if rank == 0:
+                after = [buffer.clone() for buffer in self.model.buffers()]
+            if self.case["compression"] in HALF:
+                by_rank[rank] = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+                self.model.zero_grad(set_to_none=True)
+        self._set_buffers(after)
+        self.counted += total
+        for name, parameter in self.model.named_parameters():
+            gradients = [own[name] for _, own in sorted(by_rank.items()) if name in own]
+            if gradients:
+                parameter.grad = self._rounded(gradients)
+
+    def _backward(self, numbers: list[int], total: float) -> None:
+        output, target = self.forward(self.model, self._batch(numbers))
+        loss = self.loss_fn(output, target)
+        value = loss[0] if isinstance(loss, tuple) else loss * len(numbers)
+        self.losses += float(value.detach())
+        (value / max(total, 1)).backward()
+
+    def _forwards(self, step: Step) -> dict[int, list[list[int]]]:
+        """Return the samples of each forward, by rank: those of the whole step in one, unless they see each other.
+
+        Each rank begins a step with rank 0's buffers, and rank 0's are left. Samples that only keep a rank busy are in
+        no sum and in no statistic.
+        """
+        live = [[piece for piece in micro_step if piece.live] for micro_step in step.micro_steps]
+        if self.features & LOCAL_STATE or self.case["compression"] in HALF:
+            ranks = sorted({piece.rank for pieces in live for piece in pieces})
+            return {rank: [p.numbers for pieces in live for p in pieces if p.rank == rank] for rank in ranks}
+        if "sync_norm" in self.features:
+            merged = [[number for piece in pieces for number in piece.numbers] for pieces in live]
+            return {0: [numbers for numbers in merged if numbers]}
+        return {0: [step.samples]} if step.samples else {}
+
+    def _set_buffers(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self.model.buffers(), values, strict=True):
+            buffer.copy_(value)
+
+    def _rounded(self, gradients: list[Tensor]) -> Tensor:
+        """Return round(sum(round(g))) of the ranks' parts of a gradient, summed in float32 where there are several."""
+        dtype = HALF[self.case["compression"]]
+
+        def rounded(real: list[Tensor]) -> Tensor:
+            if self.case["segments"][-1]["size"] == 1:
+                return real[0].to(dtype).double()
+            total = torch.zeros_like(real[0], dtype=torch.float32)
+            for part in real:
+                total += part.to(dtype).float()
+            return total.to(dtype).double()
+
+        if gradients[0].is_complex():
+            return torch.view_as_complex(rounded([torch.view_as_real(part).contiguous() for part in gradients]))
+        return rounded(gradients)
+
+    def _count(self, numbers: list[int]) -> float:
+        if self.case["loss"] != "tokens":
+            return len(numbers)
+        return int((self.targets[numbers] != parts.MASKED).sum())
+
+    def _batch(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
+        return self.inputs[numbers].clone(), self.targets[numbers]
+
+    def _rate_factor(self) -> float:
+        """Return what learning rates are multiplied by: 1 at first, the full factor after the warm-up."""
+        case = self.case
+        if case["lr_scaling"] == "none":
+            return 1.0
+        ratio = case["global_batch"] / 4
+        full = ratio if case["lr_scaling"] == "linear" else math.sqrt(ratio)
+        return 1.0 + (full - 1.0) * min(1.0, self.steps / case["warmup"]) if case["warmup"] else full
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        if self.average is None:
+            return
+        decay = self.case["ema"] if self.steps else 0.0
+        for averaged, weight in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            averaged.copy_(decay * averaged + (1 - decay) * weight)
+        for copied, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
+            copied.copy_(buffer)
+
+    def _epoch_scheduler(self, results: dict[str, float]) -> None:
+        if self.scheduler is None or self.case["scheduler_every"] != "epoch":
+            return
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(results.get("val_loss", results["train_loss"]))
+        else:
+            self.scheduler.step()
+
+    def _validate(self) -> dict[str, float]:
+        if self.case["validation"] is None:
+            return {}
+        return {f"val_{name}": value for name, value in self.evaluate().items()}
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the loss and each metric over all validation samples at once."""
+        output, target = self._outputs()
+        loss = self.loss_fn(output, target)
+        results = {"loss": float(loss[0] / loss[1]) if isinstance(loss, tuple) else float(loss)}
+        for name, metric in parts.metrics_of(self.case).items():
+            if name[0].isupper():
+                metric.update(output, target)
+                results[name] = float(metric.compute())
+            else:
+                results[name] = float(metric(output, target).mean())
+        return results
+
+    def _outputs(self) -> tuple[Any, Tensor]:
+        model = self.model if self.average is None else self.average
+        model.eval()
+        inputs, target = parts.validation_samples(self.case)
+        with torch.no_grad():
+            output, target = self.forward(model, (inputs, target))
+        model.train()
+        return output, target
+
+    def _extra_call(self) -> dict[str, Any]:
+        call = self.case["extra_call"]
+        if call == "evaluate":
+            return {"evaluate": self.evaluate()}
+        return {"predict": self._outputs()[0].detach()} if call == "predict" else {}
+
+
+class _EarlyStopping:
+    """Ends the run when a result has not become lower for `patience` whole epochs in a row."""
+
+    def __init__(self, case: Case) -> None:
+        self.monitor, self.patience = case["early_stopping"] or ("train_loss", math.inf)
+        self.best, self.waited, self.over = math.inf, 0, False
+
+    def hear(self, results: dict[str, float]) -> None:
+        found = results[self.monitor]
+        self.best, self.waited = (found, 0) if found < self.best else (self.best, self.waited + 1)
+        self.over = self.waited >= self.patience

@@ -1,0 +1,485 @@
+"""The user's side of a case, in plain torch: model, loss, data, optimizer, scheduler and metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+Case = dict[str, Any]
+MASKED = -100
+BRANCH_ABOVE = 1.0  # a sample whose second input is larger uses the branch
+
+
+class Output:
+    """A model output that is no container known to torch."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def tensor_of(output: Any) -> Tensor:
+    return output.value if isinstance(output, Output) else output
+
+
+class Net(nn.Module):
+    """A small float64 network with the features that a case names. Column 0 of the inputs is the sample's number."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(case["seed"])
+        features = case["features"]
+        self.features = frozenset(features)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        for name, module in {
+            "tied": nn.Linear(6, 6),
+            "frozen": nn.Linear(6, 6),
+            "unused": nn.Linear(6, 6),
+            "branch": nn.Linear(6, 6),
+            "late": nn.Linear(6, 6),
+            "norm": nn.BatchNorm1d(2),
+            "sync_norm": nn.BatchNorm1d(2),
+            "embedding": nn.Embedding(7, 4),
+            "max_norm": nn.Embedding(7, 4, max_norm=1.0),
+            "dropout": nn.Dropout(0.0),
+        }.items():
+            if name in features:
+                setattr(self, name + "_part", module)
+        if "frozen" in features:
+            self.frozen_part.requires_grad_(False)
+        if "complex" in features:
+            self.complex_part = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128) * 0.3)
+        if "buffer" in features:
+            self.register_buffer("scale", torch.ones(()))
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        number, h = x[:, 0].long(), x[:, 1:]
+        features = self.features
+        for name in ("embedding", "max_norm"):
+            if name in features:
+                h = h + getattr(self, name + "_part")(number % 7)
+        if "complex" in features:
+            z = h.to(torch.complex128) @ self.complex_part
+            h = h + z.real + 0.3 * z.imag.square()
+        h = torch.tanh(self.first(h))
+        for name in ("norm", "sync_norm"):
+            if name in features:  # three values per sample and channel, so that one sample has a variance
+                h = getattr(self, name + "_part")(h.view(-1, 2, 3)).view(-1, 6)
+        if "tied" in features:
+            h = torch.tanh(self.tied_part(torch.tanh(self.tied_part(h))))
+        for name in ("frozen", "late"):
+            if name in features:
+                h = h + torch.tanh(getattr(self, name + "_part")(h))
+        chosen = x[:, 1] > BRANCH_ABOVE
+        if "branch" in features and chosen.any():
+            h = h.masked_scatter(chosen[:, None], h[chosen] + self.branch_part(h[chosen]))
+        if "buffer" in features:
+            if self.training:
+                self.scale.mul_(0.8).add_(0.2 * h.detach().abs().mean())
+            h = h / (0.5 + self.scale)
+        if "dropout" in features:
+            h = self.dropout_part(h)
+        out = self.last(h)
+        return Output(out) if "object" in features else out
+
+
+class Forward:
+    """Calls the model on a batch: a pair, or a dictionary; with the feature "penalty" it adds a gradient of inputs."""
+
+    def __init__(self, case: Case) -> None:
+        self.penalty = "penalty" in case["features"]
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+        inputs, target = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+        if not self.penalty:
+            return model(inputs), target
+        with torch.enable_grad():
+            inputs = inputs.detach().requires_grad_()
+            output = model(inputs)
+            (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=torch.is_grad_enabled())
+        return output + 0.1 * slope[:, 1:].square().sum(1, keepdim=True), target
+
+
+def loss_function(case: Case) -> Callable[[Any, Tensor], Any]:
+    """Return the user's loss: a mean, or for "tokens" the pair (sum, count)."""
+
+    def tokens(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        total = nn.functional.cross_entropy(tensor_of(output), target, ignore_index=MASKED, reduction="sum")
+        return total, (target != MASKED).sum()
+
+    def mean(output: Any, target: Tensor) -> Tensor:
+        function = nn.functional.mse_loss if case["loss"] == "mse" else nn.functional.cross_entropy
+        return function(tensor_of(output), target)
+
+    return tokens if case["loss"] == "tokens" else mean
+
+
+def samples(case: Case, *, offset: int = 0, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return inputs float64 [count, 5] and targets; `offset` gives other samples, such as those of validation."""
+    count = count or case["samples"]
+    generator = torch.Generator().manual_seed(case["seed"] + 1000 * offset + 1)
+    inputs = torch.randn(count, 5, generator=generator, dtype=torch.float64)
+    inputs[:, 0] = torch.arange(count)
+    if case["loss"] == "mse":
+        return inputs, torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 3, (count,), generator=generator)
+    if case["loss"] == "tokens":
+        targets[torch.rand(count, generator=generator) < 0.4] = MASKED
+    return inputs, targets
+
+
+def is_bad(number: int) -> bool:
+    """Whether the collate function "skip" leaves this sample out."""
+    return number % 5 == 3
+
+
+# Data
+
+
+class Map(Dataset[Any]):
+    """A dataset that torch cannot look into."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index].clone(), self.targets[index].clone()
+
+
+class MapBatches(Map):
+    """A map dataset whose items are whole batches."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, case: Case) -> None:
+        super().__init__(inputs, targets)
+        self.batches = batch_lists(case, len(inputs))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        chosen = self.batches[index]
+        return self.inputs[chosen], self.targets[chosen]
+
+
+class Items(IterableDataset[Any]):
+    """Samples in order; with `rank` and `size` only those of one rank, as a dataset does that shards itself."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, rank: int = 0, size: int = 1) -> None:
+        self.inputs, self.targets, self.rank, self.size = inputs, targets, rank, size
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if self.size > 1 and info is not None else (0, 1)
+        # The last rank has the most samples, so that rank 0 is the first that runs out.
+        first = self.size - 1 - self.rank
+        for index in range(first + self.size * worker, len(self.inputs), self.size * workers):
+            yield self.inputs[index].clone(), self.targets[index].clone()
+
+
+class Batches(IterableDataset[Any]):
+    """Whole batches in order; with `reuse` each of them is written into the memory of the one before."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, case: Case) -> None:
+        self.inputs, self.targets = inputs, targets
+        self.batches, self.reuse = batch_lists(case, len(inputs)), case["reuse"]
+
+    def __iter__(self) -> Iterator[Any]:
+        room = torch.empty_like(self.inputs), torch.empty_like(self.targets)
+        for chosen in self.batches:
+            batch = self.inputs[chosen], self.targets[chosen]
+            if self.reuse:
+                for into, part in zip(room, batch, strict=True):
+                    into[: len(part)] = part
+                batch = room[0][: len(chosen)], room[1][: len(chosen)]
+            yield batch
+
+
+class OwnOrder(Sampler[int]):
+    """A sampler of the user's own, whose order follows from the epoch that it is told."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(own_order(self.count, self.epoch))
+
+
+def own_order(count: int, epoch: int) -> list[int]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(70 + epoch)).tolist()
+
+
+class OwnBatches(Sampler[list[int]]):
+    """A batch sampler of the user's own, with batches of unequal sizes."""
+
+    def __init__(self, case: Case) -> None:
+        self.batches = batch_lists(case, case["samples"])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+def batch_lists(case: Case, count: int) -> list[list[int]]:
+    """Return the samples of the batches that the data makes itself: one, two or three per batch."""
+    batches, first = [], 0
+    while first < count:
+        length = 1 + (first + case["seed"]) % 3 if case["sampler"] == "batches" or case["uneven_batches"] else 2
+        batches.append(list(range(first, min(first + length, count))))
+        first += length
+    return batches
+
+
+def collate_pairs(batch: list[Any]) -> list[Tensor]:
+    return [torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])]
+
+
+def collate_dict(batch: list[Any]) -> dict[str, Tensor]:
+    inputs, targets = collate_pairs(batch)
+    return {"x": inputs, "y": targets}
+
+
+def collate_skip(batch: list[Any]) -> list[Tensor]:
+    return collate_pairs([pair for pair in batch if not is_bad(int(pair[0][0]))] or batch[:1])
+
+
+def collate_noise(batch: list[Any]) -> list[Tensor]:
+    inputs, targets = collate_pairs(batch)
+    inputs[:, 1:] += torch.randn(len(inputs), 4, dtype=torch.float64)
+    return [inputs, targets]
+
+
+COLLATE = {"pairs": collate_pairs, "dict": collate_dict, "skip": collate_skip, "noise": collate_noise}
+
+
+def training_data(case: Case, batch_size: int, rank: int, size: int) -> Any:
+    """Return the Dataset or DataLoader of a case, with `batch_size` samples per rank."""
+    inputs, targets = samples(case)
+    source: Any = case["source"]
+    if source == "subset":  # some of the samples, and the first of them counted from the end
+        chosen = subset_indices(case)
+        dataset: Any = Subset(TensorDataset(inputs, targets), [chosen[0] - len(inputs) * case["negative"], *chosen[1:]])
+    elif source in ("shared", "own"):
+        dataset = Items(inputs, targets, *((rank, size) if source == "own" else ()))
+    elif source == "batches":
+        dataset = Batches(inputs, targets, case)
+    elif source == "map_batches":
+        dataset = MapBatches(inputs, targets, case)
+    else:
+        dataset = (TensorDataset if source == "tensors" else Map)(inputs, targets)
+    if not case["loader"]:
+        return dataset
+    settings: dict[str, Any] = {"num_workers": case["workers"]}
+    if case["persistent"]:
+        settings["persistent_workers"] = True
+    if case["collate"] is not None:
+        settings["collate_fn"] = COLLATE[case["collate"]]
+    if source in ("batches", "map_batches"):
+        return DataLoader(dataset, batch_size=None, **settings)
+    if case["sampler"] == "batches":
+        return DataLoader(dataset, batch_sampler=OwnBatches(case), **settings)
+    settings |= {"batch_size": batch_size, "drop_last": case["drop_last"]}
+    if case["sampler"] == "shuffle":
+        return DataLoader(dataset, shuffle=True, **settings)
+    return DataLoader(dataset, sampler=sampler_of(case, dataset), **settings)
+
+
+def subset_indices(case: Case) -> list[int]:
+    count = case["samples"]
+    return [count - 1, *range(count - 2)]
+
+
+def sampler_of(case: Case, dataset: Any) -> Any:
+    name = case["sampler"]
+    if name is None:
+        return None
+    count = len(dataset)
+    part = part_of(count)
+    return {
+        "sequential_part": lambda: SequentialSampler(range(part)),
+        "random_part": lambda: RandomSampler(range(part)),
+        "random_few": lambda: RandomSampler(dataset, num_samples=part),
+        "replacement": lambda: RandomSampler(dataset, replacement=True, num_samples=part),
+        "subset_random": lambda: SubsetRandomSampler(range(1, count)),
+        "weighted": lambda: WeightedRandomSampler([1.0 + i % 3 for i in range(count)], count),
+        "own": lambda: OwnOrder(count),
+    }[name]()
+
+
+def part_of(count: int) -> int:
+    """Return how many samples the samplers over a part take."""
+    return count - count // 3
+
+
+def validation_data(case: Case, rank: int, size: int) -> Any:
+    """Return validation data of the kind that the case names; None without."""
+    kind = case["validation"]
+    if kind is None:
+        return None
+    inputs, targets = samples(case, offset=1, count=validation_count(case))
+    if kind == "tensors":
+        return TensorDataset(inputs, targets)
+    collate = COLLATE["skip" if kind == "skip" else "pairs"]
+    settings: dict[str, Any] = {"batch_size": 3, "collate_fn": collate, "drop_last": case["validation_drop_last"]}
+    if kind in ("shared", "own"):
+        settings.pop("collate_fn")
+        return DataLoader(Items(inputs, targets, *((rank, size) if case["source"] == "own" else ())), **settings)
+    dataset = Map(inputs, targets)
+    if kind == "part":
+        settings["sampler"] = SequentialSampler(range(part_of(len(inputs))))
+    return DataLoader(dataset, **settings)
+
+
+def validation_count(case: Case) -> int:
+    return 7 + case["seed"] % 5
+
+
+def validation_samples(case: Case) -> tuple[Tensor, Tensor]:
+    """Return the samples that an evaluation of `validation_data` counts."""
+    inputs, targets = samples(case, offset=1, count=validation_count(case))
+    keep = list(range(len(inputs)))
+    if case["validation"] == "part":
+        keep = keep[: part_of(len(inputs))]
+    if case["validation"] == "skip":
+        keep = [number for number in keep if not is_bad(number)]
+    return inputs[keep], targets[keep]
+
+
+# Optimization
+
+
+def optimizer_of(case: Case, model: nn.Module, *, late: bool) -> torch.optim.Optimizer:
+    """Return the optimizer; the parameters of "late" are in a group of their own once the run has added it."""
+    held = [p for name, p in model.named_parameters() if not name.startswith("late_part")]
+    name, settings = case["optimizer"], dict(case["optimizer_settings"])
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(held, **settings)
+    if late:
+        add_late(model, optimizer)
+    return optimizer
+
+
+def add_late(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": list(model.late_part.parameters())})
+
+
+def scheduler_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
+    """Return a scheduler of torch by the case's name for it."""
+    s: Any = lr_scheduler
+    lr = optimizer.param_groups[0]["lr"]
+    made: dict[str, Callable[[], Any]] = {
+        "LambdaLR": lambda: s.LambdaLR(optimizer, lambda step: 0.9**step),
+        "MultiplicativeLR": lambda: s.MultiplicativeLR(optimizer, lambda step: 0.95),
+        "StepLR": lambda: s.StepLR(optimizer, 2, 0.5),
+        "MultiStepLR": lambda: s.MultiStepLR(optimizer, [1, 2, 5], 0.3),
+        "ConstantLR": lambda: s.ConstantLR(optimizer, 0.3, 3),
+        "LinearLR": lambda: s.LinearLR(optimizer, 0.2, total_iters=4),
+        "ExponentialLR": lambda: s.ExponentialLR(optimizer, 0.8),
+        "SequentialLR": lambda: s.SequentialLR(
+            optimizer, [s.LinearLR(optimizer, 0.3, total_iters=2), s.MultiStepLR(optimizer, [1, 3], 0.5)], [2]
+        ),
+        "CosineAnnealingLR": lambda: s.CosineAnnealingLR(optimizer, 7),
+        "ChainedScheduler": lambda: s.ChainedScheduler(
+            [s.MultiStepLR(optimizer, [2, 4], 0.5), s.ExponentialLR(optimizer, 0.9)]
+        ),
+        "CyclicLR": lambda: s.CyclicLR(optimizer, lr / 10, lr, 2, cycle_momentum=False),
+        "CosineAnnealingWarmRestarts": lambda: s.CosineAnnealingWarmRestarts(optimizer, 3),
+        "OneCycleLR": lambda: s.OneCycleLR(optimizer, lr, total_steps=200, cycle_momentum=False),
+        "PolynomialLR": lambda: s.PolynomialLR(optimizer, 8, 1.5),
+        "ReduceLROnPlateau": lambda: s.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02),
+    }
+    name = case["scheduler"]
+    return None if name is None else made[name]()
+
+
+SCHEDULERS = (
+    "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "SequentialLR",
+    "CosineAnnealingLR", "ChainedScheduler", "CyclicLR", "CosineAnnealingWarmRestarts", "OneCycleLR", "PolynomialLR",
+    "ReduceLROnPlateau",
+)  # fmt: skip
+
+
+def change(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Make the change of parameters or groups that the case asks for in the middle of the run."""
+    what = case["change"][0]
+    if what == "add":
+        add_late(model, optimizer)
+    elif what == "lr":
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+    else:
+        model.first.requires_grad_(what == "unfreeze")
+
+
+# Metrics
+
+
+class InPlace:
+    """A metric that returns the same tensor each time, updated in place."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros((), dtype=torch.float64)
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        return self.value.copy_(tensor_of(output).square().mean())
+
+
+def each(output: Any, target: Tensor) -> Tensor:
+    return tensor_of(output).square().sum(1)
+
+
+def squares(output: Any, target: Tensor) -> Tensor:
+    return tensor_of(output).square().mean()
+
+
+def flattened(name: str) -> Any:
+    """Return a metric of torchmetrics that compares all numbers of output and target."""
+    import torchmetrics
+
+    kind: Any = getattr(torchmetrics, name)
+
+    class Flattened(kind):  # type: ignore[misc]
+        def update(self, output: Any, target: Tensor) -> None:
+            super().update(tensor_of(output).flatten(), target.flatten())
+
+    return Flattened()
+
+
+def metrics_of(case: Case) -> dict[str, Any]:
+    """Return the metrics of a case by name; those with a capital are torchmetrics'."""
+    made: dict[str, Any] = {"squares": squares, "each": each}
+    if "in_place" in case["metrics"]:
+        made["in_place"] = InPlace()
+    for name in case["metrics"]:
+        if name[0].isupper():
+            made[name] = flattened(name)
+    return {name: made[name] for name in case["metrics"]}
+
+
+def close(found: float, expected: float, tolerance: float) -> bool:
+    if math.isnan(found) or math.isnan(expected):
+        return math.isnan(found) and math.isnan(expected)
+    return abs(found - expected) <= tolerance * (1.0 + abs(expected))

@@ -1,0 +1,283 @@
+"""Runs cases on ranks that stay alive, compares what they give with the oracle, and shrinks a case that fails."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unitrain.testing import RankError, RankGroup
+
+from . import cases, collectives, loops, subject
+from .oracle import Oracle, Piece, Step, check_samples
+
+Case = dict[str, Any]
+CASE_SECONDS = 25.0
+BACKEND_SECONDS = 12.0
+TOLERANCE = 1e-9
+LOOSE = 1e-5  # of torchmetrics, whose sums are float32, and of what is compared with another layout
+
+
+class Pool:
+    """Ranks of every backend and size that was asked for; those of a failed case are replaced."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, int], RankGroup] = {}
+
+    def run(self, layout: tuple[str, int], function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(backend, *args)` on every rank. Raises RankError after CASE_SECONDS."""
+        group = self._groups.get(layout)
+        if group is None:
+            group = self._groups[layout] = RankGroup(*layout, backend_timeout_seconds=BACKEND_SECONDS)
+        return group.run(function, *args, timeout_seconds=CASE_SECONDS)
+
+    def replace(self, layout: tuple[str, int]) -> None:
+        """End the ranks of `layout`; the next case starts new ones."""
+        group = self._groups.pop(layout, None)
+        if group is not None:
+            group._end_processes()
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.stop()
+        self._groups.clear()
+
+
+@contextmanager
+def pool() -> Iterator[Pool]:
+    """Yield a Pool, and end its ranks."""
+    made = Pool()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def failures(case: Case, ranks: Pool) -> list[str]:
+    """Run one case and return what differs from its promise, an empty list if nothing does."""
+    try:
+        if case["kind"] == "loop":
+            return loops.check(case, ranks.run)
+        if case["kind"] == "collective":
+            return collectives.check(case, ranks.run)
+        return _check_trainer(case, ranks)
+    except RankError as error:
+        kind = "hang" if error.kind in ("Timeout", "CollectiveTimeoutError") else f"died: {error.kind}"
+        return [f"{kind}: {error}"]
+
+
+class _FailedError(Exception):
+    """A segment of a case did not run."""
+
+
+class _RefusedError(Exception):
+    """All ranks have refused what the contract lets them refuse."""
+
+
+def _may_refuse(case: Case, errors: list[tuple[str, str]], size: int) -> bool:
+    """Whether all ranks have refused what cannot be kept: defaultdicts, which torch does not load without executing
+    what a file says, and embeddings whose forward changes their weights, other ones on each rank."""
+    kinds = {kind for kind, _ in errors}
+    if len(errors) < size:
+        return False
+    if case["counting"] == "defaultdict" and kinds == {"CheckpointError"}:
+        return all("defaultdict" in text for _, text in errors)
+    return "max_norm" in case["features"] and kinds == {"ModelError"} and all("max_norm" in text for _, text in errors)
+
+
+def _check_trainer(case: Case, ranks: Pool) -> list[str]:
+    try:
+        found = _run_segments(case, ranks)
+        trace = [
+            Step(
+                step["epoch"],
+                [[Piece(rank, *shard) for rank, shard in enumerate(shards)] for shards in step["micro_steps"]],
+            )
+            for step in found["trace"]
+        ]
+        case = {**case, "_ended": found["ended"]}
+        if wrong := check_samples(case, trace) + _check_end(case, found):
+            return wrong
+        if other := _other_layout(case):
+            # As far as this run came, for one that has done more steps than its epochs have.
+            reference = cases.normalised({**case, "segments": [{**other, "end": ["steps", found["done"]]}, other]})
+            expected = _run_segments(reference, ranks)
+            return [f"{text} (from one run without interruption)" for text in _compare(case, found, expected, LOOSE)]
+        # PowerSGD of full rank is exact but for rounding. torch keeps some numbers of these optimizers in float32, and
+        # makes them float64 when it loads them.
+        rounds = case["compression"] == "powersgd_full" or case["optimizer"] in ("NAdam", "ASGD")
+        return _compare(case, found, Oracle(case).train(trace), LOOSE if rounds else TOLERANCE)
+    except _FailedError as error:
+        return [str(error)]
+    except _RefusedError:
+        return []
+
+
+def _other_layout(case: Case) -> Case | None:
+    """Return the segment of a run to compare with, where the oracle cannot know the result; None where it can.
+
+    Random numbers in a collate function must be those of the same ranks without interruption. PowerSGD begins with
+    random matrices, and must give the same on other ranks.
+    """
+    last: Case = case["segments"][-1]
+    if case["collate"] == "noise":
+        return last
+    if case["compression"] == "powersgd":
+        alone = {"backend": "local", "size": 1, "accumulate": 1, "end": None}
+        return alone if last["size"] > 1 else {"backend": "ddp", "size": 2, "accumulate": 1, "end": None}
+    return None
+
+
+def _run_segments(case: Case, ranks: Pool) -> dict[str, Any]:
+    """Run all segments, one after the other in one folder, and return what the whole run did."""
+    folder = tempfile.mkdtemp(prefix="unitrain-fuzz-")
+    try:
+        steps: dict[int, dict[str, Any]] = {}
+        epochs: dict[int, dict[str, float]] = {}
+        starts = [0]
+        for number, segment in enumerate(case["segments"]):
+            layout = segment["backend"], segment["size"]
+            told = ranks.run(layout, subject.run, {**case, "_starts": starts}, number, folder)
+            errors = [one["error"] for one in told if one["error"] is not None]
+            if errors:
+                ranks.replace(layout)
+                if _may_refuse(case, errors, len(told)):
+                    raise _RefusedError
+                alike = len(errors) == len(told) and len({kind for kind, _ in errors}) == 1
+                where = "" if alike else f" on {len(errors)} of {len(told)} ranks only: {errors}"
+                trace = next(one["traceback"] for one in told if one["error"] is not None)
+                raise _FailedError(f"error {errors[0][0]}: {errors[0][1]}{where}\n{trace}")
+            _check_replicas(case, told)
+            for step, own in told[0]["steps"].items():
+                shards = [
+                    [one["steps"][step]["micro_steps"][at] for one in told] for at in range(len(own["micro_steps"]))
+                ]
+                taken = sorted(n for micro_step in shards for numbers, live in micro_step if live for n in numbers)
+                if step in steps and steps[step]["taken"] != taken and case["collate"] != "skip":
+                    raise _FailedError(f"samples: step {step + 1} was done again with other samples")
+                steps[step] = {**own, "micro_steps": shards, "taken": taken}
+            for epoch, whole, results in told[0]["epochs"]:
+                if whole:
+                    epochs[epoch - 1] = results
+            starts.append(told[0]["done"])
+        if sorted(steps) != list(range(len(steps))) or len(steps) != told[0]["done"]:
+            raise _FailedError(f"steps: {sorted(steps)} were done, and the cursor is at {told[0]['done']}")
+        trace = [steps[number] for number in range(len(steps))]
+        return {
+            **told[0],
+            "trace": trace,
+            "epochs": epochs,
+            "rates": [step["rates"] for step in trace],
+            "ended": told[0]["epochs_done"] > trace[-1]["epoch"],
+        }
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_replicas(case: Case, told: list[dict[str, Any]]) -> None:
+    """Raise _FailedError unless all ranks end with the same parameters, optimizer state and results."""
+    for rank, other in enumerate(told):
+        for name in ("parameters", "average", "optimizer", "results"):
+            if worst := list(differences(other[name], told[0][name], 0.0, name)):
+                raise _FailedError(f"replicas: rank {rank} and rank 0: {worst[0]}")
+
+
+def _check_end(case: Case, found: dict[str, Any]) -> list[str]:
+    epochs = 1 + max(step["epoch"] for step in found["trace"])
+    most = max([s["end"][1] for s in case["segments"] if s["end"] and s["end"][0] == "steps"], default=0)
+    done, early = len(found["trace"]), case["early_stopping"] and found["ended"]
+    if epochs >= case["epochs"] and (done == most or (done < most and early)):
+        return []
+    if epochs > case["epochs"] or (epochs < case["epochs"] and not case["early_stopping"]) or not found["ended"]:
+        return [f"end: {epochs} epochs in {len(found['trace'])} steps, not {case['epochs']} (ended: {found['ended']})"]
+    return []
+
+
+def _compare(case: Case, found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> list[str]:
+    wrong: list[str] = []
+    for name in ("rates", "epochs", "parameters", "buffers", "average", "optimizer", "evaluate", "predict"):
+        if name == "buffers" and "max_norm" in case["features"]:
+            continue
+        wrong += list(differences(found.get(name), expected.get(name), tolerance, name))[:2]
+    shared = found["results"].keys() & expected["results"].keys()  # a run that had nothing left to do has no loss
+    found_results, expected_results = ({name: one["results"][name] for name in shared} for one in (found, expected))
+    wrong += list(differences(found_results, expected_results, tolerance, "results"))[:2]
+    if case["counting"]:
+        wrong += list(differences(found["counting"], expected["counting"], 0.0, "counting"))
+    return wrong
+
+
+def differences(found: Any, expected: Any, tolerance: float, path: str) -> Iterator[str]:
+    """Yield where two nested values differ by more than `tolerance`, relative to 1 + the expected value."""
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        if found.shape != expected.shape:
+            yield f"{path} has shape {list(found.shape)}, not {list(expected.shape)}"
+            return
+        if not found.numel():
+            return
+        found, expected = found.detach(), expected.detach()
+        if found.dtype != expected.dtype:
+            if not path.startswith("optimizer"):
+                yield f"{path} is {found.dtype}, not {expected.dtype}"
+                return
+            found, expected = found.double(), expected.double()
+        same = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if not same.all():
+            yield f"{path} differs by {float((found - expected).abs().max()):.3g}"
+    elif isinstance(found, dict) and isinstance(expected, dict):
+        if set(found) != set(expected):
+            yield f"{path} has {_few(set(found) - set(expected))} and lacks {_few(set(expected) - set(found))}"
+        for key in found.keys() & expected.keys():
+            loose = LOOSE if any(name in str(key) for name in cases.TORCHMETRICS) else tolerance
+            yield from differences(found[key], expected[key], max(loose, tolerance), f"{path}.{key}")
+    elif isinstance(found, (list, tuple)) and isinstance(expected, (list, tuple)):
+        if len(found) != len(expected):
+            yield f"{path} has {len(found)} entries, not {len(expected)}"
+        for index, (one, other) in enumerate(zip(found, expected, strict=False)):
+            yield from differences(one, other, tolerance, f"{path}[{index}]")
+    elif isinstance(found, (int, float)) and isinstance(expected, (int, float)):
+        if found != found and expected != expected:
+            return
+        if not abs(found - expected) <= tolerance * (1.0 + abs(expected)):
+            yield f"{path} is {found!r}, not {expected!r}"
+    elif type(found) is not type(expected) or (found is not None and found != expected):
+        yield f"{path} is {_short(found)}, not {_short(expected)}"
+
+
+def _few(names: set[Any]) -> str:
+    return ", ".join(sorted(map(str, names))[:3]) or "nothing more"
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]
+
+
+def kind_of(failed: list[str]) -> str:
+    """Return what shrinking keeps of a failure: the first word, and of an error its class."""
+    return " ".join(failed[0].replace(":", " ").split()[: 2 if failed[0].startswith("error") else 1])
+
+
+def shrunk(case: Case, failed: list[str], ranks: Pool, *, seconds: float = 60.0) -> tuple[Case, list[str]]:
+    """Return the simplest case found in `seconds` that fails in the same way, and how."""
+    deadline, kind = time.monotonic() + seconds, kind_of(failed)
+    tried = {cases.spelled(case)}
+    progress = True
+    while progress:
+        progress = False
+        for smaller in cases.simpler(case):
+            smaller = cases.normalised(smaller)
+            if cases.spelled(smaller) in tried:
+                continue
+            if time.monotonic() > deadline:
+                return case, failed
+            tried.add(cases.spelled(smaller))
+            if (found := failures(smaller, ranks)) and kind_of(found) == kind:
+                case, failed, progress = smaller, found, True
+                break
+    return case, failed

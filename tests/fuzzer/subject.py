@@ -1,0 +1,222 @@
+"""A case with the Trainer on real ranks: what a user's script does, once per segment between two interruptions."""
+
+from __future__ import annotations
+
+import copy
+import random
+import traceback
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import unitrain
+from unitrain.backends.base import Backend
+from unitrain.errors import CallbackError
+
+from . import parts
+
+Case = dict[str, Any]
+
+
+class InterruptionError(Exception):
+    """What a case raises in the middle of a run."""
+
+
+class Recorder(unitrain.Callback):
+    """Records the samples and learning rates of each step and the results of each epoch; makes the case's changes."""
+
+    def __init__(self, case: Case, end: list[Any] | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.case, self.end, self.model, self.held = case, end, model, optimizer
+        self.steps: dict[int, dict[str, Any]] = {}
+        self.epochs: list[tuple[int, bool, dict[str, float]]] = []
+        self.micro_steps: list[tuple[list[int], bool]] = []
+        self.again: list[Any] | None = case["again"]
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.micro_steps = []
+
+    def interrupt(self, moment: str, step: int) -> None:
+        """Raise InterruptionError once, where the case wants `fit` to be called again by the same Trainer."""
+        if self.again == [moment, step]:
+            self.again = None
+            raise InterruptionError
+
+    def on_micro_step(self, trainer: Any, batch: Any, part: Any, loss: Any) -> None:
+        inputs = batch["x"] if isinstance(batch, dict) else batch[0]
+        self.micro_steps.append((inputs[:, 0].long().tolist(), part.samples > 0))
+        self.interrupt("on_micro_step", trainer.run.cursor.step + 1)
+
+    def on_gradients(self, trainer: Any) -> None:
+        rates = [float(group["lr"]) for group in self.held.param_groups]
+        cursor = trainer.run.cursor
+        self.steps[cursor.step] = {"epoch": cursor.epoch, "micro_steps": self.micro_steps, "rates": rates}
+        self.micro_steps = []
+        self.interrupt("on_gradients", cursor.step + 1)
+
+    def on_step_end(self, trainer: Any) -> None:
+        step, change = trainer.run.cursor.step, self.case["change"]
+        if change and step == change[1]:
+            parts.change(self.case, self.model, self.held)
+        if self.end and step == self.end[1] and self.end[0] == "stop":
+            trainer.stop("the case says so")
+        if self.end and step == self.end[1] and self.end[0] == "raise":
+            raise InterruptionError
+        self.interrupt("on_step_end", step)
+
+    def on_epoch_end(self, trainer: Any, results: dict[str, float]) -> None:
+        if self.end and trainer.run.cursor.step >= self.end[1] and self.end[0] == "raise after epoch":
+            raise InterruptionError
+        self.epochs.append((trainer.run.cursor.epoch, trainer.run.cursor.sample == 0, dict(results)))
+
+
+class Counting(unitrain.Callback):
+    """Counts steps in a container of the kind that the case names, and keeps it in checkpoints."""
+
+    def __init__(self, kind: str) -> None:
+        self.seen: Any = {"Counter": Counter, "defaultdict": lambda: defaultdict(int)}.get(kind, OrderedDict)()
+        if kind == "dict":
+            self.seen = {}
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.seen["steps"] = self.seen.get("steps", 0) + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "list": [1, (2, 3)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["list"] == [1, (2, 3)], state
+        assert type(state["seen"]) is type(self.seen), f"a {type(self.seen).__name__} became {type(state['seen'])}"
+        self.seen = state["seen"]
+
+
+def run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, Any]:
+    """Run segment `number` of a case and return what it did; an exception is part of that."""
+    try:
+        return _run(backend, case, number, folder)
+    except Exception as error:
+        return {"error": (type(error).__name__, str(error)), "traceback": traceback.format_exc()}
+
+
+def _run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, Any]:
+    segment = case["segments"][number]
+    end, start = segment["end"], case["_starts"][number]
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    model = parts.Net(case)
+    change = case["change"]
+    changed = bool(change) and start >= change[1]
+    optimizer = parts.optimizer_of(case, model, late=changed and change[0] == "add")
+    if change and change[0] in ("freeze", "unfreeze"):
+        model.first.requires_grad_((change[0] == "unfreeze") == changed)
+    scheduler = parts.scheduler_of(case, optimizer)
+    recorder = Recorder(case, end, model, optimizer)
+    callbacks: list[unitrain.Callback] = [recorder]
+    counting = Counting(case["counting"]) if case["counting"] else None
+    if counting:
+        callbacks.insert(0, counting)  # before what interrupts
+    if case["early_stopping"]:
+        monitor, patience = case["early_stopping"]
+        callbacks.append(unitrain.EarlyStopping(monitor, patience=patience))
+    forward = parts.Forward(case) if case["collate"] == "dict" or "penalty" in case["features"] else None
+    trainer = unitrain.Trainer(
+        model,
+        optimizer,
+        parts.loss_function(case),
+        backend=backend,
+        config=config_of(case, segment, folder),
+        scheduler=scheduler,
+        metrics=parts.metrics_of(case),
+        forward=forward,
+        callbacks=callbacks,
+    )
+    train = parts.training_data(case, batch_size_of(case, segment), backend.rank, backend.size)
+    validation = parts.validation_data(case, backend.rank, backend.size)
+    results: dict[str, float] = {}
+    interrupted = False
+    while True:
+        try:
+            results = trainer.fit(train, validation)
+        except CallbackError as error:
+            if not isinstance(error.__cause__, InterruptionError):
+                raise
+            if case["again"] and recorder.again is None:
+                recorder.again = []  # once only
+                continue
+            interrupted = True
+        break
+    outcome: dict[str, Any] = {
+        "steps": recorder.steps,
+        "epochs": recorder.epochs,
+        "results": results,
+        "done": trainer.run.cursor.step,
+        "epochs_done": trainer.run.cursor.epoch,
+        "parameters": copied(model.named_parameters()),
+        "buffers": copied(model.named_buffers()),
+        "average": None if trainer.averaged_model is None else copied(trainer.averaged_model.named_parameters()),
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "counting": None if counting is None else counting.seen.get("steps", 0),
+        "error": None,
+    }
+    if end is None and not interrupted and case["extra_call"] is not None:
+        outcome[case["extra_call"]] = getattr(trainer, case["extra_call"])(
+            parts.validation_data(case, backend.rank, backend.size)
+        )
+    return outcome
+
+
+def config_of(case: Case, segment: Case, folder: str) -> unitrain.TrainConfig:
+    """Return the settings of one segment of a case."""
+    end = segment["end"]
+    stops = end is not None and end[0] == "steps"
+    settings: dict[str, Any] = {"steps": end[1]} if stops else {"epochs": case["epochs"]}
+    if not case["loader"]:
+        settings["batch_size"] = batch_size_of(case, segment)
+    if case["validation"] == "tensors":
+        settings["eval_batch_size"] = 3
+    if case["lr_scaling"] != "none":
+        settings |= {"lr_scaling": case["lr_scaling"], "reference_batch_size": 4, "warmup_steps": case["warmup"]}
+    if case["output"]:
+        settings |= {
+            "output_dir": folder,
+            "resume": True,
+            "checkpoint_every": case["checkpoint_every"],
+            "checkpoint_every_steps": case["checkpoint_every_steps"],
+            "asynchronous_checkpoints": case["asynchronous"],
+        }
+    compression: Any = case["compression"]
+    if compression.startswith("powersgd"):
+        lossless = compression == "powersgd_full"
+        compression = unitrain.PowerSGD(
+            rank=8 if lossless else 1, start_step=0, min_compression_rate=1e-3 if lossless else 1.2
+        )
+    return unitrain.TrainConfig(
+        accumulate=segment["accumulate"],
+        seed=case["seed"],
+        shuffle=case["shuffle"],
+        uneven=case["uneven"],
+        stream="own" if case["source"] == "own" else "shared",
+        unused_parameters=bool({"unused", "branch", "late", "embedding"} & set(case["features"])),
+        sync_batch_norm="sync_norm" in case["features"],
+        clip_norm=case["clip"],
+        ema_decay=case["ema"],
+        precision=case["precision"],
+        compression=compression,
+        scheduler_every=case["scheduler_every"],
+        show_every=case["show_every"],
+        progress="off",
+        **settings,
+    )
+
+
+def batch_size_of(case: Case, segment: Case) -> int:
+    """Return the samples per rank and micro-step."""
+    return max(1, case["global_batch"] // segment["size"] // segment["accumulate"])
+
+
+def copied(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}
