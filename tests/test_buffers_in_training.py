@@ -78,6 +78,6 @@ def test_saving_evaluating_and_resuming_change_nothing(ranks: RankGroup, tmp_pat
     found = ranks.run(all_runs, str(tmp_path), timeout_seconds=120)[0]
     resumed = found.pop("resumed")
     assert {name: values == found["undisturbed"] for name, values in found.items()} == dict.fromkeys(found, True)
-    # DDP puts gradients together anew after the first backward, also of a resumed run: three ranks then round otherwise.
+    # DDP forms buckets anew after the first backward, also of a resumed run: three ranks then round differently.
     tolerance = 1e-9 if ranks.size > 2 else 0.0
     assert resumed == pytest.approx(found["undisturbed"], rel=tolerance, abs=tolerance)
