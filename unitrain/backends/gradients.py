@@ -165,12 +165,12 @@ class GlobalGradients(DistributedDataParallel):
         if not self._left:
             self._sent_in.check_other_ranks()
             self._sent_in.counters.step()
-            self._local.check(optimizer)
             try:
                 self._check_reducer_finalized()  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 _explain(error)
                 raise
+            self._local.check(optimizer)
 
     @_disable_dynamo
     def _follow_freezing(self, trains: list[bool]) -> None:
