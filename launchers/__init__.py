@@ -16,7 +16,7 @@ the entry-point group `unitrain.launchers`, name -> build function.
 from launchers.agents import MARK, guarded
 from launchers.discovery import answering, discover
 from launchers.elastic import Elastic, parse_elastic
-from launchers.errors import LaunchError
+from launchers.errors import LaunchError, MissingLauncherError
 from launchers.exports import parse_exports
 from launchers.hosts import Host, is_here, parse_hosts, read_hostfile
 from launchers.options import parse_options
@@ -34,6 +34,7 @@ __all__ = [
     "Host",
     "LaunchError",
     "LaunchSpec",
+    "MissingLauncherError",
     "allocated_hosts",
     "allocated_slots",
     "answering",

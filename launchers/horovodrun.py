@@ -19,7 +19,7 @@ def build(spec: LaunchSpec) -> Command:
         spec = replace(spec, hosts=job.hosts)
     check_spellings(spec.hosts)
     build_it = "Build Horovod for this torch with: unitrain horovod build"
-    start = module_command("horovodrun", "horovod", spec.python, build_it)
+    start = module_command("horovodrun", "horovod", spec.python, build_it, planned=spec.planned)
     options = ["-np", str(spec.num_processes)]
     if spec.hosts:
         options += ["-H", ",".join(map(str, spec.hosts))]
@@ -33,7 +33,8 @@ def build(spec: LaunchSpec) -> Command:
             "Leave --mpi out, or use --backend horovod, or --launcher mpirun."
         )
     if controller == "mpi":
-        find_program("mpirun", spec.python, "Install Open MPI, sudo apt-get install openmpi-bin, or leave --mpi out")
+        remedy = "Install Open MPI, sudo apt-get install openmpi-bin, or leave --mpi out"
+        find_program("mpirun", spec.python, remedy, planned=spec.planned)
     options.append(f"--{controller}")
     if spec.interface is not None:
         options += ["--network-interfaces", spec.interface]

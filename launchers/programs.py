@@ -8,15 +8,19 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from launchers.errors import LaunchError
+from launchers.errors import MissingLauncherError
 
 
-def find_program(name: str, python: str, remedy: str) -> str:
-    """Return the path of `name` beside `python` or on PATH; raise LaunchError with the remedy where there is none."""
+def find_program(name: str, python: str, remedy: str, *, planned: bool = False) -> str:
+    """Return the path of `name` in the folder of `python` or on PATH.
+
+    If there is none, return `name` itself for a launch that is only `planned`, else raise MissingLauncherError with the
+    remedy.
+    """
     found = shutil.which(name, path=str(Path(python).parent)) or shutil.which(name)
-    if found is None:
-        raise LaunchError(f"Launcher {name!r} is not installed. {remedy}")
-    return found
+    if found is None and not planned:
+        raise MissingLauncherError(f"Launcher {name!r} is not installed. {remedy}")
+    return found or name
 
 
 def find_module(name: str) -> Path | None:
@@ -33,13 +37,13 @@ def find_module(name: str) -> Path | None:
     return None if found is None or found.origin is None else Path(found.origin)
 
 
-def module_command(name: str, package: str, python: str, remedy: str) -> tuple[str, ...]:
+def module_command(name: str, package: str, python: str, remedy: str, *, planned: bool = False) -> tuple[str, ...]:
     """Return the command that runs launcher `name`, which `package` provides, with `python` itself.
 
     A program of this name on PATH may belong to another environment, whose ranks would run another Python. Raises
-    LaunchError with the remedy where this Python lacks the package.
+    MissingLauncherError with the remedy if this Python lacks the package, unless the launch is only `planned`.
     """
-    if python == sys.executable and importlib.util.find_spec(package) is None:
-        raise LaunchError(f"Launcher {name!r} is not installed for {python}. {remedy}")
+    if not planned and python == sys.executable and importlib.util.find_spec(package) is None:
+        raise MissingLauncherError(f"Launcher {name!r} is not installed for {python}. {remedy}")
     # -P: without it, a file of the current folder could take the place of a module that the launcher imports.
     return (python, "-P", "-m", f"unitrain.backends.{name}")

@@ -24,6 +24,7 @@ class LaunchSpec:
     Ranks on several hosts talk over the network `interface`, and meet on the first host at `port`, where these are not
     None. With `module`, `script` is the name of a module, run as by `python -m`. `wrapper` is a script with arguments
     that every rank runs instead, followed by the script and its own.
+    A `planned` launch is shown, not run, so its programs need not be installed on this host.
     Raises LaunchError for fewer than one process, or more than there are slots.
     """
 
@@ -43,6 +44,7 @@ class LaunchSpec:
     interface: str | None = None
     port: int | None = None
     wrapper: tuple[str, ...] = ()
+    planned: bool = False
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:

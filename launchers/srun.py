@@ -52,7 +52,8 @@ def build(spec: LaunchSpec) -> Command:
             f"Write the line into an sbatch script, or begin it with: salloc --ntasks {spec.num_processes} {asked} ..."
         )
     job.check_slots(spec.num_processes)
-    program = find_program("srun", spec.python, "It comes with Slurm: start from a host that has its programs")
+    remedy = "It comes with Slurm: start from a host that has its programs"
+    program = find_program("srun", spec.python, remedy, planned=spec.planned)
     spec = replace(spec, hosts=job.hosts)
     counts = shares(spec.num_processes, job.hosts)
     options = [

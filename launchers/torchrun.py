@@ -119,5 +119,7 @@ def _secrets(spec: LaunchSpec) -> list[str]:
 
 
 def _command(spec: LaunchSpec, options: list[str]) -> Command:
-    start = module_command("torchrun", "torch", spec.python, "Install torch there: pip install torch")
+    start = module_command(
+        "torchrun", "torch", spec.python, "Install torch there: pip install torch", planned=spec.planned
+    )
     return Command((*start, *options, *spec.launcher_args, *spec.program), {**RESTARTS, **spec.variables})

@@ -250,6 +250,27 @@ def test_what_is_refused_says_what_to_type(script: str) -> None:
     assert refused("launch", "-np", "2").startswith("Missing argument 'SCRIPT'")
 
 
+def test_a_dry_run_needs_no_launcher_on_this_host(script: str, tmp_path: Path) -> None:
+    """People plan on a laptop for a cluster."""
+    for options, name in (
+        (["--launcher", "mpirun", "-H", "a:2,b:2"], "mpirun"),
+        (["--backend", "horovod", "--mpi"], "mpirun"),
+    ):
+        result = run("launch", "--dry-run", *options, script, PATH=str(tmp_path))
+        assert result.exit_code == 0, result.output
+        assert script in result.stdout
+        assert f"Warning: the command cannot run on this host. Launcher {name!r} is not installed." in result.stderr
+    assert refused_without_dry_run("--launcher", "mpirun", script, PATH=str(tmp_path)).startswith(
+        "Launcher 'mpirun' is not installed. Open MPI has it"
+    )
+
+
+def refused_without_dry_run(*arguments: str, **variables: str) -> str:
+    result = run("launch", *arguments, **variables)
+    assert result.exit_code == 2, result.output
+    return result.stderr.rpartition("\nError: ")[2].strip()
+
+
 def test_a_module_is_launched_as_by_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     package.mkdir()

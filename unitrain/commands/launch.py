@@ -148,6 +148,7 @@ def launch(
             script,
             args,
         )
+        spec = replace(spec, planned=dry_run)
         if log_dir is not None:
             spec = replace(spec, wrapper=logs.wrapper(log_dir))
         elsewhere = launcher in _OVER_SSH and not all(map(launchers.is_here, spec.hosts))
@@ -182,6 +183,7 @@ def launch(
         raise click.UsageError(str(error)) from error
     if dry_run:
         click.echo(command.shell())
+        _warn_of_missing_programs(job)
         return
     sys.stdout.flush()
     if not elsewhere:
@@ -256,6 +258,16 @@ def _request(
         forwarded=forwarded,
         launcher_args=launchers.parse_options(launcher_args),
     )
+
+
+def _warn_of_missing_programs(job: Job) -> None:
+    """Print a warning if the command of a dry run could not run on this host."""
+    try:
+        launchers.build(job.launcher, replace(job.spec, planned=False))
+    except launchers.MissingLauncherError as error:
+        click.echo(f"Warning: the command cannot run on this host. {error}", err=True)
+    except launchers.LaunchError:
+        return  # what this host lacks besides, such as a Slurm allocation, is reported when the command runs
 
 
 def _check_interface(interface: str | None) -> None:
