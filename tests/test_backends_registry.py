@@ -119,7 +119,8 @@ def test_a_timeout_is_a_time(seconds: float) -> None:
     with pytest.raises(ConfigError) as caught:
         unitrain.init(timeout_seconds=seconds)
     assert str(caught.value) == (
-        f"timeout_seconds must be a number above 0 and at most 31536000 (a year), got {seconds}. Use 300 for five minutes."
+        f"timeout_seconds must be a number above 0 and at most 31536000 (a year), got {seconds}. "
+        "Use 300 for five minutes."
     )
 
 

@@ -386,7 +386,7 @@ def test_what_cannot_be_used_on_this_host_is_refused(line: str, message: str, tm
 def test_mpi_without_mpirun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (script := tmp_path / "train.py").write_text("")
     monkeypatch.setenv("PATH", str(tmp_path))
-    told = CliRunner().invoke(unitrain, ["launch", "--backend", "horovod", "--mpi", "--dry-run", str(script)])
+    told = CliRunner().invoke(unitrain, ["launch", "--backend", "horovod", "--mpi", str(script)])
     assert told.exit_code == 2
     assert "mpirun" in told.output
     assert "apt-get install openmpi-bin, or leave --mpi out" in told.output
