@@ -50,7 +50,8 @@ def trainer(output: Path | None, optimizer: str = "AdamW", **settings: Any) -> T
         model.parameters(), lr=0.05, **({"momentum": 0.9} if optimizer == "SGD" else {})
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(made, T_max=30)
-    config = TrainConfig(batch_size=4, output_dir=output, progress="off", **settings)
+    kept = {"keep_last": None} if output is not None else {}
+    config = TrainConfig(**{"batch_size": 4, "output_dir": output, "progress": "off", **kept, **settings})
     return Trainer(model, made, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler)
 
 
@@ -174,7 +175,7 @@ def test_it_is_read_without_unitrain(tmp_path: Path) -> None:
     assert_same(dict(done.model.state_dict()), dict(model.state_dict()))
     training = torch.load(folder / "training.pt", weights_only=True)
     torch.optim.AdamW(model.parameters()).load_state_dict(training["optimizer"])
-    assert training["cursor"] == {"epoch": 1, "step": 6, "sample": 0, "position": 0}
+    assert training["cursor"] == {"epoch": 1, "step": 6, "sample": 0, "position": 0, "step_in_epoch": 0}
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["files"]["training.pt"]["bytes"] == (folder / "training.pt").stat().st_size
 
@@ -351,8 +352,8 @@ def failure_on_rank_zero(backend: Backend) -> tuple[str, str]:
 
 def test_a_failure_of_rank_0_is_told_on_all_and_keeps_its_cause_there() -> None:
     first, second = run_ranks(failure_on_rank_zero, size=2, backend="ddp")
-    assert first == ("Cannot write it: no room. Make room.", "OSError('no room')")
-    assert second == ("Cannot write it: no room. Make room.", "None")
+    assert first == ("Cannot write it: OSError: no room. Make room.", "OSError('no room')")
+    assert second == ("Cannot write it: OSError: no room. Make room.", "None")
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
@@ -431,12 +432,10 @@ KILLED_WHILE_WRITING = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from unitrain.lifecycle import checkpoint, checkpoint_files
-from unitrain.backends.base import Backend
-from unitrain.backends.local import LocalBackend
+from unitrain.lifecycle import checkpoint_files
 
 torch.set_num_threads(1)
-folder, local = Path(sys.argv[1]), LocalBackend(torch.device("cpu"))
+folder = Path(sys.argv[1])
 model, random = torch.nn.Linear(300, 300), random.Random(0)
 unfinished = 0
 for attempt in range(20):
@@ -461,7 +460,7 @@ for attempt in range(20):
         other = torch.nn.Linear(300, 300)
         checkpoint_files.load_model(other, str(written[-1] / "model.safetensors"))
         assert (other.weight == torch.load(written[-1] / "training.pt", weights_only=True)["step"]).all()
-    checkpoint.prepare_folder(folder, local, resume=True)
+    checkpoint_files.remove_unfinished(folder)
     assert not list(folder.glob(".*"))
 print(len(written) >= 5, unfinished >= 3)
 """
@@ -482,7 +481,6 @@ def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(tmp_path: Path
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{step:09d}" for step in (12, 24, 30)]
     shutil.rmtree(tmp_path / "step-000000030")
     resumed = trainer(tmp_path, epochs=5, resume=True)
-    assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4]
     resumed.fit(samples())
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4, 5]
 

@@ -39,7 +39,10 @@ def trainer(backend: Backend, output: Path | None, **settings: Any) -> Trainer:
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     metrics = settings.pop("metrics", None)
-    config = TrainConfig(batch_size=12 // backend.size, output_dir=output, progress="off", **settings)
+    kept = {"keep_last": None} if output is not None else {}
+    config = TrainConfig(
+        **{"batch_size": 12 // backend.size, "output_dir": output, "progress": "off", **kept, **settings}
+    )
     return Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, metrics=metrics)
 
 
@@ -195,7 +198,7 @@ def test_state_of_a_callback_is_that_of_the_step_and_comes_back(
     remembers = Remembers()
     model = nn.Linear(6, 3)
     config = TrainConfig(
-        steps=4, batch_size=12, output_dir=tmp_path, checkpoint_every_steps=1, progress="off",
+        steps=4, batch_size=12, output_dir=tmp_path, checkpoint_every_steps=1, keep_last=None, progress="off",
         asynchronous_checkpoints=asynchronous,
     )  # fmt: skip
     parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
@@ -336,8 +339,8 @@ def test_damaged_ones_that_the_run_was_resumed_before_do_not_push_out_what_it_wr
 
 
 def test_what_is_kept_beside_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"keep_best='val_loss' says .* without keep_last all are kept\. Use .*=3"):
-        TrainConfig(epochs=1, keep_best="val_loss")
+    with pytest.raises(ConfigError, match=r"keep_best='val_loss' keeps .* keep_last=None all are kept\. Use .*=3"):
+        TrainConfig(epochs=1, output_dir="runs/first", keep_last=None, keep_best="val_loss")
     with pytest.raises(ConfigError, match=r"TrainConfig\.keep_last must be at least 1, got 0"):
         TrainConfig(epochs=1, keep_last=0)
 
