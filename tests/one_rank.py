@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unitrain.backends.base import ReduceOp
 from unitrain.backends.local import LocalBackend
 
 
@@ -19,6 +20,11 @@ class OneRank(LocalBackend):
 
     def allgather_object(self, obj: Any) -> list[Any]:
         return [obj] * self.size if self._gathered is None or obj is None else self._gathered
+
+    def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        """Return the tensor itself or, if the peers differ, another one: only whether it is equal is asked."""
+        result = super().allreduce(tensor, op)
+        return result if self._gathered is None else result + 1
 
     def allgather(self, tensor: Tensor) -> Tensor:
         return torch.cat([tensor] * self.size)
