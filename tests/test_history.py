@@ -182,6 +182,6 @@ def test_a_look_that_cannot_be_written_ends_the_run_when_the_ranks_next_meet(
         append(history, name, row)
 
     monkeypatch.setattr(History, "append", full)
-    with pytest.raises(CheckpointError, match=r"^Cannot write '.*': No space left on device\. Check that"):
+    with pytest.raises(CheckpointError, match=r"^Cannot write '.*': OSError: No space left on device\. Check that"):
         train(tmp_path, epochs=2)
     assert not (tmp_path / "history.jsonl").exists()
