@@ -10,6 +10,8 @@ not reduced raises an error.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -201,6 +203,20 @@ class GlobalGradients(DistributedDataParallel):
         self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
         for hook, hook_state in self._comm_hooks:
             dist._register_comm_hook(self.reducer, hook_state, hook)
+        if self.find_unused_parameters:
+            self._mark_used()
+
+    def _mark_used(self) -> None:
+        """Mark the parameters with local gradients as used in a new reducer.
+
+        The reducer records which parameters backwards inside `no_sync` use, and does not reduce the gradients of those
+        that no rank has used. A new one lacks the record of its predecessor, and only a backward can write it: one that
+        adds zeros to these gradients. The hooks of the user are not called for it.
+        """
+        for parameter in self._local.with_local_gradients():
+            if parameter.requires_grad and parameter.grad is not None:
+                with _without_hooks(parameter):
+                    torch.autograd.backward([parameter], [torch.zeros_like(parameter.grad)])
 
     def _prepare_backward(self, forward: Forward, gradient: Tensor) -> None:
         """Arm the reducer for the backward that reaches an output first, where DDP has not.
@@ -240,6 +256,20 @@ class GlobalGradients(DistributedDataParallel):
                 ]
         except RuntimeError:  # torch.autograd.grad with respect to parameters, which leaves every .grad alone
             return []
+
+
+@contextmanager
+def _without_hooks(parameter: Tensor) -> Iterator[None]:
+    """Call none of the hooks that are registered on `parameter` inside of the context."""
+    hooks = [known for known in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if known]
+    removed = [known.copy() for known in hooks]
+    for known in hooks:
+        known.clear()  # in place, because autograd has a reference to the same dictionary
+    try:
+        yield
+    finally:
+        for known, own in zip(hooks, removed, strict=True):
+            known.update(own)
 
 
 def _all_found(tensors: list[Tensor], output: Any) -> bool:

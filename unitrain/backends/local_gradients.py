@@ -58,6 +58,10 @@ class LocalGradients:
         for other in self._sharing:
             other._local -= self._names.keys() - self._not_reduced
 
+    def with_local_gradients(self) -> list[Tensor]:
+        """Return the parameters to whose `.grad`, if it was not dropped since, only this rank has added."""
+        return [parameter for parameter in self._parameters if id(parameter) in self._local]
+
     def stop(self) -> None:
         """Remove the hooks from the parameters."""
         for handle in self._handles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -284,6 +285,32 @@ def a_part_that_is_trained_later_is_seen_too(backend: Backend) -> None:
     with backend.no_sync(wrapped):
         backward(wrapped, backend.rank)
     raises(ModelError, "6 parameters, 0.weight", optimizer.step)
+
+
+@contract
+def a_part_that_only_no_sync_used_is_reduced_after_another_is_unfrozen(backend: Backend) -> None:
+    for user in range(backend.size):  # the only rank whose first micro-batch uses the right head
+        model, twin = TwoHeads(), TwoHeads()
+        model.left.requires_grad_(False)
+        wrapped = backend.distributed_model(model, unused_parameters=True)
+        optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
+        loss_of(wrapped(batch(backend.rank), "left right")).backward()
+        model.left.requires_grad_(True)
+        optimizer.zero_grad()
+        calls: list[str] = []
+        model.right.weight.register_hook(lambda _, calls=calls: calls.append("hook"))
+        model.right.weight.register_post_accumulate_grad_hook(lambda _, calls=calls: calls.append("post hook"))
+
+        def run(m: nn.Module, rank: int, user: int = user, wrapped: nn.Module = wrapped) -> None:
+            with backend.no_sync(m) if m is wrapped else nullcontext():
+                loss_of(m(batch(rank, 1), "left right" if rank == user else "left")).backward()
+            loss_of(m(batch(rank, 2), "left")).backward()
+
+        run(wrapped, backend.rank)
+        assert calls == (["hook", "post hook"] if backend.rank == user else [])
+        assert_gradients(model, mean_of_ranks(backend, twin, run))
+        optimizer.step()
+        same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
 
 @contract
