@@ -115,6 +115,46 @@ def test_an_error_in_one_names_it() -> None:
     assert journal.lines[-1] == "end 3"  # what is to be closed is closed
 
 
+class FailsOnce(Callback):
+    """Raises an error in one call of `hook`, the first time that the run has done `step` steps."""
+
+    def __init__(self, hook: str, step: int) -> None:
+        self.hook, self.step, self.failed = hook, step, False
+
+    def on_micro_step(self, trainer: Trainer, batch: Any, part: Slice, loss: Loss) -> None:
+        self.fail(trainer, "on_micro_step")
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        self.fail(trainer, "on_gradients")
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.fail(trainer, "on_step_end")
+
+    def fail(self, trainer: Trainer, hook: str) -> None:
+        if hook == self.hook and trainer.run.cursor.step == self.step and not self.failed:
+            self.failed = True
+            raise DataError("once")
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("hook", ["on_micro_step", "on_gradients", "on_step_end"])
+def test_fit_counts_a_step_once_that_an_error_in_a_callback_has_interrupted(hook: str, tokens: bool) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        if not tokens:
+            return nn.functional.cross_entropy(output, target)
+        counted = target != 0
+        return nn.functional.cross_entropy(output[counted], target[counted], reduction="sum"), counted.sum()
+
+    settings = {"epochs": 1, "shuffle": False, "show_every": 1, "loss_fn": loss_fn}
+    whole, stopped = make(LOCAL, [], **settings), make(LOCAL, [FailsOnce(hook, 2)], **settings)
+    results = whole.fit(data())
+    with pytest.raises(DataError, match="once"):
+        stopped.fit(data())
+    assert stopped.run.cursor.step == 2
+    assert stopped.fit(data()) == results
+    assert torch.equal(parameters(stopped), parameters(whole))
+
+
 def test_a_deliberate_error_stays_what_it_is() -> None:
     class Refusing(Callback):
         def on_fit_start(self, trainer: Trainer) -> None:

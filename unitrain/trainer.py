@@ -298,10 +298,10 @@ class Trainer:
             self._micro_step(batch, part)
             if not part.closes_step:
                 continue
-            self._loss.finish_step()
             self._mean.finish_step(parameters_of(self.optimizer), part)
             self._callbacks.call("on_gradients", self)
             self._update(cursor.step, self._rates)
+            self._loss.finish_step()  # only now: `fit` runs a step again that an exception has ended before its update
             self._times.step(part.step_samples)
             cursor.step += 1
             cursor.step_in_epoch += 1
