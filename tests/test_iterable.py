@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import multiprocessing
 import random
 import re
 from collections import Counter
@@ -557,6 +558,29 @@ def ends_with_the_epoch(backend: Backend) -> tuple[int, int, int]:
 def test_steps_that_end_with_the_epoch_end_it(group: RankGroup) -> None:
     for epoch, step, steps in group.run(ends_with_the_epoch):
         assert (epoch, step) == (1, steps)
+
+
+class Children(Callback):
+    """Collects the numbers of worker processes that run at the ends of epochs."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
+        self.numbers.append(len(multiprocessing.active_children()))
+
+
+LIMITS = [{"limit_train_steps": 2}, {"limit_train_steps": 99}, {"steps": 3, "epochs": None}]
+
+
+@pytest.mark.parametrize("settings", LIMITS)
+def test_workers_end_with_the_epoch(settings: dict[str, Any]) -> None:
+    children, model = Children(), Network()
+    config = TrainConfig(**{"epochs": 2, "batch_size": 4, "num_workers": 1, "progress": "off", **settings})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = nn.functional.cross_entropy
+    Trainer(model, optimizer, loss_fn, backend=LOCAL, config=config, callbacks=[children]).fit(Shuffled(30))
+    assert children.numbers == [0] * (1 if "steps" in settings else 2)
 
 
 # Evaluation.

@@ -327,7 +327,10 @@ class Trainer:
         # Checkpoints of earlier versions have no sums: a run resumed from one at the end of an epoch has no train_loss.
         losses = {"train_loss": self._loss.mean(epoch, cursor.step)} if self._loss.steps else {}
         seconds = self._times.stop()
-        if self._epoch_reached_limit() or share.is_over(cursor.position):
+        at_limit = self._epoch_reached_limit()
+        if at_limit:
+            share.end_epoch()
+        if at_limit or share.is_over(cursor.position):
             cursor.epoch, cursor.sample, cursor.position, cursor.step_in_epoch = cursor.epoch + 1, 0, 0, 0
             self._loss.start()
 

@@ -159,6 +159,9 @@ class TrainingShare(TrainingData):
         """Whether no step follows after `position`."""
         return position >= self._end or (self._lockstep is not None and self._lockstep.ended)
 
+    def end_epoch(self) -> None:
+        pass  # the workers end with the iterator, to which nothing here refers
+
     def _plan(self, epoch: int, start: int) -> tuple[Tensor | list[Any], Iterator[Slice]]:
         """Return the order of an epoch, and this rank's micro-steps over it; note where it ends."""
         source, bounds = self._source, None

@@ -58,3 +58,7 @@ class TrainingData(ABC):
     @abstractmethod
     def is_over(self, position: int) -> bool:
         """Whether no step follows after `position`, to which the last call of `epoch` has come. All ranks call it."""
+
+    @abstractmethod
+    def end_epoch(self) -> None:
+        """End the iteration of the last call of `epoch`, and its workers. `is_over` has done so already."""

@@ -135,8 +135,11 @@ class TrainingStream(TrainingData):
             over = next(self._steps, None) is None
             if not over:
                 restore_generators(generators, device)
-        self._steps.close()
+        self.end_epoch()
         return over
+
+    def end_epoch(self) -> None:
+        self._steps.close()
 
 
 class _Steps(Iterator[tuple[Any, Slice]]):
