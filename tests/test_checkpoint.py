@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import resource
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_model
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -199,6 +200,90 @@ def test_tied_and_strided_parameters_survive(tmp_path: Path) -> None:
         assert_same(dict(saved.state_dict()), dict(model.state_dict()))
         assert model.head.weight is model.embedding.weight
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+class Complex(nn.Module):
+    """Complex parameters and buffers: tied, strided, scalar and empty ones."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(3, 4, dtype=dtype))
+        self.tied = self.first
+        self.strided = nn.Parameter(torch.randn(4, 3, dtype=dtype).T)
+        self.scalar = nn.Parameter(torch.randn((), dtype=dtype))
+        self.register_buffer("conjugate", torch.randn(2, dtype=dtype).conj())
+        self.register_buffer("empty", torch.zeros(0, dtype=dtype))
+        self.real = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors_are_saved_as_pairs_of_real_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    saved, loaded, again = Complex(dtype), Complex(dtype), Complex(dtype)
+    save(tmp_path, 1, saved, {"scheduler": None, "optimizer": torch.optim.Adam(saved.parameters()).state_dict()})
+    optimizer = torch.optim.Adam(loaded.parameters())
+    checkpoint.restore(tmp_path, loaded, optimizer, None, LOCAL, required=True)
+    checkpoint.load_weights(tmp_path, again, None, LOCAL)
+    for model in (loaded, again):
+        assert_same(dict(saved.state_dict()), dict(model.state_dict()))
+        assert model.tied is model.first
+    (folder,) = tmp_path.glob("step-*")
+    plain = load_file(folder / "model.safetensors")
+    assert plain.keys() ^ saved.state_dict().keys() == {"tied"}
+    for name, value in plain.items():
+        expected = saved.state_dict()[name].resolve_conj()
+        assert torch.equal(value, torch.view_as_real(expected) if expected.is_complex() else expected)
+    with pytest.raises(CheckpointError, match="do not fit Linear: "):
+        checkpoint.load_weights(tmp_path, nn.Linear(2, 2), None, LOCAL)
+
+
+def test_a_checkpoint_with_complex_tensors_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
+    """Its file holds complex64 as safetensors does."""
+    saved, loaded = Complex(torch.complex64), Complex(torch.complex64)
+    save(tmp_path, 1, saved, {"scheduler": None, "optimizer": torch.optim.Adam(saved.parameters()).state_dict()})
+    (folder,) = tmp_path.glob("step-*")
+    saved.conjugate = saved.conjugate.resolve_conj()  # safetensors wrote the numbers of which it is the conjugate
+    file, manifest = folder / "model.safetensors", json.loads((folder / "manifest.json").read_text())
+    save_model(saved, str(file))
+    written = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    manifest["files"]["model.safetensors"] = written
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    checkpoint.load_weights(tmp_path, loaded, None, LOCAL)
+    assert_same(dict(saved.state_dict()), dict(loaded.state_dict()))
+
+
+class Spectral(nn.Module):
+    """A model with a complex128 parameter and its real output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+def test_a_run_with_complex_parameters_and_their_average_resumes_bit_for_bit(tmp_path: Path) -> None:
+    def run(epochs: int, folder: Path | None, **settings: Any) -> Trainer:
+        model = Spectral()
+        config = TrainConfig(batch_size=4, epochs=epochs, output_dir=folder, ema_decay=0.9, progress="off", **settings)
+        made = Trainer(model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss(), backend=LOCAL, config=config)
+        made.fit(samples())
+        return made
+
+    whole = run(2, None)
+    run(1, tmp_path)
+    resumed = run(2, tmp_path, resume=True)
+    assert whole.averaged_model is not None
+    assert resumed.averaged_model is not None
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+    assert torch.equal(resumed.averaged_model.weight, whole.averaged_model.weight)
+    assert not torch.equal(whole.averaged_model.weight, whole.model.weight)
+    loaded = run(2, None)
+    with torch.no_grad():
+        loaded.model.weight.zero_()
+    loaded.load_weights(tmp_path)
+    assert torch.equal(loaded.model.weight, whole.model.weight)
 
 
 class Fixed(torch.optim.lr_scheduler.LRScheduler):

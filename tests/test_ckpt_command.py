@@ -18,6 +18,7 @@ from unitrain import TrainConfig, Trainer
 from unitrain.backends.local import LocalBackend
 from unitrain.cli import unitrain
 from unitrain.errors import CheckpointError
+from unitrain.lifecycle.checkpoint_files import read_tensors
 
 LOCAL = LocalBackend(torch.device("cpu"))
 
@@ -78,6 +79,20 @@ def test_one_is_shown(run: Path) -> None:
     assert done.exit_code == 0, done.output
     assert '"checkpoint": "' + str(run / "step-000000012") in done.output
     assert "0.weight  F32 [16, 6]\n" in done.output
+
+
+def test_complex_tensors_are_shown_verified_and_converted(tmp_path: Path) -> None:
+    weights = {"a": torch.randn(3, 4, dtype=torch.complex128), "b": torch.randn(2, dtype=torch.complex64)}
+    torch.save({**weights, "c": torch.randn(2)}, tmp_path / "weights.pt")
+    for source, folder in ((tmp_path / "weights.pt", "first"), (tmp_path / "first/step-000000000", "second")):
+        found = source / "model.safetensors" if source.is_dir() else source
+        done = ckpt("convert", found, tmp_path / folder)
+        assert done.exit_code == 0, done.output
+        assert ckpt("verify", tmp_path / folder).output == "step-000000000  sound\n"
+        shown = ckpt("show", tmp_path / folder).output
+        assert shown.endswith("a  C128 [3, 4]\nb  C64 [2]\nc  F32 [2]\n")
+        kept = read_tensors(tmp_path / folder / "step-000000000" / "model.safetensors")
+        assert all(torch.equal(kept[name], value) for name, value in weights.items())
 
 
 def test_a_folder_without_any_says_so(tmp_path: Path) -> None:

@@ -314,7 +314,8 @@ def broadcast_into(communicator: Communicator, tensors: Sequence[Tensor]) -> Non
     if not tensors:
         return
     # As bytes, one broadcast serves every dtype, and none is rounded or refused on the way.
-    pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(communicator.device) for tensor in tensors]
+    plain = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    pieces = [tensor.reshape(-1).view(torch.uint8).to(communicator.device) for tensor in plain]
     shared = communicator.broadcast(torch.cat(pieces))
     if communicator.rank == 0:
         return

@@ -104,10 +104,14 @@ def show(checkpoint: Path) -> None:
     assert path is not None
     manifest = files.read_manifest(path)
     click.echo(json.dumps({"checkpoint": str(path), **manifest}, indent=2))
+    complex_names = files.complex_names(path / files.MODEL)
     with safe_open(path / files.MODEL, framework="pt") as model:
         for name in model.keys():  # noqa: SIM118 - it is no dictionary
             part = model.get_slice(name)
-            click.echo(f"{name}  {part.get_dtype()} {part.get_shape()}")
+            kind, shape = part.get_dtype(), part.get_shape()
+            if name in complex_names:  # stored as pairs of a real and an imaginary part
+                kind, shape = f"C{2 * int(kind.removeprefix('F'))}", shape[:-1]
+            click.echo(f"{name}  {kind} {shape}")
 
 
 @ckpt.command()

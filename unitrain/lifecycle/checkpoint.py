@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from unitrain.backends.base import Communicator, raise_together
+from unitrain.backends.base import Communicator, broadcast_into, raise_together
 from unitrain.data.batching import KeptBatch
 from unitrain.errors import CheckpointError
 from unitrain.lifecycle import checkpoint_files as files
@@ -89,7 +89,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
     with torch.no_grad():
         for module in [model] if average is None else [model, average]:
             for tensor in (*module.parameters(), *module.buffers()):
-                tensor.copy_(communicator.broadcast(tensor.detach()))
+                broadcast_into(communicator, [tensor])  # one by one, to hold no second copy of the model
 
 
 def take_folder(folder: Path, lock: FolderLock, communicator: Communicator) -> None:

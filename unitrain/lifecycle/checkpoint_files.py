@@ -4,6 +4,9 @@ A checkpoint is a folder `step-000000123` with three files. `model.safetensors` 
 the user's own names, `training.pt` the rest (read it with `torch.load(..., weights_only=True)`), and `manifest.json`
 the size and sha256 of both, beside what a reader wants to know first: versions, step, epoch, results, configuration. It
 is written under another name and renamed when it is complete, so a folder of that name is whole.
+
+The file of the model holds complex tensors as real ones with a last dimension of size 2, as torch.view_as_real returns
+them, because safetensors lacks complex128, and before version 0.6 complex64. Its metadata lists their names.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_model
 from torch import Tensor, nn
 
 from unitrain import __version__
@@ -27,6 +32,7 @@ from unitrain.lifecycle.plain_state import plain_state
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 _FORMAT = 1
+_COMPLEX = "unitrain.complex"  # in the metadata of safetensors: names of complex tensors, as JSON
 _STEP = re.compile(r"step-(\d{9,})")
 # The folders that are written, or removed, under these names; a user's own folder has another one.
 _UNFINISHED = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
@@ -125,7 +131,10 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], abou
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
-    save_model(_Weights(model), str(unfinished / MODEL))  # type: ignore[arg-type]
+    if names := [name for name, value in model.items() if value.is_complex()]:
+        save_model(_AsReal(model), str(unfinished / MODEL), {_COMPLEX: json.dumps(names)})  # type: ignore[arg-type]
+    else:
+        save_model(_Weights(model), str(unfinished / MODEL))  # type: ignore[arg-type]
     torch.save(training, unfinished / TRAINING)
     files = {
         name: {"bytes": (unfinished / name).stat().st_size, "sha256": _sha256(unfinished / name)}
@@ -155,6 +164,50 @@ class _Weights:
         return dict(self._state)
 
 
+class _AsReal(_Weights):
+    """The same of a model with complex tensors, which safetensors sees as real ones."""
+
+    def __init__(self, state: dict[str, Tensor], model: nn.Module | None = None, names: Container[str] = ()) -> None:
+        super().__init__(state)
+        self._model, self._names = model, names
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            name: torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+            for name, value in self._state.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> Any:
+        """Load what the file holds, where those of `names` are complex, into the model."""
+        assert self._model is not None
+        return self._model.load_state_dict(_complex_again(state, self._names), strict)
+
+
+def complex_names(path: Path) -> list[str]:
+    """Return the names of the tensors in safetensors file `path` that are complex and stored as real ones."""
+    with safe_open(path, framework="pt") as file:
+        names: list[str] = json.loads((file.metadata() or {}).get(_COMPLEX, "[]"))
+    return names
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, of a checkpoint or of another program."""
+    return _complex_again(load_file(path), complex_names(path))
+
+
+def _load_model(model: nn.Module, path: Path) -> None:
+    """Load safetensors file `path` into `model`. Raises RuntimeError, ValueError or LookupError if it does not fit."""
+    state, names = model.state_dict(), complex_names(path)
+    if names or any(value.is_complex() for value in state.values()):
+        load_model(_AsReal(state, model, names), str(path), strict=True)  # type: ignore[arg-type]
+    else:
+        load_model(model, str(path), strict=True)
+
+
+def _complex_again(state: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    return {name: torch.view_as_complex(value) if name in names else value for name, value in state.items()}
+
+
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
     """Load a sound checkpoint into these, and return the rest of its training state.
 
@@ -170,7 +223,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
             f"Checkpoint '{path}' has {has} scheduler and this run has {lacks}. Build the run that wrote it."
         )
     try:
-        load_model(model, str(path / MODEL), strict=True)
+        _load_model(model, path / MODEL)
         if (state := training.pop("optimizer")) is not None:
             _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
             optimizer.load_state_dict(state)
@@ -191,7 +244,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> Non
     Raises CheckpointError if they do not fit, or if the checkpoint has no average.
     """
     try:
-        load_model(model, str(path / MODEL), strict=True)
+        _load_model(model, path / MODEL)
         if average is not None:
             training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
             average.load_state_dict(training["average"]["model"])

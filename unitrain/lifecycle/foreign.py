@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from unitrain.errors import CheckpointError
+from unitrain.lifecycle.checkpoint_files import read_tensors
 
 # The first of these names that is there, in any case: what scripts and frameworks call their parts.
 _MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "weights")
@@ -44,7 +44,7 @@ def read_foreign(path: Path) -> Foreign:
     if path.is_dir():
         return _accelerate(path)
     if path.suffix == ".safetensors":
-        return Foreign("safetensors file", _without_ddp(load_file(path)), None, None, None, None)
+        return Foreign("safetensors file", _without_ddp(read_tensors(path)), None, None, None, None)
     loaded = _load(path)
     if not isinstance(loaded, dict):
         raise CheckpointError(
@@ -73,7 +73,7 @@ def _dictionary(path: Path, loaded: dict[str, Any]) -> Foreign:
 def _accelerate(folder: Path) -> Foreign:
     weights = folder / "model.safetensors"
     if weights.exists():
-        model = load_file(weights)
+        model = read_tensors(weights)
     elif (folder / "pytorch_model.bin").exists():
         model = _load(folder / "pytorch_model.bin")
     else:
