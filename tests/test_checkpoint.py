@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_model
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from unitrain.backends.base import Backend
@@ -28,7 +28,7 @@ from unitrain.errors import CheckpointError
 from unitrain.lifecycle import checkpoint, checkpoint_files
 from unitrain.lifecycle.retention import Retention
 from unitrain.lifecycle.writer import CheckpointWriter
-from unitrain.testing import run_ranks
+from unitrain.testing import RankGroup, run_ranks
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -568,6 +568,50 @@ def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(tmp_path: Path
     resumed = trainer(tmp_path, epochs=5, resume=True)
     resumed.fit(samples())
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+class Cyclic(CyclicLR):
+    """A scheduler that a rank may be unable to restore."""
+
+    fails = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.fails:
+            raise LookupError("no state")
+        super().load_state_dict(state_dict)
+
+
+def cyclic(backend: Backend, folder: str | None, epochs: int) -> list[float]:
+    """Train, and return the parameters and the learning rate."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    config = TrainConfig(
+        batch_size=4 // backend.size, epochs=epochs, output_dir=folder, resume=folder is not None, progress="off"
+    )
+    scheduler = Cyclic(optimizer, base_lr=0.01, max_lr=0.1, step_size_up=3)
+    Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, scheduler=scheduler
+    ).fit(samples())  # fmt: skip
+    parameters: list[float] = nn.utils.parameters_to_vector(model.parameters()).tolist()
+    return [*parameters, optimizer.param_groups[0]["lr"]]
+
+
+def resumed_with_a_cyclic_rate(backend: Backend, folder: str) -> tuple[list[float], list[float], str]:
+    whole = cyclic(backend, None, 2)
+    cyclic(backend, folder, 1)
+    resumed = cyclic(backend, folder, 2)
+    Cyclic.fails = backend.rank == 1
+    with pytest.raises(CheckpointError) as caught:
+        cyclic(backend, folder, 3)
+    return whole, resumed, str(caught.value)
+
+
+def test_every_rank_restores_a_scheduler_that_changes_the_state_it_loads(tmp_path: Path) -> None:
+    with RankGroup("ddp", 2) as ranks:
+        for whole, resumed, message in ranks.run(resumed_with_a_cyclic_rate, str(tmp_path)):
+            assert resumed == whole
+            assert "Cyclic.load_state_dict raised LookupError: no state on rank 1" in message
 
 
 @pytest.mark.parametrize("resume", [True, False])

@@ -171,6 +171,11 @@ _TRAINER: dict[str, Case] = {
         "epochs": 6,
         "segments": [_on("ddp", 2, None, 2)],
     },
+    "CyclicLR after a resume on two ranks": {
+        "scheduler": "CyclicLR",
+        "epochs": 2,
+        "segments": [_on("ddp", 2, ["steps", 2]), _on("ddp", 2)],
+    },
     "complex128 parameters in a checkpoint": {"features": ["complex"], "output": True},
     "compression of a model whose output hides its tensors": {"features": ["object"], "compression": "fp16"},
     "an output without visible tensors and unused parameters": {"features": ["object", "unused"], "segments": TWO},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +141,17 @@ def restore(
     training = communicator.broadcast_object(training)
     if training is not None and gradients is not None:
         training[GRADIENTS] = gradients
-    if training is not None and "scheduler" in training and scheduler is not None and communicator.rank != 0:
-        scheduler.load_state_dict(training["scheduler"])
+    if training is not None:
+        problem: CheckpointError | None = None
+        if "scheduler" in training and scheduler is not None and communicator.rank != 0:
+            try:
+                scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))
+            except Exception as error:  # otherwise this rank alone would raise it, and the others would wait
+                name, found = type(scheduler).__name__, f"{type(error).__name__}: {error}"
+                problem = CheckpointError(
+                    f"Cannot restore from '{where}': {name}.load_state_dict raised {found} on rank "
+                    f"{communicator.rank}. Build the scheduler that wrote it on every rank."
+                )
+                problem.__cause__ = error
+        raise_together(communicator, problem)
     return training

@@ -11,6 +11,7 @@ them, because safetensors lacks complex128, and before version 0.6 complex64. It
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -228,7 +229,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
             _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
             optimizer.load_state_dict(state)
         if scheduler is not None and known:
-            scheduler.load_state_dict(training["scheduler"])
+            scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))  # CyclicLR's removes a key
     except (RuntimeError, ValueError, LookupError) as error:
         found = " ".join(str(error).split())
         raise CheckpointError(
