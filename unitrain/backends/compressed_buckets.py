@@ -91,9 +91,12 @@ class _Reduction:
             if buffer.is_complex():  # converting a complex number drops its imaginary part
                 buffer = torch.view_as_real(buffer).view(-1)
             return self._reduce_half(buffer, self._room(bucket.index(), buffer, HALF[self._compressor]))
-        if self._compressor.sends_whole:
-            return self._compressor.reduce(bucket.parameters()[:1], [bucket.buffer()], self._start_sum)  # no copies
-        return self._compressor.reduce(bucket.parameters(), bucket.gradients(), self._start_sum)
+        parameters = bucket.parameters()
+        # A bucket has one dtype, and complex gradients are always sent whole. DDP passes its buffer as real numbers,
+        # of which `bucket.gradients()` then has only half.
+        if self._compressor.sends_whole or parameters[0].is_complex():
+            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._start_sum)  # no copies
+        return self._compressor.reduce(parameters, bucket.gradients(), self._start_sum)
 
     def _room(self, index: int, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what a bucket is sent from and received into, [2, elements in equal parts for all ranks]; it is kept,
