@@ -24,8 +24,8 @@ class PowerSGD:
     `min_compression_rate` times as many elements as P and Q have together. Without `warm_start` each reduction begins
     with a new random Q instead of the last one; without `error_feedback` e is 0. A column of Q that is rounding only,
     as after an M of a lower rank, is replaced by a random one. All random numbers follow from `seed`, the parameter's
-    place in the model and the number of the reduction. It is computed in the gradient's dtype, in float32 for those of
-    half precision, and takes twice the memory of the compressed gradients.
+    place in the model and, without `warm_start`, the number of the reduction. It is computed in the gradient's dtype,
+    in float32 for those of half precision, and takes twice the memory of the compressed gradients.
 
     A reduction with an inf or nan in any gradient sends nan in its matrix, and leaves every e and Q as they were: such
     a step is not taken (loss scaling skips it). A gradient that is zero on all ranks stays zero and leaves its e and Q:

@@ -121,7 +121,7 @@ class LowRankGradients(GradientMemory):
                 self._room[name] = owed
             if self._settings.warm_start:
                 before = self._queries.get(name)
-                before = self._random(name, query, self._steps) if before is None else before
+                before = self._first_query(name, query) if before is None else before
                 self._queries[name] = torch.where(finite & used, query, before)
         self._steps += 1
         self._begin()
@@ -226,9 +226,7 @@ class LowRankGradients(GradientMemory):
         else:
             torch.mul(error, self._scale.to(dtype), out=owed).add_(own)
         query = self._queries.get(name)
-        start = _orthonormal(
-            self._random(name, owed, self._steps) if query is None else self._filled(name, query.to(dtype))
-        )
+        start = _orthonormal(self._first_query(name, owed) if query is None else self._filled(name, query.to(dtype)))
         least, most = torch.aminmax(own)
         return _Matrix(name, gradient, owed, start, (least.ne(0) | most.ne(0)).to(dtype))
 
@@ -240,6 +238,14 @@ class LowRankGradients(GradientMemory):
         if (spare := self._spares.get(name)) is None:
             spare = self._spares[name] = self._random(name, query, 0)
         return torch.where(empty, spare, query)
+
+    def _first_query(self, name: str, like: Tensor) -> Tensor:
+        """Return the random Q of a matrix that has none from an earlier reduction.
+
+        With `warm_start` it is the same in every reduction. Some ranks reduce the zeros of a parameter that no rank
+        used, and others, such as a single one, skip them, so that its first reduction has another number there.
+        """
+        return self._random(name, like, self._settings.start_step if self._settings.warm_start else self._steps)
 
     def _random(self, name: str, like: Tensor, reduction: int) -> Tensor:
         """Return a random Q, equal on every rank."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import Backend, GradientMemory, SupportsPowerSGD, require
 from unitrain.backends.compression_setting import Compression, PowerSGD
+from unitrain.backends.local import LocalBackend
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
 from unitrain.testing.compression import alike, may_be_refused, steps
@@ -183,6 +184,23 @@ def powersgd_leaves_alone_what_no_rank_uses(backend: Backend) -> None:
     step(0, weight=0.0)
     assert all(not p.grad.any() for p in model.parts[0].parameters() if p.grad is not None)
     assert all(torch.equal(owed, after[name]) for name, owed in errors(backend, memory).items())
+
+
+@contract
+@may_be_refused
+def powersgd_equals_one_rank_where_a_part_is_unused_at_first(backend: Backend) -> None:
+    for warm_start in (True, False):
+        settings = PowerSGD(rank=1, start_step=1, min_compression_rate=1, warm_start=warm_start)
+        model, twin = Branches(), Branches()
+        wrapped = backend.distributed_model(model, unused_parameters=True, compression=settings)
+        alone = LocalBackend(torch.device("cpu")).distributed_model(twin, unused_parameters=True, compression=settings)
+        for step, part in enumerate((0, 0, 0, 1, 1, 0, 1)):
+            model.zero_grad()
+            twin.zero_grad()
+            loss_of(wrapped(batch(backend.rank, step), part)).backward()
+            whole = torch.cat([batch(rank, step) for rank in range(backend.size)])
+            loss_of(alone(whole, part)).backward()
+            assert_gradients(model, gradients(twin), 1e-9)
 
 
 @contract
