@@ -353,7 +353,12 @@ def test_the_loss_scale_is_followed() -> None:
 
 def run_to(backend: Backend, folder: Path, steps: int, compression: Compression, variant: str) -> Tensor:
     """Train until `steps`, going on from what is in `folder`, which is written to beside the training."""
-    settings = {**VARIANTS[variant], "asynchronous_checkpoints": True, "checkpoint_every_steps": 1}
+    settings = {
+        **VARIANTS[variant],
+        "asynchronous_checkpoints": True,
+        "checkpoint_every_steps": 1,
+        "keep_last": None,
+    }
     dtype = torch.float32 if variant in LOOSE else torch.float64
     run = trainer(backend, compression, dtype, steps=steps, output_dir=folder, resume=True, **settings)
     run.fit(data(dtype))
