@@ -119,9 +119,10 @@ def test_numbers_of_tokens_that_cannot_be_meant_are_refused(count: float) -> Non
     """As on a device, where nobody reads them batch by batch."""
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(2.0), 1, torch.tensor(count))
+    loss.finish_step()
     with pytest.raises(
         ModelError, match=f"The losses add up to 2, but the numbers of tokens .* add up to {count:g}\\."
     ):
         look(loss, 1, 1)
     with pytest.raises(ModelError, match=r"Let loss_fn return the mean over the batch"):
-        loss.finish(1, 1)
+        loss.mean(1, 1)

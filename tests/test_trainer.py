@@ -363,13 +363,11 @@ def test_a_dataset_is_evaluated_in_the_batch_size_of_the_training_loader(
     assert model.seen == expected
 
 
-def test_what_is_missing_or_contradicts_in_evaluation_is_the_eval_batch_size() -> None:
+def test_what_is_missing_in_evaluation_is_the_eval_batch_size() -> None:
     with pytest.raises(
         ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(eval_batch_size=32\)"
     ):
         make(settings(batch_size=None)).evaluate(samples())
-    with pytest.raises(ConfigError, match=r"^A batch size of 3 was asked for, .*no TrainConfig\.eval_batch_size\.$"):
-        make(settings(eval_batch_size=3)).evaluate(DataLoader(samples(), batch_size=2))
 
 
 def test_inputs_may_be_nested() -> None:
@@ -414,7 +412,7 @@ def test_each_mistake_is_named() -> None:
 def test_a_history_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     trainer = make(settings(output_dir=tmp_path))
     (tmp_path / "history.jsonl").mkdir()
-    with pytest.raises(CheckpointError, match=r"^Cannot write '.*history\.jsonl': .*Is a directory"):
+    with pytest.raises(CheckpointError, match=r"^Cannot write .*Is a directory: '.*history\.jsonl'"):
         trainer.fit(samples())
 
 

@@ -151,13 +151,12 @@ class Watch:
         if _is_consequence(error):
             own = self._first_departure() or self._first_absence() or own
         self._ended.set()
-        first = self._announce(own)
-        if first == own:
+        if self._announce(own):
             self._announced = True
             others = [rank for rank in range(self._size) if rank != self._rank]
             self._report = self._describe(self._answers("heard", others), others)
             self._continue_stopped(others)
-        elif first != Failure(0, _GONE):
+        elif self._first != Failure(0, _GONE):
             self._tell(self._own, "heard", self._here())
             if self._mourner is not None:  # which is about to tell where the others are
                 self._mourner.join(_ANSWER_SECONDS + _PERIOD_SECONDS)
@@ -238,17 +237,24 @@ class Watch:
                     known[rank] = Answer(f"has left: {json.loads(self._own.get(f'{_LEFT}/{rank}'))[1]}")
         return known
 
-    def _announce(self, failure: Failure) -> Failure:
-        """Tell all ranks of `failure`, unless they know of an earlier one; return that which came first."""
+    def _announce(self, failure: Failure) -> bool:
+        """Report `failure` to all ranks unless they know of an earlier one; return whether this call did.
+
+        Only the thread for which it is True prints the report: several ranks may find the same failure at once.
+        """
         if self._first is not None:
-            return self._first
+            return False
+        own = f"{self._rank}/{threading.get_ident()}"
         try:
-            told = self._own.compare_set(_FAILED, "", json.dumps([failure.rank, failure.error]))
-            self._first = Failure(*json.loads(told))
+            rank, error, reporter = json.loads(
+                self._own.compare_set(_FAILED, "", json.dumps([failure.rank, failure.error, own]))
+            )
+            self._first = Failure(rank, error)
         except dist.DistError:  # rank 0's process went, and the store with it
             self._first = self._first or failure
+            reporter = own if self._first == failure else ""
         self._learned.set()
-        return self._first
+        return bool(reporter == own)
 
     def _describe(self, answers: Mapping[int, Answer], ranks: Sequence[int]) -> list[str]:
         known = self._with_departures({rank: answers.get(rank, Answer()) for rank in ranks})
@@ -278,7 +284,7 @@ class Watch:
                 if reachable:
                     self._answer_questions()
                 if reachable and self._store.check([_FAILED]):
-                    self._first = Failure(*json.loads(self._store.get(_FAILED)))
+                    self._first = Failure(*json.loads(self._store.get(_FAILED))[:2])
                     self._tell(self._store, "heard", self._here())
                     self._end()
                     return
@@ -289,7 +295,7 @@ class Watch:
                     return
             except dist.DistError:
                 reachable = False  # rank 0's process is gone: what needs it fails by itself, and what does not goes on
-            if self._presence.left and (departed := self._needs_departed()) is not None:
+            if self._presence.left and self._error is None and (departed := self._needs_departed()) is not None:
                 self._blame(departed)
                 return
             if (overdue := self._expectations.overdue()) is not None:
@@ -329,7 +335,7 @@ class Watch:
         """Report `failure` of another rank, which cannot do so itself, and end this process."""
         if failure.rank == 0:  # what the ranks meet at may be gone with it, or still be there and never answer
             self._first = self._first or failure
-        elif self._announce(failure) == failure:
+        elif self._announce(failure):
             ranks = [rank for rank in range(self._size) if rank != failure.rank]
             answers = self._answers("heard", [rank for rank in ranks if rank != self._rank])
             _say(self._describe({**answers, self._rank: self._here()}, ranks))
