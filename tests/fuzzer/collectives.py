@@ -65,7 +65,7 @@ def tensor_of(case: Case, number: int, rank: int) -> Tensor:
         largest = torch.iinfo(dtype).max if dtype != torch.uint64 else 2**62
         value[0, 0] = largest // 4 + rank
         if op != "sum":
-            value[1, 1] = largest - rank
+            value[-1, 1] = largest - rank
     return value.to(dtype)
 
 
