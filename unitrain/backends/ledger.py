@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 from unitrain.backends.call import Call
@@ -29,6 +30,14 @@ class GradientWork(NamedTuple):
         return f"began {self.kind} #{self.number}"
 
 
+class _Found(NamedTuple):
+    """How deep the frame that the user's frame called was, and the code of both."""
+
+    depth: int
+    called: CodeType
+    user: CodeType
+
+
 class Line(NamedTuple):
     """A line of a ledger, as other ranks read it: `key` is what must be the same on all of them at this `position`."""
 
@@ -46,12 +55,35 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: deque[tuple[int, Call | GradientWork, str, int]] = deque(maxlen=_KEPT)
         self._entered = 0
+        # Where the user's frame was in the stack, by the type of the entry: in a loop it is there again.
+        self._found: dict[type, _Found] = {}
 
     def enter(self, what: Call | GradientWork) -> None:
         """Note that this rank begins `what` now."""
-        frame = user_frame(sys._getframe(1))
+        frame = self._user_frame(type(what))
         self._entries.append((self._entered, what, frame.f_code.co_filename, frame.f_lineno))
         self._entered += 1
+
+    def _user_frame(self, kind: type) -> FrameType:
+        """Return the frame of the user that calls `enter`.
+
+        Each frame that Python code looks at is allocated first. In a loop the user's frame is usually as deep in the
+        stack as in the step before, so only that frame and the one that it called are compared with those found then.
+        """
+        if (found := self._found.get(kind)) is not None:
+            try:
+                called = sys._getframe(found.depth)
+            except ValueError:  # the stack is not that deep
+                pass
+            else:
+                if called.f_code is found.called and (user := called.f_back) and user.f_code is found.user:
+                    return user
+        called, depth = sys._getframe(1), 1  # `enter`
+        user = user_frame(called.f_back or called)
+        while called.f_back is not None and called.f_back is not user:
+            called, depth = called.f_back, depth + 1
+        self._found[kind] = _Found(depth, called.f_code, user.f_code)
+        return user
 
     @property
     def entered(self) -> int:
