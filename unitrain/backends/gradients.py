@@ -168,7 +168,7 @@ class GlobalGradients(DistributedDataParallel):
             self._sent_in.check_other_ranks()
             self._sent_in.counters.step()
             try:
-                self._check_reducer_finalized()  # type: ignore[no-untyped-call]
+                self.reducer._check_reducer_finalized()
             except RuntimeError as error:
                 _explain(error)
                 raise

@@ -8,7 +8,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from unitrain.errors import ModelError
 
@@ -37,6 +36,8 @@ class LocalGradients:
         )
         for other in self._sharing:
             other._sharing.add(self)
+            other._shares = True
+        self._shares = bool(self._sharing)
         LocalGradients._all.add(self)
         self._handles = [
             _register_hook(parameter, _hook(id(parameter), self._local, accumulates))
@@ -55,6 +56,8 @@ class LocalGradients:
             local &= self._not_reduced
         else:
             local.clear()
+        if not self._shares:  # iterating over a WeakSet takes a microsecond
+            return
         for other in self._sharing:
             other._local -= self._names.keys() - self._not_reduced
 
@@ -72,10 +75,12 @@ class LocalGradients:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if `optimizer` holds a parameter whose gradient is local or never reduced."""
         for group in optimizer.param_groups:
-            if not self._names.keys() >= set(map(id, group["params"])):
+            if not all(map(self._names.__contains__, map(id, group["params"]))):
                 self._check_strangers(optimizer)
-        if not self._local:
-            return
+        if self._local:
+            self._check_held(optimizer)
+
+    def _check_held(self, optimizer: torch.optim.Optimizer) -> None:
         held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         # A gradient that was dropped or set to zero since then has nothing local left in it.
         names = [
@@ -109,9 +114,9 @@ class LocalGradients:
 def check_before_step(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
     """Call `check` in each step of `optimizer` before anything is updated; with a closure, after each call of it."""
 
-    @_disable_dynamo
+    @torch.compiler.disable
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None) if kwargs or len(args) > 1 else None
         if closure is None:
             check(optimizer)
             return None

@@ -127,7 +127,9 @@ class Watch:
 
     def model_error(self) -> ModelError | None:
         """Return the ModelError with which the first rank failed, if it did and this rank knows of it."""
-        kind, _, text = ("" if self._first is None else self._first.error).partition(": ")
+        if self._first is None:
+            return None
+        kind, _, text = self._first.error.partition(": ")
         return ModelError(text) if kind == ModelError.__name__ else None
 
     def cause_of(self, error: BaseException) -> ModelError | None:
