@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from unitrain.backends.expectations import Expectation
@@ -105,7 +104,7 @@ class GradientGroup(dist.ProcessGroup):
 
     # --- what the reducer calls, in C++ and in the middle of what torch.compile compiles ---
 
-    @_disable_dynamo
+    @torch.compiler.disable
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         self.begin(tensors[0])
         if self.at_end:
@@ -115,7 +114,7 @@ class GradientGroup(dist.ProcessGroup):
         self.add(work)
         return work
 
-    @_disable_dynamo
+    @torch.compiler.disable
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         bucketing = GradientWork("bucketing", self._bucketings)
         self._ledger.enter(bucketing)
@@ -128,14 +127,14 @@ class GradientGroup(dist.ProcessGroup):
             self._expect(work.is_completed, bucketing)
         return work
 
-    @_disable_dynamo
+    @torch.compiler.disable
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         return self._group.allgather(outputs, inputs, opts)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "unitrain"
 
-    @_disable_dynamo
+    @torch.compiler.disable
     def _finish(self) -> None:
         if self._counted != self._backwards:  # a backward inside of this one may have been first
             self._counted = self._backwards
@@ -143,23 +142,22 @@ class GradientGroup(dist.ProcessGroup):
         # As in `finishing`, without what a context manager costs in every step.
         expectation = self._expect(_not_yet, self._work)
         try:
-            deferred, self._deferred = self._deferred, []
-            for late in deferred:
+            for late in self._deferred:
                 late.work = self._group.allreduce(late.tensors, late.opts)
                 self.add(late.work)
             if not self._on_stream:
                 for work in self._works:
                     self._waiting.wait_for_ranks(work)
-            for late in deferred:
+            for late in self._deferred:
                 late.complete()
         finally:
+            self._deferred.clear()
             self._finished(expectation)
         self.on_reduced()
 
     def _finished(self, expectation: Expectation | None) -> None:
         """Expect the works from here on where a stream waits for them, also while the host waits for that stream."""
-        works = tuple(self._works)
-        self._works.clear()
+        works, self._works = self._works, []
         if expectation is None:
             return
         if self._on_stream:

@@ -78,7 +78,8 @@ class Waiting:
 
 def _poll(work: dist.Work) -> None:
     """Return when `work` has ended, or after a few milliseconds."""
-    if type(work) is not dist.Work:  # those written in Python poll in their own `wait`
+    # Works written in Python poll in their own `wait`.
+    if type(work) is not dist.Work or work.is_completed():
         return
     deadline = time.monotonic() + _POLL_SECONDS
     while not work.is_completed() and time.monotonic() < deadline:
