@@ -126,27 +126,28 @@ class GlobalGradients(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._left:
             return self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+        trains_now, syncs, passes = torch.is_grad_enabled(), self.require_backward_grad_sync, self._passes
+        if trains_now and syncs:
             trains = [parameter.requires_grad for parameter in self._everything]
             if trains != self._trains and any(trains):  # a model that is all frozen has no gradients to reduce
                 self._follow_freezing(trains)
-        if self._forward_buffers is not None and torch.is_grad_enabled():
-            if self._passes.shares_buffers:  # else the step goes on, and its first forward has shared them
+        if trains_now and self._forward_buffers is not None:
+            if passes.shares_buffers:  # else the step goes on, and its first forward has shared them
                 self._forward_buffers.share()
-            self._passes.shares_buffers = self.require_backward_grad_sync
+            passes.shares_buffers = syncs
         try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             _explain(error)
             raise
-        if torch.is_grad_enabled():
-            tensors = gradient_tensors(output)
-            self._passes.forwards += 1
-            if self.require_backward_grad_sync:
-                self._passes.armed += not self.find_unused_parameters or _all_found(tensors, output)
-                self._sent_in.expect_backward()
+        if trains_now:
+            tensors, sent_in = gradient_tensors(output), self._sent_in
+            passes.forwards += 1
+            if syncs:
+                passes.armed += not self.find_unused_parameters or _all_found(tensors, output)
+                sent_in.expect_backward()
             if tensors:
-                prepare = partial(self._prepare_backward, self._sent_in.counters.forward())
+                prepare = partial(self._prepare_backward, sent_in.counters.forward())
                 for tensor in tensors:
                     tensor.register_hook(prepare)
         return output
