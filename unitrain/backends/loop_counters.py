@@ -30,8 +30,9 @@ class LoopCounters:
     """
 
     def __init__(self) -> None:
-        self._latest = Counts(0, 0, 0, 0)
-        self._kept: list[Counts] = [self._latest] * _KEPT
+        # Plain tuples of what `Counts` names, which take a tenth of the time.
+        self._latest = (0, 0, 0, 0)
+        self._kept = [self._latest] * _KEPT
         self._steps = self._forwards = self._used = 0
         self._expected: Counts | None = None
 
@@ -46,10 +47,10 @@ class LoopCounters:
 
     def backward(self) -> None:
         """Count a backward that reduces gradients, at its end on this rank."""
-        number = self._latest.backwards + 1
+        number = self._latest[0] + 1
         # The other thread reads it: each assignment replaces an immutable record as a whole.
-        self._latest = Counts(number, self._steps, self._forwards, self._forwards - self._used)
-        self._kept[number % _KEPT] = self._latest
+        latest = (number, self._steps, self._forwards, self._forwards - self._used)
+        self._latest = self._kept[number % _KEPT] = latest
 
     def publish(self, store: MessageStore) -> None:
         """Write the latest counts to the store."""
@@ -61,13 +62,13 @@ class LoopCounters:
         A backward that this rank has not run yet is compared in a later call.
         """
         expected = self._expected
-        if expected is None or expected.backwards <= self._latest.backwards:
+        if expected is None or expected.backwards <= self._latest[0]:
             if expected is None and not store.check([_KEY]):
                 return None
             self._expected = expected = Counts(*json.loads(store.get(_KEY)))
-        if expected.backwards > self._latest.backwards:
+        if expected.backwards > self._latest[0]:
             return None
-        own = self._kept[expected.backwards % _KEPT]
+        own = Counts(*self._kept[expected.backwards % _KEPT])
         return None if own.backwards != expected.backwards else _difference(expected, own, rank)
 
 
