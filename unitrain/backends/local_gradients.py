@@ -27,6 +27,7 @@ class LocalGradients:
     def __init__(self, model: nn.Module, accumulates: Callable[[], bool] | None = None) -> None:
         self._parameters = list(model.parameters())
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._known = frozenset(self._names)
         # Identities instead of tensors: a hook that refers to parameters would keep a deleted model in memory.
         self._local: set[int] = set()
         self._not_reduced = frozenset[int]()
@@ -75,7 +76,7 @@ class LocalGradients:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if `optimizer` holds a parameter whose gradient is local or never reduced."""
         for group in optimizer.param_groups:
-            if not all(map(self._names.__contains__, map(id, group["params"]))):
+            if not self._known.issuperset(map(id, group["params"])):
                 self._check_strangers(optimizer)
         if self._local:
             self._check_held(optimizer)
