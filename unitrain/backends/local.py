@@ -34,7 +34,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._accumulating = False
+        self._accumulating = self._has_accumulated = False
         self._memories = Memories()
         self._gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
 
@@ -110,7 +110,9 @@ class LocalBackend(Backend, SupportsPowerSGD):
         inner = self.unwrap(model)
         if (before := self._gradients.pop(inner, None)) is not None:
             before.stop()
-        self._gradients[inner] = LocalGradients(inner, lambda: self._accumulating)
+        self._gradients[inner] = gradients = LocalGradients(inner, lambda: self._accumulating)
+        if self._has_accumulated:
+            gradients.track()
         return model
 
     def gradient_memory(self, model: nn.Module) -> GradientMemory:
@@ -125,6 +127,10 @@ class LocalBackend(Backend, SupportsPowerSGD):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
+        if not self._has_accumulated:
+            self._has_accumulated = True
+            for gradients in self._gradients.values():
+                gradients.track()
         before, self._accumulating = self._accumulating, True
         try:
             yield

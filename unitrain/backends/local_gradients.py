@@ -19,7 +19,8 @@ class LocalGradients:
 
     A hook on each parameter notes every backward that adds to its gradient, whichever way the forward was called, and
     whatever contains its output. `reduced` marks gradients as global. Without a reducer, as on a single rank,
-    `accumulates` tells during a backward whether it runs inside `no_sync`; any other backward makes all of them global.
+    `accumulates` returns during a backward whether it runs inside `no_sync`; any other backward makes all of them
+    global. Then all gradients are global until the first `no_sync`, at which `track` registers the hooks.
     """
 
     _all: ClassVar[WeakSet[LocalGradients]] = WeakSet()
@@ -40,11 +41,19 @@ class LocalGradients:
             other._shares = True
         self._shares = bool(self._sharing)
         LocalGradients._all.add(self)
-        self._handles = [
-            _register_hook(parameter, _hook(id(parameter), self._local, accumulates))
-            for parameter in self._parameters
-            if parameter.is_floating_point() or parameter.is_complex()
-        ]
+        self._accumulates = accumulates
+        self._handles: list[Any] = []
+        if accumulates is None:
+            self.track()
+
+    def track(self) -> None:
+        """Register the hooks; further calls do nothing."""
+        if not self._handles:
+            self._handles = [
+                _register_hook(parameter, _hook(id(parameter), self._local, self._accumulates))
+                for parameter in self._parameters
+                if parameter.is_floating_point() or parameter.is_complex()
+            ]
 
     def reduce_only(self, trained: Iterable[Tensor]) -> None:
         """Let `reduced` apply to the parameters in `trained` only, which are those that the reducer has."""
