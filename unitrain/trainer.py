@@ -39,7 +39,7 @@ from unitrain.step.forward import Forward, ForwardFunction
 from unitrain.step.learning_rate import LearningRateFactor
 from unitrain.step.planned_scheduler import BuildScheduler, PlannedScheduler
 from unitrain.step.precision import Precision, allow_tf32
-from unitrain.step.update import Update, parameters_of
+from unitrain.step.update import Update
 from unitrain.step.weighting import GlobalMean, read_training_loss
 from unitrain.tracking.loggers.logger import Logger
 from unitrain.tracking.times import Times
@@ -298,7 +298,7 @@ class Trainer:
             self._micro_step(batch, part)
             if not part.closes_step:
                 continue
-            self._mean.finish_step(parameters_of(self.optimizer), part)
+            self._mean.finish_step(self.optimizer, part)
             self._callbacks.call("on_gradients", self)
             self._update(cursor.step, self._rates)
             self._loss.finish_step()  # only now: `fit` runs a step again that an exception has ended before its update

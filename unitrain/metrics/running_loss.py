@@ -38,8 +38,8 @@ class RunningLoss:
 
     def finish_step(self) -> None:
         """Count the micro-steps since the last step."""
-        for micro_step in self._micro_steps:
-            self._means.add_loss(*micro_step, owned=True)
+        for loss, samples, count in self._micro_steps:
+            self._means.add_loss(loss, samples, count, owned=True)
         self._micro_steps.clear()
         self.steps += 1
 

@@ -61,7 +61,9 @@ class Update:
 
     def _not_held(self) -> list[nn.Parameter]:
         """Return the parameters of the model that the optimizer does not hold."""
-        held = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        held = 0
+        for group in self._optimizer.param_groups:
+            held += len(group["params"])
         if held != self._held:  # the first step, or the user has added some
             known = set(map(id, parameters_of(self._optimizer)))
             self._held = held

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from unitrain.backends.base import Communicator
 from unitrain.data.order import Slice
 from unitrain.errors import ModelError
+from unitrain.step.update import parameters_of
 
 Count = Tensor | float
 # What a loss function may return: the mean over the batch, or a sum and how many it is the sum of.
@@ -101,8 +103,8 @@ class GlobalMean:
         """Return what is to be called while the gradients of a step travel, if it is tokens that count."""
         return () if self._tokens is None else (self._count,)
 
-    def finish_step(self, parameters: Iterable[nn.Parameter], part: Slice) -> None:
-        """Divide the gradients, which are global now, by the number of tokens, if it is tokens that count."""
+    def finish_step(self, optimizer: Optimizer, part: Slice) -> None:
+        """Divide the global gradients of the parameters of `optimizer` by the number of tokens, if tokens count."""
         if self._counted is None or self._per_sample is None:
             return
         tokens, self._counted = self._counted, None
@@ -110,7 +112,7 @@ class GlobalMean:
         factor = torch.where(tokens > 0, part.step_samples * self._per_sample / tokens, 1.0)
         self._per_sample = torch.where(tokens > 0, _power_of_two(tokens / part.step_samples), self._per_sample)
         gradients: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         for dtype, alike in gradients.items():
