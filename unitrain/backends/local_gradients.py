@@ -39,7 +39,7 @@ class LocalGradients:
         for other in self._sharing:
             other._sharing.add(self)
             other._shares = True
-        self._shares = bool(self._sharing)
+        self._shares: bool = len(self._sharing) > 0
         LocalGradients._all.add(self)
         self._accumulates = accumulates
         self._handles: list[Any] = []
@@ -124,7 +124,7 @@ class LocalGradients:
 def check_before_step(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
     """Call `check` in each step of `optimizer` before anything is updated; with a closure, after each call of it."""
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None) if kwargs or len(args) > 1 else None
         if closure is None:
