@@ -74,6 +74,9 @@ class Evaluation:
 
         def predict_own() -> None:
             for batch, samples in self._batches(share, share.complete()):
+                if not samples:
+                    outputs.add_empty()
+                    continue
                 with self._precision.autocast():
                     output = self._forward.output(self._model, batch)
                 outputs.add(output, samples)

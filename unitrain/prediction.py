@@ -41,6 +41,11 @@ class Outputs:
         self._layout: Any = None
         self._kinds: list[_Kind] = []
         self._batches: list[list[Tensor]] = []
+        self._samples: list[int] = []
+
+    def add_empty(self) -> None:
+        """Take note of a batch without a sample, for which there is no output."""
+        self._samples.append(0)
 
     def add(self, output: Any, samples: int) -> None:
         """Take the output of a batch of `samples`.
@@ -71,6 +76,7 @@ class Outputs:
             raise ModelError(_disagreement("batches", self._kinds, kinds))
         self._layout, self._kinds = layout, kinds
         self._batches.append(tensors)
+        self._samples.append(samples)
 
     def gather(self, communicator: Communicator, dealt: Dealt | None = None) -> Any:
         """Return the outputs of all ranks in rank order, nested as they were, on the CPU of every rank.
@@ -78,23 +84,25 @@ class Outputs:
         Where samples or batches were `dealt` out to the ranks one by one, that is undone: they are in the data's order.
         All ranks call it; one without a batch takes part. Raises ModelError, on all ranks, where their outputs differ.
         """
-        rows = [len(batch[0]) for batch in self._batches] if self._kinds else []
-        here = (self._kinds, self._layout, rows if dealt == "batches" else [sum(rows)]) if self._batches else None
-        everywhere: list[tuple[list[_Kind], Any, list[int]] | None] = communicator.allgather_object(here)
-        found = [one for one in everywhere if one is not None]
+        rows = self._samples if self._kinds or not self._batches else []
+        lengths_here = rows if dealt == "batches" else [sum(rows)]
+        here = (bool(self._batches), self._kinds, self._layout, lengths_here)
+        everywhere: list[tuple[bool, list[_Kind], Any, list[int]]] = communicator.allgather_object(here)
+        found = [(kinds, layout) for has_batches, kinds, layout, _ in everywhere if has_batches]
         if not found:
             raise DataError("There is no sample to predict for. Give data with at least one sample.")
-        kinds, layout, _ = found[0]
-        for other, _, _ in found:
+        kinds, layout = found[0]
+        for other, _ in found:
             if other != kinds:
                 raise ModelError(_disagreement("ranks", kinds, other))
-        lengths = [[] if one is None else one[2] for one in everywhere]
+        lengths = [lengths for _, _, _, lengths in everywhere]
         counts = [sum(own) for own in lengths]
         whole = [self._gathered(index, kind, counts, communicator) for index, kind in enumerate(kinds)]
         if dealt is not None:
             order = dealt_order([torch.tensor(own if dealt == "batches" else [1] * sum(own)) for own in lengths])
             whole = [output[order] for output in whole]
         self._batches.clear()
+        self._samples.clear()
         return _filled(layout, iter(whole))
 
     def _gathered(self, index: int, kind: _Kind, counts: list[int], communicator: Communicator) -> Tensor:

@@ -278,7 +278,8 @@ class EvaluationShare:
             yield from ((batch, samples) for _, samples, batch in batches if samples)
 
     def complete(self) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number of samples in it). Raises DataError, on this rank alone, where a sample is missing."""
+        """Yield (batch, number of samples in it), which may be 0. Raises DataError, on this rank alone, where a sample
+        is missing."""
         with closing(self._counted()) as batches:
             for items, samples, batch in batches:
                 if samples != items:
@@ -287,8 +288,7 @@ class EvaluationShare:
                         f"made a batch of {samples} from {items} samples. Leave such samples out of the dataset, for "
                         "example with torch.utils.data.Subset(dataset, indices), or let collate_fn keep all of them."
                     )
-                if samples:
-                    yield batch, samples
+                yield batch, samples
 
     def _counted(self) -> Generator[Counted]:
         if isinstance(self._source, StreamSource):
