@@ -198,7 +198,7 @@ def closed(hosts: list[Host], script: Path) -> str:
 def no_script(hosts: list[Host], script: Path) -> str:
     assert hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", str(script.parent)]).returncode == 0
     return (
-        f"Script '{script}' is not on h2. Start one from a folder that all hosts share, or copy it: "
+        f"Script '{script}' is not on h2. Start from a folder that all hosts share, or copy it: "
         f"scp {script} h2:{script}"
     )
 

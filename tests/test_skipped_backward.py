@@ -114,6 +114,8 @@ def test_forwards_may_go_unused_or_be_more_but_not_both() -> None:
     for forwards, unused, differs in ((3, 0, False), (2, 1, False), (3, 1, True)):
         store = HashStore()
         first, other = LoopCounters(), LoopCounters()
+        _count(first, 1)
+        _count(other, 1)
         for counters, runs, without in ((first, 2, 0), (other, forwards, unused)):
             made = [counters.forward() for _ in range(runs)]
             for forward in made[without:]:
@@ -122,3 +124,15 @@ def test_forwards_may_go_unused_or_be_more_but_not_both() -> None:
             counters.backward()
         first.publish(store)
         assert (other.compare(store, 1) is not None) == differs
+
+
+def test_forwards_before_the_first_backward_are_not_compared() -> None:
+    """One rank may summarize or draw the model before training."""
+    store = HashStore()
+    first, other = LoopCounters(), LoopCounters()
+    other.forward()
+    for counters in (first, other):
+        counters.forward().reached()
+        counters.backward()
+    first.publish(store)
+    assert other.compare(store, 1) is None

@@ -27,6 +27,7 @@ class LoopCounters:
     The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the others. A rank that
     skips a backward pairs each later one with that of another step of the other ranks, which no collective notices. It
     shows in the counts: the rank has stepped without that backward, or has run a forward that no backward followed.
+    Forwards before the first backward are not compared: one rank may summarize or draw the model before training.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,7 @@ class LoopCounters:
         self._latest = (0, 0, 0, 0)
         self._kept = [self._latest] * _KEPT
         self._steps = self._forwards = self._used = 0
+        self._before = 0
         self._expected: Counts | None = None
 
     def step(self) -> None:
@@ -48,8 +50,11 @@ class LoopCounters:
     def backward(self) -> None:
         """Count a backward that reduces gradients, at its end on this rank."""
         number = self._latest[0] + 1
+        if number == 1:
+            self._before = self._forwards - self._used
         # The other thread reads it: each assignment replaces an immutable record as a whole.
-        latest = (number, self._steps, self._forwards, self._forwards - self._used)
+        forwards = self._forwards - self._before
+        latest = (number, self._steps, forwards, forwards - self._used)
         self._latest = self._kept[number % _KEPT] = latest
 
     def publish(self, store: MessageStore) -> None:
