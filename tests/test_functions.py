@@ -129,7 +129,7 @@ def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
         unitrain.run(lambda: lock.acquire(), np=2)
     with pytest.raises(unitrain.UnitrainError, match=r"Unknown backend 'dpp'. Did you mean 'ddp'"):
         unitrain.run(print, np=2, backend="dpp")
-    with pytest.raises(ConfigError, match=r"^A run needs at least 1 process, got -np 0"):
+    with pytest.raises(ConfigError, match=r"^unitrain\.run\(np=...\) must be at least 1, got 0\. Use np=2"):
         unitrain.run(print, np=0)
 
 
