@@ -244,7 +244,8 @@ def table(
         "",
         "Processor time and received bytes of one rank, in a simulated process group in which all ranks send the same; "
         "no network time. Exchanges over the store are real, with a thread and a connection for each rank, "
-        f"and are wall time of all ranks on this host. torch {torch.__version__}, Python {platform.python_version()}. "
+        "and are wall time of all ranks in one Python process: each of N ranks verifies and parses N lines. "
+        f"torch {torch.__version__}, Python {platform.python_version()}. "
         "Medians. Made by `python benchmarks/control_plane.py`.",
         "",
         f"| | {' | '.join(f'{size:,} ranks' for size in sizes)} |",
