@@ -242,7 +242,7 @@ def test_every_rank_is_refused_even_after_the_time_of_a_collective(tmp_path: Pat
     lock = FolderLock(tmp_path)
     assert lock.take(0)
     try:
-        with RankGroup(backend, 2, backend_timeout_seconds=3) as group:  # less than it waits for the lock
+        with RankGroup(backend, 2, backend_timeout_seconds=4) as group:  # less than it waits for the lock
             first, second = group.run(refused_on_all, str(tmp_path), timeout_seconds=60)
     finally:
         lock.release()
