@@ -110,7 +110,12 @@ class GradientGroup(dist.ProcessGroup):
         if self.at_end:
             self._deferred.append(_DeferredWork(tensors, opts))
             return self._deferred[-1]
-        work = self._group.allreduce(tensors, opts)
+        try:
+            work = self._group.allreduce(tensors, opts)
+        except RuntimeError as error:  # Horovod refuses operations after another rank has ended
+            if self._watch is not None and (cause := self._watch.cause_of(error)) is not None:
+                raise cause from error
+            raise
         self.add(work)
         return work
 
