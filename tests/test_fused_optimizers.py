@@ -53,7 +53,9 @@ def train(backend: Backend, kind: str, settings: dict[str, Any], **options: Any)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
     model = Network()
-    more: dict[str, Any] = {"momentum": 0.9} if kind == "sgd" else {"eps": 1e-4}
+    more: dict[str, Any] = (
+        {"momentum": 0.9} if kind == "sgd" else {"eps": 1e-2}
+    )  # where Adam does not magnify fp16's rounding of small gradients
     optimizer = KINDS[kind](model.parameters(), lr=0.02, **more, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.95)
     config = TrainConfig(**{"epochs": 3, "batch_size": 12 // backend.size, "progress": "off", **settings})

@@ -57,6 +57,9 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     with hosts(3, tmp_path, own_name_is_loopback=True) as three:
         assert three[2].run(["getent", "hosts", "h1", "h3"]).stdout.split()[::2] == ["10.77.0.1", "127.0.1.1"]
         running = three[1].start(["sleep", "300"])
+        while not any("sleep" in command for command in three[1].living().values()):
+            assert running.poll() is None
+            time.sleep(0.05)
         firsts = [host.first for host in three]
     assert running.communicate(timeout=10) == ("", None)
     deadline = time.monotonic() + 10

@@ -165,7 +165,10 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
 def test_ranks_that_never_start_are_named(options: list[str]) -> None:
     """Rank 0 of two, alone: the other process was never started."""
     program = "import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)"
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     began = time.monotonic()
     finished = subprocess.run(
         [sys.executable, *options, "-c", program],

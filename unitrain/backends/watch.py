@@ -87,7 +87,7 @@ class Watch:
         self._announced = False
         self._waits_since = (0, time.monotonic())
         self._absent: dict[int, Answer] = {}
-        self._mourner: threading.Thread | None = None
+        self._reporter: threading.Thread | None = None
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
         atexit.register(self._leave_at_exit)
         self._own.set(f"{_PROCESS}/{self._rank}", json.dumps([_processes_of(), self._process]))
@@ -160,8 +160,8 @@ class Watch:
             self._continue_stopped(others)
         elif self._first != Failure(0, _GONE):
             self._tell(self._own, "heard", self._here())
-            if self._mourner is not None:  # which is about to tell where the others are
-                self._mourner.join(_ANSWER_SECONDS + _PERIOD_SECONDS)
+            if self._reporter is not None:  # a thread of this process that is printing the report
+                self._reporter.join(_ANSWER_SECONDS + _PERIOD_SECONDS)
         if isinstance(error, SystemExit):  # for which there is no excepthook
             _say(self._report)
 
@@ -330,11 +330,11 @@ class Watch:
         """Say for a rank that is gone what it could not say itself. The thread that has noticed it calls this."""
         if self._ended.is_set():
             return
-        self._mourner = threading.current_thread()
         self._blame(Failure(lost, _GONE))
 
     def _blame(self, failure: Failure) -> None:
         """Report `failure` of another rank, which cannot do so itself, and end this process."""
+        self._reporter = threading.current_thread()
         if failure.rank == 0:  # what the ranks meet at may be gone with it, or still be there and never answer
             self._first = self._first or failure
         elif self._announce(failure):
