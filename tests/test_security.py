@@ -240,7 +240,7 @@ def test_messages_of_ranks(key: str | None, monkeypatch: pytest.MonkeyPatch) -> 
     assert (messages.get("failed"), messages.add("asked", 2)) == (b"first", 2)
     assert messages.check(["failed", "asked"])
     messages.append("posted", "[0, 1]")
-    store.append("posted", "[1, 2]\n")
+    store.append("posted", "u[1, 2]\n")
     messages.append("posted", "[1, 3]")
     assert messages.lines("posted") == (["[0, 1]", "[1, 3]"] if key else ["[0, 1]", "[1, 2]", "[1, 3]"])
     assert messages.lines("nothing") == []
@@ -258,6 +258,22 @@ def test_a_message_of_another_program_is_ignored(monkeypatch: pytest.MonkeyPatch
             messages.get("failed")
     assert messages.compare_set("failed", "", "real") == b"real"
     assert messages.get("failed") == b"real"
+
+
+def test_a_process_without_the_key_of_the_others_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()
+    messages = MessageStore(store, "start")
+    for first, second, reason in (
+        ("0123", None, "it is signed, and this process has no key"),
+        (None, "0123", "it is not signed"),
+        ("0123", "4567", "its signature is not valid"),
+    ):
+        for key, action in ((first, lambda: messages.set("seat", "[0, 1]")), (second, lambda: messages.get("seat"))):
+            monkeypatch.delenv("UNITRAIN_JOB_KEY", raising=False)
+            if key is not None:
+                monkeypatch.setenv("UNITRAIN_JOB_KEY", key)
+            with contextlib.nullcontext() if key == first else pytest.raises(AuthenticationError, match=reason):
+                action()
 
 
 def test_nobody_who_connects_without_the_key_obtains_a_signature() -> None:

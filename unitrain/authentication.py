@@ -18,6 +18,7 @@ from unitrain.errors import AuthenticationError
 
 SIGNATURE_BYTES = 32
 _NONCE_BYTES = 16
+_SIGNED, _UNSIGNED = "s", "u"
 
 
 def new_key() -> str:
@@ -44,21 +45,25 @@ def verify(content: bytes | memoryview, signature: bytes | memoryview, purpose: 
 
 
 def seal(text: str, purpose: str) -> str:
-    """Return `text` with its signature for a `purpose`, as `unseal` takes it."""
-    return sign(text.encode(), purpose).hex() + text
+    """Return `text` with its signature for a `purpose`, as `unseal` takes it; marked as unsigned without a key."""
+    return f"{_SIGNED}{sign(text.encode(), purpose).hex()}{text}" if has_key() else _UNSIGNED + text
 
 
 def unseal(sealed: bytes, purpose: str) -> str:
     """Return the text that was sealed for this `purpose`. Raises AuthenticationError for anything else."""
+    mark, content = sealed[:1].decode("latin-1"), sealed[1:]
     length = 2 * SIGNATURE_BYTES if has_key() else 0
-    signature, text = sealed[:length], sealed[length:]
-    if length and not hmac.compare_digest(sign(text, purpose).hex().encode(), signature):
-        raise AuthenticationError(
-            f"The value of {purpose!r} was not written by a process of this job: its signature is not valid. Give all "
-            f"ranks the same {environment.JOB_KEY}, or see which other program can reach the job's ports: "
-            "docs/security.md"
-        )
-    return text.decode()
+    signature, text = content[:length], content[length:]
+    if mark != (_SIGNED if length else _UNSIGNED):
+        reason = "it is signed, and this process has no key" if mark == _SIGNED else "it is not signed"
+    elif length and not hmac.compare_digest(sign(text, purpose).hex().encode(), signature):
+        reason = "its signature is not valid"
+    else:
+        return text.decode()
+    raise AuthenticationError(
+        f"The value of {purpose!r} was not written by a process of this job: {reason}. Give all ranks the same "
+        f"{environment.JOB_KEY}, or see which other program can reach the job's ports: docs/security.md"
+    )
 
 
 def prove(connection: socket.socket, key: str | None, role: str, *, accepts: bool) -> None:
