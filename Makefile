@@ -10,13 +10,18 @@ HOROVOD := $(VENV)/.horovod
 CASES ?= 1000
 FIRST ?= 0
 
-.PHONY: demo test check bench fuzz gpu-check setup horovod clean
+.PHONY: demo test test-all check bench fuzz gpu-check setup horovod clean
 
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
 
 test: $(INSTALLED) $(HOROVOD)
 	$(BIN)/python -m pytest
+
+# The nightly tier: every test, then CASES random runs.
+test-all: $(INSTALLED) $(HOROVOD)
+	$(BIN)/python -m pytest -m "nightly or not nightly"
+	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

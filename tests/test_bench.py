@@ -55,6 +55,7 @@ def check_rows(result: dict[str, Any], who: set[tuple[str, str]], operations: tu
         assert all(0 < seconds < 60 for seconds in row["seconds"])
 
 
+@pytest.mark.nightly
 @needs_mpi
 def test_collectives_of_every_backend_and_transport_in_turns(tmp_path: Path) -> None:
     kept, page, picture = tmp_path / "here.json", tmp_path / "here.html", tmp_path / "here.png"

@@ -107,6 +107,7 @@ def test_waiting_for_a_slow_rank_is_exposed_communication(slow: str) -> None:
     assert first.parts["backward"] < 0.05
 
 
+@pytest.mark.nightly
 @needs_mpi
 def test_training_on_every_backend_transport_and_setting(tmp_path: Path) -> None:
     kept, page = tmp_path / "kept.json", tmp_path / "page.html"
@@ -169,6 +170,7 @@ def test_results_differ_by_more_than_noise_or_not() -> None:
         comparison.compare(before, {"kind": "collectives", "rows": [], "ranks": 2})
 
 
+@pytest.mark.nightly
 def test_results_that_are_alike_are_rarely_called_different() -> None:
     """In at most 5 % of comparisons, also if a result has many rows."""
     generator = random.Random(0)

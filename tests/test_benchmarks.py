@@ -24,6 +24,7 @@ def run(script: str, *arguments: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_step_overhead(tmp_path: Path) -> None:
     shown = run("step_overhead.py", "--model", "trial", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "step_overhead.md").read_text()
@@ -36,6 +37,7 @@ def test_step_overhead(tmp_path: Path) -> None:
         assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in ways["trial"].values())
 
 
+@pytest.mark.nightly
 def test_peers(tmp_path: Path) -> None:
     """Whichever of them are installed: the others are named, and no part of the rest."""
     shown = run("peers.py", "--backend", "ddp", "--model", "trial", "--rounds", "2", "--output", tmp_path)
@@ -66,6 +68,7 @@ def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
             assert re.search(rf"^\| {backend} \| {precision}, 20 steps, .* \| ok \|$", table, re.M)
 
 
+@pytest.mark.nightly
 def test_control_plane(tmp_path: Path) -> None:
     shown = run("control_plane.py", "--repeats", "2", "--size", "2", "--size", "128", "--output", tmp_path)
     table = (tmp_path / "control_plane.md").read_text()
@@ -77,6 +80,7 @@ def test_control_plane(tmp_path: Path) -> None:
     assert costs["model"][1] < costs["model, 0.1.0"][1] / 10
 
 
+@pytest.mark.nightly
 def test_compression(tmp_path: Path) -> None:
     chosen = ["--backend", "horovod", "--model", "trial", "--way", "PowerSGD, rank 1"]
     shown = run("compression.py", *chosen, "--rounds", "2", "--output", tmp_path)
@@ -85,6 +89,7 @@ def test_compression(tmp_path: Path) -> None:
     assert re.search(rf"^\| PowerSGD, rank 1 \| {RATIO} \|$", table, re.M)
 
 
+@pytest.mark.nightly
 def test_allreduce(tmp_path: Path) -> None:
     shown = run("allreduce.py", "--size", "1 KB", "--size", "4 x 25 MB", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "allreduce.md").read_text()
@@ -93,6 +98,7 @@ def test_allreduce(tmp_path: Path) -> None:
         assert re.search(rf"^\| {way} \| {RATIO} \| {RATIO} \|$", table, re.M)
 
 
+@pytest.mark.nightly
 def test_overlap(tmp_path: Path) -> None:
     shown = run("overlap.py", "--model", "trial", "--rounds", "3", "--output", tmp_path)
     table = (tmp_path / "overlap.md").read_text()
@@ -106,6 +112,7 @@ def test_overlap(tmp_path: Path) -> None:
         assert all(event["dur"] > 0 for event in events)
 
 
+@pytest.mark.nightly
 def test_feature_costs(tmp_path: Path) -> None:
     features = [
         "ema_decay",
@@ -126,6 +133,7 @@ def test_feature_costs(tmp_path: Path) -> None:
     assert re.search(rf"^- ddp, trial: {RATIO}$", table, re.M)
 
 
+@pytest.mark.nightly
 def test_watch_cost(tmp_path: Path) -> None:
     shown = run("watch_cost.py", "--backend", "ddp", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "watch_cost.md").read_text()

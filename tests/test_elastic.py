@@ -80,7 +80,11 @@ def check(folder: Path, expected: list[float], sizes: list[int], lost: int) -> N
 
 @pytest.mark.parametrize(
     ("backend", "launcher"),
-    [("ddp", "torchrun"), ("horovod", "horovodrun"), pytest.param("ddp", "mpirun", marks=needs_mpi)],
+    [
+        ("ddp", "torchrun"),
+        ("horovod", "horovodrun"),
+        pytest.param("ddp", "mpirun", marks=[needs_mpi, pytest.mark.nightly]),
+    ],
 )
 def test_slots_that_are_added_are_used_and_a_killed_rank_costs_a_few_steps(
     backend: str, launcher: str, tmp_path: Path, undisturbed: list[float]
@@ -98,6 +102,7 @@ def test_slots_that_are_added_are_used_and_a_killed_rank_costs_a_few_steps(
     check(tmp_path, undisturbed, [2, 3], lost=5)
 
 
+@pytest.mark.nightly
 @needs_hosts
 def test_hosts_come_and_go(tmp_path: Path, undisturbed: list[float]) -> None:
     """One that does not answer is taken in when it does; one that vanishes is noticed, though nobody tells."""
@@ -124,6 +129,7 @@ def test_hosts_come_and_go(tmp_path: Path, undisturbed: list[float]) -> None:
     check(tmp_path, undisturbed, [2, 3, 2], lost=5)
 
 
+@pytest.mark.nightly
 @needs_hosts
 def test_torchrun_on_several_hosts_goes_on_with_those_that_are_left(tmp_path: Path, undisturbed: list[float]) -> None:
     """By the lines that `unitrain launch` prints for each host, and by torchrun's own agents. That a host has vanished

@@ -54,6 +54,7 @@ def test_digits() -> None:
     assert accuracy >= 0.97
 
 
+@pytest.mark.nightly
 def test_mnist_leaves_the_same_when_it_goes_on_on_another_backend(tmp_path: Path) -> None:
     data, whole, parts = small_mnist(tmp_path / "data"), tmp_path / "whole", tmp_path / "parts"
     for output, backend, epochs, *more in (
@@ -96,6 +97,7 @@ def test_sharding_shows_every_sample_once() -> None:
     assert shown[-1].startswith("mean of all numbers 5.0000;")
 
 
+@pytest.mark.nightly
 def test_gpt_learns_alike() -> None:
     arguments = ("--device", "cpu", "--steps", "20", "--global-batch-size", "16")
     train_loss, val_loss = alone = final(run([sys.executable, str(EXAMPLES / "gpt.py"), *arguments]))
@@ -115,6 +117,7 @@ def test_a_contrastive_loss_of_all_ranks_is_that_of_one_process() -> None:
         assert found[1] == pytest.approx(alone[1], abs=3e-4)
 
 
+@pytest.mark.nightly
 def test_episodes_are_each_ranks_own_and_the_policy_is_one() -> None:
     arguments = ("--device", "cpu", "--epochs", "3", "--episodes", "96", "--update-every", "32", "--workers", "1")
     accuracy, val_loss = ddp = final(run(by_hand("ddp", "episodes.py", *arguments)))
@@ -123,6 +126,7 @@ def test_episodes_are_each_ranks_own_and_the_policy_is_one() -> None:
     assert final(run(by_hand("horovod", "episodes.py", *arguments))) == pytest.approx(ddp, abs=3e-4)
 
 
+@pytest.mark.nightly
 def test_two_optimizers_learn_alike_on_both_backends() -> None:
     arguments = ("--device", "cpu", "--epochs", "3")
     critic, generator = ddp = final(run(by_hand("ddp", "gan.py", *arguments)))

@@ -35,6 +35,9 @@ VARIABLES = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
 MEET = {"MASTER_ADDR": "h1", "MASTER_PORT": "29511"}
+COUNTS = pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.nightly), 2], ids=["one host", "two hosts"]
+)
 # The ranks of each host.
 SHARES = {1: (2,), 2: (2, 1)}
 
@@ -121,7 +124,7 @@ def typed(launcher: str, backend: str, count: int) -> tuple[list[str], dict[str,
     raise AssertionError(launcher)
 
 
-@pytest.mark.parametrize("count", [1, 2], ids=["one host", "two hosts"])
+@COUNTS
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 @pytest.mark.parametrize(
     "launcher",
@@ -152,7 +155,7 @@ def test_no_launcher(backend: str, both: list[Host], tmp_path: Path, reference: 
     check(tmp_path, "none", backend, "gloo", (1,), reference)
 
 
-@pytest.mark.parametrize("count", [1, 2], ids=["one host", "two hosts"])
+@COUNTS
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_torchrun_on_each_host(
     backend: str, count: int, both: list[Host], tmp_path: Path, reference: list[float]
@@ -196,7 +199,7 @@ def test_in_a_batch_job_nothing_is_typed_of_its_hosts(
 
 
 @needs_slurm
-@pytest.mark.parametrize("count", [1, 2], ids=["one host", "two hosts"])
+@COUNTS
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_in_an_allocation_of_slurms(

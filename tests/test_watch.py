@@ -115,8 +115,12 @@ FAULTS = {
     "hangs": (f"  rank 1 is at train.py:31: time.sleep(300); {LAST}", 15.0),
 }
 
+SIMILAR = ("exits", "exits with 0", "exits with 0 outside of the block", "is interrupted")
 
-@pytest.mark.parametrize("fault", FAULTS)
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.nightly] if fault in SIMILAR else []) for fault in FAULTS]
+)
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_a_fault_ends_all_ranks_and_is_told_once(backend: str, fault: str, tmp_path: Path) -> None:
     told, timeout = FAULTS[fault]
