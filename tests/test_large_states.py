@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parts import needs_mpi
 from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
 from unitrain.testing import RankGroup
+
+HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 
 
 def state() -> dict[str, Any]:
@@ -107,3 +112,45 @@ def test_tensors_are_sent_in_chunks_and_not_pickled(ranks: RankGroup, chunk_byte
 
 def test_the_state_of_adam_becomes_that_of_rank_0(ranks: RankGroup) -> None:
     ranks.run(resume)
+
+
+def transfer_gibibytes(backend: Backend) -> None:
+    """Transfer more than 2 GiB, and more than 2^31 elements, in one call of each collective."""
+    from unitrain.backends import objects
+
+    count = 2**31 + 5
+    flags = torch.zeros(count, dtype=torch.uint8)
+    if backend.rank == 0:
+        flags[-1] = flags[2**30] = 7
+    flags = backend.broadcast(flags)
+    assert (int(flags[-1]), int(flags[2**30]), int(flags.count_nonzero())) == (7, 7, 2)
+    del flags
+    numbers = torch.full((count // 4 + 1,), float(backend.rank + 1))
+    numbers[-1] = backend.rank
+    reduced = backend.allreduce(numbers, "sum")
+    assert (float(reduced[0]), float(reduced[-1]), float(reduced.min()), float(reduced.max())) == (3.0, 1.0, 1.0, 3.0)
+    del reduced
+    gathered = backend.allgather(numbers[: 2**28 + backend.rank])
+    assert len(gathered) == 2 * 2**28 + 1
+    assert bool((gathered[: 2**28] == 1).all())
+    assert bool((gathered[2**28 :] == 2).all())
+    del gathered, numbers
+    moments = {name: torch.full((2**28 + 9,), float(backend.rank + 1)) for name in ("exp_avg", "exp_avg_sq")}
+    received = objects.broadcast_with_tensors(backend, {"state": {0: moments}})
+    assert all(bool((moment == 1).all()) for moment in received["state"][0].values())
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("backend", "command"),
+    [
+        ("ddp", []),
+        ("horovod", [HOROVODRUN, "-np", "2", "--gloo"]),
+        pytest.param("horovod", [HOROVODRUN, "-np", "2", "--mpi"], marks=needs_mpi),
+    ],
+    ids=["ddp", "horovod over Gloo", "horovod over MPI"],
+)
+def test_more_than_two_gibibytes_are_transferred(backend: str, command: list[str]) -> None:
+    with RankGroup(backend, 2, command=command, backend_timeout_seconds=600) as group:
+        group.run(transfer_gibibytes, timeout_seconds=1000)

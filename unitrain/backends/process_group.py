@@ -104,16 +104,16 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             gathered = agreed.contents.view(tensor.dtype).reshape(self.size * most, *rest)
         else:
             # All transports carry equal pieces only, so shorter ones are padded.
-            piece = own.new_zeros((most, *rest), dtype=_wide_dtype(tensor.dtype))
-            piece[: own.shape[0]] = own
+            piece = own.to(_wide_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
+            if len(own) < most:
+                piece = torch.cat([piece, piece.new_zeros((most - len(own), *rest))])
             gathered = piece.new_empty((self.size * most, *rest))
             if piece.numel():
                 self._waiting.wait_for_ranks(all_gather(gathered.view(-1), piece.view(-1), async_op=True))
             gathered = gathered.to(tensor.dtype)
         if min(rows) == most:
             return gathered
-        filled = torch.arange(most) < torch.tensor(rows).unsqueeze(1)
-        return gathered.index_select(0, filled.view(-1).nonzero().squeeze(1).to(gathered.device))
+        return torch.cat([piece[:count] for piece, count in zip(gathered.split(most), rows, strict=True)])
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         def check() -> None:
