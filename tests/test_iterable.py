@@ -213,7 +213,9 @@ def steps_of(backend: Backend, data: Any, settings: dict[str, Any], epochs: tupl
     return found
 
 
-GROUPS = [("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
+GROUPS = [
+    ("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), pytest.param(("horovod", 3), marks=pytest.mark.nightly)
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")

@@ -163,6 +163,7 @@ def test_a_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, 
         assert launch.process.returncode != 0, output
 
 
+@pytest.mark.nightly
 def test_a_launch_in_a_container_that_was_given_a_rank(script: str, tmp_path: Path) -> None:
     """As Kubernetes' PyTorchJob does: that rank is the container's, not its processes'."""
     for backend in ("ddp", "horovod"):

@@ -191,7 +191,9 @@ def train_sampled(backend: Backend, make: Callable[[], Any], workers: int, setti
     return train(backend, loader(make, backend.size, workers), **settings)
 
 
-GROUPS = [("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
+GROUPS = [
+    ("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), pytest.param(("horovod", 3), marks=pytest.mark.nightly)
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
