@@ -232,6 +232,8 @@ def test_in_an_allocation_of_slurms(
             "torchrun",
             *rest,
         ]
+    # Within the time after which `run` ends everything on the host: Slurm's daemons serve the other tests too.
+    command = ["timeout", "--kill-after=5", "85", *command]
     done = both[0].run(command, VARIABLES | given | (MEET if launcher == "srun" else {}))
     assert done.returncode == 0, done.stdout
     check(tmp_path, launcher, backend, "gloo", SHARES[count], reference)
