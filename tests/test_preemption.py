@@ -74,7 +74,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("launcher", CASES)
+@pytest.mark.parametrize("launcher", [pytest.param("none", marks=pytest.mark.nightly), "torchrun", "horovodrun"])
 def test_a_signal_saves_and_the_run_goes_on_from_there(launcher: str, tmp_path: Path, uninterrupted: str) -> None:
     number, target, codes = CASES[launcher]
     with started(command(launcher, tmp_path / "run"), {"OMP_NUM_THREADS": "1"}) as launch:

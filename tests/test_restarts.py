@@ -46,7 +46,9 @@ with unitrain.init(device="cpu") as backend:
 """
 
 
-@pytest.mark.parametrize(("backend", "launcher"), [("ddp", "torchrun"), ("horovod", "horovodrun")])
+@pytest.mark.parametrize(
+    ("backend", "launcher"), [pytest.param("ddp", "torchrun", marks=pytest.mark.nightly), ("horovod", "horovodrun")]
+)
 def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(
     backend: str, launcher: str, tmp_path: Path
 ) -> None:
