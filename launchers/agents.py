@@ -41,6 +41,7 @@ _BEAT_SECONDS = 2.0
 # Ranks that lose a peer fail by themselves, and what they say tells more than that they were ended.
 _SECONDS_TO_FAIL = 5.0
 _SECONDS_TO_END = 40.0  # torchrun gives its ranks 30
+_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the ranks were warned, and have saved
 
 
 def plan(
@@ -118,7 +119,8 @@ class Agents:
                 if process.returncode and not failed:
                     failed, failed_at = process.returncode, time.monotonic()
                     lost = ": the connection to it broke" if process.returncode == 255 else ""
-                    click.echo(f"unitrain: {name} failed first, with exit code {failed}{lost}", err=True)
+                    if failed != _PREEMPTED:
+                        click.echo(f"unitrain: {name} failed first, with exit code {failed}{lost}", err=True)
             now = time.monotonic()
             if failed and not asked and now - failed_at > _SECONDS_TO_FAIL:
                 self._tell_all(f"{signal.SIGTERM:d}\n".encode())
