@@ -16,7 +16,7 @@ import click
 import launchers
 from unitrain import environment
 from unitrain.commands.available import available_here, names_of
-from unitrain.commands.launch import check_not_launched, check_script
+from unitrain.commands.launch import check_not_launched, check_script, check_started_once
 from unitrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def verify(
         sizes = _sizes(num_processes)
         names = names_of(backends)
         check_not_launched("Type unitrain verify without a launcher: it starts its own.")
+        check_started_once()
         is_function = not target.endswith(".py") and ":" in target
         if is_function and args:
             raise ConfigError(f"{target!r} is a function, which takes no arguments: {' '.join(args)}. Leave them out.")
