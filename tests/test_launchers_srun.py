@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
 from launchers import LaunchError, LaunchSpec, allocated_hosts, allocated_slots, build, parse_hosts
+from launchers.agents import read_plan
 
 ALLOCATION = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
@@ -104,7 +104,7 @@ def test_launchers_of_many_hosts_take_those_of_the_allocation(folder: Path, monk
         ("n2", "2"),
     ]
     assert "--master-addr n1 --master-port 29734" in command.shell()
-    starts = [host["start"] for host in json.loads(command.argv[-1])["hosts"]]
+    starts = [host["start"] for host in read_plan(command.argv[4:])["hosts"]]
     assert [(start[0], start[6]) for start in starts] == [("srun", "--nodelist=n1"), ("srun", "--nodelist=n2")]
     assert "-H n1:4,n2:4" in build("horovodrun", spec(folder, num_processes=6, backend="horovod")).shell()
     monkeypatch.setenv("SLURM_STEP_ID", "0")
