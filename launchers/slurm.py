@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from launchers.addresses import DEFAULT_PORT
 from launchers.errors import LaunchError
-from launchers.hosts import Host
+from launchers.hosts import Host, is_here
 
 _SECONDS = 30
 _TASKS = re.compile(r"(?P<tasks>[1-9][0-9]*)(?:\(x(?P<hosts>[1-9][0-9]*)\))?")
@@ -105,6 +105,16 @@ def _has_terminal() -> bool:
     except OSError:
         return False
     return True
+
+
+def mpirun_variables(hosts: tuple[Host, ...]) -> dict[str, str]:
+    """Return the variables with which Open MPI's mpirun starts ranks on `hosts`, if all are this one, in an allocation.
+
+    It would otherwise start at most as many as the allocation has tasks on this host.
+    """
+    if "SLURM_JOB_ID" in os.environ and hosts and all(map(is_here, hosts)):
+        return {"OMPI_MCA_ras": "^slurm"}
+    return {}
 
 
 def allocated_hosts(launcher: str) -> tuple[Host, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Host, hosts
-from parts import needs_hosts, needs_slurm
+from parts import needs_hosts, needs_open_mpi, needs_slurm
 from slurm import slurm
 
 pytestmark = [needs_hosts, needs_slurm]
@@ -156,3 +156,58 @@ def test_ranks_save_when_slurm_warns_the_job(
     log = (tmp_path / "log").read_text()
     assert (tmp_path / "code").read_text() == "75\n", log
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGUSR1", "SIGUSR1"], log
+
+
+LOCAL = """
+import os, socket
+import unitrain
+
+def host():
+    return socket.gethostname()
+
+for launcher in ("torchrun", "horovodrun", "mpirun"):
+    print(launcher, unitrain.run(host, np=2, launcher=launcher))
+try:
+    unitrain.run(host, np=2, launcher="srun")
+except unitrain.UnitrainError as error:
+    print(error)
+"""
+
+
+@needs_open_mpi
+def test_functions_run_on_this_host_of_an_allocation(
+    tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    found, variables = allocated
+    script = tmp_path / "program.py"
+    script.write_text(LOCAL)
+    allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"]
+    done = found[0].run([*allocate, sys.executable, str(script)], variables)
+    assert done.returncode == 0, done.stdout
+    for launcher in ("torchrun", "horovodrun", "mpirun"):
+        assert f"{launcher} ['h1', 'h1']\n" in done.stdout
+    assert "unitrain.run starts ranks on this machine only, but srun starts them on h1, h2." in done.stdout
+
+
+VERIFIED = """
+import socket
+from pathlib import Path
+
+with Path(__file__).with_name("hosts").open("a") as hosts:
+    hosts.write(socket.gethostname() + " ")
+
+def training():
+    raise SystemExit("no training")
+"""
+
+
+def test_verify_runs_on_this_host_of_an_allocation(
+    tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    found, variables = allocated
+    (tmp_path / "verified.py").write_text(VERIFIED)
+    verify = ["verify", "--backends", "ddp", "-np", "2", "--cpu", f"{tmp_path}/verified.py:training"]
+    allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"]
+    done = found[0].run([*allocate, sys.executable, "-m", "unitrain", *verify], variables)
+    assert done.returncode == 1, done.stdout
+    assert (tmp_path / "hosts").read_text().split() == ["h1", "h1"], done.stdout

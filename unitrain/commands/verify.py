@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import tempfile
@@ -255,6 +254,8 @@ def _spec(job: _Job, run: Run, folder: Path) -> launchers.LaunchSpec:
         script=job.script,
         args=job.args,
         num_processes=run.processes,
+        # Named, because launchers would otherwise take the hosts of a Slurm allocation.
+        hosts=(launchers.Host("localhost", run.processes),),
         backend=run.backend,
         controller=run.controller,
         environment=added,
