@@ -23,7 +23,7 @@ from launchers.options import parse_options
 from launchers.preflight import check_hosts
 from launchers.programs import find_module
 from launchers.registry import LAUNCHER_OF, available, build
-from launchers.slurm import allocated_hosts, allocated_slots
+from launchers.slurm import allocated_hosts, allocated_slots, is_one_of_several_tasks
 from launchers.spec import Command, LaunchSpec
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "find_module",
     "guarded",
     "is_here",
+    "is_one_of_several_tasks",
     "parse_elastic",
     "parse_exports",
     "parse_hosts",

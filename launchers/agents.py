@@ -3,8 +3,8 @@
 A launcher that reaches the other hosts itself runs on this one alone, and on each of the others a watchman ends what it
 leaves there: horovodrun's ranks live on when horovodrun is gone, and mpirun's on its own host when it is killed.
 
-`python -m launchers.agents PLAN` is what a launcher becomes that has to be started on every host. The plan is JSON and
-names variables without their values; these are sent over the connection.
+A launcher that has to be started on every host becomes a process that calls `main`. Its arguments are the plan, which
+is JSON and names variables without their values; these are sent over the connection.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -34,6 +35,8 @@ SSH = (
     "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR",
 )  # fmt: skip
 _SRUN = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--quit-on-interrupt")
+# Linux takes no longer argument than 128 KiB.
+_ARGUMENT_CHARACTERS = 100_000
 # What the processes of a launch have in their environment, where they are to be known by it.
 MARK = "UNITRAIN_LAUNCH"
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -41,6 +44,7 @@ _BEAT_SECONDS = 2.0
 # Ranks that lose a peer fail by themselves, and what they say tells more than that they were ended.
 _SECONDS_TO_FAIL = 5.0
 _SECONDS_TO_END = 40.0  # torchrun gives its ranks 30
+_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the ranks were warned, and have saved
 
 
 def plan(
@@ -82,15 +86,45 @@ def _start(host: Host, python: str) -> list[str]:
 
 
 def _command(python: str, hosts: list[dict[str, object]], forwarded: Iterable[str], mark: str) -> tuple[str, ...]:
-    told = {"hosts": hosts, "forwarded": sorted(forwarded), "mark": mark, "folder": str(Path.cwd())}
-    return (python, "-P", "-m", "launchers.agents", json.dumps(told, separators=(",", ":")))
+    short = [hosts[0], *(_without_common(host, hosts[0]) for host in hosts[1:])]
+    told = {"hosts": short, "forwarded": sorted(forwarded), "mark": mark, "folder": str(Path.cwd())}
+    text = json.dumps(told, separators=(",", ":"))
+    parts = [text[start : start + _ARGUMENT_CHARACTERS] for start in range(0, len(text), _ARGUMENT_CHARACTERS)]
+    # With -m, runpy would warn that the package has imported this module already.
+    return (python, "-P", "-c", "from launchers.agents import main;main()", *parts)
+
+
+def _without_common(host: dict[str, object], first: dict[str, object]) -> dict[str, object]:
+    """Return the fields of `host` that differ from those of the `first` host, of lists only the words that differ."""
+    short: dict[str, object] = {}
+    for field, value in host.items():
+        common = first.get(field)
+        if isinstance(value, list | tuple) and isinstance(common, list | tuple) and len(value) == len(common):
+            pairs = enumerate(zip(value, common, strict=True))
+            short[field] = {str(at): own for at, (own, other) in pairs if own != other}
+        elif field not in first or value != common:
+            short[field] = value
+    return short
+
+
+def read_plan(parts: Iterable[str]) -> dict[str, Any]:
+    """Return the plan that is written in the arguments `parts`, with all fields of every host."""
+    told: dict[str, Any] = json.loads("".join(parts))
+    first, *others = told["hosts"]
+    for number, short in enumerate(others, 1):
+        host = dict(first)
+        for field, value in short.items():
+            if isinstance(first.get(field), list) and isinstance(value, dict):
+                value = [value.get(str(at), word) for at, word in enumerate(first[field])]
+            host[field] = value
+        told["hosts"][number] = host
+    return told
 
 
 class Agents:
     """The programs at work."""
 
-    def __init__(self, text: str) -> None:
-        told = json.loads(text)
+    def __init__(self, told: Mapping[str, Any]) -> None:
         forwarded = {name: os.environ[name] for name in told["forwarded"] if name in os.environ}
         source = Path(holder.__file__).read_bytes()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -118,7 +152,8 @@ class Agents:
                 if process.returncode and not failed:
                     failed, failed_at = process.returncode, time.monotonic()
                     lost = ": the connection to it broke" if process.returncode == 255 else ""
-                    click.echo(f"unitrain: {name} failed first, with exit code {failed}{lost}", err=True)
+                    if failed != _PREEMPTED:
+                        click.echo(f"unitrain: {name} failed first, with exit code {failed}{lost}", err=True)
             now = time.monotonic()
             if failed and not asked and now - failed_at > _SECONDS_TO_FAIL:
                 self._tell_all(f"{signal.SIGTERM:d}\n".encode())
@@ -164,8 +199,9 @@ class Agents:
             process.stdin.close()
 
 
-if __name__ == "__main__":
-    agents = Agents(sys.argv[1])
+def main() -> None:
+    """Run the plan in this process's arguments, and exit with its exit code."""
+    agents = Agents(read_plan(sys.argv[1:]))
     try:
         sys.exit(agents.run())
     finally:

@@ -21,7 +21,12 @@ def discover(script: Path) -> tuple[Host, ...]:
     """
     try:
         done = subprocess.run(
-            [str(script.absolute())], capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=False
+            [str(script.absolute())],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SCRIPT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(

@@ -35,6 +35,7 @@ def build(spec: LaunchSpec) -> Command:
     if controller == "mpi":
         remedy = "Install Open MPI, sudo apt-get install openmpi-bin, or leave --mpi out"
         find_program("mpirun", spec.python, remedy, planned=spec.planned)
+        variables |= slurm.mpirun_variables(spec.hosts)
     options.append(f"--{controller}")
     if spec.interface is not None:
         options += ["--network-interfaces", spec.interface]

@@ -7,14 +7,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launchers.addresses import DEFAULT_PORT
 from launchers.errors import LaunchError
-from launchers.hosts import Host
+from launchers.hosts import Host, is_here
 
 _SECONDS = 30
 _TASKS = re.compile(r"(?P<tasks>[1-9][0-9]*)(?:\(x(?P<hosts>[1-9][0-9]*)\))?")
+_DESCRIBED = re.compile(r"(NumTasks|CPUs/Task|NtasksPerN:B:S:C)=([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
     if not job:
         return None
     names = _host_names(_needed("SLURM_JOB_NODELIST", job, environ))
-    tasks = _tasks_per_host(_needed("SLURM_TASKS_PER_NODE", job, environ))
+    told = _needed("SLURM_TASKS_PER_NODE", job, environ)
+    tasks = _numbers_per_host("SLURM_TASKS_PER_NODE", told)
+    if told == environ.get("SLURM_STEP_TASKS_PER_NODE"):
+        # In a step, as in the shell of `srun --pty`, it counts the tasks of the step.
+        tasks = _tasks_of_job(job, len(names), environ) or tasks
     if len(names) != len(tasks):
         raise LaunchError(
             f"Slurm's job {job} has {len(names)} hosts by SLURM_JOB_NODELIST={environ['SLURM_JOB_NODELIST']}, but "
@@ -70,10 +75,46 @@ def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
 
 
 def allocation_of_several_hosts() -> Allocation | None:
-    """Return the allocation where it has several hosts and this process is not one of its tasks, else None."""
-    if "SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
+    """Return the allocation if it has several hosts, else None; also None in a task of a step with several tasks.
+
+    In a step the host of this process is the first.
+    """
+    if is_one_of_several_tasks() or os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return None
-    return allocation()
+    job = allocation()
+    if job is not None and "SLURM_STEP_ID" in os.environ:
+        own = os.environ.get("SLURMD_NODENAME")
+        job = replace(job, hosts=tuple(sorted(job.hosts, key=lambda host: host.name != own)))
+    return job
+
+
+def is_one_of_several_tasks() -> bool:
+    """Return whether srun has started this command in each of several tasks.
+
+    False in the shell of `srun --pty`, which is the first task: the others have no terminal, and end at once.
+    """
+    if os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or "SLURM_STEP_ID" not in os.environ:
+        return False
+    # The variable alone may come from such a shell, in which somebody has typed srun again.
+    return "SLURM_PTY_PORT" not in os.environ or not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def mpirun_variables(hosts: tuple[Host, ...]) -> dict[str, str]:
+    """Return the variables with which Open MPI's mpirun starts ranks on `hosts`, if all are this one, in an allocation.
+
+    It would otherwise start at most as many as the allocation has tasks on this host.
+    """
+    if "SLURM_JOB_ID" in os.environ and hosts and all(map(is_here, hosts)):
+        return {"OMPI_MCA_ras": "^slurm"}
+    return {}
 
 
 def allocated_hosts(launcher: str) -> tuple[Host, ...]:
@@ -102,35 +143,62 @@ def _needed(name: str, job: str, environ: Mapping[str, str]) -> str:
     return value
 
 
-def _tasks_per_host(text: str) -> list[int]:
-    """Read Slurm's "2(x3),1", which is 2, 2, 2, 1."""
-    tasks: list[int] = []
+def _numbers_per_host(name: str, text: str) -> list[int]:
+    """Return the numbers in the variable `name`: Slurm's "2(x3),1" is 2, 2, 2, 1. Raises LaunchError."""
+    numbers: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part)
         if match is None:
             raise LaunchError(
-                f"SLURM_TASKS_PER_NODE must be numbers of tasks as in 2(x3),1, got {text!r}. "
+                f"{name} must be numbers of tasks as in 2(x3),1, got {text!r}. "
                 "Start from a shell that salloc or sbatch began"
             )
-        tasks += [int(match["tasks"])] * int(match["hosts"] or 1)
+        numbers += [int(match["tasks"])] * int(match["hosts"] or 1)
+    return numbers
+
+
+def _tasks_of_job(job: str, hosts: int, environ: Mapping[str, str]) -> list[int]:
+    """Return how many tasks each of the job's hosts takes, as `scontrol show job` describes it; none if it does not."""
+    described = _scontrol(["show", "job", "--oneliner", job], f"describe job {job}")
+    number = {name: int(value) for name, value in _DESCRIBED.findall(described)}
+    total = number.get("NumTasks", 0)
+    if not total:
+        return []
+    if per_host := number.get("NtasksPerN:B:S:C", 0):
+        limits = [per_host] * hosts
+    else:
+        cpus = environ.get("SLURM_JOB_CPUS_PER_NODE", "")
+        per_task = number.get("CPUs/Task", 1)
+        limits = [one // per_task for one in _numbers_per_host("SLURM_JOB_CPUS_PER_NODE", cpus)] if cpus else []
+    if len(limits) != hosts or sum(limits) < total:
+        limits = [total] * hosts
+    tasks = [0] * hosts
+    while total:  # evenly, as far as the hosts have room
+        for host in range(hosts):
+            if total and tasks[host] < limits[host]:
+                tasks[host] += 1
+                total -= 1
     return tasks
 
 
 def _host_names(nodes: str) -> list[str]:
+    return _scontrol(["show", "hostnames", nodes], f"tell the hosts of {nodes!r}").split()
+
+
+def _scontrol(words: list[str], task: str) -> str:
+    """Return what `scontrol` with these words prints. Raises LaunchError, which says that it cannot do its `task`."""
     program = shutil.which("scontrol")
     if program is None:
         raise LaunchError(
-            f"scontrol, which tells the hosts of {nodes!r}, is not on PATH. It comes with Slurm: start from a host "
-            "that has its programs"
+            f"scontrol, which is to {task}, is not on PATH. It comes with Slurm: start from a host that has its "
+            "programs"
         )
-    command = [program, "show", "hostnames", nodes]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"scontrol did not tell the hosts of {nodes!r} within {_SECONDS} s. Try: sinfo") from None
+        raise LaunchError(f"scontrol did not {task} within {_SECONDS} s. Try: sinfo") from None
     if done.returncode or not done.stdout.split():
         raise LaunchError(
-            f"scontrol could not tell the hosts of {nodes!r}: {done.stderr.strip() or 'it named none'}. "
-            f"Try: scontrol show hostnames {nodes}"
+            f"scontrol could not {task}: {done.stderr.strip() or 'it printed nothing'}. Try: scontrol {' '.join(words)}"
         )
-    return done.stdout.split()
+    return done.stdout

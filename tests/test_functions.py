@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -121,6 +124,39 @@ def test_a_program_needs_no_guard_and_leaves_no_process(tmp_path: Path) -> None:
         assert "The ranks were not done after 4 s, and were ended. Allow more with timeout_seconds." in lines
         launch.process.kill()  # as a kernel that is killed
         launch.wait_until_none_lives(20)
+
+
+DAEMONS = """
+import os, subprocess, sys, time
+import unitrain
+
+def leave_daemons(launcher):
+    for variables in (None, {}):  # the second cannot be recognized by its environment
+        daemon = subprocess.Popen(["sleep", "40"], env=variables, start_new_session=True)
+        print(daemon.pid, flush=True)
+    sys.stdout.write("without an end of line")
+    sys.stdout.flush()
+    return launcher
+
+for launcher in ("none", "torchrun"):
+    began = time.monotonic()
+    print([unitrain.run(leave_daemons, (launcher,), np=1, backend="local", launcher=launcher)], flush=True)
+    assert time.monotonic() - began < 30
+"""
+
+
+def test_daemons_of_a_rank_are_not_waited_for() -> None:
+    """They keep the output of the ranks open."""
+    with started([sys.executable, "-c", DAEMONS]) as launch:
+        output = launch.output()
+        assert launch.process.returncode == 0, output
+        pids = [int(pid) for pid in re.findall(r"^(\d+)$", output, re.MULTILINE)]
+        for pid in pids[1::2]:
+            os.kill(pid, signal.SIGKILL)
+        launch.wait_until_none_lives(5)
+    assert len(pids) == 4, output
+    for launcher in ("none", "torchrun"):
+        assert f"without an end of line[['{launcher}']]" in output
 
 
 def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:

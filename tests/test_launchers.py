@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shlex
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import launchers
-from launchers import Command, Host, LaunchError, LaunchSpec, build, parse_hosts
+from launchers import Command, Host, LaunchError, LaunchSpec, agents, build, parse_hosts
+from launchers.agents import read_plan
 from launchers.hosts import check_spellings
 from launchers.torchrun import per_host
 
@@ -169,11 +170,35 @@ def test_torchrun_is_started_on_each_of_two_hosts() -> None:
     command = build("torchrun", asked)
     assert command.per_host == (("a", first), ("b", second))
     assert command.shell().splitlines() == [f"on a: {first.shell()}", f"on b: {second.shell()}"]
-    assert command.argv[1:4] == ("-P", "-m", "launchers.agents")
-    told = json.loads(command.argv[4])
+    assert command.argv[1:3] == ("-P", "-c")
+    told = read_plan(command.argv[4:])
     assert [(host["name"], tuple(host["argv"])) for host in told["hosts"]] == [("a", first.argv), ("b", second.argv)]
     assert [host["start"][0] for host in told["hosts"]] == ["ssh", "ssh"]
     assert "--master-port 4711" in build("torchrun", replace(asked, port=4711)).shell()
+
+
+def test_a_plan_of_many_hosts_can_be_started() -> None:
+    """Linux takes no longer argument than 128 KiB, and all of them together no more than a quarter of the stack."""
+    hosts = tuple(Host(f"198.18.{number // 100}.{number % 100}", 8) for number in range(1000))
+    asked = spec(num_processes=8000, hosts=hosts, args=("--data", "x" * 3000))
+    command = build("torchrun", asked)
+    assert [tuple(host["argv"]) for host in read_plan(command.argv[4:])["hosts"]] == [
+        one.argv for one in per_host(asked)
+    ]
+    listed = "import sys; print(len(sys.argv))"
+    done = subprocess.run([*command.argv[:3], listed, *command.argv[4:]], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{len(command.argv[3:])}\n"
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("launchers", "click", "json"):
+        (tmp_path / f"{name}.py").write_text(f"print('{name} of the current folder')")
+    command = agents.plan(
+        [(Host("localhost", 1), Command(("sh", "-c", "echo began; exit 3")))], (), sys.executable, through_slurm=False
+    )
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (3, "began\n")
+    assert done.stderr == "unitrain: localhost failed first, with exit code 3\n"
 
 
 def test_a_host_that_is_left_without_a_process_takes_no_part() -> None:

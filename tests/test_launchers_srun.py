@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from launchers import LaunchError, LaunchSpec, allocated_slots, build, parse_hosts
+from launchers import LaunchError, LaunchSpec, allocated_hosts, allocated_slots, build, parse_hosts
+from launchers.agents import read_plan
 
 ALLOCATION = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
@@ -92,7 +92,7 @@ def test_all_tasks_are_used_by_those_that_start_ranks_in_an_allocation(monkeypat
 
 
 def test_launchers_of_many_hosts_take_those_of_the_allocation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not in a step, as the shell of `srun --pty`, nor where the allocation has one host."""
+    """But not in a task that is one of several, nor where the allocation has one host."""
     for name in ("torchrun", "horovodrun"):
         program(folder, name, "exit 1")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
@@ -104,13 +104,45 @@ def test_launchers_of_many_hosts_take_those_of_the_allocation(folder: Path, monk
         ("n2", "2"),
     ]
     assert "--master-addr n1 --master-port 29734" in command.shell()
-    starts = [host["start"] for host in json.loads(command.argv[-1])["hosts"]]
+    starts = [host["start"] for host in read_plan(command.argv[4:])["hosts"]]
     assert [(start[0], start[6]) for start in starts] == [("srun", "--nodelist=n1"), ("srun", "--nodelist=n2")]
     assert "-H n1:4,n2:4" in build("horovodrun", spec(folder, num_processes=6, backend="horovod")).shell()
-    for name, value in (("SLURM_STEP_ID", "0"), ("SLURM_JOB_NUM_NODES", "1")):
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    for name, value in (("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_JOB_NUM_NODES", "1")):
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             assert "--standalone" in build("torchrun", spec(folder, num_processes=6)).argv
+
+
+@pytest.mark.parametrize(
+    ("described", "cpus", "slots"),
+    [
+        ("NumTasks=8 CPUs/Task=1 NtasksPerN:B:S:C=4:0:*:*", "64(x2)", [4, 4]),
+        ("NumTasks=3 CPUs/Task=1 NtasksPerN:B:S:C=2:0:*:*", "64(x2)", [2, 1]),
+        ("NumTasks=3 CPUs/Task=2 NtasksPerN:B:S:C=0:0:*:*", "2,4", [1, 2]),
+        ("NumTasks=5 CPUs/Task=1 NtasksPerN:B:S:C=0:0:*:*", "64(x2)", [3, 2]),
+        ("NumTasks=4 CPUs/Task=8 NtasksPerN:B:S:C=0:0:*:*", "4(x2)", [2, 2]),  # more than there are cores
+    ],
+)
+def test_a_step_has_the_tasks_of_its_job(
+    described: str, cpus: str, slots: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's variables count the tasks of the step, which is one in the shell of `srun --ntasks=1 --pty`."""
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    for name in ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", cpus)
+    names, job = "show hostnames n[1-2]", "show job --oneliner 1234"
+    program(
+        folder,
+        "scontrol",
+        f'case "$*" in "{names}") echo n1; echo n2 ;; "{job}") echo "JobId=1234 {described} CoreSpec=*" ;; esac',
+    )
+    assert [host.slots for host in allocated_hosts("torchrun")] == slots
+    assert [host.slots for host in allocated_hosts("srun")] == slots
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    assert [(host.name, host.slots) for host in allocated_hosts("torchrun")] == [("n2", slots[1]), ("n1", slots[0])]
 
 
 def refused(folder: Path, **given: object) -> str:
@@ -154,4 +186,4 @@ def test_what_slurm_should_have_told(folder: Path, monkeypatch: pytest.MonkeyPat
         "scontrol could not tell the hosts of 'n[1-2]': Invalid hostlist. Try: scontrol show hostnames n[1-2]"
     )
     (folder / "scontrol").unlink()
-    assert refused(folder).startswith("scontrol, which tells the hosts of 'n[1-2]', is not on PATH.")
+    assert refused(folder).startswith("scontrol, which is to tell the hosts of 'n[1-2]', is not on PATH.")

@@ -96,6 +96,18 @@ def test_too_few_are_waited_for_and_told(cluster: Cluster, capsys: pytest.Captur
     assert members.gather(ended) == ()
 
 
+def test_hosts_that_cannot_be_found_are_looked_for_again(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.listed = "broken"
+    members = Membership(Elastic(3, 6), cluster.hosts, 0.05)
+    with pytest.raises(LaunchError, match=r"for 0\.05 s the hosts that answer were none \(the script is broken\)\."):
+        gather(members)
+    timer = threading.Timer(0.1, lambda: setattr(cluster, "listed", "a:2,b:2"))
+    timer.start()
+    assert gather(Membership(Elastic(3, 6), cluster.hosts, 10)) == "a:2,b:2"
+    timer.join()
+    assert "waits for slots for 3 ranks; hosts that answer: none (the script is broken)" in capsys.readouterr().err
+
+
 def test_a_host_whose_rank_is_the_first_to_die_twice_is_left_out_where_others_suffice(cluster: Cluster) -> None:
     members = Membership(Elastic(3, 6), cluster.hosts, 1)
     gather(members)
@@ -119,6 +131,9 @@ def test_hosts_are_those_that_a_script_prints(tmp_path: Path) -> None:
     assert discover(script) == ()
     script.write_text("#!/bin/sh\necho no network >&2\nexit 3\n")
     with pytest.raises(LaunchError, match=r"discover' ended with exit code 3: no network\. "):
+        discover(script)
+    script.write_text("#!/bin/sh\nprintf '\\377\\n'\n")
+    with pytest.raises(LaunchError, match=r"cannot be read\. Write name:slots"):
         discover(script)
     script.write_text("#!/bin/sh\necho a:x\n")
     with pytest.raises(LaunchError, match="whole number of slots from 1, got 'x'"):

@@ -107,6 +107,56 @@ def test_ranks_save_and_end_where_their_launcher_is_killed(tmp_path: Path) -> No
     assert (tmp_path / f"step-{int(step):09d}" / "manifest.json").exists()
 
 
+WARNED = """
+import os, sys, time
+from pathlib import Path
+
+from unitrain.lifecycle.preemption import Preemption
+
+folder = Path(sys.argv[1])
+rank = next(os.environ[name] for name in ("RANK", "HOROVOD_RANK") if name in os.environ)
+with Preemption(["SIGUSR1", "SIGTERM"]) as preemption:
+    with (folder / f"started-{rank}").open("a") as started:
+        started.write("x")
+    end = time.monotonic() + 60
+    while preemption.received is None and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(1)  # as long as a checkpoint takes
+    (folder / f"saved-{rank}").write_text(str(preemption.received))
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "received", "code"),
+    [
+        (["--launcher", "torchrun"], "SIGUSR1", 75),
+        (["--launcher", "horovodrun"], "SIGUSR1", 75),
+        (["--launcher", "torchrun", "--launcher-args", "--max-restarts 1"], "SIGTERM", 1),
+    ],
+    ids=["torchrun", "horovodrun", "torchrun with restarts"],
+)
+@pytest.mark.parametrize("target", ["launcher", "every process"])
+def test_ranks_save_after_a_warning(options: list[str], received: str, code: int, target: str, tmp_path: Path) -> None:
+    """A scheduler warns with SIGUSR1, whose default action ends a launcher and with it the ranks that save."""
+    script = tmp_path / "train.py"
+    script.write_text(WARNED)
+    with started(
+        [sys.executable, "-m", "unitrain", "launch", "-np", "2", *options, str(script), str(tmp_path)]
+    ) as launch:
+        for rank in (0, 1):
+            wait_for(tmp_path / f"started-{rank}")
+        for pid in [launch.process.pid] if target == "launcher" else launch.living():
+            os.kill(pid, signal.SIGUSR1)
+        output = launch.output()
+        launch.wait_until_none_lives(10)
+    assert launch.process.returncode == code, output
+    for rank in (0, 1):
+        assert (tmp_path / f"started-{rank}").read_text() == "x", output
+        told = (tmp_path / f"saved-{rank}").read_text()
+        assert told == received or target == "every process", output
+
+
 WORKERS = """
 import sys
 from pathlib import Path
@@ -248,13 +298,18 @@ with Preemption(["SIGTERM"]) as preemption:
 """
 
 
-def test_a_second_signal_ends_at_once() -> None:
+def test_a_later_signal_ends_at_once() -> None:
+    """Signals that follow within three seconds are part of the same notice: a scheduler sends one to every process."""
     process = subprocess.Popen([sys.executable, "-c", TWICE], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "SIGTERM\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "SIGTERM\n"
+        time.sleep(3.1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 128 + signal.SIGTERM
     finally:

@@ -68,8 +68,8 @@ class TrainConfig:
 
     Length: `epochs` or `steps`, counted from the very first; `max_seconds` is for one call of `fit`, which stops once
     it has taken so long, and can be resumed from there. So it is after one of `preemption_signals` on any rank, where
-    there is an `output_dir`: all ranks stop at the same step within about two seconds, save, and exit with 75; a second
-    signal ends its process at once.
+    there is an `output_dir`: all ranks stop at the same step within about two seconds, save, and exit with 75; another
+    signal more than three seconds later ends its process at once.
 
     Output: `steps`, `show_every` and `checkpoint_every_steps` count optimizer steps, `checkpoint_every` epochs.
     Checkpoints are written beside the training, which waits for a copy in host memory only, unless

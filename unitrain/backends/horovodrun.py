@@ -4,24 +4,30 @@ It takes horovodrun's own options. horovodrun writes the whole environment into 
 every user of the host can read, and its rendezvous server listens on all network interfaces. Here ranks on this host
 inherit the environment, ranks on other hosts receive it on the standard input of their ssh connection, and the server
 listens on the address that the ranks are given. Checked with Horovod 0.28.1.
+
+SIGUSR1 and SIGUSR2 are forwarded to the ranks on this host. If the first rank to fail ends with 75 because it was
+preempted, so does this process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 from shlex import quote, split
-from sys import executable
+from sys import executable, exit
 from typing import Any
 
 from horovod.runner import gloo_run, launch
 from horovod.runner.common.util import env as exports
+from horovod.runner.common.util import safe_shell_exec
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer, RendezvousServer
 from horovod.runner.util.remote import get_ssh_command
 from horovod.runner.util.threads import in_thread
 
 from unitrain import environment
+from unitrain.backends.forwarding import PREEMPTED, forward_warnings, survive_warnings, warnings_ignored
 
 # Reads the output of `env -0`, without variables that belong to one host as horovodrun lists them, then becomes the
 # shell that runs the rank's command.
@@ -54,7 +60,8 @@ def _rank_command(run_command: str, variables: Mapping[str, str]) -> Callable[[S
 
     def command(slot: SlotInfo) -> str:
         own = " ".join(f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items())
-        return f"env {own} {run_command}"
+        # The shell waits for the rank also after a warning, which the rank receives too.
+        return f"trap : USR1 USR2; env {own} {run_command}"
 
     return command
 
@@ -74,10 +81,31 @@ def _remote_command(
 
 def _launch_bound(command: Any, exec_command: Any, settings: Any, nics: Any, variables: Any, server_ip: str) -> None:
     gloo_run.RendezvousServer = lambda verbose: BoundRendezvousServer(server_ip, verbose)
-    _launch_gloo(command, exec_command, settings, nics, variables, server_ip)
+    with warnings_ignored():  # it serves the processes that horovodrun starts
+        resource_tracker.ensure_running()
+    ended: list[tuple[float, int]] = []
+
+    def run_rank(*arguments: Any) -> tuple[int, float]:
+        code, time = exec_command(*arguments)
+        if code:
+            ended.append((time, code))
+        return code, time
+
+    try:
+        _launch_gloo(command, run_rank, settings, nics, variables, server_ip)
+    except RuntimeError:
+        if not ended or min(ended)[1] != PREEMPTED:
+            raise
+        exit(PREEMPTED)
+
+
+def _run_middleman(*arguments: Any) -> None:
+    survive_warnings()
+    _exec_middleman(*arguments)
 
 
 _launch_gloo = gloo_run.launch_gloo
+_exec_middleman = safe_shell_exec._exec_middleman
 
 
 def main() -> None:
@@ -87,6 +115,8 @@ def main() -> None:
         gloo_run._slot_info_to_command_fn = _rank_command
         gloo_run.get_remote_command = _remote_command
     gloo_run.launch_gloo = _launch_bound
+    safe_shell_exec._exec_middleman = _run_middleman
+    forward_warnings("HOROVOD_RANK")
     launch.run_commandline()
 
 

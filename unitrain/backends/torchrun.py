@@ -4,15 +4,22 @@ It takes torchrun's own options. torchrun's "static" and "--standalone" rendezvo
 "--standalone" also unpickles data that any host on the network can write. This module replaces both: one host uses the
 loopback interface, several hosts use the address of the first. The rendezvous backends c10d and etcd are left as they
 are.
+
+SIGUSR1 and SIGUSR2 are forwarded to the ranks. If the first rank to fail ends with 75 because it was preempted, so does
+this process.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from argparse import Namespace
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -22,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from unitrain.backends.forwarding import PREEMPTED, WARNINGS, forward_warnings
 from unitrain.backends.network import LOOPBACK, listen
 
 _BACKEND = "unitrain"
@@ -101,6 +109,21 @@ def main() -> None:
     """Run torchrun with this process's arguments."""
     rendezvous_handler_registry.register(_BACKEND, _create)
     options = run.parse_args(None)
+    if options.max_restarts:
+        # torchrun would start the ranks again after they have saved. It does not after a SIGTERM, which it forwards.
+        for number in WARNINGS:
+            signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    else:
+        forward_warnings("LOCAL_RANK")
+    try:
+        _run(options)
+    except ChildFailedError as error:
+        if error.get_first_failure()[1].exitcode != PREEMPTED:
+            raise
+        sys.exit(PREEMPTED)
+
+
+def _run(options: Namespace) -> None:
     single = options.standalone or run.parse_min_max_nnodes(options.nnodes)[1] == 1
     if single and (options.standalone or (options.rdzv_backend == "static" and not options.rdzv_endpoint)):
         endpoint = f"{LOOPBACK}:0"

@@ -67,7 +67,10 @@ def starts_here(backends: str | None, ranks: int, device: str) -> tuple[list[Sta
             if controller != "mpi":
                 starts.append(Start(name, ranks))
                 continue
-            spec = launchers.LaunchSpec(script="-", num_processes=ranks, backend=name, controller=controller)
+            here = (launchers.Host("localhost", ranks),)
+            spec = launchers.LaunchSpec(
+                script="-", num_processes=ranks, hosts=here, backend=name, controller=controller
+            )
             command = launchers.build("horovodrun", spec)
             prefix = command.argv[:-2]  # without the Python and the script
             starts.append(Start(name, ranks, command=prefix, variables=command.environment))

@@ -240,6 +240,10 @@ def _request(
     else:
         check_script(script)
     check_not_launched(f"Run the script itself: python {'-m ' if module else ''}{script}")
+    options = launchers.parse_options(launcher_args)
+    # Hosts that are named, or a torchrun that is one of several, are meant for each task.
+    if not hosts and launcher != "none" and not any(word.startswith("--nnodes") for word in options):
+        check_started_once(" To start a job in each task, name its host: -H localhost:N")
     forwarded, values = launchers.parse_exports(exports)
     if "UNITRAIN_BACKEND" in values:
         raise launchers.LaunchError(
@@ -256,7 +260,7 @@ def _request(
         controller=controller,
         environment=values,
         forwarded=forwarded,
-        launcher_args=launchers.parse_options(launcher_args),
+        launcher_args=options,
     )
 
 
@@ -406,4 +410,13 @@ def check_not_launched(fix: str) -> None:
     if placement.launcher in ("torchrun", "horovodrun", "mpirun", "mpirun_rsh", "mpiexec", "jsrun"):
         raise launchers.LaunchError(
             f"{placement.launcher} has started this process already ({', '.join(placement.evidence)}). {fix}"
+        )
+
+
+def check_started_once(hint: str = "") -> None:
+    """Raise LaunchError, with the `hint`, if srun has started this command in each of several tasks."""
+    if launchers.is_one_of_several_tasks():
+        raise launchers.LaunchError(
+            f"srun has started this command in each of {environment.detect().size} tasks, and each would start ranks "
+            f"of its own. Start it once: leave srun out, or use: srun --nodes=1 --ntasks=1.{hint}"
         )

@@ -36,16 +36,21 @@ class Membership:
     def gather(self, ended: threading.Event) -> tuple[Host, ...]:
         """Return the hosts for the next attempt, with the slots that are used of each; wait until there are enough.
 
-        Returns none once `ended` is set. Raises LaunchError where there are too few for longer than the timeout.
+        Returns none once `ended` is set. Raises LaunchError if there are too few, or none can be found, for longer
+        than the timeout.
         """
         deadline, told = time.monotonic() + self._timeout_seconds, False
         self._silent.clear()
         while not ended.is_set():
-            listed = self._listed()
+            failure = ""
+            try:
+                listed = self._listed()
+            except LaunchError as error:  # it may succeed the next time
+                listed, failure = (), f" ({error})"
             if hosts := self._choose(listed):
                 self._chosen = self._wanted = hosts
                 return hosts
-            found = ", ".join(str(host) for host in listed if host.name not in self._silent) or "none"
+            found = (", ".join(str(host) for host in listed if host.name not in self._silent) or "none") + failure
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"--elastic {self._elastic} needs slots for {self._elastic.least} "

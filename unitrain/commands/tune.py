@@ -19,7 +19,7 @@ import click
 import unitrain
 from unitrain import environment
 from unitrain.backends import registry
-from unitrain.commands.launch import check_not_launched, check_script
+from unitrain.commands.launch import check_not_launched, check_script, check_started_once
 from unitrain.errors import ConfigError
 from unitrain.tuning import kept
 from unitrain.tuning.knobs import knobs, shown
@@ -96,6 +96,7 @@ def tune(launch: str, minutes: float, seconds: float, compression: bool, script:
     """
     try:
         check_not_launched("Type unitrain tune without a launcher: it starts its own.")
+        check_started_once()
         check_script(script)
     except Exception as error:
         raise click.UsageError(str(error)) from error

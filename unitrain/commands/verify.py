@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import tempfile
@@ -16,7 +15,7 @@ import click
 import launchers
 from unitrain import environment
 from unitrain.commands.available import available_here, names_of
-from unitrain.commands.launch import check_not_launched, check_script
+from unitrain.commands.launch import check_not_launched, check_script, check_started_once
 from unitrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,6 +94,7 @@ def verify(
         sizes = _sizes(num_processes)
         names = names_of(backends)
         check_not_launched("Type unitrain verify without a launcher: it starts its own.")
+        check_started_once()
         is_function = not target.endswith(".py") and ":" in target
         if is_function and args:
             raise ConfigError(f"{target!r} is a function, which takes no arguments: {' '.join(args)}. Leave them out.")
@@ -254,6 +254,8 @@ def _spec(job: _Job, run: Run, folder: Path) -> launchers.LaunchSpec:
         script=job.script,
         args=job.args,
         num_processes=run.processes,
+        # Named, because launchers would otherwise take the hosts of a Slurm allocation.
+        hosts=(launchers.Host("localhost", run.processes),),
         backend=run.backend,
         controller=run.controller,
         environment=added,

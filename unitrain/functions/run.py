@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import secrets
+import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,7 +53,7 @@ def run(
 
     Raises RankFailedError with the traceback of the rank that failed first, whose exception is the cause;
     TimeoutError after `timeout_seconds`; FunctionError for what cannot be copied. No process outlives the call, also
-    where it is interrupted.
+    where it is interrupted: processes that ranks have started and left behind are ended with the ranks.
     """
     placement = environment.detect()
     if placement.launcher not in _START_NO_RANKS:
@@ -75,13 +77,18 @@ def run(
     with tempfile.TemporaryDirectory(prefix="unitrain-run-") as name:
         folder = Path(name)
         Call(function, tuple(args), dict(kwargs or {})).write(folder)
+        launcher = launcher or launchers.LAUNCHER_OF.get(backend, "torchrun")
+        if launcher == "srun":
+            _check_one_host()
         try:
             command = launchers.build(
-                launcher or launchers.LAUNCHER_OF.get(backend, "torchrun"),
+                launcher,
                 launchers.LaunchSpec(
                     script=str(Path(__file__).with_name("rank.py")),
                     args=(name,),
                     num_processes=np,
+                    # Named, because launchers would otherwise take the hosts of a Slurm allocation.
+                    hosts=() if launcher == "srun" else (launchers.Host("localhost", np),),
                     backend=backend,
                     environment={_MARK: secrets.token_hex(8)},
                 ),
@@ -106,21 +113,28 @@ def _follow(command: launchers.Command, timeout_seconds: float | None) -> tuple[
         preexec_fn=_end_with_parent(),
     )
     tag = f"{_MARK}={command.environment[_MARK]}".encode()
-    done, late = threading.Event(), threading.Event()
+    done, late, over = threading.Event(), threading.Event(), threading.Event()
 
     def limit() -> None:
-        if not done.wait(timeout_seconds):
+        try:
+            process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
             late.set()
             process.terminate()
-            if not done.wait(_GRACE_SECONDS):
-                end_all(process, tag)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_SECONDS)
+        else:
+            if process.returncode < 0:  # then the ranks of a launcher that was killed save and end by themselves
+                done.wait(_GRACE_SECONDS)
+        end_all(process, tag)
+        over.set()
 
     threading.Thread(target=limit, name="unitrain.run", daemon=True).start()
     last_lines: deque[str] = deque(maxlen=_LAST_LINES)
     output = process.stdout
     assert output is not None
     try:
-        for line in output:
+        for line in _lines(output.fileno(), over):
             text = line.decode(errors="replace")
             last_lines.append(text)
             sys.stdout.write(text)
@@ -141,6 +155,39 @@ def _follow(command: launchers.Command, timeout_seconds: float | None) -> tuple[
             f"The ranks were not done after {timeout_seconds:g} s, and were ended. Allow more with timeout_seconds."
         )
     return code, list(last_lines)
+
+
+def _lines(output: int, over: threading.Event) -> Iterator[bytes]:
+    """Yield the lines that are read from `output` until it is closed, or nothing more is there once `over` is set.
+
+    A process that a rank has left behind, with an environment of its own, may keep it open for ever.
+    """
+    rest = b""
+    with selectors.DefaultSelector() as ready:
+        ready.register(output, selectors.EVENT_READ)
+        while True:
+            ended = over.is_set()
+            if ready.select(0.1):
+                received = os.read(output, 1 << 16)
+                if not received:
+                    break
+                *lines, rest = (rest + received).split(b"\n")
+                yield from (line + b"\n" for line in lines)
+            elif ended:
+                break
+    if rest:
+        yield rest
+
+
+def _check_one_host() -> None:
+    """Raise ConfigError if srun would start ranks on other hosts, which have no copy of the function."""
+    hosts = launchers.allocated_hosts("srun")
+    if len(hosts) > 1:
+        names = ", ".join(host.name for host in hosts)
+        raise ConfigError(
+            f"unitrain.run starts ranks on this machine only, but srun starts them on {names}. "
+            "Leave launcher='srun' out, or write a script and start it with: unitrain launch --launcher srun train.py"
+        )
 
 
 def _end_with_parent() -> Callable[[], Any] | None:

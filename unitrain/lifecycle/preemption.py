@@ -7,17 +7,21 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Self
 
+_SAME_NOTICE_SECONDS = 3.0
+
 
 class Preemption:
-    """Inside it, the first of these signals is only noted, as `received`; a second one ends the process at once.
+    """Inside it, the first of these signals is only noted, as `received`; a later one ends the process at once.
 
-    A handler in Python would not run while the main thread waits for other ranks, so a thread of its own is woken
-    through a socket. Signals that the user handles are left alone, and all are outside of the main thread, where
-    Python does not let anyone handle them.
+    Signals within a few seconds of the first are part of the same notice: a scheduler sends one to every process of a
+    job, and a launcher that receives it forwards it to its ranks. A handler in Python would not run while the main
+    thread waits for other ranks, so a thread of its own is woken through a socket. Signals that the user handles are
+    left alone, and all are outside of the main thread, where Python does not let anyone handle them.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:
@@ -63,13 +67,15 @@ class Preemption:
 
     def _watch(self) -> None:
         """Read the numbers of the signals that arrive, until the connection is shut down."""
+        first = 0.0
         while numbers := self._ours.recv(16):
             for number in numbers:
                 if number not in self._handled:
                     continue
-                if self.received is not None:
+                if self.received is None:
+                    first, self.received = time.monotonic(), signal.Signals(number).name
+                elif time.monotonic() - first > _SAME_NOTICE_SECONDS:
                     os._exit(128 + number)
-                self.received = signal.Signals(number).name
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
