@@ -36,12 +36,17 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step: a command, or without one the function of that name in `build`; skipped where `unless` exists."""
+    """One step: a command, or without one the function of that name in `build`; skipped where `unless` exists.
+
+    `fills` is a folder that builds with other keys use too: it is locked, emptied before the step, and complete when it
+    contains `unless`, which is created after the step.
+    """
 
     name: str
     says: str
     argv: tuple[str, ...] = ()
     unless: str | None = None
+    fills: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +222,7 @@ def _build_steps(
     if pip_toolkit is not None:
         argv = (*pip, "install", "--target", str(pip_toolkit), f"cuda-toolkit[nvcc,cccl]=={machine.torch.cuda}.*")
         says = f"Fetch NVIDIA's pip wheels of the CUDA {machine.torch.cuda} compiler (about 100 MB)"
-        yield Step(name="toolkit", says=says, argv=argv, unless=str(pip_toolkit / "nvidia"))
+        yield Step(name="toolkit", says=says, argv=argv, unless=str(pip_toolkit / "complete"), fills=pip_toolkit)
     if cuda:
         yield Step(name="link", says="Link the NCCL that torch uses under the names that CMake looks for")
     argv = (
