@@ -158,6 +158,8 @@ def _facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | None) -> 
         "architectures": list(torch.architectures) if cuda else [],
         "mended": list(patches.mending()),
         "patches": patches.digest(),
+        # Left out where none is set, so that those wheels keep their keys.
+        **({"flags": dict(machine.flags), "cpu": machine.cpu} if machine.flags else {}),
     }
 
 
@@ -249,6 +251,10 @@ def _install_steps(machine: Machine, wheel: Path) -> Iterator[Step]:
 
 def _notes(machine: Machine, request: Request, *, mpi: bool, cuda: bool, from_pip: bool) -> Iterator[str]:
     """Each choice that the machine made instead of the user, and the flag that makes it otherwise."""
+    if machine.flags:
+        names = " ".join(machine.flags)
+        fit = " The wheel runs on processors like this one only." if machine.cpu else ""
+        yield f"Compiled with {names} of the environment, as another wheel.{fit} To leave them out: unset {names}"
     if request.mpi is None and not mpi:
         yield f"No MPI controller: there is no mpicxx on PATH. To have it: {needs.install_line(machine, 'mpi')}"
     if from_pip:
