@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -276,6 +277,44 @@ def test_a_shell_takes_what_is_written_for_what_was_typed() -> None:
     ]
     assert shown[0] == shown[1]
     assert "over there/a b|c $d|" in shown[0]
+
+
+# What bash expands or reads as another text, and what looks like it.
+PIECES = [
+    "shard-", "a", ",", "..", "{0..9}", "{1..9..3}", "{01..3}", "{c..a}", "{a,b}", "{a,{b,c}}", "{,x}", "{", "}", "{}",
+    "{a}", "{a..1}", "{a,'b c'}", "{'a,b'}", "{a\\,b}", '{"a":1,"b":2}', "'{a,b}'", '"{a,b}"', "\\{", "$WHERE",
+    "${WHERE}", r"$'\t'", r"$'it\'s'", r"$'\x41\101\u00e9\U1F600'", r"$'\xc3\xa9'", r"$'\xe9'", r"$'a\0b'",
+    r"$'\q\?\\\e\cA'", '$"hi there"', "\"$'x'\"", "~", "=", "*.none", "'$'",
+]  # fmt: skip
+
+
+def test_braces_and_quoted_escapes_mean_the_same_to_bash() -> None:
+    generator = random.Random(0)
+    typed = [*PIECES, *("".join(generator.choices(PIECES, k=generator.randint(2, 4))) for _ in range(400))]
+    typed += ["$", "a$", "$WHERE'a b'", "{$WHERE,$(echo p q)}"]
+    written = [join(split(f"p {words}")[1:]) for words in typed]
+    shown = [
+        subprocess.run(
+            ["bash", "-c", "\n".join(f"printf '<%s>' {words}; echo" for words in lines)],
+            env={"PATH": os.environ["PATH"], "HOME": "/root", "WHERE": "over", "LC_ALL": "C.UTF-8"},
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=60,
+        ).stdout
+        for lines in (typed, written)
+    ]
+    assert shown[0] == shown[1]
+    assert b"<shard-0><shard-1>" in shown[0] or b"<0><1><2>" in shown[0]
+    assert lines(r"torchrun t.py --files shard-{0..9} --sep $'\t'", "mpirun")[0].endswith(
+        "t.py --files shard-{0..9} --sep '\t'"
+    )
+    with pytest.raises(
+        LaunchError, match=r"'shard-\{0..9\}' is for a shell to expand, and a container's command has none"
+    ):
+        write(read("torchrun t.py shard-{0..9}"), "kubernetes")
+    assert "{}" in (write(read("torchrun t.py {}"), "kubernetes").text or "")
+    with pytest.raises(LaunchError, match=r"opened and not closed"):
+        read("torchrun t.py $'a")
 
 
 # --- nothing is dropped without a word ---
