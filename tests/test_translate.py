@@ -142,6 +142,81 @@ def test_hosts_may_be_in_a_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        # What mpirun of Open MPI 4.1.4 does on three hosts with two cores each.
+        ("a max_slots=8 slots=3\nb slots=1 max-slots=2\n", "", [("a", 3), ("b", 1)]),
+        ("a max_slots=3\nb max-slots=1\n", "", [("a", 3), ("b", 1)]),
+        ("a\na\na\nb slots=2\n", "", [("a", 3), ("b", 2)]),
+        ("a slots=2\nb\n", "-np 4", [("a", 2), ("b", 2)]),
+        ("a slots=2\nb\nc\n", "-np 3", [("a", 2), ("b", 1)]),
+        ("a slots=4\nb\n", "-np 4", [("a", 4)]),
+        ("a\nb\n", "-np 1", [("a", 1)]),
+        ("a\n", "-np 8", [("a", 8)]),
+        ("a\nb\n", "-np 4 -N 2", [("a", 2), ("b", 2)]),
+        ("a\nb\n", "-np 3 --map-by node", [("a", 2), ("b", 1)]),
+        ("a slots=1\nb\nc\n", "-np 4 --map-by node", [("a", 1), ("b", 2), ("c", 1)]),
+        ("a slots=1\nb slots=4\n", "-H b:2", [("b", 2)]),
+    ],
+    ids=str,
+)
+def test_a_hostfile_of_open_mpi(text: str, options: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    found = read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
+    assert list(zip(found.hosts, found.counts, strict=True)) == expected
+
+
+@pytest.mark.parametrize("options", ["", "-np 3", "--map-by node"])
+def test_processes_that_only_the_hosts_know_must_be_written(options: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\nb\n")
+    with pytest.raises(LaunchError) as caught:
+        read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
+    assert str(caught.value) == (
+        "The hostfile has no slots for 'a': mpirun starts as many processes there as it has cores, which only that "
+        "host knows. Write their number into the file, as in: a slots=8"
+    )
+
+
+def mapped(options: str) -> list[tuple[str, int]]:
+    """Return the hosts and processes of the map that Open MPI's mpirun makes, without starting anything."""
+    environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = ["mpirun", "--do-not-launch", "--display-map", "--bind-to", "none", *options.split(), "true"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    nodes = re.findall(r"Data for node: (\w+)\t.*Num procs: (\d+)", done.stdout)
+    return [(name, int(count)) for name, count in nodes]
+
+
+@needs_open_mpi
+def test_processes_are_placed_as_open_mpi_places_them() -> None:
+    generator = random.Random(0)
+    for number in range(4):
+        slots = [generator.randint(1, 6) for _ in range(generator.randint(2, 5))]
+        size = generator.randint(1, sum(slots))
+        hosts = ",".join(f"{name}:{count}" for name, count in zip("abcde", slots, strict=False))
+        options = f"-H {hosts} -np {size} --map-by {'slot' if number == 0 else 'node'}"
+        found = read(f"mpirun {options} python t.py")
+        assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
+    for options in ("-H a:1,b:4 -np 5 --bynode", "-H a:1,b:2 -np 6 --map-by node:oversubscribe",
+                    "-H a:1,b:4,c:2 -np 9 --bynode --oversubscribe"):  # fmt: skip
+        found = read(f"mpirun {options} python t.py")
+        assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
+
+
+def test_cores_that_limit_processes_are_named(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb\nc\n")
+    assert "mpirun starts at most as many processes on b, c as there are cores, which are not known." in (
+        remarks(f"mpirun --hostfile {tmp_path}/hosts -np 4 --map-by node python t.py", "torchrun")
+    )
+
+
+def test_modifiers_of_a_mapping_are_not_lost() -> None:
+    for option in ("--map-by slot:PE=4", "--map-by ppr:2:node:PE=4", "--map-by node:oversubscribe"):
+        line = f"mpirun -np 2 -H a:2,b:2 {option} python t.py"
+        assert f"{option} of mpirun is left out: " in remarks(line, "torchrun")
+        assert option in lines(line, "mpirun")[0]
+
+
 # --- what is written ---
 
 
