@@ -18,7 +18,7 @@ from launchers.discovery import answering, discover
 from launchers.elastic import Elastic, parse_elastic
 from launchers.errors import LaunchError, MissingLauncherError
 from launchers.exports import parse_exports
-from launchers.hosts import Host, is_here, parse_hosts, read_hostfile
+from launchers.hosts import Host, is_here, parse_hosts, read_hostfile, shares
 from launchers.options import parse_options
 from launchers.preflight import check_hosts
 from launchers.programs import find_module
@@ -51,4 +51,5 @@ __all__ = [
     "parse_hosts",
     "parse_options",
     "read_hostfile",
+    "shares",
 ]

@@ -117,10 +117,33 @@ def test_a_missing_cmake_or_setuptools_goes_into_the_builds_own_folder(cmake: To
         (PLAIN, {"mpi": False}),
         (PLAIN, {"cuda": True}),
         (changed(toolkits=(TOOLKIT,)), {"cuda": True}),
+        (changed(flags={"CXXFLAGS": "-march=haswell"}), {}),
+        (changed(flags={"LDFLAGS": "-L/opt/lib"}), {}),
     ],
 )
 def test_another_torch_python_compiler_or_flag_is_another_wheel(found: Machine, asked: dict[str, bool]) -> None:
     assert planned(found, **asked).key != planned().key
+
+
+@pytest.mark.parametrize("name", machine.FLAGS)
+def test_flags_of_the_environment_are_part_of_the_key(name: str) -> None:
+    environ = {"PATH": "/usr/bin:/bin"}
+    assert machine.detect({**environ, name: "-O1"}).flags == {name: "-O1"}
+    plain, first, second = (planned(changed(flags=flags)) for flags in ({}, {name: "-O1"}, {name: "-O2"}))
+    assert len({one.key for one in (plain, first, second)}) == 3
+    assert not plain.facts.keys() & {"flags", "cpu"}
+    assert first.environment({name: "-O1"})[name] == "-O1"
+    assert any(note.endswith(f"unset {name}") for note in first.notes)
+
+
+def test_a_wheel_for_the_native_processor_is_for_that_one_only() -> None:
+    assert machine.detect({"PATH": "/usr/bin:/bin", "CXXFLAGS": "-O3 -march=haswell"}).cpu is None
+    here = machine.detect({"PATH": "/usr/bin:/bin", "CXXFLAGS": "-O3 -march=native"}).cpu
+    assert here
+    flags = {"CXXFLAGS": "-O3 -march=native"}
+    plans = [planned(changed(flags=flags, cpu=cpu)) for cpu in (here, "another")]
+    assert plans[0].key != plans[1].key
+    assert any("processors like this one only" in note for note in plans[0].notes)
 
 
 def test_the_key_forgets_what_does_not_change_the_wheel_and_knows_the_patches() -> None:

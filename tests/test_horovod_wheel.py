@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from horovod_machines import changed, planned
+from horovod_machines import GPU_TORCH, changed, planned
 
 from unitrain.commands.horovod import horovod
 from unitrain.errors import HorovodBuildError
@@ -107,6 +109,60 @@ def test_a_wheel_in_the_cache_is_not_built_again_unless_forced(tmp_path: Path) -
     assert hit.steps == []
     build.run(decided, {"PATH": "/usr/bin:/bin"}, forced := Recorded(), force=True)
     assert forced.steps == ["wheel"]
+
+
+def toolkit_step(folder: Path, script: str) -> plan.Step:
+    """The plan's own step for the CUDA toolkit, with a command that needs no network."""
+    decided = planned(cache=folder, cuda=True)
+    step = next(step for step in decided.build_steps if step.name == "toolkit")
+    return dataclasses.replace(step, argv=("sh", "-c", script.replace("TOOLKIT", str(folder / "cuda-13.0"))))
+
+
+FILL = "mkdir TOOLKIT/nvidia && echo new > TOOLKIT/nvidia/nvcc"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_interrupted_installation_of_the_toolkit_is_repeated(tmp_path: Path, force: bool) -> None:
+    decided = planned(cache=tmp_path, cuda=True)
+    broken = with_steps(decided, toolkit_step(tmp_path, "mkdir TOOLKIT/nvidia && touch TOOLKIT/nvidia/old && exit 1"))
+    with pytest.raises(HorovodBuildError, match="Step 'toolkit'"):
+        build.run(broken, {"PATH": "/usr/bin:/bin"}, Recorded())
+    files = tmp_path / "cuda-13.0" / "nvidia"
+    assert files.is_dir()
+    whole = with_steps(decided, toolkit_step(tmp_path, FILL))
+    build.run(whole, {"PATH": "/usr/bin:/bin"}, Recorded(), force=force)
+    assert [file.name for file in files.iterdir()] == ["nvcc"]
+    (files / "nvcc").write_text("used")
+    build.run(whole, {"PATH": "/usr/bin:/bin"}, Recorded())
+    assert (files / "nvcc").read_text() == "used", "a complete one stays"
+    build.run(whole, {"PATH": "/usr/bin:/bin"}, Recorded(), force=True)
+    assert (files / "nvcc").read_text() == "new\n"
+
+
+def test_builds_with_other_keys_install_the_toolkit_once_and_do_not_empty_it_under_a_compiler(tmp_path: Path) -> None:
+    """Four builds at once, the last one with --force; each notes when its compiler finds the toolkit incomplete."""
+    slow = f"echo installed >> {tmp_path}/log; mkdir TOOLKIT/nvidia; sleep 0.3; echo new > TOOLKIT/nvidia/nvcc"
+    compiler = f"for i in 1 2 3 4 5; do test -s {tmp_path}/cuda-13.0/nvidia/nvcc || echo gone >> {tmp_path}/log; "
+    compiler += "sleep 0.1; done"
+    plans = [
+        with_steps(
+            planned(changed(torch=dataclasses.replace(GPU_TORCH, architectures=(version,))), cache=tmp_path, cuda=True),
+            toolkit_step(tmp_path, slow),
+            plan.Step(name="wheel", says="", argv=("sh", "-c", compiler)),
+        )
+        for version in ("7.0", "8.0", "9.0", "10.0")
+    ]
+    assert len({one.key for one in plans}) == len(plans)
+    with ThreadPoolExecutor(len(plans)) as pool:
+        started = []
+        for number, one in enumerate(plans):
+            forced = number == len(plans) - 1
+            started.append(pool.submit(build.run, one, {"PATH": "/usr/bin:/bin"}, Recorded(), force=forced))
+            time.sleep(0.05)
+        for one in started:
+            one.result(timeout=60)
+    # On a busy machine the forced build may be the first one, and the others then use its toolkit.
+    assert (tmp_path / "log").read_text().split() in (["installed"], ["installed", "installed"])
 
 
 def test_a_failing_step_tells_the_line_that_says_why_what_to_do_and_keeps_the_log(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -141,6 +142,15 @@ def test_a_script_for_slurm(script: Path) -> None:
     assert "%x-%j" not in chosen
 
 
+def test_names_with_spaces_are_one_word_for_slurm(script: Path) -> None:
+    """Slurm splits a #SBATCH line at spaces, but for quotes."""
+    text = printed("--to", "slurm", "--job-name", "a b", "--output", "my logs/%j.out", "--comment=it's", script.name)
+    asked = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert "#SBATCH --job-name='a b'" in asked
+    assert "#SBATCH --output='my logs/%j.out'" in asked
+    assert [shlex.split(line)[-1] for line in asked if "comment" in line] == ["--comment=it's"]
+
+
 def program(folder: Path, name: str, lines: str) -> None:
     path = folder / name
     path.write_text(f"#!/bin/sh\n{lines}\n")
@@ -235,6 +245,41 @@ def test_mpirun_in_kubernetes(backend: str, script: Path, tmp_path: Path) -> Non
     assert manifest("--backend", "horovod", "--image", "a", script.name)["kind"] == "MPIJob"
 
 
+KINDS = {"PyTorchJob": "-worker-{}", "MPIJob": "-worker-{}", "TrainJob": "-node-0-{}-abcde"}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 12, 101])
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_in_kubernetes_are_labels_and_leave_room_for_the_pods(
+    kind: str, nodes: int, script: Path, tmp_path: Path
+) -> None:
+    """The operators name pods and services after the job, and these names are DNS labels as in RFC 1035."""
+    asked = ["--to", "kubernetes", "--kind", kind, "--nodes", str(nodes), "--image", "a"]
+
+    def name_after(file: str) -> str:
+        (tmp_path / file).touch()
+        name = yaml.safe_load(printed(*asked, file))["metadata"]["name"]
+        last = KINDS[kind].format(max(0, nodes - 2 if kind == "PyTorchJob" else nodes - 1))
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", f"{name}{last}")
+        return str(name)
+
+    assert name_after("3d-unet.py") == "job-3d-unet"
+    assert name_after("__main__.py") == "main"
+    assert name_after("Train_UNet2.py") == "train-unet2"
+    assert name_after("4.py") == "job-4"
+    longest = name_after("x" * 80 + ".py")
+    assert set(longest) == {"x"}
+    assert name_after(longest[:-1] + "_y" + ".py") == longest[:-1], "no dash at the end"
+    name = f"a{longest[1:-1]}1"
+    assert yaml.safe_load(printed(*asked, "--job-name", name, script.name))["metadata"]["name"] == name
+    for refused in ("3d-unet", f"{name}2", "a" * 63, "a-", "-a", "a.b", "a\n", ""):
+        result = submit("--dry-run", *asked, "--job-name", refused, script.name)
+        assert result.exit_code == 2
+        assert f"The name of a {kind} must have at most {len(longest)} small letters" in result.stderr
+        suggested = result.stderr.rpartition("--job-name ")[2].strip()
+        assert yaml.safe_load(printed(*asked, "--job-name", suggested, script.name))["metadata"]["name"] == suggested
+
+
 def test_options_stay_with_what_starts_the_ranks_in_the_pods(script: Path) -> None:
     def command(line: str) -> str:
         told = CliRunner().invoke(unitrain, ["translate", "--to", "kubernetes", line])
@@ -307,7 +352,10 @@ def test_a_job_is_shown_and_handed_over(target: str, command: str, script: Path,
         ),
         (
             "--to kubernetes --job-name My_Job T",
-            "A job's name in Kubernetes has small letters, digits and dashes only, got 'My_Job'. Use: --job-name train",
+            (
+                "The name of a PyTorchJob must have at most 54 small letters, digits and dashes and begin with a "
+                "letter, because pods are named after it (-worker-0), got 'My_Job'. Use: --job-name my-job"
+            ),
         ),
         (
             "--to kubernetes --nodes 2 -np 3 --image a T",

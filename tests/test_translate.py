@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -141,6 +142,81 @@ def test_hosts_may_be_in_a_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        # What mpirun of Open MPI 4.1.4 does on three hosts with two cores each.
+        ("a max_slots=8 slots=3\nb slots=1 max-slots=2\n", "", [("a", 3), ("b", 1)]),
+        ("a max_slots=3\nb max-slots=1\n", "", [("a", 3), ("b", 1)]),
+        ("a\na\na\nb slots=2\n", "", [("a", 3), ("b", 2)]),
+        ("a slots=2\nb\n", "-np 4", [("a", 2), ("b", 2)]),
+        ("a slots=2\nb\nc\n", "-np 3", [("a", 2), ("b", 1)]),
+        ("a slots=4\nb\n", "-np 4", [("a", 4)]),
+        ("a\nb\n", "-np 1", [("a", 1)]),
+        ("a\n", "-np 8", [("a", 8)]),
+        ("a\nb\n", "-np 4 -N 2", [("a", 2), ("b", 2)]),
+        ("a\nb\n", "-np 3 --map-by node", [("a", 2), ("b", 1)]),
+        ("a slots=1\nb\nc\n", "-np 4 --map-by node", [("a", 1), ("b", 2), ("c", 1)]),
+        ("a slots=1\nb slots=4\n", "-H b:2", [("b", 2)]),
+    ],
+    ids=str,
+)
+def test_a_hostfile_of_open_mpi(text: str, options: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    found = read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
+    assert list(zip(found.hosts, found.counts, strict=True)) == expected
+
+
+@pytest.mark.parametrize("options", ["", "-np 3", "--map-by node"])
+def test_processes_that_only_the_hosts_know_must_be_written(options: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\nb\n")
+    with pytest.raises(LaunchError) as caught:
+        read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
+    assert str(caught.value) == (
+        "The hostfile has no slots for 'a': mpirun starts as many processes there as it has cores, which only that "
+        "host knows. Write their number into the file, as in: a slots=8"
+    )
+
+
+def mapped(options: str) -> list[tuple[str, int]]:
+    """Return the hosts and processes of the map that Open MPI's mpirun makes, without starting anything."""
+    environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = ["mpirun", "--do-not-launch", "--display-map", "--bind-to", "none", *options.split(), "true"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    nodes = re.findall(r"Data for node: (\w+)\t.*Num procs: (\d+)", done.stdout)
+    return [(name, int(count)) for name, count in nodes]
+
+
+@needs_open_mpi
+def test_processes_are_placed_as_open_mpi_places_them() -> None:
+    generator = random.Random(0)
+    for number in range(4):
+        slots = [generator.randint(1, 6) for _ in range(generator.randint(2, 5))]
+        size = generator.randint(1, sum(slots))
+        hosts = ",".join(f"{name}:{count}" for name, count in zip("abcde", slots, strict=False))
+        options = f"-H {hosts} -np {size} --map-by {'slot' if number == 0 else 'node'}"
+        found = read(f"mpirun {options} python t.py")
+        assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
+    for options in ("-H a:1,b:4 -np 5 --bynode", "-H a:1,b:2 -np 6 --map-by node:oversubscribe",
+                    "-H a:1,b:4,c:2 -np 9 --bynode --oversubscribe"):  # fmt: skip
+        found = read(f"mpirun {options} python t.py")
+        assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
+
+
+def test_cores_that_limit_processes_are_named(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb\nc\n")
+    assert "mpirun starts at most as many processes on b, c as there are cores, which are not known." in (
+        remarks(f"mpirun --hostfile {tmp_path}/hosts -np 4 --map-by node python t.py", "torchrun")
+    )
+
+
+def test_modifiers_of_a_mapping_are_not_lost() -> None:
+    for option in ("--map-by slot:PE=4", "--map-by ppr:2:node:PE=4", "--map-by node:oversubscribe"):
+        line = f"mpirun -np 2 -H a:2,b:2 {option} python t.py"
+        assert f"{option} of mpirun is left out: " in remarks(line, "torchrun")
+        assert option in lines(line, "mpirun")[0]
+
+
 # --- what is written ---
 
 
@@ -276,6 +352,44 @@ def test_a_shell_takes_what_is_written_for_what_was_typed() -> None:
     ]
     assert shown[0] == shown[1]
     assert "over there/a b|c $d|" in shown[0]
+
+
+# What bash expands or reads as another text, and what looks like it.
+PIECES = [
+    "shard-", "a", ",", "..", "{0..9}", "{1..9..3}", "{01..3}", "{c..a}", "{a,b}", "{a,{b,c}}", "{,x}", "{", "}", "{}",
+    "{a}", "{a..1}", "{a,'b c'}", "{'a,b'}", "{a\\,b}", '{"a":1,"b":2}', "'{a,b}'", '"{a,b}"', "\\{", "$WHERE",
+    "${WHERE}", r"$'\t'", r"$'it\'s'", r"$'\x41\101\u00e9\U1F600'", r"$'\xc3\xa9'", r"$'\xe9'", r"$'a\0b'",
+    r"$'\q\?\\\e\cA'", '$"hi there"', "\"$'x'\"", "~", "=", "*.none", "'$'",
+]  # fmt: skip
+
+
+def test_braces_and_quoted_escapes_mean_the_same_to_bash() -> None:
+    generator = random.Random(0)
+    typed = [*PIECES, *("".join(generator.choices(PIECES, k=generator.randint(2, 4))) for _ in range(400))]
+    typed += ["$", "a$", "$WHERE'a b'", "{$WHERE,$(echo p q)}"]
+    written = [join(split(f"p {words}")[1:]) for words in typed]
+    shown = [
+        subprocess.run(
+            ["bash", "-c", "\n".join(f"printf '<%s>' {words}; echo" for words in lines)],
+            env={"PATH": os.environ["PATH"], "HOME": "/root", "WHERE": "over", "LC_ALL": "C.UTF-8"},
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=60,
+        ).stdout
+        for lines in (typed, written)
+    ]
+    assert shown[0] == shown[1]
+    assert b"<shard-0><shard-1>" in shown[0] or b"<0><1><2>" in shown[0]
+    assert lines(r"torchrun t.py --files shard-{0..9} --sep $'\t'", "mpirun")[0].endswith(
+        "t.py --files shard-{0..9} --sep '\t'"
+    )
+    with pytest.raises(
+        LaunchError, match=r"'shard-\{0..9\}' is for a shell to expand, and a container's command has none"
+    ):
+        write(read("torchrun t.py shard-{0..9}"), "kubernetes")
+    assert "{}" in (write(read("torchrun t.py {}"), "kubernetes").text or "")
+    with pytest.raises(LaunchError, match=r"opened and not closed"):
+        read("torchrun t.py $'a")
 
 
 # --- nothing is dropped without a word ---

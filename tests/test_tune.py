@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from launches import started
 from torch import nn
 
@@ -21,11 +23,13 @@ from unitrain import environment
 from unitrain.backends import registry
 from unitrain.backends.knobs import Knob
 from unitrain.cli import unitrain as program
+from unitrain.commands import tune
 from unitrain.errors import ConfigError, EnvironmentVariableError
 from unitrain.testing import RankGroup
-from unitrain.tuning.kept import FILE, Tuned, forget, tuned_for
+from unitrain.tuning import trial
+from unitrain.tuning.kept import FILE, Run, Tuned, forget, machine, torch_version, tuned_for
 from unitrain.tuning.knobs import BUILT_IN, knobs
-from unitrain.tuning.search import PAIRS, Gain, ratio_of_pair, search
+from unitrain.tuning.search import PAIRS, Found, Gain, ratio_of_pair, search
 
 SIZES = Knob("SIZE", "", "1", ("2", "3"))
 COLOURS = Knob("COLOUR", "", "red", ("green",))
@@ -188,58 +192,128 @@ def test_a_bucket_size_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) 
         _bucketing()
 
 
-def tuned(script: Path, size: int = 2) -> Tuned:
-    return Tuned(
-        script=str(script), backend="ddp", num_processes=size,
-        variables={"OMP_NUM_THREADS": "1", "UNITRAIN_BUCKETS_MB": "5,5"}, gain=1.2, spread=(1.1, 1.3), torch="2",
-    )  # fmt: skip
+def tuned(script: Path | str, size: int = 2, **others: object) -> Tuned:
+    run = asdict(Run.here(str(script), ("--epochs", "3 0"), "ddp", size, 1))
+    found = {"variables": {"OMP_NUM_THREADS": "1", "UNITRAIN_BUCKETS_MB": "5,5"}, "gain": 1.2, "spread": (1.1, 1.3)}
+    return Tuned(**{**run, **found, **others})
 
 
-def test_launch_uses_what_is_kept_for_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("UNITRAIN_BACKEND", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    script = tmp_path / "train.py"
-    script.touch()
+    for name in ("UNITRAIN_BACKEND", "OMP_NUM_THREADS", "UNITRAIN_BUCKETS_MB"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "train.py").touch()
+    return tmp_path / "train.py"
+
+
+def planned(*options: str, args: Sequence[str] = ("--epochs", "3 0")) -> Result:
+    result = CliRunner().invoke(program, ["launch", "--dry-run", *options, "train.py", *args])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_launch_uses_what_is_kept_for_this_run_and_says_so(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned(script).keep()
     tuned(script, size=3).keep()
     tuned(script).keep()
-
-    def line(*options: str) -> str:
-        result = CliRunner().invoke(program, ["launch", "--dry-run", *options, "train.py"])
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    assert "UNITRAIN_BUCKETS_MB=5,5" in line("-np", "2")
-    assert "OMP_NUM_THREADS" not in line("-np", "2"), "what the user has set stays"
-    assert "UNITRAIN_BUCKETS_MB=1,1" in line("-np", "2", "-x", "UNITRAIN_BUCKETS_MB=1,1")
+    found = planned("-np", "2")
+    assert "UNITRAIN_BUCKETS_MB=5,5" in found.stdout
+    assert found.stderr.splitlines()[0] == (
+        "unitrain: unitrain-tuned.json sets OMP_NUM_THREADS=1 UNITRAIN_BUCKETS_MB=5,5: without, a step took 1.20 times "
+        "as long. Leave it out with: --untuned"
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    found = planned("-np", "2")
+    assert "OMP_NUM_THREADS" not in found.output, "what the user has set stays"
+    found = planned("-np", "2", "-x", "UNITRAIN_BUCKETS_MB=1,1")
+    assert "UNITRAIN_BUCKETS_MB=1,1" in found.stdout
+    assert FILE.name not in found.stderr, "nothing of the file is used"
     for options in (["-np", "4"], ["-np", "2", "--backend", "horovod"], ["-np", "2", "--untuned"]):
-        assert "BUCKETS" not in line(*options)
-    forget("train.py", "ddp", 2)
-    assert tuned_for("train.py", None, 2) is None
-    assert tuned_for("train.py", None, 3) == tuned(script, size=3)
+        found = planned(*options)
+        assert "BUCKETS" not in found.output
+        assert FILE.name not in found.stderr
+    run = Run.here("train.py", ("--epochs", "3 0"), "ddp", 2, 1)
+    forget(run)
+    assert tuned_for(run) == (None, [])
+    assert tuned_for(replace(run, num_processes=3)) == (tuned(script, size=3), [])
     FILE.write_text("[{}]")
     result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
     assert "unitrain-tuned.json cannot be read" in result.output
     with pytest.raises(ConfigError, match="Delete it"):
-        tuned_for("train.py", None, 2)
+        tuned_for(run)
 
 
-def test_a_file_sets_nothing_but_tunables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        ({"torch": "2.1.0"}, f"they were found with torch 2.1.0, and torch {torch_version()} is installed"),
+        (
+            {"machine": "a CPU, 64 cores"},
+            f"they were found on another machine (a CPU, 64 cores), and this is: {machine()}",
+        ),
+        ({"num_nodes": 2}, "they were found on 2 hosts, and this run is on 1"),
+        ({"args": ()}, "they were found with no arguments, and this run has the arguments \"--epochs '3 0'\""),
+        (
+            {"args": ("--batch-size", "8"), "torch": "2.1.0"},
+            (
+                "they were found with the arguments '--batch-size 8', and this run has the arguments "
+                f"\"--epochs '3 0'\"; they were found with torch 2.1.0, and torch {torch_version()} is installed"
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_settings_of_another_torch_machine_or_arguments_are_not_used(
+    recorded: dict[str, object], said: str, script: Path
+) -> None:
+    tuned(script, **recorded).keep()
+    found = planned("-np", "2")
+    assert "BUCKETS" not in found.output
+    assert found.stderr.splitlines()[0] == (
+        f"unitrain: The settings in unitrain-tuned.json are not used: {said}. Find new ones with: unitrain tune, or "
+        "delete the file"
+    )
+    tuned(script).keep()
+    assert "UNITRAIN_BUCKETS_MB=5,5" in planned("-np", "2").stdout, "those of this run are found among others"
+
+
+def test_settings_of_an_earlier_version_are_not_used(script: Path) -> None:
+    entry = {"script": "train.py", "backend": "ddp", "num_processes": 2, "variables": {"OMP_NUM_THREADS": "1"}}
+    FILE.write_text(json.dumps([{**entry, "gain": 1.2, "spread": [1.1, 1.3], "torch": torch_version()}]))
+    found = planned("-np", "2", args=())
+    assert (
+        "an earlier version of unitrain found them, which did not record the arguments and the machine" in found.stderr
+    )
+    assert "sets OMP_NUM_THREADS" not in found.stderr
+    forget(Run.here("train.py", (), "ddp", 2, 1))
+    assert json.loads(FILE.read_text()) == []
+
+
+def test_a_gain_is_kept_for_the_run_that_was_timed(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = trial.Result(
+        seconds_per_step=0.1,
+        steps=10,
+        backend="ddp",
+        transport="gloo",
+        size=2,
+        num_nodes=1,
+        threads=1,
+        cores_per_rank=1,
+    )
+    gain = Gain([1.2] * PAIRS)
+    tune._tell(Found({"UNITRAIN_BUCKETS_MB": "5,5"}, gain), first, "train.py", ("--epochs", "3 0"))
+    assert "Kept in unitrain-tuned.json." in capsys.readouterr().out
+    assert "UNITRAIN_BUCKETS_MB=5,5" in planned("-np", "2").stdout
+    assert "are not used" in planned("-np", "2", args=("--epochs", "4")).stderr
+    tune._tell(Found({}, None), first, "train.py", ("--epochs", "3 0"))
+    assert json.loads(FILE.read_text()) == []
+
+
+def test_a_file_sets_nothing_but_tunables(script: Path) -> None:
     """The file may have come with somebody else's script."""
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
     for name in ("LD_PRELOAD", "PYTHONPATH", "PATH", "NCCL_NET_PLUGIN", "UNITRAIN_SUPERVISOR"):
-        entry = Tuned(
-            script="train.py",
-            backend="ddp",
-            num_processes=1,
-            variables={name: "x"},
-            gain=1.1,
-            spread=(1.0, 1.2),
-            torch="",
-        )
-        entry.keep()
+        tuned(script, size=1, args=(), variables={name: "x"}).keep()
         result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
         assert result.exit_code == 2
         assert f"unitrain-tuned.json sets {name}, which is not a setting that unitrain tune changes" in result.output

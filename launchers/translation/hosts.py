@@ -9,7 +9,7 @@ from pathlib import Path
 from launchers.errors import LaunchError
 from launchers.hosts import Host, parse_hosts, shares
 
-_SLOTS = re.compile(r"(?:slots|max_slots|max-slots)\s*=\s*")
+_COUNT = re.compile(r"(slots|max_slots|max-slots)\s*=\s*")
 _RANGE = re.compile(r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<after>[^\[\]]*)")
 
 
@@ -27,6 +27,15 @@ def named(text: str | None, file: str | None, option: str) -> tuple[Host, ...]:
         return _added(parse_hosts(part)[0] for part in text.split(","))
     if file is None:
         return ()
+    return _added(Host(name, slots or 1) for name, slots in entries(file, option))
+
+
+def entries(file: str, option: str) -> list[tuple[str, int | None]]:
+    """Return the hosts that a file names, line by line, with their slots or None where a line does not say how many.
+
+    Open MPI and Horovod write "name slots=4", MPICH "name:4"; where a line has max_slots=8 alone, that is meant.
+    Raises LaunchError.
+    """
     path = Path(file).expanduser()
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -35,7 +44,7 @@ def named(text: str | None, file: str | None, option: str) -> tuple[Host, ...]:
         raise LaunchError(
             f"{option} {file} cannot be read: {reason}. Go to its folder, or name the hosts: --hosts node1:4,node2:4"
         ) from error
-    return _added(host for line in lines if (host := _of_line(line)) is not None)
+    return [found for line in lines if (found := _of_line(line)) is not None]
 
 
 def fill(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
@@ -55,6 +64,24 @@ def fill(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str
     left = [host.name for host in hosts[len(counts) :]]
     said = (f"{', '.join(left)} of the hosts would get no process, and {'is' if len(left) == 1 else 'are'} left out.",)
     return counts, tuple(host.name for host in hosts[: len(counts)]), said if left else ()
+
+
+def dealt(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
+    """Return how many of `size` processes each host gets where Open MPI deals them out by node.
+
+    It takes several rounds. In each one all hosts with free slots get equally many, the first ones one more, and never
+    more than their slots.
+    """
+    counts = [0] * len(hosts)
+    left = min(size, sum(host.slots for host in hosts))
+    while left:
+        free = [place for place, host in enumerate(hosts) if counts[place] < host.slots]
+        each, extra = divmod(left, len(free))
+        for number, place in enumerate(free):
+            more = min(each + (number < extra), hosts[place].slots - counts[place])
+            counts[place] += more
+            left -= more
+    return tuple(counts)
 
 
 def spread(size: int, hosts: int) -> tuple[int, ...]:
@@ -86,10 +113,11 @@ def _added(hosts: Iterable[Host]) -> tuple[Host, ...]:
     return tuple(Host(name, count) for name, count in slots.items())
 
 
-def _of_line(line: str) -> Host | None:
-    """Read "name slots=4" of Open MPI and Horovod, and "name:4" of MPICH."""
-    words = _SLOTS.sub("slots=", line.partition("#")[0]).split()
+def _of_line(line: str) -> tuple[str, int | None] | None:
+    words = _COUNT.sub(r"\1=", line.partition("#")[0]).split()
     if not words:
         return None
-    counts = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
-    return parse_hosts(f"{words[0]}:{counts[0]}" if counts else words[0])[0]
+    counts = {name.replace("_", "-"): count for name, equals, count in (word.partition("=") for word in words[1:])}
+    count = counts.get("slots", counts.get("max-slots"))
+    host = parse_hosts(words[0] if count is None else f"{words[0]}:{count}")[0]
+    return host.name, None if count is None and ":" not in words[0].rpartition("]")[2] else host.slots

@@ -20,7 +20,9 @@ from launchers.translation.yaml import dump
 
 LAUNCHER = "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob", "MPIJob")
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+# The operators also make services, whose names are DNS labels as in RFC 1035.
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LABEL_CHARACTERS = 63
 _GRACE_SECONDS = 120
 
 
@@ -59,11 +61,7 @@ def write(job: Job, pods: Pods | None = None) -> Written:
                 f"{shown(word)!r} is for a shell to expand, and a container's command has none. Write its value in its "
                 "place, or start a script of your own: bash -c '...'"
             )
-    name = pods.name or name_of(job).lower().replace("_", "-")
-    if not _NAME.fullmatch(name):
-        raise LaunchError(
-            f"A job's name in Kubernetes has small letters, digits and dashes only, got {name!r}. Use: --job-name train"
-        )
+    name = _name(job, pods.name, kind)
     # Options of what starts the ranks in the pods stay with it.
     runner = "mpirun" if kind == "MPIJob" else "torchrun"
     kept = [one for one in job.others if one.launcher == runner or runner in one.passes]
@@ -83,6 +81,25 @@ def write(job: Job, pods: Pods | None = None) -> Written:
     version, spec = build(job, pods, name, given, said)
     manifest = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
     return Written(text=dump(manifest), remarks=said)
+
+
+def _name(job: Job, given: str | None, kind: str) -> str:
+    """Return the name that was given, or else one after the script, which the operator takes. Raises LaunchError."""
+    last = len(job.counts) - 1
+    # The longest name that the operator makes of it: of a pod, of the launcher's job, or of a pod of a JobSet.
+    suffix = {
+        "PyTorchJob": f"-worker-{max(0, last - 1)}", "MPIJob": f"-worker-{last}", "TrainJob": f"-node-0-{last}-abcde"
+    }[kind]  # fmt: skip
+    most = _LABEL_CHARACTERS - len(suffix)
+    wanted = given if given is not None else name_of(job)
+    plain = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-") or "job"
+    fitting = (plain if plain[0].isalpha() else f"job-{plain}")[:most].rstrip("-")
+    if given is not None and (len(given) > most or not _NAME.fullmatch(given)):
+        raise LaunchError(
+            f"The name of a {kind} must have at most {most} small letters, digits and dashes and begin with a letter, "
+            f"because pods are named after it ({suffix}), got {given!r}. Use: --job-name {fitting}"
+        )
+    return given or fitting
 
 
 def _pytorchjob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) -> tuple[str, dict[str, Any]]:

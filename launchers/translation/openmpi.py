@@ -10,7 +10,7 @@ from launchers.errors import LaunchError
 from launchers.exports import looks_secret
 from launchers.hosts import Host
 from launchers.options import with_defaults
-from launchers.translation.hosts import fill, listed, named, spread
+from launchers.translation.hosts import dealt, entries, fill, listed, named, spread
 from launchers.translation.job import Job, Other, number
 from launchers.translation.options import Options, Syntax, table, topics
 from launchers.translation.words import expands
@@ -64,11 +64,9 @@ def read(words: Sequence[str]) -> Job:
             "Start one script, which looks at its rank"
         )
     texts = [one.values[0] for one in options.all("--host")]
-    hosts = named(
-        ",".join(texts) if texts else None,
-        options.last("--hostfile", "--machinefile", "--default-hostfile"),
-        "--hostfile",
-    )
+    file = options.last("--hostfile", "--machinefile", "--default-hostfile")
+    # With both, --host chooses some hosts of the file, and says how many slots are used.
+    hosts = _of_file(file) if file is not None and not texts else named(",".join(texts) if texts else None, None, "")
     variables: dict[str, str] = {}
     forwarded: list[str] = []
     for one in options.all("-x"):
@@ -124,15 +122,18 @@ def _placed(options: Options, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...],
     """Return how many processes each host gets, the hosts' names, and what is to be said."""
     size = options.number("--np")
     per_host = options.number("-N") or options.number("--npernode") or (1 if options.flag("--pernode") else None)
-    dealt = options.flag("--bynode")
+    by_node = options.flag("--bynode")
+    several_a_slot = options.flag("--oversubscribe", put_back=True)
     for one in options.all("--map-by"):
-        policy = one.values[0].lower().split(":")
-        if policy[0] == "ppr" and policy[2:3] == ["node"]:
-            per_host = number("--map-by ppr:N:node", policy[1])
-        elif policy[0] == "node":
-            dealt = True
-        elif policy[0] != "slot":
+        policy, *modifiers = one.values[0].lower().split(":")
+        if policy == "ppr" and modifiers[1:2] == ["node"]:
+            per_host = number("--map-by ppr:N:node", modifiers[0])
+            del modifiers[:2]
+        elif policy == "node":
+            by_node = True
+        if policy not in ("node", "slot", "ppr", "") or modifiers:
             options.put_back(one)
+        several_a_slot = several_a_slot or "oversubscribe" in modifiers
     options.flag("--byslot")
     if per_host is not None:
         if hosts:
@@ -142,13 +143,60 @@ def _placed(options: Options, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...],
             raise LaunchError("mpirun's line does not say how many processes it starts. Add -np N to it")
         whole, rest = divmod(size, per_host)
         return (per_host,) * whole + ((rest,) if rest else ()), (), ()
+    said: tuple[str, ...] = ()
+    if by_node and len(hosts) > 1:
+        said = ("mpirun deals ranks out to the hosts in turn here: elsewhere they are numbered host by host.",)
+    hosts, more = _with_slots(hosts, size, by_node)
     size = size or sum(host.slots for host in hosts)
     if not size:
         raise LaunchError("mpirun's line does not say how many processes it starts. Add -np N to it")
-    if dealt and len(hosts) > 1:
-        dealt_out = "mpirun deals ranks out to the hosts in turn here: elsewhere they are numbered host by host."
-        return spread(size, len(hosts)), tuple(host.name for host in hosts[:size]), (dealt_out,)
-    return fill(size, hosts)
+    slots = sum(host.slots for host in hosts)
+    if by_node and len(hosts) > 1 and (size <= slots or several_a_slot):
+        counts = dealt(size, hosts) if size <= slots else spread(size, len(hosts))
+        return counts[:size], tuple(host.name for host in hosts[:size]), (*said, *more)
+    counts, names, left = fill(size, hosts)
+    return counts, names, (*said, *more, *left)
+
+
+def _of_file(file: str) -> tuple[Host, ...]:
+    """Return the hosts of a file, with 0 slots where the file does not say how many: as many as the host has cores.
+
+    A host that is named several times without slots has as many as it is named.
+    """
+    slots: dict[str, list[int | None]] = {}
+    for name, count in entries(file, "--hostfile"):
+        slots.setdefault(name, []).append(count)
+    return tuple(
+        Host(name, sum(count or 1 for count in counts) if len(counts) > 1 else counts[0] or 0)
+        for name, counts in slots.items()
+    )
+
+
+def _with_slots(hosts: tuple[Host, ...], size: int | None, by_node: bool) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    """Return the hosts with slots also where only the host itself knows them, and what is to be said of that.
+
+    Raises LaunchError where the processes of the hosts cannot be told without.
+    """
+    unknown = [host.name for host in hosts if not host.slots]
+    if not unknown:
+        return hosts, ()
+    if by_node and size is not None:
+        said = (
+            f"mpirun starts at most as many processes on {', '.join(unknown)} as there are cores, which are not known."
+        )
+        return tuple(host if host.slots else Host(host.name, size) for host in hosts), (said,)
+    found: list[Host] = []
+    left = size
+    for place, host in enumerate(hosts):
+        if not host.slots and (left is None or (left > 1 and place < len(hosts) - 1)):
+            raise LaunchError(
+                f"The hostfile has no slots for {host.name!r}: mpirun starts as many processes there as it has cores, "
+                f"which only that host knows. Write their number into the file, as in: {host.name} slots=8"
+            )
+        slots = host.slots or max(1, left or 0)
+        found.append(Host(host.name, slots))
+        left = None if left is None else max(0, left - slots)
+    return tuple(found), ()
 
 
 def _settings(options: Options) -> list[Other]:

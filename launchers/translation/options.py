@@ -111,8 +111,10 @@ class Options:
         taken = self.all(*names)
         return (taken[-1].values or ("",))[0] if taken else None
 
-    def flag(self, *names: str) -> bool:
-        """Take the options of these names, and return whether there was one."""
+    def flag(self, *names: str, put_back: bool = False) -> bool:
+        """Return whether one of these options was given, and take them, unless they are to be left over."""
+        if put_back:
+            return any(one.name in names for one in self._given)
         return bool(self.all(*names))
 
     def number(self, *names: str, least: int = 1) -> int | None:

@@ -97,12 +97,13 @@ def _settings(variables: dict[str, str]) -> list[str]:
 def _read_mpi(words: Sequence[str]) -> Job:
     """Read what may be Open MPI's or MPICH's: their options tell them apart."""
     try:
-        return openmpi.read(words)
+        openmpi.SYNTAX.take(words)
     except LaunchError as error:
         try:
             return mpich.read(words)
         except LaunchError:
             raise error from None
+    return openmpi.read(words)
 
 
 def _meeting(variables: dict[str, str]) -> tuple[str | None, int | None]:

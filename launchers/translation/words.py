@@ -6,6 +6,7 @@ is written again without being quoted.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -15,8 +16,12 @@ from launchers.errors import LaunchError
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _TYPED = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
 _NAME = re.compile(r"\$(?:[A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-])")
+_ENDS_IN_NAME = re.compile(r"\$[A-Za-z_][A-Za-z0-9_]*\Z")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _PAIRS = {"{": "}", "(": ")"}
+_SEQUENCE = re.compile(r"(-?[0-9]+\.\.-?[0-9]+|[A-Za-z]\.\.[A-Za-z])(\.\.-?[0-9]+)?")
+_ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{1,4}|U[0-9A-Fa-f]{1,8}|[0-7]{1,3}|c.|.)", re.DOTALL)
+_ESCAPED = {"a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 
 
 def split(line: str) -> list[str]:
@@ -60,7 +65,15 @@ def quote(word: str) -> str:
     if _OPEN not in word:
         return shlex.quote(word)
     parts = _TYPED.split(word)  # in turn what is literal, and what was typed
-    return "".join(part if place % 2 else shlex.quote(part) if part else "" for place, part in enumerate(parts))
+    text = ""
+    for place, part in enumerate(parts):
+        if place % 2 or not part:
+            text += part
+        elif _ENDS_IN_NAME.search(text) and re.match(r"[A-Za-z0-9_]", part):  # $NAME'text' is not $NAMEtext
+            text += f"'{part[0]}'{shlex.quote(part[1:]) if part[1:] else ''}"
+        else:
+            text += shlex.quote(part)
+    return text
 
 
 def typed(text: str) -> str:
@@ -110,6 +123,12 @@ def _part(line: str, at: int) -> tuple[str, int]:
         return line[at + 1 : end], end + 1
     if here == '"':
         return _quoted(line, at)
+    if here == "$" and line[at + 1 : at + 2] == "'":
+        return _ansi_quoted(line, at)
+    if here == "$" and line[at + 1 : at + 2] == '"':  # a text to be translated, which scripts seldom have
+        return _quoted(line, at + 1)
+    if here == "{" and (end := _braces(line, at)) > at:
+        return typed(line[at:end]), end
     if here in "$`":
         end = _expansion(line, at)
         return (typed(line[at:end]), end) if end > at + 1 else (here, at + 1)
@@ -136,6 +155,55 @@ def _quoted(line: str, at: int) -> tuple[str, int]:
     if at >= len(line):
         raise _open('"', line[start:])
     return text or typed('""'), at + 1
+
+
+def _ansi_quoted(line: str, at: int) -> tuple[str, int]:
+    """Return what $'...' at `at` stands for, with its escapes replaced, and where it ends.
+
+    Bytes that are no text stay as they were typed.
+    """
+    end = at + 2
+    while end < len(line) and line[end] != "'":
+        end += 2 if line[end] == "\\" else 1
+    if end >= len(line):
+        raise _open("$'", line[at:])
+    text = _ESCAPE.sub(lambda match: _unescaped(match[1]), line[at + 2 : end]).partition("\0")[0]
+    try:
+        return os.fsencode(text).decode(), end + 1
+    except UnicodeDecodeError:
+        return typed(line[at : end + 1]), end + 1
+
+
+def _unescaped(escape: str) -> str:
+    """Return the character of an escape, given without its backslash, or a surrogate for a byte above 127."""
+    kind, digits = escape[0], escape[1:]
+    if kind in "uU" and digits:
+        return chr(int(digits, 16))
+    if kind == "x" and digits:
+        return os.fsdecode(bytes([int(digits, 16)]))
+    if kind in "01234567":
+        return os.fsdecode(bytes([int(escape, 8) & 0xFF]))
+    if kind == "c" and digits:
+        return chr(ord(digits.upper()) ^ 0x40)
+    return _ESCAPED.get(kind, kind if kind in "\\'\"?" else f"\\{kind}")
+
+
+def _braces(line: str, at: int) -> int:
+    """Return where the braces at `at` end that bash expands, as in {a,b} and {0..9}, or `at` where it does not."""
+    depth, comma, here = 0, False, at
+    while here < len(line):
+        char = line[here]
+        if char in " \t\r\n|;&<>()":
+            return at
+        if char in "\\'\"$`":  # quotes and expansions belong to a word, whatever they contain
+            here = _part(line, here)[1]
+            continue
+        comma = comma or (char == "," and depth == 1)
+        depth += (char == "{") - (char == "}")
+        here += 1
+        if depth == 0:
+            return here if comma or _SEQUENCE.fullmatch(line[at + 1 : here - 1]) else at
+    return at
 
 
 def _expansion(line: str, at: int) -> int:

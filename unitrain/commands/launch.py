@@ -25,8 +25,8 @@ from unitrain.commands.job import Job
 from unitrain.commands.membership import Membership
 from unitrain.commands.supervisor import Supervisor
 from unitrain.errors import ConfigError, did_you_mean
-from unitrain.tuning.kept import FILE, tuned_for
-from unitrain.tuning.knobs import BUILT_IN
+from unitrain.tuning.kept import FILE, Run, tuned_for
+from unitrain.tuning.knobs import BUILT_IN, shown
 
 # The backend that a launcher's users know.
 _BACKEND_OF = {launcher: backend for backend, launcher in launchers.LAUNCHER_OF.items()} | {
@@ -163,7 +163,7 @@ def launch(
             slots = sum(host.slots for host in spec.hosts) or launchers.allocated_slots(launcher) or 1
             processes = slots if num_processes is None else num_processes
             if not untuned:
-                spec = replace(spec, environment=_tuned(spec, processes) | dict(spec.environment))
+                spec = replace(spec, environment=_tuned(launcher, spec, processes) | dict(spec.environment))
             spec = replace(spec, num_processes=processes, max_restarts=max_restarts or 0)
             if elsewhere and not dry_run:
                 mark = {launchers.MARK: secrets.token_hex(8)}
@@ -352,16 +352,27 @@ def _listed(
     return lambda: hosts
 
 
-def _tuned(spec: launchers.LaunchSpec, num_processes: int) -> dict[str, str]:
-    """Return what `unitrain tune` has found for this run, but for what the user has set.
+def _tuned(launcher: str, spec: launchers.LaunchSpec, num_processes: int) -> dict[str, str]:
+    """Return what `unitrain tune` has found for this run, but for what the user has set, and print a line about it.
 
+    Settings that were found with other arguments, hosts, machines or another torch are not used, which is printed too.
     Raises ConfigError for a file that sets any other variable: it may come with somebody else's script, and a variable
     such as LD_PRELOAD runs code.
     """
-    tuned = tuned_for(spec.script, spec.backend, num_processes)
-    if tuned is None:
+    if spec.module or not FILE.exists():  # unitrain tune takes files only
         return {}
     backend = spec.backend or "ddp"
+    hosts = spec.hosts or launchers.allocated_hosts(launcher)
+    nodes = len(launchers.shares(num_processes, hosts)) if hosts else 1
+    tuned, differences = tuned_for(Run.here(spec.script, spec.args, backend, num_processes, nodes))
+    if differences:
+        click.echo(
+            f"unitrain: The settings in {FILE} are not used: {'; '.join(differences)}. Find new ones with: "
+            f"unitrain tune, or delete the file",
+            err=True,
+        )
+    if tuned is None:
+        return {}
     own: set[str] = (
         set() if backend in launchers.LAUNCHER_OF else {knob.variable for knob in registry.load(backend).knobs}
     )
@@ -371,7 +382,18 @@ def _tuned(spec: launchers.LaunchSpec, num_processes: int) -> dict[str, str]:
                 f"{FILE} sets {name}, which is not a setting that unitrain tune changes for backend {backend!r}. "
                 f"Delete the file unless you trust it, and set the variable yourself: export {name}=..."
             )
-    return {name: value for name, value in tuned.variables.items() if environment.setting(name) is None}
+    used = {
+        name: value
+        for name, value in tuned.variables.items()
+        if environment.setting(name) is None and name not in spec.environment
+    }
+    if used:
+        click.echo(
+            f"unitrain: {FILE} sets {shown(used)}: without, a step took {tuned.gain:.2f} times as long. "
+            "Leave it out with: --untuned",
+            err=True,
+        )
+    return used
 
 
 def check_script(script: Path) -> None:

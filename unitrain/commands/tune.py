@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -87,7 +87,8 @@ def tune(launch: str, minutes: float, seconds: float, compression: bool, script:
     """Find settings under which SCRIPT, which uses unitrain.Trainer, takes less time for a step.
 
     Runs it again and again for some seconds, with and without a setting in turn. What is clearly faster, on pairs of
-    runs that were not used to find it, is kept in unitrain-tuned.json, which `unitrain launch` reads in this folder.
+    runs that were not used to find it, is kept in unitrain-tuned.json. In this folder, `unitrain launch` uses it for a
+    run with the same arguments on an equal machine, and says so.
     The settings change no number beyond rounding.
 
     \b
@@ -113,7 +114,7 @@ def tune(launch: str, minutes: float, seconds: float, compression: bool, script:
                 f"{first.seconds_per_step * 1e3:.2f} ms a step as it is"
             )
             found = _look(trials, first, minutes * 60, took)
-            _tell(found, first, str(script))
+            _tell(found, first, str(script), args)
             if compression:
                 _compare_compressions(trials)
         except ConfigError as error:
@@ -136,26 +137,25 @@ def _look(trials: _Trials, first: Result, seconds: float, run_seconds: float) ->
     return search(measure, choices, seconds, run_seconds=run_seconds)
 
 
-def _tell(found: Found, first: Result, script: str) -> None:
-    import torch
-
+def _tell(found: Found, first: Result, script: str, args: tuple[str, ...]) -> None:
+    run = kept.Run.here(script, args, first.backend, first.size, first.num_nodes)
     gain = found.gain
     if gain is None or not gain.clear:
         seen = f" The best that was seen, {_interval(gain)}, is within the noise." if gain is not None else ""
         click.echo(f"Nothing is clearly faster than the settings as they are.{seen}{_left(found)}")
-        kept.forget(script, first.backend, first.size)
+        kept.forget(run)
         return
     click.echo(f"Faster by {_interval(gain)}: {shown(found.settings)}.{_left(found)}")
     kept.Tuned(
-        script=script,
-        backend=first.backend,
-        num_processes=first.size,
+        **asdict(run),
         variables=found.settings,
         gain=round(gain.median, 4),
         spread=(round(gain.spread[0], 4), round(gain.spread[1], 4)),
-        torch=torch.__version__,
     ).keep()
-    click.echo(f"Kept in {kept.FILE}, which unitrain launch reads here; --untuned leaves it out.")
+    click.echo(
+        f"Kept in {kept.FILE}. In this folder, unitrain launch uses it and says so, for the same arguments, hosts, "
+        "torch and kind of machine. Leave it out with: --untuned"
+    )
 
 
 def _left(found: Found) -> str:

@@ -16,7 +16,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from unitrain.errors import HorovodBuildError
 from unitrain.horovod_wheel import check, patches
@@ -73,32 +73,72 @@ def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, fo
     plan.folder.mkdir(parents=True, exist_ok=True)
     plan.sdist.parent.mkdir(parents=True, exist_ok=True)
     environment = plan.environment(inherited)
-    with _alone(plan.folder), plan.log.open("a") as log:
+    # One build of one wheel at a time: a second waits, and then finds the wheel in the cache.
+    with contextlib.ExitStack() as held, plan.log.open("a") as log:
+        _lock(plan.folder / "lock", held)
         if force or cached(plan) is None:
             log.truncate(0)
             shutil.rmtree(plan.work, ignore_errors=True)
             plan.work.mkdir()
             for step in plan.build_steps:
-                _run_step(step, plan, environment, log.write, reporter)
+                if step.fills is None:
+                    _run_step(step, plan, environment, log.write, reporter)
+                else:
+                    _fill(step, step.fills, plan, environment, log.write, reporter, held, force=force)
             shutil.rmtree(plan.work, ignore_errors=True)
         for step in plan.install_steps:
             _run_step(step, plan, environment, log.write, reporter)
     return plan.wheel
 
 
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One build of one wheel at a time: a second waits, and then finds the wheel in the cache."""
-    with (folder / "lock").open("w") as lock:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _lock(file: Path, held: contextlib.ExitStack, mode: int = fcntl.LOCK_EX) -> IO[str]:
+    """Lock a file until `held` closes, and return it, so that another mode can be set on it."""
+    lock = held.enter_context(file.open("w"))
+    _set_lock(lock, mode)
+    return lock
+
+
+def _set_lock(lock: IO[str], mode: int) -> None:
+    with contextlib.suppress(OSError):  # some network file systems have no locks
+        fcntl.flock(lock, mode)
+
+
+def _fill(
+    step: Step,
+    folder: Path,
+    plan: BuildPlan,
+    environment: Mapping[str, str],
+    write: Callable[[str], object],
+    reporter: Reporter,
+    held: contextlib.ExitStack,
+    *,
+    force: bool,
+) -> None:
+    """Run a step that fills a folder which builds with other keys use too, unless the folder is complete.
+
+    The folder is emptied first, and `step.unless` is created in it last, so that an interrupted step does not count.
+    Until `held` closes, no other build empties the folder, as it would do with `force`.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    in_use = _lock(folder.with_name(f"{folder.name}.lock"), held, fcntl.LOCK_EX if force else fcntl.LOCK_SH)
+    with contextlib.ExitStack() as filling:
+        _lock(folder.with_name(f"{folder.name}.filling.lock"), filling)
+        if force or not _is_done(step):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        _run_step(step, plan, environment, write, reporter)
+        Path(str(step.unless)).touch()
+    _set_lock(in_use, fcntl.LOCK_SH)
+
+
+def _is_done(step: Step) -> bool:
+    return step.unless is not None and Path(step.unless).exists()
 
 
 def _run_step(
     step: Step, plan: BuildPlan, environment: Mapping[str, str], write: Callable[[str], object], reporter: Reporter
 ) -> None:
-    skipped = step.unless is not None and Path(step.unless).exists()
+    skipped = _is_done(step)
     reporter.step(step, skipped=skipped)
     write(f"\n### {step.name}: {step.says}{' (not needed)' if skipped else ''}\n")
     if skipped:
@@ -193,7 +233,7 @@ def _link(plan: BuildPlan) -> None:
 
 
 def _link_once(link: Path, target: str) -> None:
-    if not link.exists():
+    with contextlib.suppress(FileExistsError):  # another build may have linked it
         link.symlink_to(target)
 
 

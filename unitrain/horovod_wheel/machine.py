@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import platform
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unitrain.errors import MissingDependencyError
@@ -20,6 +21,11 @@ from unitrain.errors import MissingDependencyError
 BYTES_PER_JOB = 2 * 1024**3
 BUILD_MODULES = ("pip", "setuptools", "wheel", "packaging")
 PACKAGE_MANAGERS = ("apt-get", "dnf", "yum", "conda")
+# Variables with which CMake, g++ and nvcc compile something else.
+FLAGS = (
+    *("CC", "CFLAGS", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "CUDAFLAGS", "CUDAHOSTCXX", "CMAKE_BUILD_TYPE"),
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,10 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Everything the plan depends on; None is 'not found here'."""
+    """Everything the plan depends on; None is 'not found here'.
+
+    `flags` are the variables of FLAGS that are set. `cpu` describes the processor where they name the native one.
+    """
 
     torch: Torch
     python: str
@@ -59,6 +68,8 @@ class Machine:
     mpi: Tool | None
     toolkits: tuple[Tool, ...] = ()
     nccl: Tool | None = None
+    flags: Mapping[str, str] = field(default_factory=dict)
+    cpu: str | None = None
     package_manager: str | None = None
     root: bool = False
 
@@ -66,6 +77,7 @@ class Machine:
 def detect(environment: Mapping[str, str]) -> Machine:
     """Look at this Python, its torch, and the compilers and libraries that `environment` leads to."""
     searched = environment.get("PATH", os.defpath)
+    flags = {name: value for name in FLAGS if (value := environment.get(name))}
     return Machine(
         torch=_torch(),
         python=sys.executable,
@@ -81,6 +93,8 @@ def detect(environment: Mapping[str, str]) -> Machine:
         mpi=_mpi(searched),
         toolkits=tuple(_toolkits(environment, searched)),
         nccl=_nccl(environment.get("HOROVOD_NCCL_HOME")),
+        flags=flags,
+        cpu=_cpu() if any("=native" in value for value in flags.values()) else None,
         package_manager=next((name for name in PACKAGE_MANAGERS if shutil.which(name, path=searched)), None),
         root=os.geteuid() == 0,
     )
@@ -121,6 +135,14 @@ def _jobs() -> int:
     meminfo = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.is_file() else "")
     return max(1, min(cores, int(found.group(1)) * 1024 // BYTES_PER_JOB)) if found else cores
+
+
+def _cpu() -> str:
+    """Return the architecture and a digest of what the processor can do, for wheels that run on such a one only."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if file.is_file() else platform.processor()
+    features = sorted(set(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*$", text, re.MULTILINE))) or [text]
+    return f"{platform.machine()} {hashlib.sha256(''.join(features).encode()).hexdigest()[:12]}"
 
 
 def _said(*command: str) -> str:

@@ -36,12 +36,17 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step: a command, or without one the function of that name in `build`; skipped where `unless` exists."""
+    """One step: a command, or without one the function of that name in `build`; skipped where `unless` exists.
+
+    `fills` is a folder that builds with other keys use too: it is locked, emptied before the step, and complete when it
+    contains `unless`, which is created after the step.
+    """
 
     name: str
     says: str
     argv: tuple[str, ...] = ()
     unless: str | None = None
+    fills: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +158,8 @@ def _facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | None) -> 
         "architectures": list(torch.architectures) if cuda else [],
         "mended": list(patches.mending()),
         "patches": patches.digest(),
+        # Left out where none is set, so that those wheels keep their keys.
+        **({"flags": dict(machine.flags), "cpu": machine.cpu} if machine.flags else {}),
     }
 
 
@@ -217,7 +224,7 @@ def _build_steps(
     if pip_toolkit is not None:
         argv = (*pip, "install", "--target", str(pip_toolkit), f"cuda-toolkit[nvcc,cccl]=={machine.torch.cuda}.*")
         says = f"Fetch NVIDIA's pip wheels of the CUDA {machine.torch.cuda} compiler (about 100 MB)"
-        yield Step(name="toolkit", says=says, argv=argv, unless=str(pip_toolkit / "nvidia"))
+        yield Step(name="toolkit", says=says, argv=argv, unless=str(pip_toolkit / "complete"), fills=pip_toolkit)
     if cuda:
         yield Step(name="link", says="Link the NCCL that torch uses under the names that CMake looks for")
     argv = (
@@ -244,6 +251,10 @@ def _install_steps(machine: Machine, wheel: Path) -> Iterator[Step]:
 
 def _notes(machine: Machine, request: Request, *, mpi: bool, cuda: bool, from_pip: bool) -> Iterator[str]:
     """Each choice that the machine made instead of the user, and the flag that makes it otherwise."""
+    if machine.flags:
+        names = " ".join(machine.flags)
+        fit = " The wheel runs on processors like this one only." if machine.cpu else ""
+        yield f"Compiled with {names} of the environment, as another wheel.{fit} To leave them out: unset {names}"
     if request.mpi is None and not mpi:
         yield f"No MPI controller: there is no mpicxx on PATH. To have it: {needs.install_line(machine, 'mpi')}"
     if from_pip:

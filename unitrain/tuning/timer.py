@@ -102,6 +102,7 @@ class StepTimer(Callback):
                 backend=backend.name,
                 transport=backend.transport,
                 size=backend.size,
+                num_nodes=backend.num_nodes,
                 threads=None if on_gpu else torch.get_num_threads(),
                 cores_per_rank=max(1, (os.cpu_count() or 1) // backend.local_size),
             )

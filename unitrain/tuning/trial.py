@@ -42,6 +42,7 @@ class Result:
     backend: str
     transport: str
     size: int
+    num_nodes: int
     threads: int | None
     cores_per_rank: int
 
