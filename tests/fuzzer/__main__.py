@@ -2,7 +2,7 @@
 
 python -m tests.fuzzer --seed 123              one case, shrunk if it fails
 python -m tests.fuzzer --case '{...}'          one case as JSON
-python -m tests.fuzzer --known                 the smallest cases of defects that were found before
+python -m tests.fuzzer --known [NAME ...]      the smallest cases of defects that were found before
 python -m tests.fuzzer --cases 1000 --first 0  many; exits with 1 if any fails
 """
 
@@ -21,17 +21,20 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seed", type=int, help="the number of one case")
     what.add_argument("--case", help="one case as JSON, as a failure prints it")
-    what.add_argument("--known", action="store_true", help="the smallest cases of defects that were found before")
+    what.add_argument("--known", nargs="*", metavar="NAME", help="known cases; without a name, all of them")
     what.add_argument("--cases", type=int, help="how many cases to run")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first of many cases (default 0)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
     parser.add_argument("--kind", choices=["trainer", "loop", "collective"], help="run only cases of this kind")
     parser.add_argument("--shrink-seconds", type=float, default=60.0, help="time to simplify a failing case; 0: none")
+    parser.add_argument("--stop-at-first-failure", action="store_true", help="run no case after one that fails")
     arguments = parser.parse_args()
     if arguments.case is not None:
         chosen = [("case", cases.read(arguments.case))]
-    elif arguments.known:
-        chosen = list(known.CASES.items())
+    elif arguments.known is not None:
+        if unknown := [name for name in arguments.known if name not in known.CASES]:
+            parser.error(f"no known case is named {unknown[0]!r}")
+        chosen = [(name, known.CASES[name]) for name in arguments.known or known.CASES]
     elif arguments.seed is not None:
         chosen = [(f"seed {arguments.seed}", cases.draw(arguments.seed))]
     else:
@@ -52,6 +55,8 @@ def main() -> int:
                 case, found = runner.shrunk(case, found, ranks, seconds=arguments.shrink_seconds)
                 print("\n".join(found))
             print(f"python -m tests.fuzzer --case '{cases.spelled(case)}'", flush=True)
+            if arguments.stop_at_first_failure:
+                break
     seconds = time.monotonic() - started
     print(f"{ran} cases in {seconds:.0f} s ({ran / seconds:.1f} per second), {failed} failed")
     return 1 if failed else 0

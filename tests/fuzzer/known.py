@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .cases import SIMPLEST, normalised
+from .collectives import MANY_ROWS
 
 Case = dict[str, Any]
 FORWARD, BACKWARD = ["forward", True, True, "all"], ["backward", 0, True, False]
@@ -190,9 +191,11 @@ CASES: dict[str, Case] = {
     "a step after no_sync on horovod": _loop(
         [[["forward", False, True, "all"], ["backward", 0, False, False]]], backend="horovod"
     ),
-    "nan of rank 0 in max": _collective(["backend", "allreduce", "max", "float32", 1, "nan"]),
-    "nan of rank 1 in max": _collective(["backend", "allreduce", "max", "float32", 1, "nan"], seed=1),
-    "nan of rank 2 in min": _collective(["backend", "allreduce", "min", "float64", 1, "nan"], seed=2, size=3),
+    "nan of rank 0 in max": _collective(["backend", "allreduce", "max", "float32", MANY_ROWS, "nan"]),
+    "nan of rank 1 in max": _collective(["backend", "allreduce", "max", "float32", MANY_ROWS, "nan"], seed=1),
+    "nan of rank 2 in min": _collective(["backend", "allreduce", "min", "float64", MANY_ROWS, "nan"], seed=2, size=3),
+    "nan in max on horovod": _collective(["group", "all_reduce", "max", "float32", 1, "nan"], backend="horovod"),
+    "the gradient of an allgather": _collective(["backend", "differentiable_allgather", "sum", "float32", 1, "plain"]),
     "a coalesced reduction that ends with an empty tensor": _collective(
         ["group", "coalesced", "sum", "float32", 1, "plain"], backend="horovod"
     ),
@@ -201,5 +204,8 @@ CASES: dict[str, Case] = {
         ["group", "reduce_scatter", "sum", "complex64", 1, "plain"], backend="horovod"
     ),
     "large uint32 in max": _collective(["group", "all_reduce", "max", "uint32", 1, "large"], backend="horovod"),
+    "fractions of float8 in sum": _collective(
+        ["group", "all_reduce", "sum", "float8_e4m3fn", 1, "plain"], backend="horovod"
+    ),
     "large uint64 in sum": _collective(["group", "all_reduce", "sum", "uint64", 1, "large"], backend="horovod"),
 }
