@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 HOROVOD := $(VENV)/.horovod
 
+# Test processes: many tests wait for processes to start or for a timeout. Files stay whole, as their tests share ranks.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 CASES ?= 1000
 FIRST ?= 0
 
@@ -16,11 +20,11 @@ demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
 
 test: $(INSTALLED) $(HOROVOD)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # The nightly tier: every test, then CASES random runs.
 test-all: $(INSTALLED) $(HOROVOD)
-	$(BIN)/python -m pytest -m "nightly or not nightly"
+	$(PYTEST) -m "nightly or not nightly"
 	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
 
 check: $(INSTALLED)

@@ -23,7 +23,7 @@ notebook = ["ipykernel>=6.20", "nbclient>=0.8"]  # for the tests: what runs a no
 peers = ["accelerate>=1.0", "lightning>=2.4", "pytorch-ignite>=0.5"]
 # What Kubernetes and Kubeflow take, for the tests of manifests.
 manifests = ["jsonschema>=4.20", "kubeflow-trainer-api>=2.1", "kubernetes-validate>=1.33"]
-dev = ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.6"]
+dev = ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6"]
 
 setup(
     name="unitrain",
