@@ -168,6 +168,12 @@ DEFECTS = {
         ),
         _trainer(lambda case: case["collate"] == "noise" and _resumes(case)),
     ),
+    "9e-validation": Defect(
+        "random numbers that a validation draws change what training draws after it",
+        "83b0266",
+        ("a validation that draws random numbers, in an interrupted epoch",),
+        _trainer(lambda case: case["collate"] == "noise" and case["validation"] in ("map", "part")),
+    ),
     "9f": Defect(
         "EarlyStopping counts an interruption as an epoch",
         "8b90c0b",
@@ -248,6 +254,49 @@ DEFECTS = {
         "15fa669",
         ("NormalizedRootMeanSquaredError on three ranks",),
         _trainer(lambda case: "NormalizedRootMeanSquaredError" in case["metrics"]),
+    ),
+    # What the fuzzer itself has found.
+    "again": Defect(
+        "fit after an exception counts the loss of the micro-steps before it twice",
+        "b3809c7",
+        ("fit once more after an exception in a micro-step",),
+        _trainer(lambda case: case["again"]),
+    ),
+    "again-step": Defect(
+        "fit after an exception between the gradients and the step counts the loss of the step twice",
+        "6d663da",
+        ("fit once more after an exception before a step",),
+        _trainer(lambda case: case["again"]),
+    ),
+    "unfreeze": Defect(
+        "after a part is unfrozen, what only micro-steps in no_sync used is not reduced",
+        "40dc3ff",
+        ("a part that is unfrozen while another is used in some micro-steps only",),
+        _trainer(lambda case: case["change"] and case["change"][0] == "unfreeze"),
+    ),
+    "scheduler": Defect(
+        "a resume on several ranks fails, because load_state_dict of CyclicLR changes the state",
+        "d5d1298",
+        ("CyclicLR after a resume on two ranks",),
+        _trainer(lambda case: case["scheduler"] == "CyclicLR" and _resumes(case)),
+    ),
+    "complex128": Defect(
+        "checkpoints with complex128 tensors cannot be written",
+        "6452167",
+        ("complex128 parameters in a checkpoint",),
+        _trainer(lambda case: "complex" in case["features"] and case["output"]),
+    ),
+    "powersgd": Defect(
+        "PowerSGD begins differently on other numbers of ranks where a parameter is unused at first",
+        "feffec3",
+        (),
+        _trainer(lambda case: case["compression"] == "powersgd" and "branch" in case["features"]),
+    ),
+    "powersgd-complex": Defect(
+        "PowerSGD sends half of the complex gradients only",
+        "41513ed",
+        (),
+        _trainer(lambda case: "complex" in case["features"] and case["compression"].startswith("powersgd")),
     ),
 }
 

@@ -271,8 +271,6 @@ def _fit_model(case: Case) -> None:
             case["precision"] = "fp32"  # torch's GradScaler does not know complex gradients on a CPU
         if case["optimizer"] == "Adafactor" or case["optimizer_settings"].get("fused"):
             case["optimizer"], case["optimizer_settings"] = "SGD", {"lr": 0.05}
-        if case["compression"].startswith("powersgd"):
-            case["compression"] = "fp16"
     if "object" in features:
         features.discard("penalty")
     if "penalty" in features:  # a second pass through the graph, for which the forward must not change what it reads

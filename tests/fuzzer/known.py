@@ -90,6 +90,13 @@ _TRAINER: dict[str, Case] = {
         "samples": 24,
         "segments": [_on("ddp", 2, ["stop", 2]), _on("ddp", 2)],
     },
+    "a validation that draws random numbers, in an interrupted epoch": {
+        **STREAM,
+        "collate": "noise",
+        "samples": 24,
+        "validation": "map",
+        "segments": [_on("local", 1, ["steps", 2]), _on("local", 1)],
+    },
     "early stopping after interruptions": {
         "early_stopping": ["val_loss", 2],
         "validation": "tensors",

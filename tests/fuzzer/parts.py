@@ -273,6 +273,12 @@ def collate_noise(batch: list[Any]) -> list[Tensor]:
     return [inputs, targets]
 
 
+def collate_drawing(batch: list[Any]) -> list[Tensor]:
+    """Draw a random number without using it, which must not change what training draws."""
+    torch.rand(1)
+    return collate_pairs(batch)
+
+
 COLLATE = {"pairs": collate_pairs, "dict": collate_dict, "skip": collate_skip, "noise": collate_noise}
 
 
@@ -343,7 +349,7 @@ def validation_data(case: Case, rank: int, size: int) -> Any:
     inputs, targets = samples(case, offset=1, count=validation_count(case))
     if kind == "tensors":
         return TensorDataset(inputs, targets)
-    collate = COLLATE["skip" if kind == "skip" else "pairs"]
+    collate = collate_skip if kind == "skip" else collate_drawing
     settings: dict[str, Any] = {"batch_size": 3, "collate_fn": collate, "drop_last": case["validation_drop_last"]}
     if kind in ("shared", "own"):
         settings.pop("collate_fn")
