@@ -25,7 +25,7 @@ def draw_collectives(r: random.Random, seed: int) -> Case:
     """Return some random collectives: [level, name, op, dtype, rows, special values]."""
     backend, size = r.choice([("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3), ("local", 1)])
     calls = []
-    for _ in range(6):
+    for _ in range(20):
         level = "group" if size > 1 and r.random() < 0.5 else "backend"
         dtype = r.choice(DTYPES if level == "backend" else GROUP_DTYPES)
         name = r.choice(CALLS if level == "backend" else GROUP_CALLS)
