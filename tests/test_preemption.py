@@ -262,6 +262,8 @@ def test_fit_ends_while_workers_of_a_data_loader_live(kind: str, tmp_path: Path)
     with started([sys.executable, "-c", LIVING_WORKERS, kind, str(tmp_path)], {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
     assert "fit has ended []" in output, output
+    # torch raises an error in this process when a worker ends by a signal, also by one that ends it on purpose at exit.
+    assert "is killed by signal" not in output, output
 
 
 FORKED = """

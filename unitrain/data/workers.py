@@ -121,6 +121,8 @@ def _end_workers() -> None:
     At exit, multiprocessing sends it once and then waits without a limit, which is too little for a worker. One that
     hangs in C code does not handle it at all.
     """
+    # torch's handler raises an error in this process when a worker ends by a signal.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     deadline = time.monotonic() + _EXIT_SECONDS
     while time.monotonic() < deadline:
         living = [process for process in multiprocessing.active_children() if process.daemon]
