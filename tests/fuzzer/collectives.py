@@ -18,7 +18,7 @@ OPS = ("sum", "mean", "min", "max", "product")
 CALLS = ("allreduce", "allreduce", "reducescatter", "allgather", "broadcast", "differentiable_allgather")
 GROUP_CALLS = ("all_reduce", "coalesced", "reduce", "reduce_scatter")
 # Small tensors are transferred together with the consistency check; tensors of this many rows are not.
-MANY_ROWS = 150
+MANY_ROWS = 600
 
 
 def draw_collectives(r: random.Random, seed: int) -> Case:
