@@ -305,22 +305,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("defects", nargs="*", metavar="NAME", help=f"one of {', '.join(DEFECTS)}")
     parser.add_argument("--seconds", type=float, default=180.0, help="time for random cases of each defect")
-    parser.add_argument("--most", type=int, default=3000, help="number of seeds, from 0 on")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--most", type=int, default=3000, help="the seed after the last")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside is not None:
-        print(json.dumps(search(DEFECTS[arguments.inside], arguments.seconds, arguments.most)))
+        print(json.dumps(search(DEFECTS[arguments.inside], arguments.seconds, arguments.first, arguments.most)))
         return 0
     missed = False
     for name in arguments.defects or DEFECTS:
-        found = _search_in_copy(name, arguments.seconds, arguments.most)
+        found = _search_in_copy(name, arguments.seconds, arguments.first, arguments.most)
         missed |= not any(found["known"].values()) or found["seed"] is None
         print(_row(name, DEFECTS[name], found), flush=True)
         print(f"  {json.dumps(found)}", file=sys.stderr, flush=True)
     return 1 if missed else 0
 
 
-def search(defect: Defect, seconds: float, most: int) -> dict[str, Any]:
+def search(defect: Defect, seconds: float, first: int, most: int) -> dict[str, Any]:
     """Return what each known case finds, and the first random case that fails; for inside of a patched copy."""
     import unitrain
     from tests.fuzzer import cases, known, runner
@@ -336,7 +337,7 @@ def search(defect: Defect, seconds: float, most: int) -> dict[str, Any]:
         result: dict[str, Any] = {"known": {name: failure(known.CASES[name]) for name in defect.known}}
         result |= {"seed": None, "text": None, "ran": 0, "seeds": 0}
         started = time.monotonic()
-        for seed in range(most):
+        for seed in range(first, most):
             if time.monotonic() > started + seconds:
                 break
             result["seeds"] = seed + 1
@@ -348,7 +349,7 @@ def search(defect: Defect, seconds: float, most: int) -> dict[str, Any]:
         return result
 
 
-def _search_in_copy(name: str, seconds: float, most: int) -> dict[str, Any]:
+def _search_in_copy(name: str, seconds: float, first: int, most: int) -> dict[str, Any]:
     """Run `search` in a copy of the repository to which the patch of the defect is applied."""
     root = HERE.parent
     with tempfile.TemporaryDirectory(prefix="unitrain-reverts-") as folder:
@@ -356,7 +357,8 @@ def _search_in_copy(name: str, seconds: float, most: int) -> dict[str, Any]:
         archive = _git(root, "archive", commit, "unitrain", "launchers", "tests", "pyproject.toml")
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         subprocess.run(["patch", "-p1", "-s", "-i", str(PATCHES / f"{name}.patch")], cwd=folder, check=True)
-        command = [sys.executable, __file__, "--inside", name, "--seconds", str(seconds), "--most", str(most)]
+        numbers = ["--seconds", str(seconds), "--first", str(first), "--most", str(most)]
+        command = [sys.executable, __file__, "--inside", name, *numbers]
         variables = {**os.environ, "PYTHONPATH": folder}
         done = subprocess.run(command, cwd=folder, env=variables, stdout=subprocess.PIPE, check=True)
         found: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
