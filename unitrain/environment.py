@@ -89,12 +89,13 @@ _LAUNCHERS = (
     # MPICH's and Intel MPI's (pmodels/mpich#2371). The marker is theirs alone: srun may set PMI_RANK too, and it may
     # have started them.
     _Variables("mpiexec", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # A process in an allocation is a task of a step only when srun started it.
-    _Variables("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID"),
-    # Flux sets PMI_RANK beside these.
+    # Flux and HPE's PALS may run in a step of Slurm's, whose variables their tasks then have too. Flux sets PMI_RANK.
     _Variables("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", None, None,
     "FLUX_JOB_NNODES"),
-    # The mpiexec of HPE's PALS, and others that speak PMI.
+    _Variables("mpiexec", "PALS_RANKID", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    # A process in an allocation is a task of a step only when srun started it.
+    _Variables("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID"),
+    # Others that speak PMI.
     _Variables("mpiexec", "PMI_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     # A pod of Kubeflow's PyTorchJob or TrainJob, told for torchrun (kubeflow/trainer#1840), which has not come.
     _Variables("kubernetes", "PET_NODE_RANK", "PET_NODE_RANK", "PET_NNODES", None, None, "PET_NODE_RANK", "PET_NNODES"),
