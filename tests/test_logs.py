@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launches import started
 
-from unitrain.commands.logs import last_words
+from unitrain.commands.logs import last_words, sizes
 
 SCRIPT = """
 import os, sys, time
@@ -65,9 +65,43 @@ def test_who_failed_first_is_found_in_what_was_said(tmp_path: Path) -> None:
     trace = "Traceback (most recent call last):\nValueError: x\n"
     (tmp_path / "rank-0.log").write_text("fine\n")
     (tmp_path / "rank-10.log").write_text(".\n" * 30 + trace)
-    assert last_words(tmp_path, None)[0] == f"unitrain: the last lines of rank 10, of {tmp_path}/rank-10.log:"
-    assert len(last_words(tmp_path, None)) == 21
-    assert last_words(tmp_path, 0)[1:] == ["  fine"]
+    assert last_words(tmp_path, None, {})[0] == f"unitrain: the last lines of rank 10, of {tmp_path}/rank-10.log:"
+    assert len(last_words(tmp_path, None, {})) == 21
+    assert last_words(tmp_path, 0, {})[1:] == ["  fine"]
     (tmp_path / "rank-0.log").write_text(f"{trace}unitrain: rank 0 failed first: ValueError: x (of 11 ranks)\n")
-    assert last_words(tmp_path, None)[0].startswith("unitrain: the last lines of rank 0")
-    assert last_words(tmp_path, 5) == []
+    assert last_words(tmp_path, None, {})[0].startswith("unitrain: the last lines of rank 0")
+    assert last_words(tmp_path, 5, {}) == []
+
+
+def test_an_earlier_run_in_the_same_folder_is_not_blamed(tmp_path: Path) -> None:
+    """Runs append to the files, and one with fewer ranks leaves those of the others as they are."""
+    for rank in (0, 7):
+        (tmp_path / f"rank-{rank}.log").write_text("unitrain: rank 7 failed first: ValueError: x (of 8 ranks)\n")
+    before = sizes(tmp_path)
+    assert last_words(tmp_path, None, before) == []
+    with (tmp_path / "rank-0.log").open("a") as log:
+        log.write("line\n")
+    (tmp_path / "rank-1.log").write_text("Traceback (most recent call last):\nKeyError: 3\n")
+    assert last_words(tmp_path, None, before)[0] == f"unitrain: the last lines of rank 1, of {tmp_path}/rank-1.log:"
+    assert last_words(tmp_path, 0, before)[1:] == ["  line"]
+
+
+EARLIER = """
+import sys
+
+if sys.argv[1] == "fails":
+    raise ValueError("the earlier run")
+sys.exit(3)
+"""
+
+
+def test_a_launch_shows_its_own_lines_only(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(EARLIER)
+    shown = []
+    for what in ("fails", "exits"):
+        options = ["-np", "1", "--backend", "local", "--log-dir", str(tmp_path / "logs")]
+        with started([sys.executable, "-m", "unitrain", "launch", *options, str(script), what]) as launched:
+            shown.append("the last lines of rank 0" in launched.output())
+            assert launched.process.returncode in (1, 3)
+    assert shown == [True, False]

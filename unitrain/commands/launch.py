@@ -189,13 +189,16 @@ def launch(
     if not elsewhere:
         environment.pass_terminal_on()
     if job.is_followed:
-        supervisor = Supervisor(job, membership)
+        before: dict[str, int] = {}
+        supervisor = Supervisor(
+            job, membership, None if log_dir is None else lambda: before.update(logs.sizes(log_dir))
+        )
         try:
             code = supervisor.run()
         except launchers.LaunchError as error:
             raise click.ClickException(str(error)) from error
         if code and log_dir is not None:
-            click.echo("\n".join(logs.last_words(log_dir, supervisor.first_lost)), err=True)
+            click.echo("\n".join(logs.last_words(log_dir, supervisor.first_lost, before)), err=True)
         sys.exit(code)
     click.echo(command.shell(), err=True)
     if elsewhere and not command.per_host:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 _LOGGED = Path(__file__).with_name("logged.py")
@@ -15,12 +16,21 @@ def wrapper(folder: Path) -> tuple[str, ...]:
     return str(_LOGGED), str(folder.absolute())
 
 
-def last_words(folder: Path, killed: int | None) -> list[str]:
+def sizes(folder: Path) -> dict[str, int]:
+    """Return the size in bytes of each file in `folder`, before a run appends to them."""
+    return {path.name: path.stat().st_size for path in folder.glob("rank-*.log")}
+
+
+def last_words(folder: Path, killed: int | None, before: Mapping[str, int]) -> list[str]:
     """Return the last lines of the rank that failed first, with a line that says so; none where no file tells.
 
-    That is the one that was `killed`, or the one that the ranks themselves name, or the only one with a traceback.
+    That is the one that was `killed`, or the one that the ranks themselves name, or the only one with a traceback. Only
+    what was written after `sizes` returned `before` is read: the rest is of earlier runs.
     """
-    logs = {int(path.stem[5:]): path.read_text(errors="replace") for path in sorted(folder.glob("rank-*.log"))}
+    logs: dict[int, str] = {}
+    for path in sorted(folder.glob("rank-*.log")):
+        if written := path.read_bytes()[before.get(path.name, 0) :]:
+            logs[int(path.stem[5:])] = written.decode(errors="replace")
     named = [int(number) for text in logs.values() for number in _FAILED_FIRST.findall(text)[-1:]]
     with_trace = [rank for rank, text in logs.items() if "Traceback (most recent call last)" in text]
     rank = killed if killed is not None else named[0] if named else with_trace[0] if len(with_trace) == 1 else None

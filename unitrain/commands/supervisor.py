@@ -36,11 +36,13 @@ class Supervisor:
     """Runs a job until it succeeds, is asked to end, or has failed more often than it is to be restarted.
 
     Each attempt is on the hosts that `membership` chooses, without one on those that were asked for. That the hosts
-    have changed is no failure.
+    have changed is no failure. `before_attempt` is called before each attempt.
     """
 
-    def __init__(self, job: Job, membership: Membership | None = None) -> None:
-        self._job, self._membership = job, membership
+    def __init__(
+        self, job: Job, membership: Membership | None = None, before_attempt: Callable[[], None] | None = None
+    ) -> None:
+        self._job, self._membership, self._before_attempt = job, membership, before_attempt
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = threading.Event()
         self.first_lost: int | None = None  # the rank that was killed first in the last attempt, as far as is known
@@ -81,6 +83,8 @@ class Supervisor:
 
     def _attempt(self, hosts: tuple[Host, ...]) -> tuple[int, Ranks]:
         """Run the job to its end, or until its hosts change; return its exit code, and how its ranks have ended."""
+        if self._before_attempt is not None:
+            self._before_attempt()
         listen_on, known_as = _addresses(hosts or allocated_hosts(self._job.launcher))
         key = new_key()  # another one for each attempt: nothing that an earlier one has signed is valid
         with Ranks(self._job.name, key, listen_on, known_as) as ranks:
