@@ -241,7 +241,11 @@ def test_mpirun_in_kubernetes(backend: str, script: Path, tmp_path: Path) -> Non
     assert words[:2] == ["-np", "8"]
     assert words[-2:] == ["python", "train_digits.py"]
     meeting = () if backend == "horovod" else ("UNITRAIN_BACKEND", "MASTER_ADDR", "MASTER_PORT")
-    assert {words[place + 1] for place, word in enumerate(words) if word == "-x"} == {"PATH", *meeting}
+    assert {words[place + 1] for place, word in enumerate(words) if word == "-x"} == {
+        "PATH",
+        "LD_LIBRARY_PATH",
+        *meeting,
+    }
     assert manifest("--backend", "horovod", "--image", "a", script.name)["kind"] == "MPIJob"
 
 
@@ -290,8 +294,8 @@ def test_options_stay_with_what_starts_the_ranks_in_the_pods(script: Path) -> No
 
     assert command("torchrun --nproc-per-node 2 --tee 3 t.py") == "torchrun --tee 3 t.py"
     assert command("OMPI_MCA_x=1 mpirun -np 2 --report-bindings -bind-to none python t.py") == (
-        "mpirun -np 2 -x OMPI_MCA_x -x PATH --bind-to none --map-by slot -mca odls_base_sigkill_timeout 4 "
-        "--report-bindings python t.py"
+        "mpirun -np 2 -x OMPI_MCA_x -x PATH -x LD_LIBRARY_PATH --bind-to none --map-by slot "
+        "-mca odls_base_sigkill_timeout 4 --report-bindings python t.py"
     )
 
 

@@ -146,7 +146,8 @@ def _trainjob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]
 
 def _mpijob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) -> tuple[str, dict[str, Any]]:
     variables = variables_of(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    names = [*variables_of(job, "mpirun"), *job.forwarded, "PATH"]
+    # sshd in the workers gives the ranks neither of the last two, which images set; mpirun warns if one is not set.
+    names = [*variables_of(job, "mpirun"), *job.forwarded, "PATH", "LD_LIBRARY_PATH"]
     if job.backend != "horovod":
         variables |= {"MASTER_PORT": str(job.port or DEFAULT_PORT)}
         names = [*names, "MASTER_ADDR", "MASTER_PORT"]
