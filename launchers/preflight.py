@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers import look
+from launchers.addresses import master_port
 from launchers.agents import SSH
 from launchers.errors import LaunchError
 from launchers.hosts import Host, is_here, shares
@@ -36,7 +36,7 @@ def check_hosts(spec: LaunchSpec) -> int:
     or has other versions than the first, and for a MASTER_PORT that is taken.
     """
     hosts = spec.hosts[: len(shares(spec.num_processes, spec.hosts))]
-    port = int(os.environ.get("MASTER_PORT") or 0)
+    port = master_port(spec.environment) or 0
     packages = ["torch", "unitrain", *(["horovod"] if spec.backend == "horovod" else [])]
     with ThreadPoolExecutor(min(len(hosts), 64)) as pool:
         answers = list(pool.map(lambda host: _ask(host, spec, packages, port if host is hosts[0] else 0), hosts))

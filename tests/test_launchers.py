@@ -201,6 +201,17 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch
     assert done.stderr == "unitrain: localhost failed first, with exit code 3\n"
 
 
+@pytest.mark.parametrize("port", ["abc", "0", "70000", "-1"])
+@pytest.mark.parametrize("given", [True, False], ids=["with -x", "in the environment"])
+def test_a_port_that_is_none_is_refused(port: str, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not given:
+        monkeypatch.setenv("MASTER_PORT", port)
+    asked = spec(num_processes=2, hosts=parse_hosts("a:1,b:1"), environment={"MASTER_PORT": port} if given else {})
+    for refuse in (lambda: build("torchrun", asked), lambda: launchers.check_hosts(asked)):
+        with pytest.raises(LaunchError, match=f"^MASTER_PORT must be a port from 1 to 65535, got '{port}'. Clear it"):
+            refuse()
+
+
 def test_a_host_that_is_left_without_a_process_takes_no_part() -> None:
     """torchrun ends with a bare AssertionError where it is given no process to start."""
     asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
