@@ -9,6 +9,7 @@ is JSON and names variables without their values; these are sent over the connec
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -128,6 +129,7 @@ class Agents:
         forwarded = {name: os.environ[name] for name in told["forwarded"] if name in os.environ}
         source = Path(holder.__file__).read_bytes()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._received: collections.deque[int] = collections.deque()
         self._watchmen = {host["name"] for host in told["hosts"] if not host["argv"]}
         for host in told["hosts"]:
             variables = {**forwarded, **host.get("variables", {})}
@@ -163,6 +165,8 @@ class Agents:
             if now - beat > _BEAT_SECONDS:
                 self._tell_all(b"\n")
                 beat = now
+            while self._received:
+                self._tell_all(f"{self._received.popleft()}\n".encode())
             time.sleep(0.05)
         self.end()
         return failed if failed >= 0 else 128 - failed
@@ -179,7 +183,8 @@ class Agents:
                 process.wait()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._tell_all(f"{number}\n".encode())
+        # The loop may be writing to a pipe at this moment, and a buffered file refuses a second writer.
+        self._received.append(number)
 
     def _tell_all(self, line: bytes) -> None:
         for process in self._running.values():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,6 +213,43 @@ def test_a_port_that_is_none_is_refused(port: str, given: bool, monkeypatch: pyt
     for refuse in (lambda: build("torchrun", asked), lambda: launchers.check_hosts(asked)):
         with pytest.raises(LaunchError, match=f"^MASTER_PORT must be a port from 1 to 65535, got '{port}'. Clear it"):
             refuse()
+
+
+SIGNALLED = """
+import signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+print("ready", flush=True)
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+sys.exit(7)
+"""
+
+
+def test_signals_while_a_host_does_not_read_do_not_end_a_launch(tmp_path: Path) -> None:
+    """A signal handler that writes to a buffered pipe fails if it interrupts another write to it."""
+    end = tmp_path / "end"
+    program = Command((sys.executable, "-c", SIGNALLED, str(end)))
+    command = agents.plan([(Host("localhost", 1), program)], (), sys.executable, through_slurm=False)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (holder,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        os.kill(holder, signal.SIGSTOP)
+        pipe = os.open(f"/proc/{holder}/fd/0", os.O_RDWR)
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)
+        os.close(pipe)
+        for _ in range(4000):
+            process.send_signal(signal.SIGUSR2)
+            time.sleep(0.0002)
+        os.kill(holder, signal.SIGCONT)
+        end.touch()
+        assert process.wait(20) == 7
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_host_that_is_left_without_a_process_takes_no_part() -> None:
