@@ -24,7 +24,7 @@ from launchers.preflight import check_hosts
 from launchers.programs import find_module
 from launchers.registry import LAUNCHER_OF, available, build
 from launchers.slurm import allocated_hosts, allocated_slots, is_one_of_several_tasks
-from launchers.spec import Command, LaunchSpec
+from launchers.spec import Command, LaunchSpec, cores
 
 __all__ = [
     "LAUNCHER_OF",
@@ -41,6 +41,7 @@ __all__ = [
     "available",
     "build",
     "check_hosts",
+    "cores",
     "discover",
     "find_module",
     "guarded",

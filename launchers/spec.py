@@ -13,6 +13,11 @@ from launchers.errors import LaunchError
 from launchers.hosts import Host, shares
 
 
+def cores() -> int:
+    """Return how many cores this process may use, which a scheduler or a container may limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """A launch: run `python script args...` as `num_processes` ranks on `hosts`, or on this one when there are none.
@@ -85,7 +90,7 @@ class LaunchSpec:
             added |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), self.interface)
         # torchrun gives each rank one thread and horovodrun gives each all cores: the same share under both.
         if "OMP_NUM_THREADS" not in os.environ:
-            added.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.most_per_host)))
+            added.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self.most_per_host)))
         return added
 
 

@@ -101,7 +101,7 @@ def test_a_launch_does_what_it_prints(
     port = re.compile(r"(?<=MASTER_PORT=)\d+")  # a free one, at each launch another
     assert port.sub("N", output).startswith(port.sub("N", printed)), output
     told = check_two_ranks(tmp_path, backend, transport)
-    assert {one["threads"] for one in told} == {max(1, (os.cpu_count() or 1) // 2)}
+    assert {one["threads"] for one in told} == {max(1, len(os.sched_getaffinity(0)) // 2)}
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])

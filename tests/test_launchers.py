@@ -25,11 +25,13 @@ from launchers.torchrun import per_host
 TORCHRUN = (sys.executable, "-P", "-m", "unitrain.backends.torchrun")
 HOROVODRUN = (sys.executable, "-P", "-m", "unitrain.backends.horovodrun")
 
+ALLOWED = os.sched_getaffinity(0)
+
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
 
 
 def spec(**given: object) -> LaunchSpec:
@@ -213,6 +215,16 @@ def test_a_port_that_is_none_is_refused(port: str, given: bool, monkeypatch: pyt
     for refuse in (lambda: build("torchrun", asked), lambda: launchers.check_hosts(asked)):
         with pytest.raises(LaunchError, match=f"^MASTER_PORT must be a port from 1 to 65535, got '{port}'. Clear it"):
             refuse()
+
+
+def test_ranks_share_the_cores_that_may_be_used() -> None:
+    """A scheduler or `taskset` allows a process only some of the machine's cores."""
+    core = min(ALLOWED)
+    shown = "from launchers import LaunchSpec; print(LaunchSpec(script='t.py').variables['OMP_NUM_THREADS'])"
+    done = subprocess.run(
+        ["taskset", "--cpu-list", str(core), sys.executable, "-c", shown], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1\n"
 
 
 SIGNALLED = """

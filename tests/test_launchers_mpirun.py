@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in os.environ:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     program(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     return tmp_path
 

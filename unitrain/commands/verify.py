@@ -121,7 +121,7 @@ def verify(
             float64=float64,
             limit_seconds=timeout_seconds,
             # The same for one process as for several: by how many threads work is split decides how sums are rounded.
-            threads=max(1, (os.cpu_count() or 1) // max(sizes)),
+            threads=max(1, launchers.cores() // max(sizes)),
             cpu=cpu,
             folder=Path(folder),
         )
