@@ -61,7 +61,7 @@ def build(spec: LaunchSpec) -> Command:
     defaults = list(DEFAULTS)
     if job is None:  # mpirun knows the hosts of its allocation
         options += ["-H", ",".join(map(str, spec.hosts))]
-        variables |= slurm.mpirun_variables(spec.hosts)
+    variables |= slurm.mpirun_variables(spec.hosts, job)
     if elsewhere:
         if job is None:
             defaults.append(SSH)

@@ -107,12 +107,16 @@ def _has_terminal() -> bool:
     return True
 
 
-def mpirun_variables(hosts: tuple[Host, ...]) -> dict[str, str]:
-    """Return the variables with which Open MPI's mpirun starts ranks on `hosts`, if all are this one, in an allocation.
+def mpirun_variables(hosts: tuple[Host, ...], job: Allocation | None = None) -> dict[str, str]:
+    """Return the variables with which Open MPI's mpirun starts ranks on `hosts` in an allocation.
 
-    It would otherwise start at most as many as the allocation has tasks on this host.
+    Hosts that are all this one are not those of the allocation, which may have fewer tasks here. If they are those of
+    the allocation `job`, mpirun is given what it reads in a step as it is outside of one: there the variable counts
+    the tasks of the step, whose cores are otherwise its own.
     """
-    if "SLURM_JOB_ID" in os.environ and hosts and all(map(is_here, hosts)):
+    if job is not None and "SLURM_STEP_ID" in os.environ:
+        return {"SLURM_TASKS_PER_NODE": ",".join(str(host.slots) for host in job.hosts), "SLURM_OVERLAP": "1"}
+    if job is None and "SLURM_JOB_ID" in os.environ and hosts and all(map(is_here, hosts)):
         return {"OMPI_MCA_ras": "^slurm"}
     return {}
 

@@ -32,7 +32,8 @@ RANK = """
 import os, socket, sys
 from pathlib import Path
 
-Path(sys.argv[1], os.environ["RANK"]).write_text(f"{socket.gethostname()} of {os.environ['WORLD_SIZE']}")
+rank = next(os.environ[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if name in os.environ)
+Path(sys.argv[1], rank).write_text(socket.gethostname())
 """
 
 
@@ -61,7 +62,7 @@ def test_a_shell_in_a_step_uses_all_hosts(
     done = found[0].run(in_shell(one_task, launch), variables)
     assert done.returncode == 0, done.stdout
     # Its own host is the first.
-    assert [(tmp_path / name).read_text() for name in "012"] == ["h2 of 3", "h2 of 3", "h1 of 3"]
+    assert [(tmp_path / name).read_text() for name in "012"] == ["h2", "h2", "h1"]
 
 
 PLANS = {
@@ -85,6 +86,22 @@ def test_every_kind_of_shell_uses_all_tasks(
     assert shares == [("h1", "2"), ("h2", "2")], done.stdout
     assert "-np 4 -H h1:2,h2:2" in done.stdout
     assert "--nodelist h1,h2 --nodes 2 --ntasks 4 --ntasks-per-node 2" in done.stdout
+
+
+@needs_open_mpi
+def test_launchers_of_the_scheduler_start_ranks_from_a_step(
+    script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    """The step, whose shell they are typed into, has all cores."""
+    found, variables = allocated
+    launches = []
+    for launcher in ("mpirun", "srun"):
+        (tmp_path / launcher).mkdir()
+        launches.append([*LAUNCH, "--launcher", launcher, str(script), str(tmp_path / launcher)])
+    done = found[0].run(in_shell(["srun", "--pty"], *launches), variables)
+    assert done.returncode == 0, done.stdout
+    assert [(tmp_path / "mpirun" / rank).read_text() for rank in "0123"] == ["h1", "h1", "h2", "h2"], done.stdout
+    assert sorted((tmp_path / "srun" / rank).read_text() for rank in "0123") == ["h1", "h1", "h2", "h2"], done.stdout
 
 
 def test_several_tasks_do_not_start_a_job_each(
