@@ -157,6 +157,20 @@ def test_ranks_save_after_a_warning(options: list[str], received: str, code: int
         assert told == received or target == "every process", output
 
 
+NO_RANK = """
+import os, signal, sys
+from unitrain.backends.forwarding import forward_warnings
+
+forward_warnings("NO_SUCH_VARIABLE")
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_warning_that_reaches_no_rank_is_reported() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_RANK], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "unitrain: SIGUSR1 reaches no rank: none runs on this host\n"
+
+
 WORKERS = """
 import sys
 from pathlib import Path

@@ -23,11 +23,15 @@ def forward_warnings(variable: str) -> None:
     """Forward SIGUSR1 and SIGUSR2 from this process to its ranks on this host from now on.
 
     A rank is a descendant that has the environment variable named `variable`, while its own parent has not. Only the
-    main thread may call it. A process that this one starts has the default actions of both signals.
+    main thread may call it. A process that this one starts has the default actions of both signals. If there is no
+    rank, as on a host that only starts ranks on others, the handler prints that.
     """
 
     def forward(number: int, frame: FrameType | None) -> None:
-        for rank in _with_variable(os.getpid(), f"{variable}=".encode()):
+        ranks = list(_with_variable(os.getpid(), f"{variable}=".encode()))
+        if not ranks:  # a buffered stream may be in use at this moment
+            os.write(2, f"unitrain: {signal.Signals(number).name} reaches no rank: none runs on this host\n".encode())
+        for rank in ranks:
             with contextlib.suppress(OSError):  # it has just ended
                 os.kill(rank, number)
 
