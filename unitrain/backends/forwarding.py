@@ -63,19 +63,23 @@ def warnings_ignored() -> Iterator[None]:
 
 def _with_variable(process: int, prefix: bytes) -> Iterator[int]:
     """Yield the nearest descendants of `process` with a variable that begins with `prefix` in their environment."""
-    for child in _children(process):
-        with contextlib.suppress(OSError):
-            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            if any(one.startswith(prefix) for one in variables):
-                yield child
-            else:
-                yield from _with_variable(child, prefix)
+    children = _children()
+    waiting = [process]
+    while waiting:
+        for child in children.get(waiting.pop(), []):
+            with contextlib.suppress(OSError):  # it has just ended
+                variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                if any(one.startswith(prefix) for one in variables):
+                    yield child
+                else:
+                    waiting.append(child)
 
 
-def _children(process: int) -> list[int]:
-    """Return the children that all threads of `process` have started; none if there is no /proc."""
-    found: list[int] = []
-    for thread in Path(f"/proc/{process}/task").glob("[0-9]*"):
+def _children() -> dict[int, list[int]]:
+    """Return the children of each process of this machine that has any; none if there is no /proc."""
+    found: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            found += map(int, (thread / "children").read_text().split())
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            found.setdefault(parent, []).append(int(folder.name))
     return found
