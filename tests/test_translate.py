@@ -143,6 +143,37 @@ def test_hosts_may_be_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        # As srun of Slurm 22.05.8 does on two nodes with four GPUs each. There --gpus without --nodes is refused.
+        ("--gpus=4 --ntasks-per-gpu=1 -N 2", (2, 2)),
+        ("--gpus-per-node=2 --ntasks-per-gpu=1", (2,)),
+        ("--gpus=8 --ntasks-per-gpu=1", (8,)),
+        ("-G a100:4 --ntasks-per-gpu=2", (8,)),
+        ("-G a100:2,h100:2 --ntasks-per-gpu=1", (4,)),
+        ("--gres=gpu:2 --ntasks-per-gpu=2", (4,)),
+        ("--gres=gpu:a100:2,license:1 --ntasks-per-gpu=1", (2,)),
+        ("--gres=gpu --ntasks-per-gpu=3", (3,)),
+        ("-n 4 --ntasks-per-gpu=2", (4,)),
+        ("-w a,b --gpus=4 --ntasks-per-gpu=1", (2, 2)),
+    ],
+    ids=str,
+)
+def test_tasks_of_srun_follow_from_its_gpus(options: str, counts: tuple[int, ...]) -> None:
+    found = read(f"srun {options} python t.py")
+    assert found.counts == counts
+    asked = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
+    assert set(asked) <= {word for other in found.others for word in other.passes.get("sbatch", ())}
+
+
+def test_tasks_that_srun_does_not_name_are_said() -> None:
+    assert read("srun -N 2 python t.py").counts == (1, 1)
+    assert "srun's line does not say how many tasks it starts" in remarks("srun -N 2 python t.py", "sbatch")
+    assert "does not say" not in remarks("srun -N 2 --ntasks-per-node 2 python t.py", "sbatch")
+    assert "on how many hosts 8 tasks run" in remarks("srun --gpus=8 --ntasks-per-gpu=1 python t.py", "sbatch")
+
+
+@pytest.mark.parametrize(
     ("text", "options", "expected"),
     [
         # What mpirun of Open MPI 4.1.4 does on three hosts with two cores each.
@@ -588,6 +619,30 @@ def test_words_survive_a_line(words: list[str]) -> None:
         (
             "mpirun -np 2 -nonsense python t.py",
             "mpirun has no option '-nonsense'. Options of the program go after the program.",
+        ),
+        *(
+            (
+                f"srun {options}python t.py",
+                (
+                    "srun's line does not say how many tasks it starts: in a batch script that is what its #SBATCH "
+                    "lines ask for. Add their number to it, as in: srun --ntasks 8"
+                ),
+            )
+            for options in ("", "--cpus-per-task 4 --gpus 8 ")
+        ),
+        (
+            "srun --ntasks-per-gpu 1 python t.py",
+            (
+                "srun's line has --ntasks-per-gpu and does not say how many GPUs there are, which only the allocation "
+                "knows. Add the number of tasks, as in: srun --ntasks 8"
+            ),
+        ),
+        (
+            "srun -N 2 --gpus-per-node 2 --ntasks-per-gpu 1 python t.py",
+            (
+                "How many tasks srun starts for --nodes 2 --gpus-per-node 2 --ntasks-per-gpu depends on the version of "
+                "Slurm. Add their number to the line, as in: srun --ntasks 4"
+            ),
         ),
         ("srun -N 2 -w a python t.py", "--nodelist a names 1 hosts, and the job has 2. Name all, or none"),
         ("python", "python is given no script. End the line as in: python train.py"),
