@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -24,6 +25,7 @@ from launchers.translation import TARGETS, Job, horovodrun, mpich, openmpi, read
 from launchers.translation.options import Syntax
 from launchers.translation.words import assignments, join, split
 from unitrain.cli import unitrain as command
+from unitrain.commands.launch import launch
 
 LINES = sorted(set(TARGETS) - {"sbatch", "kubernetes"})
 
@@ -248,6 +250,58 @@ def test_modifiers_of_a_mapping_are_not_lost() -> None:
         assert option in lines(line, "mpirun")[0]
 
 
+DISCOVERED = "horovodrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh --reset-limit 5 python t.py"
+
+
+def test_hosts_that_a_program_discovers_are_not_taken_for_this_one() -> None:
+    assert lines(DISCOVERED, "unitrain") == [
+        "unitrain launch --backend horovod --elastic 2:8 --host-discovery-script ./hosts.sh --max-restarts 5 t.py"
+    ]
+    assert "hvd.elastic is not used" in remarks(DISCOVERED, "unitrain")
+    (same,) = lines(DISCOVERED, "horovodrun")
+    assert "--host-discovery-script ./hosts.sh" in same
+    assert " -H " not in same
+    (again,) = lines("unitrain launch --elastic 1:3 --host-discovery-script ./hosts.sh t.py", "unitrain")
+    assert again == "unitrain launch --backend ddp --elastic 1:3 --host-discovery-script ./hosts.sh t.py"
+    for target in sorted(set(TARGETS) - {"horovodrun", "unitrain"}):
+        with pytest.raises(LaunchError) as caught:
+            write(read(DISCOVERED), target)
+        assert str(caught.value) == (
+            f"The hosts of the job are what './hosts.sh' prints while it runs, and {target} has them from the start. "
+            "Name them, as in: --hosts node1:4,node2:4"
+        )
+    code, out, said = run(DISCOVERED, "--to", "mpiexec", "--hosts", "a:2,b:2")
+    assert code == 0
+    assert out.startswith("mpiexec -n 4 -hosts a:2,b:2 ")
+    assert "--host-discovery-script ./hosts.sh of horovodrun is left out: " in said
+
+
+def test_options_of_unitrain_launch_have_counterparts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    line = f"unitrain launch --backend horovod --hostfile {tmp_path}/hosts --interface eth1 -m pkg.t --epochs 3"
+    assert lines(line, "horovodrun") == [
+        "horovodrun -np 4 -H a:2,b:2 --gloo --network-interfaces eth1 --disable-cache python -m pkg.t --epochs 3"
+    ]
+    (mpirun,) = lines(line, "mpirun")
+    assert "-x GLOO_SOCKET_IFNAME=eth1 " in mpirun
+    assert "-mca btl_tcp_if_include eth1 " in mpirun
+    assert mpirun.endswith(" python -m pkg.t --epochs 3")
+    assert lines(line, "torchrun")[1].startswith("UNITRAIN_BACKEND=horovod GLOO_SOCKET_IFNAME=eth1 ")
+    assert lines(line, "unitrain") == [
+        "unitrain launch --backend horovod -np 4 -H a:2,b:2 --interface eth1 -m pkg.t --epochs 3"
+    ]
+    for option in ("--log-dir logs", "--untuned", "--elastic-timeout 5", "--elastic 2:8"):
+        line = f"unitrain launch {option} t.py"
+        assert f" {option} " in lines(line, "unitrain")[0]
+        assert f"{option} of unitrain launch is left out: " in remarks(line, "torchrun")
+    assert read("unitrain launch --elastic 2:8 -H a:4,b:2 t.py").counts == (4, 2)
+    assert read("unitrain launch --elastic 2:4 t.py").counts == (4,)
+    assert lines("torchrun --nproc-per-node 2 -m pkg.t -v", "unitrain") == [
+        "unitrain launch --backend ddp -np 2 -m pkg.t -v"
+    ]
+    assert "The hosts are those of the allocation" in remarks("unitrain launch --launcher srun -np 8 t.py", "mpirun")
+
+
 # --- what is written ---
 
 
@@ -431,6 +485,7 @@ UNLIKE = {
     "horovodrun": "horovodrun -np 2 --output-filename logs --start-timeout 60 --verbose --min-np 1 python t.py",
     "mpirun": "mpirun -np 2 --report-bindings --tag-output --rankfile r --mca btl ^openib --mca orte_x 1 python t.py",
     "mpiexec": "mpiexec -n 2 -bind-to core -prepend-rank -iface eth1 -rmk pbs python t.py",
+    "unitrain launch": "unitrain launch --elastic 2:2 --log-dir logs --untuned --elastic-timeout 9 t.py",
     "srun": "srun -n 2 -N 1 --mem=4G -l --cpu-bind=none --mpi=pmix --distribution=cyclic python t.py",
 }
 
@@ -834,6 +889,16 @@ def test_open_mpis_options_are_all_known() -> None:
         for name in spellings
         if openmpi.SYNTAX.take([name, *["x"] * arity, "program"])[0][0].values != ("x",) * arity
     ]
+
+
+def test_options_of_unitrain_launch_are_all_known() -> None:
+    known = [
+        ((*option.opts, *option.secondary_opts), 0 if option.is_flag else 1)
+        for option in launch.params
+        if isinstance(option, click.Option)
+    ]
+    assert len(known) > 15
+    assert not missing(unitrain.SYNTAX, known)
 
 
 def test_hydras_and_sruns_options_are_taken_as_their_help_says() -> None:
