@@ -314,6 +314,44 @@ def test_torchrun_is_typed_on_each_host() -> None:
     ]
 
 
+def test_torchruns_that_restart_on_several_hosts_can_meet_again() -> None:
+    """The static rendezvous of --master-addr ends with the first attempt: c10d is needed, served by the first host."""
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    given = "--rdzv-backend c10d --rdzv-endpoint a:29400 --rdzv-id 7 --rdzv-conf is_host=1,timeout=900 --local-addr b"
+    for line, job_id in (
+        (f"torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 3 {given} --tee 3 t.py --lr 1", "7"),
+        ("unitrain launch --hosts a:4,b:4 --max-restarts 3 -x MASTER_PORT=29400 t.py --lr 1", "unitrain"),
+    ):
+        job = replace(read(line), hosts=("a", "b"))
+        written = write(job, "torchrun")
+        for place, (host, one) in enumerate(zip("ab", written.lines, strict=True)):
+            words = split(one.shell())
+            assert words[:2] == ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"]
+            found = get_args_parser().parse_args(words[2:])
+            assert (parse_min_max_nnodes(found.nnodes), found.nproc_per_node) == ((2, 2), "4")
+            assert (found.max_restarts, found.rdzv_backend, found.rdzv_endpoint) == (3, "c10d", "a:29400")
+            assert (found.rdzv_id, found.local_addr, one.host) == (job_id, host, host)
+            conf = dict(pair.split("=") for pair in found.rdzv_conf.split(","))
+            assert conf["is_host"] == ("true" if place == 0 else "false")
+            assert conf.get("timeout") == ("900" if job_id == "7" else None)
+            assert found.tee == ("3" if job_id == "7" else "0")
+            assert (found.training_script, found.training_script_args) == ("t.py", ["--lr", "1"])
+        assert "The rendezvous numbers the hosts" in "\n".join(written.remarks)
+    (one,) = lines("torchrun --nproc-per-node 2 --max-restarts 3 t.py", "torchrun")
+    assert "--standalone --nproc-per-node 2 --max-restarts 3 t.py" in one
+
+
+def test_the_address_of_one_host_is_not_given_to_all() -> None:
+    line = "torchrun --nnodes 2 --master-addr a --local-addr b --rdzv-conf timeout=9 t.py"
+    assert all("--local-addr" not in one and "--rdzv-conf timeout=9" in one for one in lines(line, "torchrun"))
+    assert "--local-addr b is left out, because each host has its own." in remarks(line, "torchrun")
+    line = "torchrun --nnodes 2 --master-addr a --rdzv-backend etcd-v2 --rdzv-endpoint e:2379 t.py"
+    assert read(line).address == "a", "etcd runs on another host"
+    assert all("e:2379" not in one for one in lines(line, "torchrun"))
+    assert "--rdzv-backend etcd-v2 is left out" in remarks(line, "torchrun")
+
+
 @pytest.mark.parametrize(
     ("line", "target", "expected"),
     [
