@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from launchers import agents, slurm
@@ -93,22 +93,49 @@ def _typed_on_each(spec: LaunchSpec) -> str:
 
 def _restarted(spec: LaunchSpec, number: int, counts: Sequence[int]) -> list[str]:
     """Return the options of host `number` of a job that is started again by the torchruns that are left of it."""
-    first, own = spec.hosts[0].name, spec.hosts[number].name
     least, most = (len(counts), len(counts)) if spec.elastic is None else spec.elastic.nodes(spec.hosts)
-    settings = {
+    return rejoin_options(
+        f"{least}:{most}",
+        counts[number],
+        spec.max_restarts,
+        (spec.hosts[0].name, DEFAULT_PORT),
+        is_first=number == 0,
+        own=spec.hosts[number].name,
+        job=spec.environment.get("UNITRAIN_JOB", "unitrain"),
+    )
+
+
+def rejoin_options(
+    nodes: str,
+    processes: int,
+    max_restarts: int,
+    endpoint: tuple[str, int],
+    *,
+    is_first: bool,
+    own: str | None,
+    job: str = "unitrain",
+    settings: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Return the options of one of several hosts whose torchruns meet again after a failure, as only c10d lets them.
+
+    They meet at `endpoint`, which the first host serves; the others know this host as `own`. `settings` are the user's
+    own of --rdzv-conf.
+    """
+    conf = {
         # Its own name may mean another address on a host than that by which the others know it.
-        "is_host": "true" if number == 0 else "false",
+        "is_host": "true" if is_first else "false",
         # Seconds in which others are waited for once there are enough, and until a host is given up: 3 x 2.
         "last_call_timeout": "10",
         "keep_alive_interval": "2",
         "keep_alive_max_attempt": "3",
+        **{name: value for name, value in (settings or {}).items() if name != "is_host"},
     }
     return [
-        *("--nnodes", f"{least}:{most}", "--nproc-per-node", str(counts[number])),
-        *("--max-restarts", str(spec.max_restarts)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{DEFAULT_PORT}"),
-        *("--rdzv-id", spec.environment.get("UNITRAIN_JOB", "unitrain"), "--local-addr", own),
-        *("--rdzv-conf", ",".join(f"{name}={value}" for name, value in settings.items())),
+        *("--nnodes", nodes, "--nproc-per-node", str(processes)),
+        *("--max-restarts", str(max_restarts)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{endpoint[0]}:{endpoint[1]}"),
+        *("--rdzv-id", job, *(("--local-addr", own) if own is not None else ())),
+        *("--rdzv-conf", ",".join(f"{name}={value}" for name, value in conf.items())),
     ]
 
 

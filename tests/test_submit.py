@@ -174,6 +174,25 @@ def test_a_job_whose_ranks_were_warned_is_queued_again(code: int, script: Path, 
     assert "<--cpus-per-task=6>" in log
 
 
+def test_each_attempt_of_a_job_has_a_key_that_nothing_shows(script: Path, tmp_path: Path) -> None:
+    text = printed("--to", "slurm", script.name)
+    program(tmp_path, "srun", 'echo "$UNITRAIN_JOB_KEY"; echo "$*" >&2')
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "4071"}
+
+    def run(**variables: str) -> tuple[str, str]:
+        done = subprocess.run(["bash", "-u", "-c", text], env={**environ, **variables}, cwd=tmp_path, check=True,
+                              capture_output=True, text=True, timeout=30)  # fmt: skip
+        return done.stdout.strip(), done.stderr
+
+    (first, words), (second, _) = run(), run()
+    assert re.fullmatch(r"[0-9a-f]{64}", first)
+    assert re.fullmatch(r"[0-9a-f]{64}", second)
+    assert first != second
+    assert first not in words
+    assert "--export ALL" in words, "srun hands it on by the environment"
+    assert run(UNITRAIN_JOB_KEY="mine")[0] == "mine"
+
+
 def test_slurms_warning_is_one_that_the_trainer_heeds(script: Path) -> None:
     from unitrain import TrainConfig
     from unitrain.errors import Preempted

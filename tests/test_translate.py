@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -24,6 +25,7 @@ from launchers.translation import TARGETS, Job, horovodrun, mpich, openmpi, read
 from launchers.translation.options import Syntax
 from launchers.translation.words import assignments, join, split
 from unitrain.cli import unitrain as command
+from unitrain.commands.launch import launch
 
 LINES = sorted(set(TARGETS) - {"sbatch", "kubernetes"})
 
@@ -143,6 +145,37 @@ def test_hosts_may_be_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        # As srun of Slurm 22.05.8 does on two nodes with four GPUs each. There --gpus without --nodes is refused.
+        ("--gpus=4 --ntasks-per-gpu=1 -N 2", (2, 2)),
+        ("--gpus-per-node=2 --ntasks-per-gpu=1", (2,)),
+        ("--gpus=8 --ntasks-per-gpu=1", (8,)),
+        ("-G a100:4 --ntasks-per-gpu=2", (8,)),
+        ("-G a100:2,h100:2 --ntasks-per-gpu=1", (4,)),
+        ("--gres=gpu:2 --ntasks-per-gpu=2", (4,)),
+        ("--gres=gpu:a100:2,license:1 --ntasks-per-gpu=1", (2,)),
+        ("--gres=gpu --ntasks-per-gpu=3", (3,)),
+        ("-n 4 --ntasks-per-gpu=2", (4,)),
+        ("-w a,b --gpus=4 --ntasks-per-gpu=1", (2, 2)),
+    ],
+    ids=str,
+)
+def test_tasks_of_srun_follow_from_its_gpus(options: str, counts: tuple[int, ...]) -> None:
+    found = read(f"srun {options} python t.py")
+    assert found.counts == counts
+    asked = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
+    assert set(asked) <= {word for other in found.others for word in other.passes.get("sbatch", ())}
+
+
+def test_tasks_that_srun_does_not_name_are_said() -> None:
+    assert read("srun -N 2 python t.py").counts == (1, 1)
+    assert "srun's line does not say how many tasks it starts" in remarks("srun -N 2 python t.py", "sbatch")
+    assert "does not say" not in remarks("srun -N 2 --ntasks-per-node 2 python t.py", "sbatch")
+    assert "on how many hosts 8 tasks run" in remarks("srun --gpus=8 --ntasks-per-gpu=1 python t.py", "sbatch")
+
+
+@pytest.mark.parametrize(
     ("text", "options", "expected"),
     [
         # What mpirun of Open MPI 4.1.4 does on three hosts with two cores each.
@@ -217,6 +250,58 @@ def test_modifiers_of_a_mapping_are_not_lost() -> None:
         assert option in lines(line, "mpirun")[0]
 
 
+DISCOVERED = "horovodrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh --reset-limit 5 python t.py"
+
+
+def test_hosts_that_a_program_discovers_are_not_taken_for_this_one() -> None:
+    assert lines(DISCOVERED, "unitrain") == [
+        "unitrain launch --backend horovod --elastic 2:8 --host-discovery-script ./hosts.sh --max-restarts 5 t.py"
+    ]
+    assert "hvd.elastic is not used" in remarks(DISCOVERED, "unitrain")
+    (same,) = lines(DISCOVERED, "horovodrun")
+    assert "--host-discovery-script ./hosts.sh" in same
+    assert " -H " not in same
+    (again,) = lines("unitrain launch --elastic 1:3 --host-discovery-script ./hosts.sh t.py", "unitrain")
+    assert again == "unitrain launch --backend ddp --elastic 1:3 --host-discovery-script ./hosts.sh t.py"
+    for target in sorted(set(TARGETS) - {"horovodrun", "unitrain"}):
+        with pytest.raises(LaunchError) as caught:
+            write(read(DISCOVERED), target)
+        assert str(caught.value) == (
+            f"The hosts of the job are what './hosts.sh' prints while it runs, and {target} has them from the start. "
+            "Name them, as in: --hosts node1:4,node2:4"
+        )
+    code, out, said = run(DISCOVERED, "--to", "mpiexec", "--hosts", "a:2,b:2")
+    assert code == 0
+    assert out.startswith("mpiexec -n 4 -hosts a:2,b:2 ")
+    assert "--host-discovery-script ./hosts.sh of horovodrun is left out: " in said
+
+
+def test_options_of_unitrain_launch_have_counterparts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    line = f"unitrain launch --backend horovod --hostfile {tmp_path}/hosts --interface eth1 -m pkg.t --epochs 3"
+    assert lines(line, "horovodrun") == [
+        "horovodrun -np 4 -H a:2,b:2 --gloo --network-interfaces eth1 --disable-cache python -m pkg.t --epochs 3"
+    ]
+    (mpirun,) = lines(line, "mpirun")
+    assert "-x GLOO_SOCKET_IFNAME=eth1 " in mpirun
+    assert "-mca btl_tcp_if_include eth1 " in mpirun
+    assert mpirun.endswith(" python -m pkg.t --epochs 3")
+    assert lines(line, "torchrun")[1].startswith("UNITRAIN_BACKEND=horovod GLOO_SOCKET_IFNAME=eth1 ")
+    assert lines(line, "unitrain") == [
+        "unitrain launch --backend horovod -np 4 -H a:2,b:2 --interface eth1 -m pkg.t --epochs 3"
+    ]
+    for option in ("--log-dir logs", "--untuned", "--elastic-timeout 5", "--elastic 2:8"):
+        line = f"unitrain launch {option} t.py"
+        assert f" {option} " in lines(line, "unitrain")[0]
+        assert f"{option} of unitrain launch is left out: " in remarks(line, "torchrun")
+    assert read("unitrain launch --elastic 2:8 -H a:4,b:2 t.py").counts == (4, 2)
+    assert read("unitrain launch --elastic 2:4 t.py").counts == (4,)
+    assert lines("torchrun --nproc-per-node 2 -m pkg.t -v", "unitrain") == [
+        "unitrain launch --backend ddp -np 2 -m pkg.t -v"
+    ]
+    assert "The hosts are those of the allocation" in remarks("unitrain launch --launcher srun -np 8 t.py", "mpirun")
+
+
 # --- what is written ---
 
 
@@ -227,6 +312,44 @@ def test_torchrun_is_typed_on_each_host() -> None:
         ("a", f"UNITRAIN_BACKEND=horovod torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 {common}"),
         ("b", f"UNITRAIN_BACKEND=horovod torchrun --nnodes 2 --node-rank 1 --nproc-per-node 4 {common}"),
     ]
+
+
+def test_torchruns_that_restart_on_several_hosts_can_meet_again() -> None:
+    """The static rendezvous of --master-addr ends with the first attempt: c10d is needed, served by the first host."""
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    given = "--rdzv-backend c10d --rdzv-endpoint a:29400 --rdzv-id 7 --rdzv-conf is_host=1,timeout=900 --local-addr b"
+    for line, job_id in (
+        (f"torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 3 {given} --tee 3 t.py --lr 1", "7"),
+        ("unitrain launch --hosts a:4,b:4 --max-restarts 3 -x MASTER_PORT=29400 t.py --lr 1", "unitrain"),
+    ):
+        job = replace(read(line), hosts=("a", "b"))
+        written = write(job, "torchrun")
+        for place, (host, one) in enumerate(zip("ab", written.lines, strict=True)):
+            words = split(one.shell())
+            assert words[:2] == ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"]
+            found = get_args_parser().parse_args(words[2:])
+            assert (parse_min_max_nnodes(found.nnodes), found.nproc_per_node) == ((2, 2), "4")
+            assert (found.max_restarts, found.rdzv_backend, found.rdzv_endpoint) == (3, "c10d", "a:29400")
+            assert (found.rdzv_id, found.local_addr, one.host) == (job_id, host, host)
+            conf = dict(pair.split("=") for pair in found.rdzv_conf.split(","))
+            assert conf["is_host"] == ("true" if place == 0 else "false")
+            assert conf.get("timeout") == ("900" if job_id == "7" else None)
+            assert found.tee == ("3" if job_id == "7" else "0")
+            assert (found.training_script, found.training_script_args) == ("t.py", ["--lr", "1"])
+        assert "The rendezvous numbers the hosts" in "\n".join(written.remarks)
+    (one,) = lines("torchrun --nproc-per-node 2 --max-restarts 3 t.py", "torchrun")
+    assert "--standalone --nproc-per-node 2 --max-restarts 3 t.py" in one
+
+
+def test_the_address_of_one_host_is_not_given_to_all() -> None:
+    line = "torchrun --nnodes 2 --master-addr a --local-addr b --rdzv-conf timeout=9 t.py"
+    assert all("--local-addr" not in one and "--rdzv-conf timeout=9" in one for one in lines(line, "torchrun"))
+    assert "--local-addr b is left out, because each host has its own." in remarks(line, "torchrun")
+    line = "torchrun --nnodes 2 --master-addr a --rdzv-backend etcd-v2 --rdzv-endpoint e:2379 t.py"
+    assert read(line).address == "a", "etcd runs on another host"
+    assert all("e:2379" not in one for one in lines(line, "torchrun"))
+    assert "--rdzv-backend etcd-v2 is left out" in remarks(line, "torchrun")
 
 
 @pytest.mark.parametrize(
@@ -400,6 +523,7 @@ UNLIKE = {
     "horovodrun": "horovodrun -np 2 --output-filename logs --start-timeout 60 --verbose --min-np 1 python t.py",
     "mpirun": "mpirun -np 2 --report-bindings --tag-output --rankfile r --mca btl ^openib --mca orte_x 1 python t.py",
     "mpiexec": "mpiexec -n 2 -bind-to core -prepend-rank -iface eth1 -rmk pbs python t.py",
+    "unitrain launch": "unitrain launch --elastic 2:2 --log-dir logs --untuned --elastic-timeout 9 t.py",
     "srun": "srun -n 2 -N 1 --mem=4G -l --cpu-bind=none --mpi=pmix --distribution=cyclic python t.py",
 }
 
@@ -588,6 +712,30 @@ def test_words_survive_a_line(words: list[str]) -> None:
         (
             "mpirun -np 2 -nonsense python t.py",
             "mpirun has no option '-nonsense'. Options of the program go after the program.",
+        ),
+        *(
+            (
+                f"srun {options}python t.py",
+                (
+                    "srun's line does not say how many tasks it starts: in a batch script that is what its #SBATCH "
+                    "lines ask for. Add their number to it, as in: srun --ntasks 8"
+                ),
+            )
+            for options in ("", "--cpus-per-task 4 --gpus 8 ")
+        ),
+        (
+            "srun --ntasks-per-gpu 1 python t.py",
+            (
+                "srun's line has --ntasks-per-gpu and does not say how many GPUs there are, which only the allocation "
+                "knows. Add the number of tasks, as in: srun --ntasks 8"
+            ),
+        ),
+        (
+            "srun -N 2 --gpus-per-node 2 --ntasks-per-gpu 1 python t.py",
+            (
+                "How many tasks srun starts for --nodes 2 --gpus-per-node 2 --ntasks-per-gpu depends on the version of "
+                "Slurm. Add their number to the line, as in: srun --ntasks 4"
+            ),
         ),
         ("srun -N 2 -w a python t.py", "--nodelist a names 1 hosts, and the job has 2. Name all, or none"),
         ("python", "python is given no script. End the line as in: python train.py"),
@@ -779,6 +927,16 @@ def test_open_mpis_options_are_all_known() -> None:
         for name in spellings
         if openmpi.SYNTAX.take([name, *["x"] * arity, "program"])[0][0].values != ("x",) * arity
     ]
+
+
+def test_options_of_unitrain_launch_are_all_known() -> None:
+    known = [
+        ((*option.opts, *option.secondary_opts), 0 if option.is_flag else 1)
+        for option in launch.params
+        if isinstance(option, click.Option)
+    ]
+    assert len(known) > 15
+    assert not missing(unitrain.SYNTAX, known)
 
 
 def test_hydras_and_sruns_options_are_taken_as_their_help_says() -> None:

@@ -79,6 +79,9 @@ def read(words: Sequence[str]) -> Job:
     options = Options(SYNTAX, words)
     hosts = named(options.last("--hosts"), options.last("--hostfile"), "--hostfile")
     size = options.number("--num-proc") or sum(host.slots for host in hosts)
+    elastic, discovery = _elastic(options, size)
+    if discovery is not None:
+        hosts = ()  # which horovodrun then does not look at
     if not size:
         raise LaunchError("horovodrun's line does not say how many processes it starts. Add -np N to it")
     options.all("--gloo", "--disable-cache")  # its own default, and where it keeps what it knows of its hosts
@@ -90,7 +93,8 @@ def read(words: Sequence[str]) -> Job:
         program=options.program,
         counts=counts,
         hosts=names,
-        others=(*tunings, *through, *options.others(_TOPICS)),
+        discovery=discovery,
+        others=(*tunings, *through, *elastic, *options.others(_TOPICS)),
         remarks=said,
     )
 
@@ -131,6 +135,25 @@ def _through_mpi(one: Given) -> Other:
     if one.name in ("--mpi-args", "--binding-args"):
         return replace(other, passes={"mpirun": tuple(shlex.split(value))})
     return replace(other, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
+
+
+def _elastic(options: Options, size: int) -> tuple[list[Other], str | None]:
+    """Return what makes the job an elastic one, with the counterparts of unitrain launch, and the program that prints
+    its hosts."""
+    if not options.flag("--min-np", "--host-discovery-script", put_back=True):
+        return [], None
+    found = options.all("--min-np", "--max-np", "--host-discovery-script")
+    values = {one.name: one.values[0] for one in found}
+    least = number("--min-np", values.get("--min-np", str(size or 1)))
+    most = number("--max-np", values.get("--max-np", str(max(size, least))))
+    script = values.get("--host-discovery-script")
+    words = tuple(word for one in found for word in one.words)
+    counterpart = ("--elastic", f"{least}:{most}", *(("--host-discovery-script", script) if script else ()))
+    others = [Other(LAUNCHER, words, "elastic", passes={"unitrain": counterpart})]
+    for name, theirs in (("--elastic-timeout", "--elastic-timeout"), ("--reset-limit", "--max-restarts")):
+        passes = [(one.words, {"unitrain": (theirs, one.values[0])}) for one in options.all(name)]
+        others += [Other(LAUNCHER, words, "elastic", passes=each) for words, each in passes]
+    return others, script
 
 
 def _ssh(given: list[Given]) -> list[Other]:

@@ -34,7 +34,8 @@ class Job:
 
     `hosts` are the names of those hosts, or empty where a scheduler chooses them, or where it is one that need not be
     named. The ranks meet at `address` and `port`, None standing for the first host and 29500. `environment` is set for
-    every rank, and the variables named in `forwarded` are handed on. `remarks` are what reading has found.
+    every rank, and the variables named in `forwarded` are handed on. `discovery` is a program that prints the hosts
+    while the job runs; then `hosts` is empty. `remarks` are what reading has found.
     """
 
     program: tuple[str, ...]
@@ -47,6 +48,7 @@ class Job:
     port: int | None = None
     max_restarts: int = 0
     directory: str | None = None
+    discovery: str | None = None
     others: tuple[Other, ...] = ()
     remarks: tuple[str, ...] = ()
 

@@ -23,6 +23,9 @@ _WARNING_SECONDS = 120
 # whose code would then be another. Ranks that are left by one that has failed end themselves, or are ended here.
 _TOGETHER = ("--kill-on-bad-exit=0",)
 _DEFAULTS = (("--wait", "300"), ("--export", "ALL"))
+# The ranks sign with it what they send each other. It is made anew on the first host in each attempt, and srun hands it
+# on: neither a command line nor the script has its value.
+_KEY = "${UNITRAIN_JOB_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}"
 _PORT = "$((29500 + SLURM_JOB_ID % 1000))"  # two jobs that share a host seldom meet
 
 
@@ -63,6 +66,7 @@ def write(job: Job, directives: Sequence[str] = ()) -> Written:
     exports = [f"export {name}={quote(value)}" for name, value in variables.items()]
     if job.port is None:
         exports.append(f"export MASTER_PORT={_PORT}")
+    exports.append(f"export UNITRAIN_JOB_KEY={_KEY}")
     if "OMP_NUM_THREADS" not in variables:
         exports.append("export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}")
     start = join(["srun", *_TOGETHER, *with_defaults(_DEFAULTS, [word for one in own for word in one.words])])

@@ -12,7 +12,7 @@ from launchers.srun import DEFAULTS, task_options
 from launchers.translation.hosts import expanded, spread
 from launchers.translation.job import Job, Other, number
 from launchers.translation.options import Options, Syntax, table, topics
-from launchers.translation.words import typed
+from launchers.translation.words import join, typed
 from launchers.translation.writing import Line, Written, options_of, restarts, variables_of
 
 LAUNCHER = "srun"
@@ -81,9 +81,27 @@ def read(words: Sequence[str]) -> Job:
     tasks, per_node = options.number("--ntasks"), options.number("--ntasks-per-node")
     least, dash, most = (options.last("--nodes") or "").partition("-")
     said: list[str] = []
+    per_gpu = options.number("--ntasks-per-gpu")
     if dash and least != most:
         said.append(f"--nodes {least}-{most} leaves their number to Slurm: the job is written for {most}.")
     nodes = number("--nodes", most or least) if least else len(names) or None
+    if per_gpu is not None and tasks is None:
+        tasks = per_gpu * _gpus(options, nodes)
+    if per_gpu is not None:
+        said.append(
+            f"--ntasks-per-gpu {per_gpu} of srun is left out, which also lets each task see one GPU only: elsewhere "
+            "each rank takes the GPU of its local rank."
+        )
+    if tasks is None and per_node is None:
+        if nodes is None:
+            raise LaunchError(
+                "srun's line does not say how many tasks it starts: in a batch script that is what its #SBATCH lines "
+                "ask for. Add their number to it, as in: srun --ntasks 8"
+            )
+        said.append(
+            "srun's line does not say how many tasks it starts, which in a batch script is what its #SBATCH lines ask "
+            "for: the job is written for one on each host. Say how many with --ntasks N."
+        )
     if nodes is None:
         nodes = -(-tasks // per_node) if tasks and per_node else 1
         if tasks and tasks > 1 and not per_node:
@@ -136,6 +154,40 @@ def meeting(job: Job, said: list[str]) -> dict[str, str]:
     if job.address is not None:
         said.append(f"The address {job.address} is left out: the ranks meet on the first host that Slurm chooses.")
     return {"MASTER_ADDR": FIRST_HOST, "MASTER_PORT": str(job.port or DEFAULT_PORT)}
+
+
+def _gpus(options: Options, nodes: int | None) -> int:
+    """Return how many GPUs the line asks for; leave its options.
+
+    Raises LaunchError where it does not say, and for GPUs of each of several hosts: the manual of Slurm multiplies
+    them, and srun of Slurm 22.05 then starts one task on each host.
+    """
+    count = 0
+    for option in ("--gpus", "--gpus-per-node", "--gres"):
+        for one in options.all(option):
+            options.put_back(one)
+            parts = one.values[0].split(",")
+            if option == "--gres":
+                parts = [part.partition(":")[2] or "1" for part in parts if part.partition(":")[0] == "gpu"]
+            found = sum(_of_one_type(option, part) for part in parts)
+            if found and not count and option != "--gpus" and (nodes or 1) > 1:
+                raise LaunchError(
+                    f"How many tasks srun starts for --nodes {nodes} {join(one.words)} --ntasks-per-gpu depends on the "
+                    f"version of Slurm. Add their number to the line, as in: srun --ntasks {(nodes or 1) * found}"
+                )
+            count = count or found  # they say the same in several ways
+    if not count:
+        raise LaunchError(
+            "srun's line has --ntasks-per-gpu and does not say how many GPUs there are, which only the allocation "
+            "knows. Add the number of tasks, as in: srun --ntasks 8"
+        )
+    return count
+
+
+def _of_one_type(option: str, text: str) -> int:
+    """Return the number in "a100:4" or "4"; a type alone is one GPU."""
+    kind, _, last = text.rpartition(":")
+    return 1 if not kind and not last[:1].isdecimal() else number(option, last.partition("(")[0])
 
 
 def _uneven(job: Job) -> list[str]:

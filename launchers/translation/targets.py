@@ -21,6 +21,8 @@ TARGETS: dict[str, Callable[[Job], Written]] = {
     "unitrain": unitrain.write,
 }
 
+_DISCOVERING = ("horovodrun", "unitrain")
+
 
 def write(job: Job, target: str) -> Written:
     """Return the job as `target` has it. Raises LaunchError for a job that it cannot have, and an unknown target."""
@@ -28,4 +30,9 @@ def write(job: Job, target: str) -> Written:
         near = difflib.get_close_matches(target, TARGETS, n=1)
         suggestion = f"Did you mean {near[0]!r}? " if near else ""
         raise LaunchError(f"Unknown target {target!r}. {suggestion}Available: {', '.join(TARGETS)}.")
+    if job.discovery is not None and target not in _DISCOVERING:
+        raise LaunchError(
+            f"The hosts of the job are what {job.discovery!r} prints while it runs, and {target} has them from the "
+            f"start. Name them, as in: --hosts node1:{job.size},node2:{job.size}"
+        )
     return TARGETS[target](job)

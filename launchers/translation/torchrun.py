@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from launchers.addresses import DEFAULT_PORT
 from launchers.errors import LaunchError
-from launchers.torchrun import RESTARTS, node_options
-from launchers.translation.job import Job, number
-from launchers.translation.options import Options, Syntax, table, topics
+from launchers.torchrun import RESTARTS, node_options, rejoin_options
+from launchers.translation.job import Job, Other, number
+from launchers.translation.options import Given, Options, Syntax, table, topics
 from launchers.translation.writing import Line, Written, options_of, variables_of
 
 LAUNCHER = "torchrun"
@@ -47,14 +48,18 @@ def read(words: Sequence[str], python: str = "python") -> Job:
         )
     count = number("--nproc-per-node", processes)
     address, port = options.last("--master-addr"), options.number("--master-port", least=0)
-    endpoint = options.last("--rdzv-endpoint")
+    backend = options.last("--rdzv-backend")
+    server = backend is not None and backend.startswith("etcd")  # whose endpoint is none of the hosts
+    endpoint = None if server else options.last("--rdzv-endpoint")
+    if server:
+        said.append(f"--rdzv-backend {backend} is left out: the hosts are written without a server of their own.")
     if endpoint and not options.flag("--standalone"):
         host, _, text = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
         address, port = host, number("--rdzv-endpoint HOST:PORT", text, least=0) if text else None
     if options.flag("--standalone") or (nodes == 1 and address in ("localhost", "127.0.0.1")):
         address = None
     # How its agents find each other, which of the lines it is, and what torchrun always does.
-    options.all("--rdzv-backend", "--node-rank", "--use-env")
+    options.all("--node-rank", "--use-env")
     restarts = options.number("--max-restarts", least=0) or 0
     program = options.program
     if options.flag("--no-python"):
@@ -79,16 +84,43 @@ def write(job: Job) -> Written:
     if job.address is None:
         job.check_hosts_named(LAUNCHER)
     variables = {**(RESTARTS if job.max_restarts else {}), **variables_of(job, LAUNCHER)}
-    words, said = options_of(job, LAUNCHER)
-    if job.max_restarts:
-        words = ["--max-restarts", str(job.max_restarts), *words]
     names = job.hosts or [f"host {place}" for place, _ in enumerate(job.counts, start=1)]
+    meeting: dict[str, str] = {}
     if len(job.counts) > 1:
+        meeting = {
+            given.name: given.values[0] for one in job.others if (given := _own(one)) is not None and given.values
+        }
+        # What is not the same on each host, and what is written anew.
+        left = ("--local-addr", "--rdzv-endpoint", *(("--rdzv-id", "--rdzv-conf") if job.max_restarts else ()))
+        kept = [one for one in job.others if (given := _own(one)) is None or given.name not in left]
+        job = replace(job, others=tuple(kept))
+    words, said = options_of(job, LAUNCHER)
+    if "--local-addr" in meeting and not job.max_restarts:
+        said.append(f"--local-addr {meeting['--local-addr']} is left out, because each host has its own.")
+    if len(job.counts) > 1 and job.max_restarts:
+        # The static rendezvous of --master-addr ends with the first attempt.
+        nodes = [
+            rejoin_options(
+                f"{len(job.counts)}:{len(job.counts)}",
+                count,
+                job.max_restarts,
+                (job.address or job.hosts[0], job.port or DEFAULT_PORT),
+                is_first=place == 0,
+                own=job.hosts[place] if job.hosts else None,
+                job=meeting.get("--rdzv-id", "unitrain"),
+                settings=dict(part.partition("=")[::2] for part in meeting.get("--rdzv-conf", "").split(",") if part),
+            )
+            for place, count in enumerate(job.counts)
+        ]
+        said.append("The rendezvous numbers the hosts, perhaps in another order after a failure.")
+    elif len(job.counts) > 1:
         nodes = node_options(job.counts, job.address or job.hosts[0], job.port or DEFAULT_PORT)
     elif job.port is not None or job.address is not None:
         nodes = [["--nproc-per-node", str(job.counts[0]), "--master-port", str(job.port or DEFAULT_PORT)]]
     else:
         nodes = [["--standalone", "--nproc-per-node", str(job.counts[0])]]
+    if job.max_restarts and len(job.counts) == 1:
+        words = ["--max-restarts", str(job.max_restarts), *words]
     launcher, program = started(job)
     lines = [
         Line([*launcher, *options, *words, *program], variables, job.directory, name)
@@ -102,6 +134,11 @@ def write(job: Job) -> Written:
             "where they should have more."
         )
     return Written(lines, [*job.remarks, *said])
+
+
+def _own(one: Other) -> Given | None:
+    """Return an option of torchrun's own as it was given, or None for one of another launcher."""
+    return SYNTAX.take([*one.words, "program"])[0][0] if one.launcher == LAUNCHER else None
 
 
 def _nodes(text: str, said: list[str]) -> int:

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from launchers.elastic import parse_elastic
 from launchers.errors import LaunchError
 from launchers.exports import looks_secret
 from launchers.options import parse_options
 from launchers.translation.hosts import fill, listed, named
 from launchers.translation.job import Job, Other
-from launchers.translation.options import Options, Syntax, table
+from launchers.translation.options import Given, Options, Syntax, table, topics
 from launchers.translation.words import join
 from launchers.translation.writing import IMPLIED, Line, Written, options_of
 
-LAUNCHER = "unitrain"
+LAUNCHER = "unitrain launch"
 SYNTAX = Syntax(
-    "unitrain launch",
+    LAUNCHER,
     table(
-        "--gloo --mpi --dry-run --help",
-        "--backend --launcher --num-processes --hosts -x --max-restarts --launcher-args",
+        "--gloo --mpi --dry-run --help --module --untuned",
+        "--backend --launcher --num-processes --hosts --hostfile --interface -x --max-restarts --launcher-args "
+        "--elastic --host-discovery-script --elastic-timeout --log-dir",
     ),
-    {"-np": "--num-processes", "-n": "--num-processes", "-H": "--hosts", "-h": "--help"},
+    {"-np": "--num-processes", "-n": "--num-processes", "-H": "--hosts", "-h": "--help", "-m": "--module"},
 )
+_TOPICS = topics(output="--log-dir", elastic="--elastic --elastic-timeout --host-discovery-script")
+_TARGET = "unitrain"
 _LAUNCHERS = {"ddp": "torchrun", "horovod": "horovodrun"}
 
 
 def read(words: Sequence[str]) -> Job:
     """Return the job of the words after `unitrain launch`."""
     options = Options(SYNTAX, words)
-    hosts = named(options.last("--hosts"), None, "--hosts")
-    size = options.number("--num-processes") or sum(host.slots for host in hosts) or 1
+    hosts = named(options.last("--hosts"), options.last("--hostfile"), "--hostfile")
+    slots = sum(host.slots for host in hosts)
+    size = options.number("--num-processes") or slots or 1
+    script = options.last("--host-discovery-script")
+    elastic = options.last("--elastic")
+    if elastic is not None:
+        most = parse_elastic(elastic).most
+        size = min(most, slots or most)
     controller = options.all("--gloo", "--mpi")
     backend, launcher = options.last("--backend"), options.last("--launcher")
     launcher = launcher or (
@@ -47,25 +58,35 @@ def read(words: Sequence[str]) -> Job:
     texts = [one.values[0] for one in options.all("--launcher-args")]
     others = [Other(launcher, tuple(parse_options([text])), "own") for text in texts]
     others += [Other("horovodrun", ("--mpi",), "own") for one in controller[-1:] if one.name == "--mpi"]
+    for one in options.all("--interface"):
+        others.append(_network(one))
+    if elastic is not None:
+        found = ("--elastic", elastic, *(("--host-discovery-script", script) if script is not None else ()))
+        others.append(Other(LAUNCHER, found, "elastic"))
     counts, names, said = fill(size, hosts)
+    if launcher == "srun" and not hosts:
+        said = (*said, "The hosts are those of the allocation: the job is written for one. Name them with --hosts.")
     options.all("--dry-run")
+    module = ("-m",) if options.flag("--module") else ()
     return Job(
-        program=("python", *options.program),
+        program=("python", *module, *options.program),
         counts=counts,
         hosts=names,
         backend=backend,
         environment=variables,
         forwarded=tuple(dict.fromkeys(forwarded)),
         max_restarts=options.number("--max-restarts", least=0) or 0,
-        others=(*others, *options.others({})),
+        discovery=script if elastic is not None else None,
+        others=(*others, *options.others(_TOPICS)),
         remarks=said,
     )
 
 
 def write(job: Job) -> Written:
     """Return the line of `unitrain launch`, under the launcher that reaches all hosts and is the backend's."""
-    job.check_hosts_named("unitrain launch")
-    if job.python is None or job.program[1:2] == () or job.program[1].startswith("-"):
+    job.check_hosts_named(LAUNCHER)
+    start = job.program[1:2]
+    if job.python is None or start == () or (start[0].startswith("-") and (start[0] != "-m" or not job.program[2:])):
         raise LaunchError(
             f"unitrain launch runs a Python script, and the job runs: {join(job.program)}. "
             "Make it one, or choose another launcher, as in: --to torchrun"
@@ -73,9 +94,19 @@ def write(job: Job) -> Written:
     usual = _LAUNCHERS.get(job.backend or "ddp", "torchrun")
     launcher = "mpirun" if len(job.counts) > 1 and usual == "torchrun" else usual
     mpi = any(other.words == ("--mpi",) for other in job.others)
-    given, said = options_of(job, launcher)
+    # Its own options, and those of another launcher that have a counterpart among them.
+    own = [
+        word for one in job.others for word in (one.words if one.launcher == LAUNCHER else one.passes.get(_TARGET, ()))
+    ]
+    rest = tuple(one for one in job.others if one.launcher != LAUNCHER and _TARGET not in one.passes)
+    given, said = options_of(replace(job, others=rest), launcher)
+    if any(one.launcher != LAUNCHER and "--elastic" in one.passes.get(_TARGET, ()) for one in job.others):
+        said.append(
+            "With --elastic, unitrain launch starts the job again when its hosts change: a Trainer then resumes from "
+            "its newest checkpoint, and hvd.elastic is not used."
+        )
     variables = dict(job.environment)
-    for other in job.others:
+    for other in rest:
         if other.launcher != launcher and launcher not in other.passes:
             variables = {**other.variables, **variables}
     if len(job.counts) > 1 or job.address or job.port:
@@ -84,7 +115,8 @@ def write(job: Job) -> Written:
     options = [*(("--backend", job.backend) if job.backend else ())]
     if launcher != usual:
         options += ["--launcher", launcher]
-    options += ["-np", str(job.size)]
+    if "--elastic" not in own:  # which says how many ranks there may be
+        options += ["-np", str(job.size)]
     if job.hosts:
         options += ["-H", listed(job.slots)]
     if mpi and launcher == "horovodrun":
@@ -97,7 +129,20 @@ def write(job: Job) -> Written:
             options += ["-x", f"{name}={value}"]
     if job.max_restarts:
         options += ["--max-restarts", str(job.max_restarts)]
+    options += own
     if given:
         options += ["--launcher-args", join(given)]
     line = Line(["unitrain", "launch", *options, *job.program[1:]], secrets, job.directory)
     return Written([line], [*job.remarks, *said])
+
+
+def _network(one: Given) -> Other:
+    """Return --interface with what it does under other launchers, as unitrain launch does it there."""
+    name = one.values[0]
+    variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), name)
+    settings = [word for part in ("btl", "oob") for word in ("-mca", f"{part}_tcp_if_include", name)]
+    passes = {
+        "horovodrun": ("--network-interfaces", name),
+        "mpirun": (*(word for item in variables.items() for word in ("-x", "=".join(item))), *settings),
+    }
+    return Other(LAUNCHER, one.words, "network", passes=passes, variables=variables)

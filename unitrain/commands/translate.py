@@ -36,7 +36,7 @@ def translate(target: str, hosts: str | None, backend: str | None, line: tuple[s
         job = translation.read(line[0] if len(line) == 1 else join(line))
         if hosts is not None:
             counts, names, said = fill(job.size, parse_hosts(hosts))
-            job = replace(job, counts=counts, hosts=names, address=None, remarks=(*job.remarks, *said))
+            job = replace(job, counts=counts, hosts=names, address=None, discovery=None, remarks=(*job.remarks, *said))
         written = translation.write(replace(job, backend=backend or job.backend), target)
     except (LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
