@@ -71,3 +71,10 @@ def test_who_failed_first_is_found_in_what_was_said(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_text(f"{trace}unitrain: rank 0 failed first: ValueError: x (of 11 ranks)\n")
     assert last_words(tmp_path, None)[0].startswith("unitrain: the last lines of rank 0")
     assert last_words(tmp_path, 5) == []
+
+
+def test_files_that_are_no_logs_of_ranks_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text("fine\n")
+    (tmp_path / "rank-0-old.log").write_text("unitrain: rank 3 failed first\n")
+    (tmp_path / "rank-1.log").mkdir()
+    assert last_words(tmp_path, 0)[1:] == ["  fine"]

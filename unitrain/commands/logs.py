@@ -20,7 +20,9 @@ def last_words(folder: Path, killed: int | None) -> list[str]:
 
     That is the one that was `killed`, or the one that the ranks themselves name, or the only one with a traceback.
     """
-    logs = {int(path.stem[5:]): path.read_text(errors="replace") for path in sorted(folder.glob("rank-*.log"))}
+    # Other files in the folder, such as a copy under another name, are the user's.
+    files = [path for path in sorted(folder.glob("rank-*.log")) if path.stem[5:].isdecimal() and path.is_file()]
+    logs = {int(path.stem[5:]): path.read_text(errors="replace") for path in files}
     named = [int(number) for text in logs.values() for number in _FAILED_FIRST.findall(text)[-1:]]
     with_trace = [rank for rank, text in logs.items() if "Traceback (most recent call last)" in text]
     rank = killed if killed is not None else named[0] if named else with_trace[0] if len(with_trace) == 1 else None
