@@ -379,3 +379,17 @@ def test_on_ranks_a_slow_disk_is_waited_for_and_a_full_one_is_told(tmp_path: Pat
             target = tmp_path / name / "step-000000004"
             assert found[name].startswith(f"Cannot write checkpoint '{target}': no room. Check that the folder")
     assert json.loads((tmp_path / "slow" / "step-000000004" / "manifest.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize(
+    "damaged", ['{"results": null, "epoch": null}', '{"results": {"val_loss": "x"}}', "[" * 100_000]
+)
+def test_a_damaged_manifest_of_an_older_checkpoint_does_not_fail_a_newer_one(damaged: str, tmp_path: Path) -> None:
+    older, newer = (files.checkpoint_path(tmp_path, step) for step in (2, 4))
+    retention = Retention(1, every=2, best="val_loss")
+    for path in (older, newer):
+        path.mkdir()
+    (older / files.MANIFEST).write_text(damaged)
+    (newer / files.MANIFEST).write_text(json.dumps({"epoch": 2, "results": {"val_loss": 0.5}}))
+    assert newer not in retention.obsolete(newer)
+    assert files.damage(older) is not None

@@ -248,3 +248,14 @@ def test_every_rank_is_refused_even_after_the_time_of_a_collective(tmp_path: Pat
         lock.release()
     assert first == second
     assert f"in use by another job: process {os.getpid()} on host" in first
+
+
+def test_a_lock_that_is_a_symbolic_link_is_refused_and_its_target_kept(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("not of this job")
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / ".lock").symlink_to(other)
+    with pytest.raises(CheckpointError, match=r"is a symbolic link.*rm '.*/run/\.lock'"):
+        trainer(output).fit(data())
+    assert other.read_text() == "not of this job"

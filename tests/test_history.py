@@ -18,9 +18,11 @@ from unitrain.backends.local import LocalBackend
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
+from unitrain.lifecycle import job
 from unitrain.report.figures import counts_epochs
 from unitrain.report.record import read_records
 from unitrain.tracking.history import History
+from unitrain.tracking.rows import drop_rows_after
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -185,3 +187,34 @@ def test_a_look_that_cannot_be_written_ends_the_run_when_the_ranks_next_meet(
     with pytest.raises(CheckpointError, match=r"^Cannot write '.*': OSError: No space left on device\. Check that"):
         train(tmp_path, epochs=2)
     assert not (tmp_path / "history.jsonl").exists()
+
+
+def test_history_is_not_rewritten_through_a_symbolic_link(tmp_path: Path) -> None:
+    other, path = tmp_path / "other", tmp_path / "history.jsonl"
+    other.write_text("not of this run")
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    (tmp_path / "history.jsonl.unfinished").symlink_to(other)
+    drop_rows_after(1, path)
+    assert other.read_text() == "not of this run"
+    assert path.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("line", ['{"step": Infinity}', '{"step": 1e999}', "[" * 100_000], ids=["inf", "1e999", "deep"])
+def test_a_line_that_cannot_be_a_row_is_left_out(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    drop_rows_after(5, path)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_the_mark_of_a_job_is_not_written_through_a_symbolic_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNITRAIN_JOB", "mine")
+    folder, other = tmp_path / "run", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("not of this run")
+    (folder / ".job.new").symlink_to(other)
+    job.mark(folder)
+    assert other.read_text() == "not of this run"
+    assert job.is_own(folder)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launches import started
 
+from unitrain import environment
+from unitrain.commands import logs
 from unitrain.commands.logs import last_words, sizes
 
 SCRIPT = """
@@ -105,3 +108,29 @@ def test_a_launch_shows_its_own_lines_only(tmp_path: Path) -> None:
             shown.append("the last lines of rank 0" in launched.output())
             assert launched.process.returncode in (1, 3)
     assert shown == [True, False]
+
+
+def test_files_that_are_no_logs_of_ranks_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text("fine\n")
+    (tmp_path / "rank-0-old.log").write_text("unitrain: rank 3 failed first\n")
+    (tmp_path / "rank-1.log").mkdir()
+    assert last_words(tmp_path, 0, {})[1:] == ["  fine"]
+
+
+def test_a_full_disk_ends_the_log_and_not_the_rank(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("for number in range(100):\n    print('line', number, 'x' * 8000)\n")
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    wrapper = str(Path(logs.__file__).with_name("logged.py"))
+    ended = subprocess.run(
+        [sys.executable, wrapper, str(tmp_path), str(script)],
+        env=environment.without_launcher(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("[0] line ") == 100
+    assert ended.stderr == (
+        f"unitrain: '{tmp_path}/rank-0.log' ends here: No space left on device. What the rank prints is still shown.\n"
+    )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from unitrain import supervised
 from unitrain.commands.ranks import Ranks
 
 KEY = "0123456789abcdef"
@@ -128,3 +129,12 @@ def test_strangers_are_no_ranks() -> None:
         assert "rank 0 cannot reach unitrain launch" in without_key.said
         ranks.dismiss(0)
         assert (ranks.lost, ranks.vanished, ranks.preempted) == ([], [], False)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:x", ":"])
+def test_an_address_that_cannot_be_read_is_a_line_and_no_error(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UNITRAIN_SUPERVISOR", address)
+    supervised.follow(0)
+    assert f"rank 0 cannot reach unitrain launch at {address}" in capsys.readouterr().err

@@ -342,3 +342,22 @@ def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
     assert launch.process.returncode == 1
     assert "Under 'as it is' the run ended with exit code 1 and timed no step. Its last words:" in output
     assert "ValueError: no data" in output
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"script": "train.py"}',
+        '["train.py"]',
+        '[{"script": 1, "backend": "ddp", "num_processes": 1, "variables": {}, "gain": 1, "spread": [1, 1]}]',
+        '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": [], "gain": 1, "spread": [1, 1]}]',
+        '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": {}, "gain": "x", "spread": [1, 1]}]',
+        "[" * 100_000,
+    ],
+    ids=["object", "texts", "script", "variables", "gain", "deep"],
+)
+def test_a_file_with_other_content_is_a_clear_error(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "unitrain-tuned.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*\. Delete it"):
+        tuned_for(Run.here("train.py", (), "ddp", 1, 1), file)

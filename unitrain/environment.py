@@ -224,7 +224,7 @@ def without_pod() -> dict[str, str]:
 def pods() -> int:
     """Return how many pods at most share the PyTorchJob or TrainJob that this process is in, or 1 outside of one."""
     number = os.environ.get("PET_NNODES", "").rpartition(":")[2]
-    return int(number) if number.isdecimal() else 1
+    return int(number) if number.isascii() and number.isdecimal() else 1
 
 
 def without_launcher() -> dict[str, str]:
@@ -292,7 +292,7 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:
                 f"{variables.marker} is set, but {name} is not. Set it too, or clear the other with: "
                 f"unset {variables.marker}"
             )
-        if not value.isdecimal():
+        if not (value.isascii() and value.isdecimal()):
             raise EnvironmentVariableError(
                 f"{name} must be a whole number, got {value!r}. Set it, or clear it with: unset {name}"
             )

@@ -87,7 +87,7 @@ def follow(rank: int) -> None:
         prove(connection, environment.setting(environment.JOB_KEY), ROLE, accepts=False)
         connection.settimeout(None)
         _line = _Line(connection, rank)
-    except (OSError, AuthenticationError) as error:
+    except (OSError, OverflowError, ValueError, AuthenticationError) as error:
         # The job can do without: what the launcher sees of it is enough to start it again.
         sys.stderr.write(f"unitrain: rank {rank} cannot reach unitrain launch at {address}: {error}\n")
 

@@ -160,7 +160,7 @@ def _shared_store(placement: Placement, timeout: timedelta, name: str) -> tuple[
     if (host := environment.setting("MASTER_ADDR")) and (port := environment.setting("MASTER_PORT")):
         # torchrun may serve the store itself; otherwise rank 0 does.
         serves = placement.rank == 0 and environment.setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if not port.isdecimal() or not 0 < int(port) < 65536:
+        if not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
             raise EnvironmentVariableError(
                 f"MASTER_PORT must be a port from 1 to 65535, got {port!r}. Use: export MASTER_PORT=29500"
             )

@@ -38,10 +38,17 @@ def main(folder: Path, program: list[str]) -> None:
 
 
 def _pass_on(reading: int, file: Path, prefix: bytes) -> None:
-    with os.fdopen(reading, "rb") as lines, file.open("ab") as log:
+    # Without a buffer: closing the file would write what could not be written once more.
+    with os.fdopen(reading, "rb") as lines, file.open("ab", buffering=0) as log:
+        writes = True
         for line in lines:
-            log.write(line)
-            log.flush()
+            if writes:
+                try:
+                    log.write(line)
+                except OSError as error:  # a full disk must not end the rank, which would write to a broken pipe
+                    writes = False
+                    message = f"unitrain: '{file}' ends here: {error.strerror}. What the rank prints is still shown.\n"
+                    os.write(2, message.encode())
             os.write(1, prefix + line)
 
 

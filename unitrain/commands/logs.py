@@ -28,9 +28,11 @@ def last_words(folder: Path, killed: int | None, before: Mapping[str, int]) -> l
     what was written after `sizes` returned `before` is read: the rest is of earlier runs.
     """
     logs: dict[int, str] = {}
+    # Other files in the folder, such as a copy under another name, are the user's.
     for path in sorted(folder.glob("rank-*.log")):
-        if written := path.read_bytes()[before.get(path.name, 0) :]:
-            logs[int(path.stem[5:])] = written.decode(errors="replace")
+        number = path.stem[5:]
+        if number.isdecimal() and path.is_file() and (written := path.read_bytes()[before.get(path.name, 0) :]):
+            logs[int(number)] = written.decode(errors="replace")
     named = [int(number) for text in logs.values() for number in _FAILED_FIRST.findall(text)[-1:]]
     with_trace = [rank for rank, text in logs.items() if "Traceback (most recent call last)" in text]
     rank = killed if killed is not None else named[0] if named else with_trace[0] if len(with_trace) == 1 else None

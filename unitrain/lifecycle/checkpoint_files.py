@@ -64,7 +64,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of checkpoint `path`; empty where it cannot be read."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
 
@@ -82,7 +82,7 @@ def damage(path: Path) -> str | None:
                 return f"{name} has {found} bytes instead of {files[name]['bytes']}"
             if _sha256(path / name) != files[name]["sha256"]:
                 return f"the content of {name} has changed since it was written"
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -99,9 +99,21 @@ class FolderLock:
             self._holds += 1
             return True
 
+    def _open(self) -> int:
+        """Open the file of the lock, which is about to be overwritten. Raises CheckpointError for a symbolic link."""
+        try:
+            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise CheckpointError(
+                f"'{self._path}', the lock of the output folder, is a symbolic link, and its target would be "
+                f"overwritten. Remove the link: rm '{self._path}'"
+            ) from None
+
     def _lock_file(self) -> bool:
         while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = self._open()
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

@@ -43,7 +43,7 @@ def _read(folder: Path) -> dict[str, Any]:
         read = json.loads((folder / _MARK).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(folder, str(error)) from None
     batches = read.get("batches", []) if isinstance(read, dict) else None
     if not isinstance(batches, list) or not all(_is_batch(batch) for batch in batches):
@@ -65,5 +65,7 @@ def _damaged(folder: Path, why: str) -> CheckpointError:
 
 def _write(folder: Path, batches: list[KeptBatch]) -> None:
     new = folder / f"{_MARK}.new"
-    new.write_text(json.dumps({"job": environment.job(), "batches": batches}), encoding="utf-8")
+    new.unlink(missing_ok=True)  # of a run that was killed, or a link to another file
+    with new.open("x", encoding="utf-8") as file:
+        json.dump({"job": environment.job(), "batches": batches}, file)
     new.replace(folder / _MARK)

@@ -6,7 +6,7 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from unitrain.lifecycle import checkpoint_files as files
 
@@ -53,11 +53,15 @@ class Retention:
         if self.every is None:
             return []
         places = [(path, files.read_manifest(path)) for path in whole]
-        return [path for path, place in places if not place.get("sample") and place.get("epoch", 1) % self.every == 0]
+        return [path for path, place in places if not place.get("sample") and self._is_milestone(place.get("epoch", 1))]
+
+    def _is_milestone(self, epoch: Any) -> bool:
+        return self.every is not None and isinstance(epoch, int) and epoch % self.every == 0
 
     def _best(self, whole: list[Path]) -> list[Path]:
-        found = {path: files.read_manifest(path).get("results", {}).get(self.best) for path in whole}
-        numbers = {path: value for path, value in found.items() if value is not None and math.isfinite(value)}
+        results = {path: files.read_manifest(path).get("results") for path in whole}
+        found = {path: kept.get(self.best) for path, kept in results.items() if isinstance(kept, dict)}
+        numbers = {path: one for path, one in found.items() if isinstance(one, int | float) and math.isfinite(one)}
         if not numbers:
             return []
         # The first of equals is the newest.

@@ -34,7 +34,9 @@ def drop_rows_after(step: int, path: Path) -> None:
     rows = _whole_rows(path)
     kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
     rewritten = path.with_name(f"{path.name}.unfinished")
-    rewritten.write_text(kept)
+    rewritten.unlink(missing_ok=True)  # of a run that was killed, or a link to another file
+    with rewritten.open("x") as file:
+        file.write(kept)
     rewritten.rename(path)
 
 
@@ -46,7 +48,7 @@ def _whole_rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line.strip("\0"))
             rows.append({**row, "step": int(row["step"])})
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             damaged += 1
     if damaged:
         _log.warning(

@@ -168,12 +168,19 @@ def _read(file: Path) -> list[Tuned]:
         return []
     try:
         return [_entry(entry) for entry in json.loads(file.read_text())]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
             f"{file} cannot be read: {error}. Delete it, and find new settings: unitrain tune ..."
         ) from error
 
 
-def _entry(entry: dict[str, Any]) -> Tuned:
+def _entry(entry: Any) -> Tuned:
+    if not isinstance(entry, dict):
+        raise TypeError("an entry is not an object")
+    for name in ("script", "backend"):
+        if not isinstance(entry.get(name), str):
+            raise TypeError(f"{name!r} of an entry is not a text")
+    if not isinstance(entry.get("variables"), dict) or not isinstance(entry.get("gain"), int | float):
+        raise TypeError("'variables' or 'gain' of an entry is missing, or of another type")
     lists = {name: tuple(entry[name]) for name in ("spread", "args") if entry.get(name) is not None}
     return Tuned(**{**entry, **lists})
