@@ -226,7 +226,7 @@ def _small(tensor: Tensor, dtype: torch.dtype, most: int) -> Tensor | None:
     """Return the bytes, uint8, of `tensor` in `dtype` if there are at most so many and they are on the CPU."""
     if tensor.device.type != "cpu" or tensor.numel() * dtype.itemsize > most:
         return None
-    return tensor.detach().to(dtype).reshape(-1).contiguous().view(torch.uint8)
+    return tensor.detach().to(dtype).resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _summable(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:
