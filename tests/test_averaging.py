@@ -180,6 +180,36 @@ def test_a_step_that_fp16_skips_does_not_move_it(fused: bool) -> None:
     assert steps == [0, 1, 4, 5]
 
 
+class Quantized(nn.Module):
+    """Holds integers as a frozen parameter, as quantized models do, before or after the weights that are trained."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        codes = nn.Parameter(torch.arange(1, 13).reshape(2, 6), requires_grad=False)
+        if first:
+            self.codes = codes
+        self.inner = nn.Linear(2, 3)
+        if not first:
+            self.codes = codes
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(nn.functional.linear(x, self.codes * 0.1))
+        return output
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_integers_in_a_frozen_parameter_stay_what_they_are(first: bool) -> None:
+    model = Quantized(first=first)
+    trained = torch.optim.SGD(model.inner.parameters(), lr=0.05)
+    config = TrainConfig(steps=4, batch_size=8, ema_decay=DECAY, progress="off")
+    trainer = Trainer(model, trained, nn.functional.cross_entropy, backend=LOCAL, config=config)
+    trainer.fit(data())
+    averaged = trainer.averaged_model
+    assert isinstance(averaged, Quantized)
+    assert averaged.codes.equal(model.codes)
+    assert not averaged.inner.weight.equal(model.inner.weight)
+
+
 class Uncopyable(nn.Linear):
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("it holds a file")

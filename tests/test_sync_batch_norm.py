@@ -62,9 +62,9 @@ def weights(x: Tensor) -> Tensor:
 def run_layer(
     module: nn.Module, name: str, part: slice, *, dtype: torch.dtype = torch.float64, memory_format: Any = None
 ) -> list[Tensor]:
-    """Return outputs, gradients and buffers of two training steps on `part` of the samples, then of an evaluation."""
+    """Return outputs, gradients and buffers of three training steps on `part` of the samples, then of an evaluation."""
     found = []
-    for step in range(2):
+    for step in range(3):
         whole = values(name, step, dtype=dtype)
         x = whole[part].clone(memory_format=memory_format or torch.preserve_format).requires_grad_()
         y = module(x)

@@ -226,7 +226,8 @@ def _small(tensor: Tensor, dtype: torch.dtype, most: int) -> Tensor | None:
     """Return the bytes, uint8, of `tensor` in `dtype` if there are at most so many and they are on the CPU."""
     if tensor.device.type != "cpu" or tensor.numel() * dtype.itemsize > most:
         return None
-    return tensor.detach().to(dtype).reshape(-1).contiguous().view(torch.uint8)
+    # A copy: one number counts as contiguous at any stride, and as bytes it can be seen only at stride 1.
+    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _summable(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:

@@ -10,7 +10,7 @@ import copy
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from unitrain.errors import ModelError
@@ -28,6 +28,9 @@ class WeightAverage:
         self._followed, self.model = model, _copy(model)
         self._average = get_ema_multi_avg_fn(decay)
         self._weights, self._averaged = list(model.parameters()), list(self.model.parameters())
+        # Frozen parameters may hold integers, as quantized ones do; these have no mean, and are copied.
+        pairs = [pair for pair in zip(self._averaged, self._weights, strict=True) if _has_mean(pair[0])]
+        self._moving, self._towards = [averaged for averaged, _ in pairs], [weight for _, weight in pairs]
         self._steps = 0
 
     @classmethod
@@ -45,7 +48,8 @@ class WeightAverage:
     def follow(self) -> None:
         """Take in the weights after a step."""
         if self._steps:
-            self._average(self._averaged, self._weights, self._steps)
+            self._average(self._moving, self._towards, self._steps)
+            self._copy_integers()
         else:
             self._copy_weights()
         self._copy_buffers()
@@ -66,10 +70,19 @@ class WeightAverage:
         for averaged, weight in zip(self._averaged, self._weights, strict=True):
             averaged.copy_(weight)
 
+    def _copy_integers(self) -> None:
+        for averaged, weight in zip(self._averaged, self._weights, strict=True):
+            if not _has_mean(averaged):
+                averaged.copy_(weight)
+
     @torch.no_grad()
     def _copy_buffers(self) -> None:
         for copied, buffer in zip(self.model.buffers(), self._followed.buffers(), strict=True):
             copied.copy_(buffer)
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _copy(model: nn.Module) -> nn.Module:

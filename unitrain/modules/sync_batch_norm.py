@@ -247,7 +247,8 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
 def _follow(layer: Any, mean: Tensor, variance: Tensor) -> None:
     """Move the running statistics towards those of the batch, as BatchNorm does."""
     layer.num_batches_tracked.add_(1)
-    momentum = 1.0 / layer.num_batches_tracked if layer.momentum is None else layer.momentum
+    # In float64: 1.0 / an integer tensor would be float32. To read the number would wait for the device.
+    momentum = 1.0 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
     for running, found in ((layer.running_mean, mean), (layer.running_var, variance)):
         running.mul_(1 - momentum).add_(found.to(running.dtype) * momentum)
 

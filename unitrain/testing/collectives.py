@@ -196,6 +196,30 @@ def collectives_take_tensors_that_are_not_contiguous(backend: Backend) -> None:
 
 
 @contract
+def collectives_take_a_column_of_a_single_row(backend: Backend) -> None:
+    inputs = [torch.full((1, 3), float(rank)) for rank in range(backend.size)]
+    columns = [rows[:, 0] for rows in inputs]
+    own = columns[backend.rank]
+    assert own.stride() == (3,)
+    assert_close(backend.allreduce(own), _combined(columns, "mean"))
+    assert torch.equal(backend.allreduce(own, "min"), _combined(columns, "min"))
+    assert torch.equal(backend.allgather(own), torch.cat(columns))
+    assert torch.equal(backend.broadcast(own, backend.size - 1), columns[-1])
+
+
+@contract
+def collectives_take_views_that_negate(backend: Backend) -> None:
+    inputs = [torch.complex(torch.ones(1, 2), torch.full((1, 2), float(rank))) for rank in range(backend.size)]
+    plain = [-number.imag[:, :1] for number in inputs]
+    own = inputs[backend.rank].conj().imag[:, :1]
+    assert own.is_neg(), "it is a view whose numbers count with the other sign"
+    assert_close(backend.allreduce(own), _combined(plain, "mean"))
+    assert torch.equal(backend.allreduce(own, "min"), _combined(plain, "min"))
+    assert torch.equal(backend.allgather(own), torch.cat(plain))
+    assert torch.equal(backend.broadcast(own, backend.size - 1), plain[-1])
+
+
+@contract
 def a_tensor_that_requires_grad_is_refused_on_every_rank(backend: Backend) -> None:
     last = backend.rank == backend.size - 1
     own = torch.ones(backend.size, requires_grad=last)
