@@ -24,7 +24,7 @@ def state() -> dict[str, Any]:
     weights = torch.randn(40, 30, generator=generator)
     return {
         "state": {
-            0: {"step": torch.tensor(7.0), "exp_avg": weights, "view": weights.t()[::3]},
+            0: {"step": torch.tensor(7.0), "exp_avg": weights, "view": weights.t()[::3], "one": weights[:1, 0]},
             1: {"half": weights[0].bfloat16(), "flags": weights[1] > 0, "nothing": torch.empty(0, 3), "history": []},
             2: {"complex": torch.complex(weights[0], weights[1]).conj(), "integers": torch.arange(50)},
         },

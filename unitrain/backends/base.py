@@ -7,7 +7,9 @@ The rules below hold on every backend alike; `unitrain.testing` turns each of th
    any rank has NaN. Results have no gradient history, so a tensor that requires grad is an error, except under
    torch.no_grad(): pass tensor.detach(), or call `unitrain.differentiable_allgather`.
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks: clipping, loss scaling, logging and
-   `optimizer.step()` are then plain torch code. A step on gradients that are not global is a ModelError.
+   `optimizer.step()` are then plain torch code. A step on gradients that are not global is a ModelError. A `.grad` may
+   share memory with what is reduced, as under DDP's gradient_as_bucket_view: the next backward overwrites a reference
+   that was kept past `zero_grad`, unless it was cloned.
 3. `distributed_model` makes parameters and buffers equal to rank 0's; nothing else steps the optimizer or touches the
    learning rate. Buffers that a training forward reads and writes, such as a codebook, become rank 0's before each
    forward that follows a forward outside `no_sync`, as in DDP. Running statistics of normalization layers, which are
@@ -309,13 +311,20 @@ def together(communicator: Communicator, make: Callable[[], ResultT]) -> ResultT
     return made
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` as uint8 [bytes], a view where its memory allows that."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.numel() == 1 and flat.stride(0) != 1:  # counts as contiguous at any stride, and can be viewed as bytes at stride 1 only
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 def broadcast_into(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
     """Set `tensors`, of any dtypes, to rank 0's in place, in one broadcast. All ranks call it."""
     if not tensors:
         return
     # As bytes, one broadcast serves every dtype, and none is rounded or refused on the way.
-    plain = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-    pieces = [tensor.reshape(-1).view(torch.uint8).to(communicator.device) for tensor in plain]
+    pieces = [as_bytes(tensor).to(communicator.device) for tensor in tensors]
     shared = communicator.broadcast(torch.cat(pieces))
     if communicator.rank == 0:
         return

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unitrain.authentication import SIGNATURE_BYTES, has_key, sign, verify
-from unitrain.backends.base import Communicator
+from unitrain.backends.base import Communicator, as_bytes
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -88,7 +88,7 @@ def broadcast_with_tensors(communicator: Communicator, obj: Any) -> Any:
     skeleton = communicator.broadcast_object(_take_out(obj, tensors) if first else None)
     if not first:
         obj = _put_in(skeleton, communicator.device, tensors)
-    contents = [_bytes(tensor) for tensor in tensors]
+    contents = [as_bytes(tensor) for tensor in tensors]
     for chunk in _chunks([len(content) for content in contents]):
         parts = [contents[index][place] for index, place in chunk]
         size = sum(len(part) for part in parts)
@@ -138,10 +138,6 @@ def _put_in(obj: Any, device: torch.device, tensors: list[Tensor]) -> Any:
     if kind in (list, tuple):
         return kind(_put_in(value, device, tensors) for value in obj)
     return obj
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _chunks(sizes: list[int]) -> Iterator[list[tuple[int, slice]]]:
