@@ -5,7 +5,7 @@ one sets up helps or harms it; who does not have the turn is stopped; the order 
 to the same loss, but for the Trainer, whose order of samples is its own. Quoted is the time of a step / that of
 unitrain's Trainer on the same backend in the same round: above 1, the Trainer is faster.
 
-    pip install 'unitrain[peers]'
+    pip install '.[peers]'
     python benchmarks/peers.py            # starts its own ranks; writes benchmarks/results/peers.*
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from launchers.errors import LaunchError
 from launchers.hosts import Host, is_here, parse_hosts
+
+NO_SSH = "ssh, by which hosts are reached, is not installed. Install it: sudo apt-get install openssh-client"
 
 _SCRIPT_SECONDS = 30
 _SSH_SECONDS = 5
@@ -49,12 +52,15 @@ def discover(script: Path) -> tuple[Host, ...]:
 
 def answering(hosts: Iterable[Host]) -> set[str]:
     """Return the names of those hosts on which a program can be started over ssh within some seconds, or that are this
-    one."""
+    one. Raises LaunchError where none can be asked, because there is no ssh."""
     asked = tuple(hosts)
     if not asked:
         return set()
     with ThreadPoolExecutor(min(32, len(asked))) as pool:
-        return {host.name for host, answers in zip(asked, pool.map(_answers, asked), strict=True) if answers}
+        found = {host.name for host, answers in zip(asked, pool.map(_answers, asked), strict=True) if answers}
+    if not found and shutil.which("ssh") is None:
+        raise LaunchError(NO_SSH)
+    return found
 
 
 def _answers(host: Host) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from launchers import look
 from launchers.addresses import master_port
 from launchers.agents import SSH
+from launchers.discovery import NO_SSH
 from launchers.errors import LaunchError
 from launchers.hosts import Host, is_here, shares
 from launchers.programs import find_module
@@ -63,9 +64,7 @@ def _ask(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> _A
             check=False,
         )  # fmt: skip
     except FileNotFoundError:
-        raise LaunchError(
-            f"{start[0]}, by which hosts are reached, is not installed. Install it: sudo apt-get install openssh-client"
-        ) from None
+        raise LaunchError(NO_SSH) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(
             f"Host {name!r} did not answer within {_SECONDS} s. Look at it with: ssh {name} hostname"

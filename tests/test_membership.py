@@ -144,6 +144,21 @@ def test_who_answers() -> None:
     assert answering([Host("localhost", 1), Host("no-such-host.invalid", 1)]) == {"localhost"}
 
 
+def test_without_ssh_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert answering([Host("localhost", 1), Host("a", 1)]) == {"localhost"}
+    with pytest.raises(LaunchError, match="ssh, by which hosts are reached, is not installed"):
+        answering([Host("a", 1), Host("b", 1)])
+    listed = [Host("localhost", 2)]
+    members = Membership(parse_elastic("2:4"), lambda: tuple(listed), 60.0)
+    assert gather(members) == "localhost:2"
+    listed.append(Host("a", 2))
+    assert members.change() is None, "a job that runs goes on where it is"
+    members = Membership(parse_elastic("4:4"), lambda: (Host("a", 4),), 60.0)
+    with pytest.raises(LaunchError, match="sudo apt-get install openssh-client"):
+        gather(members)
+
+
 @pytest.mark.parametrize("text", ["2", "a:b", "2:", ":3", "2:3:4", "-1:3", "1.5:2"])
 def test_what_is_no_range_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match=r"--elastic takes MIN:MAX ranks, got .* as in --elastic 2:8"):

@@ -276,4 +276,4 @@ def test_without_matplotlib_the_command_says_how_to_get_it(trained: Path, monkey
     result = run(trained)
     assert result.exit_code == 1
     assert "draws with matplotlib, which is not installed" in result.output
-    assert "pip install 'unitrain[report]'" in result.output
+    assert "pip install jinja2 matplotlib" in result.output

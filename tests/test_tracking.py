@@ -379,7 +379,7 @@ def test_what_is_logged_last_is_there_when_the_program_ends(tmp_path: Path) -> N
         ([3], ConfigError, r"^A logger must be a unitrain\.Logger or a name, got 3\. Use Trainer\(loggers="),
         (["csv", "csv"], ConfigError, r"^The Trainer's loggers name 'csv' twice\. Name each once\.$"),
         (["jsonl"], ConfigError, r"^JSONLinesLogger has no folder to write to, .* Use JSONLinesLogger\(folder="),
-        ([NeedsAPackage()], MissingDependencyError, r'^NeedsAPackage needs .* pip install "unitrain\[nothing\]"$'),
+        ([NeedsAPackage()], MissingDependencyError, r'^NeedsAPackage needs .* pip install "\.\[nothing\]"$'),
     ],
 )
 def test_a_logger_that_cannot_be_used_is_refused(loggers: Any, kind: type[Exception], said: str) -> None:

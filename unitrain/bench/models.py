@@ -98,7 +98,7 @@ def _resnet(name: str, batch_size: int) -> dict[str, Any]:
         models = importlib.import_module("torchvision.models")
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            f"{name} is torchvision's, which is not installed. Install it with: pip install 'unitrain[examples]'"
+            f"{name} is torchvision's, which is not installed. Install it with: pip install torchvision"
         ) from error
     model = getattr(models, name)()
     return _arguments(model, _momentum(model), Images(), batch_size=batch_size)

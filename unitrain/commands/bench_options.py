@@ -116,8 +116,7 @@ def check_can_draw(output: Path) -> None:
     for package in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
-                f"--output draws with {package}, which is not installed. Install it with: "
-                "pip install 'unitrain[report]'"
+                f"--output draws with {package}, which is not installed. Install it with: pip install jinja2 matplotlib"
             )
 
 

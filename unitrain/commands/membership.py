@@ -37,7 +37,7 @@ class Membership:
         """Return the hosts for the next attempt, with the slots that are used of each; wait until there are enough.
 
         Returns none once `ended` is set. Raises LaunchError if there are too few, or none can be found, for longer
-        than the timeout.
+        than the timeout, and at once where no host can be asked.
         """
         deadline, told = time.monotonic() + self._timeout_seconds, False
         self._silent.clear()
@@ -107,7 +107,12 @@ class Membership:
             for host in listed
             if host.name not in unasked and now - self._silent.get(host.name, -_ASK_AGAIN_SECONDS) >= _ASK_AGAIN_SECONDS
         ]
-        answers = answering(asked)
+        try:
+            answers = answering(asked)
+        except LaunchError:  # a job that runs goes on where it is
+            if not running:
+                raise
+            answers = set()
         self._silent |= {host.name: now for host in asked if host.name not in answers}
         for name in answers:
             self._silent.pop(name, None)

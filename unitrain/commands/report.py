@@ -46,7 +46,7 @@ def write(folders: tuple[Path, ...], output: Path, png: bool) -> None:
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"unitrain report draws with {error.name}, which is not installed. Install it with: "
-            "pip install 'unitrain[report]'"
+            "pip install jinja2 matplotlib"
         ) from error
     if png:
         to_png(all_charts(records), [record.name for record in records], output)

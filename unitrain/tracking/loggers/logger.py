@@ -68,7 +68,7 @@ def imported(module: str, logger: Logger, extra: str) -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             f"{type(logger).__name__} needs a package that is missing: {error}. "
-            f'Install it with: pip install "unitrain[{extra}]"'
+            f'Install it, in the source folder of unitrain, with: pip install ".[{extra}]"'
         ) from error
 
 

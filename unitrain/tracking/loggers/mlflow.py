@@ -25,7 +25,7 @@ class MLflowLogger(Logger):
     Without a `tracking_uri` that is the one that MLflow has been told (MLFLOW_TRACKING_URI), else the database
     `mlflow.db` in the output folder, to be seen with `mlflow ui --backend-store-uri sqlite:///...`. A resumed run has
     the id that it had; what was logged for the steps that are done again stays, and is not logged twice. Needs
-    pip install "unitrain[mlflow]".
+    pip install ".[mlflow]".
     """
 
     def __init__(

@@ -16,7 +16,7 @@ class TensorBoardLogger(Logger):
     """Writes event files in `folder`, by default `tensorboard` in the output folder.
 
     A resumed run begins another file, which says from which step on TensorBoard is to forget what is in the others. The
-    text "run" is the description of the run. Needs pip install "unitrain[tensorboard]".
+    text "run" is the description of the run. Needs pip install ".[tensorboard]".
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:

@@ -19,7 +19,7 @@ class WandbLogger(Logger):
     `mode="offline"` needs no network: `wandb sync` uploads what is in the folder. A resumed run has the id that it had;
     offline every start has a folder of its own, with that id. What was logged for the steps that are done again stays,
     and is not logged twice. `config` is added to the description of the run. Further `options` are those of wandb.init.
-    Needs pip install "unitrain[wandb]".
+    Needs pip install ".[wandb]".
     """
 
     def __init__(
