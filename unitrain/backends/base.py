@@ -314,7 +314,7 @@ def together(communicator: Communicator, make: Callable[[], ResultT]) -> ResultT
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the elements of `tensor` as uint8 [bytes], a view where its memory allows that."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.numel() == 1 and flat.stride(0) != 1:  # counts as contiguous at any stride, and can be viewed as bytes at stride 1 only
+    if flat.numel() == 1 and flat.stride(0) != 1:  # contiguous at any stride, but viewed as bytes at stride 1 only
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
