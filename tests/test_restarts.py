@@ -101,7 +101,9 @@ def test_it_is_given_up_after_so_many_attempts(tmp_path: Path) -> None:
 WAITS = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 
 
-def test_what_is_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_is_asked_to_end_is_not_started_again(number: signal.Signals, tmp_path: Path) -> None:
+    """Without a terminal, which sends an interrupt to the launcher too."""
     (tmp_path / "waits.py").write_text(WAITS)
     command = [*LAUNCH, "--backend", "local", "--max-restarts", "2", str(tmp_path / "waits.py"), str(tmp_path / "here")]
     with started(command) as launch:
@@ -109,9 +111,9 @@ def test_what_is_asked_to_end_is_not_started_again(tmp_path: Path) -> None:
         while not (tmp_path / "here").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        os.kill(launch.process.pid, signal.SIGTERM)
+        os.kill(launch.process.pid, number)
         output = launch.output()
-    assert launch.process.returncode == 128 + signal.SIGTERM, output
+    assert launch.process.returncode == 128 + number, output
     assert "started again" not in output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import click
@@ -51,8 +53,7 @@ class Supervisor:
         """Run the job, and return the exit code of its last attempt. The main thread calls it. Raises LaunchError."""
         for number in _PASSED_ON:
             signal.signal(number, self._pass_on)
-        # A Ctrl-C reaches the launcher by itself: the terminal sends it to all in the foreground.
-        signal.signal(signal.SIGINT, self._note)
+        signal.signal(signal.SIGINT, self._interrupt)
         failures = 0
         while True:
             hosts = self._job.spec.hosts if self._membership is None else self._membership.gather(self._asked)
@@ -115,12 +116,24 @@ class Supervisor:
                 return
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._note(number, frame)
+        self._asked.set()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked.set()
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if _is_in_foreground():  # the terminal sends Ctrl-C to the launcher too
+            self._asked.set()
+        else:
+            self._pass_on(number, frame)
+
+
+def _is_in_foreground() -> bool:
+    """Return whether this process belongs to the foreground processes of its terminal, if it has one."""
+    try:
+        with Path("/dev/tty").open("rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def _wait(process: subprocess.Popen[bytes], ranks: Ranks) -> int:
