@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from launchers.errors import LaunchError
 
+_MOST_CHARACTERS = 2**24
 _HOST = re.compile(r"(?P<name>(?!-)[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(?P<slots>[^:]*))?")
 
 
@@ -37,11 +40,20 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return hosts
 
 
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a list of hosts. Raises OSError, also for more than 16 MiB, and UnicodeDecodeError."""
+    with path.open(encoding="utf-8") as file:
+        text = file.read(_MOST_CHARACTERS + 1)
+    if len(text) > _MOST_CHARACTERS:  # a device such as /dev/zero never ends
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return text.splitlines()
+
+
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """Return the hosts in a file, one on a line: "name slots=4" as Open MPI and Horovod write it, or "name:4". A host
     that has several lines, as in a scheduler's list of slots, gets their sum. Raises LaunchError."""
     try:
-        lines = path.read_text().splitlines()
+        lines = read_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"--hostfile {path} cannot be read: {error}. Write one host on a line, as in: a slots=4"

@@ -145,6 +145,9 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
             launchers.read_hostfile(path)
     with pytest.raises(LaunchError, match=r"^--hostfile .*absent cannot be read: .* Write one host on a line"):
         launchers.read_hostfile(tmp_path / "absent")
+    for endless in ("/dev/zero", "/dev/urandom"):
+        with pytest.raises(LaunchError, match=rf"^--hostfile {endless} cannot be read: .* Write one host on a line"):
+            launchers.read_hostfile(Path(endless))
 
 
 def test_the_interface_is_told_to_the_launcher_and_to_libraries() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from launchers.errors import LaunchError
-from launchers.hosts import Host, parse_hosts, shares
+from launchers.hosts import Host, parse_hosts, read_lines, shares
 
 _COUNT = re.compile(r"(slots|max_slots|max-slots)\s*=\s*")
 _RANGE = re.compile(r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<after>[^\[\]]*)")
@@ -38,7 +38,7 @@ def entries(file: str, option: str) -> list[tuple[str, int | None]]:
     """
     path = Path(file).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise LaunchError(
