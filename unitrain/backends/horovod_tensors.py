@@ -175,13 +175,21 @@ def pieces(count: int, bytes_each: int) -> Iterator[slice]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the elements of `tensor`, [elements], sharing its memory where it is contiguous. Raises UnsupportedError
-    for a sparse tensor."""
+    """Return the elements of `tensor`, [elements] with stride 1, sharing its memory where it is contiguous.
+
+    Raises UnsupportedError for a sparse tensor.
+    """
     if tensor.layout != torch.strided:
         raise UnsupportedError(
             f"Horovod's process group takes dense tensors, got layout {tensor.layout}. Use tensor.to_dense() first."
         )
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    elements = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return elements.clone(memory_format=torch.contiguous_format) if _is_one_with_stride(elements) else elements
+
+
+def _is_one_with_stride(elements: Tensor) -> bool:
+    """Return whether `elements`, [n], are contiguous in torch's sense, but cannot be viewed as bytes."""
+    return elements.numel() == 1 and elements.stride(0) != 1
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -197,7 +205,9 @@ class Destination:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
-        self._copied = not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
+        self._copied = (
+            not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or _is_one_with_stride(tensor.view(-1))
+        )
         self.elements = tensor.new_empty(tensor.numel()) if self._copied else self._tensor.view(-1)
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unitrain.backends.base import as_bytes
 from unitrain.data.batch import map_parts
 from unitrain.errors import DataError
 
@@ -127,7 +128,7 @@ def fingerprint(item: Any) -> int:
     number = 0
     for leaf in _leaves(item):
         if isinstance(leaf, Tensor):
-            leaf = leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy() if leaf.layout == torch.strided else ""
+            leaf = as_bytes(leaf.cpu()).numpy() if leaf.layout == torch.strided else ""
         if isinstance(leaf, np.ndarray | np.generic):
             content = leaf.tobytes()
         else:

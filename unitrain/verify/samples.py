@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unitrain.backends.base import as_bytes
+
 
 def digest_of_samples(batch: Any, count: int) -> int:
     """Return the sum of 64-bit digests of the `count` samples in `batch`, which is on the CPU.
@@ -30,7 +32,7 @@ def digest_of_tensor(tensor: Tensor) -> str:
 
 def bits(tensor: Tensor) -> bytes:
     """Return the values of a dense tensor on the CPU, as they are in memory."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return as_bytes(tensor).numpy().tobytes()
 
 
 def _digest(content: bytes) -> int:
