@@ -32,8 +32,8 @@ setup(
     long_description=(here / "README.md").read_text(),
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
-    packages=find_packages(include=["unitrain", "unitrain.*", "launchers", "launchers.*"]),
-    package_data={"unitrain": ["py.typed", "report/*.html"], "launchers": ["py.typed"]},
+    packages=find_packages(include=["unitrain", "unitrain.*"]),
+    package_data={"unitrain": ["py.typed", "report/*.html"]},
     install_requires=["click>=8.1", "cloudpickle>=2.0", "numpy>=1.26", "rich>=13.0", "safetensors>=0.4", "torch>=2.6"],
     extras_require={
         "horovod": horovod,

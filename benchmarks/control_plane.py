@@ -29,15 +29,15 @@ import torch.distributed as dist
 from tables import RESULTS, keep
 from torch import Tensor, nn
 
-from unitrain.backends.agreement import Agreement
 from unitrain.backends.base import StartOptions
-from unitrain.backends.gradients import check_same_model
-from unitrain.backends.ledger import Ledger
+from unitrain.backends.consistency import Agreement
+from unitrain.backends.gradients.ddp_wrapper import check_same_model
 from unitrain.backends.process_group import ProcessGroupBackend
-from unitrain.backends.rendezvous import Meeting
-from unitrain.backends.torch_names import all_gather
-from unitrain.backends.waiting import Waiting
-from unitrain.environment import Placement
+from unitrain.bootstrap.environment import Placement
+from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.monitoring.flight_recorder import Ledger
+from unitrain.monitoring.waiting import Waiting
+from unitrain.torch_compat import all_gather
 
 SIZES = (2, 64, 256, 1024)  # powers of two, so that every rank of a sum sends and receives the same
 MOST_READ = 256  # where every rank reads every rank's key, which takes minutes with 1,024 threads

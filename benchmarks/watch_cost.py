@@ -27,8 +27,8 @@ from torch import nn
 from watched_steps import PARTS, STEP_SECONDS, microseconds
 
 import unitrain
-from unitrain.lifecycle.retention import Retention
-from unitrain.lifecycle.writer import CheckpointWriter
+from unitrain.checkpoint.retention import Retention
+from unitrain.checkpoint.writer import CheckpointWriter
 from unitrain.testing import RankGroup
 
 _MODEL_BYTES = 100_000_000

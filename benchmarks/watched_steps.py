@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Backend
-from unitrain.backends.call import Call
-from unitrain.backends.gradients import GlobalGradients
-from unitrain.backends.ledger import Ledger
-from unitrain.lifecycle.stopping import Stopping
+from unitrain.backends.consistency import Call
+from unitrain.backends.gradients.ddp_wrapper import GlobalGradients
+from unitrain.monitoring.flight_recorder import Ledger
+from unitrain.progress.sync_point import Stopping
 
 STEP_SECONDS = 0.005
 PARTS = ("gradients", "ledger", "heartbeat", "signals")

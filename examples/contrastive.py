@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import Dataset
 
 import unitrain
-from unitrain.data.share import TrainingShare
+from unitrain.data.sharding import TrainingShare
 
 TEMPERATURE = 0.2
 

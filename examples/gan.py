@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import unitrain
-from unitrain.data.share import TrainingShare
+from unitrain.data.sharding import TrainingShare
 
 NOISE = 16
 

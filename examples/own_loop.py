@@ -11,7 +11,7 @@ from digits import correct, digits_data, digits_network
 from torch.nn.functional import cross_entropy
 
 import unitrain
-from unitrain.data.share import EvaluationShare, TrainingShare
+from unitrain.data.sharding import EvaluationShare, TrainingShare
 from unitrain.metrics.means import Means
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.data.share import EvaluationShare, TrainingShare
+from unitrain.data.sharding import EvaluationShare, TrainingShare
 from unitrain.metrics.means import Means
 
 

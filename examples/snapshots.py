@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.data.share import TrainingShare
+from unitrain.data.sharding import TrainingShare
 
 
 class SnapshotTrainer:

@@ -5,7 +5,7 @@
     command = build("horovodrun", LaunchSpec(script="train.py", num_processes=4, hosts=parse_hosts("a:2,b:2")))
     print(command.shell())
 
-`launchers.translation` reads and writes the lines of launchers, also for other machines than this one.
+`unitrain.launchers.translation` reads and writes the lines of launchers, also for other machines than this one.
 
 torchrun, horovodrun, Open MPI's mpirun and Slurm's srun are built in, and "none". A command is data and starts nothing;
 what it needs of the machine it asks there, as for the hosts of an allocation or a free port. This package imports
@@ -13,18 +13,18 @@ neither torch nor unitrain, so that a command can be shown at once, on any machi
 the entry-point group `unitrain.launchers`, name -> build function.
 """
 
-from launchers.agents import MARK, guarded
-from launchers.discovery import answering, discover
-from launchers.elastic import Elastic, parse_elastic
-from launchers.errors import LaunchError, MissingLauncherError
-from launchers.exports import parse_exports
-from launchers.hosts import Host, is_here, parse_hosts, read_hostfile, shares
-from launchers.options import parse_options
-from launchers.preflight import check_hosts
-from launchers.programs import find_module
-from launchers.registry import LAUNCHER_OF, available, build
-from launchers.slurm import allocated_hosts, allocated_slots, is_one_of_several_tasks
-from launchers.spec import Command, LaunchSpec, cores
+from unitrain.launchers.agents import MARK, guarded
+from unitrain.launchers.discovery import answering, discover
+from unitrain.launchers.elastic import Elastic, parse_elastic
+from unitrain.launchers.errors import LaunchError, MissingLauncherError
+from unitrain.launchers.exports import parse_exports
+from unitrain.launchers.hosts import Host, is_here, parse_hosts, read_hostfile, shares
+from unitrain.launchers.options import parse_options
+from unitrain.launchers.preflight import check_hosts
+from unitrain.launchers.programs import find_module
+from unitrain.launchers.registry import LAUNCHER_OF, available, build
+from unitrain.launchers.slurm import allocated_hosts, allocated_slots, is_one_of_several_tasks
+from unitrain.launchers.spec import Command, LaunchSpec, cores
 
 __all__ = [
     "LAUNCHER_OF",

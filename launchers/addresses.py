@@ -6,8 +6,8 @@ import os
 import socket
 from collections.abc import Mapping
 
-from launchers.errors import LaunchError
-from launchers.hosts import Host
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import Host
 
 DEFAULT_PORT = 29500  # torch's own
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import click
 
-from launchers import holder
-from launchers.hosts import Host, is_here, shares
-from launchers.spec import Command, LaunchSpec
+from unitrain.launchers import host_agent
+from unitrain.launchers.hosts import Host, is_here, shares
+from unitrain.launchers.spec import Command, LaunchSpec
 
 # Without a question that nobody would answer. A new host's key is taken, one that has changed is refused, and a host
 # that is gone is noticed.
@@ -92,7 +92,7 @@ def _command(python: str, hosts: list[dict[str, object]], forwarded: Iterable[st
     text = json.dumps(told, separators=(",", ":"))
     parts = [text[start : start + _ARGUMENT_CHARACTERS] for start in range(0, len(text), _ARGUMENT_CHARACTERS)]
     # With -m, runpy would warn that the package has imported this module already.
-    return (python, "-P", "-c", "from launchers.agents import main;main()", *parts)
+    return (python, "-P", "-c", "from unitrain.launchers.agents import main;main()", *parts)
 
 
 def _without_common(host: dict[str, object], first: dict[str, object]) -> dict[str, object]:
@@ -127,7 +127,7 @@ class Agents:
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         forwarded = {name: os.environ[name] for name in told["forwarded"] if name in os.environ}
-        source = Path(holder.__file__).read_bytes()
+        source = Path(host_agent.__file__).read_bytes()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._received: collections.deque[int] = collections.deque()
         self._watchmen = {host["name"] for host in told["hosts"] if not host["argv"]}
@@ -177,7 +177,7 @@ class Agents:
             self._close(process)
         for process in self._running.values():
             try:
-                process.wait(3 * holder.GRACE_SECONDS)
+                process.wait(3 * host_agent.GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from launchers.errors import LaunchError
-from launchers.hosts import Host, is_here, parse_hosts
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import Host, is_here, parse_hosts
 
 NO_SSH = "ssh, by which hosts are reached, is not installed. Install it: sudo apt-get install openssh-client"
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from launchers.errors import LaunchError
-from launchers.hosts import Host, shares
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import Host, shares
 
 _RANGE = re.compile(r"([0-9]+):([0-9]+)")
 

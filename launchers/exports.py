@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 
-from launchers.errors import LaunchError
+from unitrain.launchers.errors import LaunchError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # TOKENS and TOKENIZERS are none of them.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from launchers import slurm
-from launchers.errors import LaunchError
-from launchers.hosts import check_spellings
-from launchers.programs import find_program, module_command
-from launchers.spec import Command, LaunchSpec
+from unitrain.launchers import slurm
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import check_spellings
+from unitrain.launchers.programs import find_program, module_command
+from unitrain.launchers.spec import Command, LaunchSpec
 
 
 def build(spec: LaunchSpec) -> Command:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers.errors import LaunchError
+from unitrain.launchers.errors import LaunchError
 
 _MOST_CHARACTERS = 2**24
 _HOST = re.compile(r"(?P<name>(?!-)[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(?P<slots>[^:]*))?")

@@ -6,14 +6,14 @@ import os
 import subprocess
 from dataclasses import replace
 
-from launchers import slurm
-from launchers.addresses import DEFAULT_PORT, meeting_place
-from launchers.errors import LaunchError
-from launchers.exports import handed_on
-from launchers.hosts import Host, check_spellings, is_here
-from launchers.options import with_defaults
-from launchers.programs import find_program
-from launchers.spec import Command, LaunchSpec
+from unitrain.launchers import slurm
+from unitrain.launchers.addresses import DEFAULT_PORT, meeting_place
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.exports import handed_on
+from unitrain.launchers.hosts import Host, check_spellings, is_here
+from unitrain.launchers.options import with_defaults
+from unitrain.launchers.programs import find_program
+from unitrain.launchers.spec import Command, LaunchSpec
 
 DEFAULTS = (
     # Open MPI would bind each rank to one core or one socket, with all its threads.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 
-from launchers.errors import LaunchError
-from launchers.hosts import check_is_here
-from launchers.spec import Command, LaunchSpec
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import check_is_here
+from unitrain.launchers.spec import Command, LaunchSpec
 
 
 def build(spec: LaunchSpec) -> Command:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from launchers.errors import LaunchError
+from unitrain.launchers.errors import LaunchError
 
 
 def parse_options(texts: Iterable[str]) -> tuple[str, ...]:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launchers import look
-from launchers.addresses import master_port
-from launchers.agents import SSH
-from launchers.discovery import NO_SSH
-from launchers.errors import LaunchError
-from launchers.hosts import Host, is_here, shares
-from launchers.programs import find_module
-from launchers.spec import LaunchSpec
+from unitrain.launchers import host_probe
+from unitrain.launchers.addresses import master_port
+from unitrain.launchers.agents import SSH
+from unitrain.launchers.discovery import NO_SSH
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import Host, is_here, shares
+from unitrain.launchers.programs import find_module
+from unitrain.launchers.spec import LaunchSpec
 
 _SECONDS = 40
 _MARK = "unitrain looks: "
@@ -60,9 +60,13 @@ def _ask(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> _A
     start = [spec.python, "-P", "-"] if is_here(host) else remote
     try:
         done = subprocess.run(
-            start, input=Path(look.__file__).read_text() + question, capture_output=True, text=True, timeout=_SECONDS,
+            start,
+            input=Path(host_probe.__file__).read_text() + question,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
             check=False,
-        )  # fmt: skip
+        )
     except FileNotFoundError:
         raise LaunchError(NO_SSH) from None
     except subprocess.TimeoutExpired:

@@ -8,7 +8,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from launchers.errors import MissingLauncherError
+from unitrain.launchers.errors import MissingLauncherError
 
 
 def find_program(name: str, python: str, remedy: str, *, planned: bool = False) -> str:

@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from launchers import horovodrun, mpirun, none, srun, torchrun
-from launchers.errors import LaunchError
-from launchers.spec import Command, LaunchSpec
+from unitrain.launchers import horovodrun, mpirun, none, srun, torchrun
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.spec import Command, LaunchSpec
 
 # The launcher that a backend's users know.
 LAUNCHER_OF = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}

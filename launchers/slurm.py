@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from launchers.addresses import DEFAULT_PORT
-from launchers.errors import LaunchError
-from launchers.hosts import Host, is_here
+from unitrain.launchers.addresses import DEFAULT_PORT
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import Host, is_here
 
 _SECONDS = 30
 _TASKS = re.compile(r"(?P<tasks>[1-9][0-9]*)(?:\(x(?P<hosts>[1-9][0-9]*)\))?")

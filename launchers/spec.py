@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from launchers.elastic import Elastic
-from launchers.errors import LaunchError
-from launchers.hosts import Host, shares
+from unitrain.launchers.elastic import Elastic
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import Host, shares
 
 
 def cores() -> int:

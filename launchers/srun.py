@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from launchers import slurm
-from launchers.addresses import meeting_place
-from launchers.errors import LaunchError
-from launchers.hosts import shares
-from launchers.options import with_defaults
-from launchers.programs import find_program
-from launchers.spec import Command, LaunchSpec
+from unitrain.launchers import slurm
+from unitrain.launchers.addresses import meeting_place
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import shares
+from unitrain.launchers.options import with_defaults
+from unitrain.launchers.programs import find_program
+from unitrain.launchers.spec import Command, LaunchSpec
 
 DEFAULTS = (
     ("--export", "ALL"),

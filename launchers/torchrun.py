@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from launchers import agents, slurm
-from launchers.addresses import DEFAULT_PORT, meeting_place
-from launchers.errors import LaunchError
-from launchers.exports import handed_on, looks_secret
-from launchers.hosts import check_spellings, is_here, shares
-from launchers.programs import module_command
-from launchers.spec import Command, LaunchSpec
+from unitrain.launchers import agents, slurm
+from unitrain.launchers.addresses import DEFAULT_PORT, meeting_place
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.exports import handed_on, looks_secret
+from unitrain.launchers.hosts import check_spellings, is_here, shares
+from unitrain.launchers.programs import module_command
+from unitrain.launchers.spec import Command, LaunchSpec
 
 # Without it the workers of a restart read the addresses of the workers that died (pytorch#135712).
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unitrain.tracking.loggers.logger import Start
-from unitrain.tracking.loggers.mlflow import MLflowLogger
+from unitrain.loggers.logger import Start
+from unitrain.loggers.mlflow import MLflowLogger
 
 Points = list[tuple[str, int, float]]
 

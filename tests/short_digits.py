@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain import environment
+from unitrain.bootstrap import environment
 
 SEED = 5
 STEPS = 8

@@ -19,15 +19,15 @@ VAGUE_NAMES = {"base_utils", "common", "core", "helper", "helpers", "lib", "misc
 FORBIDDEN = [
     ("launchers/*", ["torch", "unitrain", "horovod"], []),
     ("unitrain/errors.py", ["torch", "unitrain", "launchers"], []),
-    ("unitrain/environment.py", ["torch", "unitrain", "launchers"], ["unitrain.errors"]),
+    ("unitrain/bootstrap/environment.py", ["torch", "unitrain", "launchers"], ["unitrain.errors"]),
     (
-        "unitrain/supervised.py unitrain/authentication.py",
+        "unitrain/monitoring/supervisor_client.py unitrain/bootstrap/authentication.py",
         ["torch", "unitrain", "launchers"],
-        ["unitrain.environment", "unitrain.errors", "unitrain.authentication"],
+        ["unitrain.bootstrap.environment", "unitrain.errors", "unitrain.bootstrap.authentication"],
     ),
-    ("unitrain/cli.py unitrain/__main__.py", ["torch", "launchers"], []),
+    ("unitrain/cli/__init__.py unitrain/__main__.py", ["torch", "launchers"], []),
     ("unitrain/horovod_wheel/*", ["unitrain", "launchers"], ["unitrain.horovod_wheel", "unitrain.errors"]),
-    ("unitrain/* -unitrain/commands/*", ["unitrain.commands"], []),
+    ("unitrain/* -unitrain/commands/*", ["unitrain.cli"], []),
     ("unitrain/* -unitrain/commands/* -unitrain/functions/run.py", ["launchers"], []),
     # A function's ranks are started like a script's; what it does there is its own matter.
     (
@@ -35,10 +35,10 @@ FORBIDDEN = [
         ["torch", "unitrain"],
         [
             "unitrain.functions",
-            "unitrain.authentication",
-            "unitrain.environment",
+            "unitrain.bootstrap.authentication",
+            "unitrain.bootstrap.environment",
             "unitrain.errors",
-            "unitrain.descendants",
+            "unitrain.processes",
             "unitrain.validation",
             "unitrain.backends.registry",
         ],
@@ -52,8 +52,8 @@ FORBIDDEN = [
         ["unitrain"],
         [
             "unitrain.backends",
-            "unitrain.authentication",
-            "unitrain.environment",
+            "unitrain.bootstrap.authentication",
+            "unitrain.bootstrap.environment",
             "unitrain.errors",
             "unitrain.validation",
         ],
@@ -61,19 +61,19 @@ FORBIDDEN = [
     (
         "unitrain/backends/base.py",
         ["unitrain.backends"],
-        ["unitrain.backends.whereabouts", "unitrain.backends.knobs", "unitrain.backends.compression_setting"],
+        ["unitrain.monitoring.rank_status", "unitrain.backends.tunables", "unitrain.backends.compression_setting"],
     ),
-    ("unitrain/backends/* -unitrain/backends/horovod*.py", ["unitrain.backends.horovod"], []),
+    ("unitrain/backends/* -unitrain/backends/horovod*.py", ["unitrain.backends.horovod.backend"], []),
     ("unitrain/backends/* -unitrain/backends/ddp.py", ["unitrain.backends.ddp"], []),
     ("unitrain/backends/* -unitrain/backends/local.py", ["unitrain.backends.local"], []),
     # The loop and all it stands on know the interface, never what is behind it; the names are for who starts a backend.
     (
-        "unitrain/* examples/* -unitrain/backends/* -unitrain/initialise.py -unitrain/commands/* -unitrain/testing/* "
-        "-unitrain/functions/* -unitrain/doctor/* -unitrain/bench/* -unitrain/arguments.py",
+        "unitrain/* examples/* -unitrain/backends/* -unitrain/initialize.py -unitrain/commands/* -unitrain/testing/* "
+        "-unitrain/functions/* -unitrain/doctor/* -unitrain/bench/* -unitrain/trainer_arguments.py",
         ["unitrain.backends"],
-        ["unitrain.backends.base", "unitrain.backends.knobs", "unitrain.backends.compression_setting"],
+        ["unitrain.backends.base", "unitrain.backends.tunables", "unitrain.backends.compression_setting"],
     ),
-    ("unitrain/bench/*", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.backends.network"]),
+    ("unitrain/bench/*", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.bootstrap.network"]),
     # What is measured and worked out of it is nobody's else to know; figures alone can be read without torch.
     ("unitrain/* -unitrain/bench/* -unitrain/commands/* -unitrain/report/*", ["unitrain.bench"], []),
     (
@@ -82,14 +82,14 @@ FORBIDDEN = [
         ["torch", "unitrain"],
         ["unitrain.bench", "unitrain.errors", "unitrain.__version__"],
     ),
-    ("unitrain/bench/*", ["unitrain.lifecycle", "unitrain.tracking", "unitrain.metrics"], []),
-    ("unitrain/initialise.py", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.backends.registry"]),
-    ("unitrain/commands/* -unitrain/commands/doctor.py", ["unitrain.backends"], ["unitrain.backends.registry"]),
+    ("unitrain/bench/*", ["unitrain.checkpoint", "unitrain.progress", "unitrain.metrics"], []),
+    ("unitrain/initialize.py", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.backends.registry"]),
+    ("unitrain/commands/* -unitrain/cli/doctor.py", ["unitrain.backends"], ["unitrain.backends.registry"]),
     # It looks at what backends stand on, and at no backend.
     (
-        "unitrain/doctor/* unitrain/commands/doctor.py",
+        "unitrain/doctor/* unitrain/cli/doctor.py",
         ["unitrain.backends"],
-        ["unitrain.backends.network", "unitrain.backends.rendezvous", "unitrain.backends.transports"],
+        ["unitrain.bootstrap.network", "unitrain.bootstrap.rendezvous", "unitrain.torch_compat"],
     ),
     ("unitrain/* -unitrain/commands/* -unitrain/doctor/*", ["unitrain.doctor"], []),
     (
@@ -99,7 +99,7 @@ FORBIDDEN = [
             "unitrain.backends.base",
             "unitrain.backends.checks",
             "unitrain.backends.compression_setting",
-            "unitrain.backends.network",
+            "unitrain.bootstrap.network",
         ],
     ),
     # It reads files, so that runs can be looked at where nothing of theirs is installed.
@@ -109,8 +109,8 @@ FORBIDDEN = [
         [
             "unitrain.report",
             "unitrain.errors",
-            "unitrain.tracking.history",
-            "unitrain.tracking.stragglers",
+            "unitrain.progress.history",
+            "unitrain.progress.stragglers",
             "unitrain.bench.bandwidth",
             "unitrain.bench.results",
         ],
@@ -121,23 +121,23 @@ FORBIDDEN = [
     (
         "unitrain/tracking/loggers/*",
         ["torch", "unitrain"],
-        ["unitrain.tracking.loggers", "unitrain.tracking.rows", "unitrain.errors", "unitrain.validation"],
+        ["unitrain.loggers", "unitrain.loggers.rows", "unitrain.errors", "unitrain.validation"],
     ),
     ("unitrain/* -unitrain/tracking/loggers/*", ["wandb", "mlflow", "tensorboard", "torch.utils.tensorboard"], []),
     # trainer -> run -> data, step, tracking, metrics, modules -> config
     ("*", ["unitrain.trainer"], []),
     # A run that is verified is recorded in its own processes, and compared by the command; nothing else knows of it.
-    ("unitrain/* -unitrain/verify/* -unitrain/commands/* -unitrain/guest.py", ["unitrain.verify"], []),
-    ("unitrain/guest.py", ["unitrain"], ["unitrain.verify.recorder", "unitrain.tuning.timer"]),
-    ("unitrain/* -unitrain/tuning/* -unitrain/commands/* -unitrain/guest.py", ["unitrain.tuning"], []),
-    ("unitrain/* -unitrain/trainer.py", ["unitrain.guest"], []),
+    ("unitrain/* -unitrain/verify/* -unitrain/commands/* -unitrain/trainer_overrides.py", ["unitrain.verify"], []),
+    ("unitrain/trainer_overrides.py", ["unitrain"], ["unitrain.verify.recorder", "unitrain.tune.timer"]),
+    ("unitrain/* -unitrain/tuning/* -unitrain/commands/* -unitrain/trainer_overrides.py", ["unitrain.tune"], []),
+    ("unitrain/* -unitrain/trainer.py", ["unitrain.trainer_overrides"], []),
     (
-        "unitrain/tuning/* -unitrain/tuning/timer.py",
+        "unitrain/tuning/* -unitrain/tune/timer.py",
         ["torch", "unitrain"],
-        ["unitrain.tuning", "unitrain.errors", "unitrain.backends.knobs"],
+        ["unitrain.tune", "unitrain.errors", "unitrain.backends.tunables"],
     ),
     ("unitrain/verify/* -unitrain/verify/recorder.py", ["unitrain.callbacks", "unitrain.data", "unitrain.config"], []),
-    ("unitrain/verify/*", ["unitrain.lifecycle", "unitrain.step", "unitrain.tracking", "unitrain.metrics"], []),
+    ("unitrain/verify/*", ["unitrain.checkpoint", "unitrain.optim", "unitrain.progress", "unitrain.metrics"], []),
     (
         "unitrain/config.py",
         ["unitrain"],
@@ -146,7 +146,7 @@ FORBIDDEN = [
     # Checks of arguments stand on nothing, so that everything may use them.
     ("unitrain/validation.py", ["torch", "unitrain", "launchers"], ["unitrain.errors"]),
     (
-        "unitrain/arguments.py",
+        "unitrain/trainer_arguments.py",
         ["unitrain"],
         [
             "unitrain.backends.base",
@@ -156,14 +156,14 @@ FORBIDDEN = [
             "unitrain.validation",
         ],
     ),
-    ("unitrain/* -unitrain/lifecycle/* -unitrain/trainer.py -unitrain/commands/*", ["unitrain.lifecycle"], []),
-    ("unitrain/data/*", ["unitrain.step", "unitrain.tracking", "unitrain.metrics", "unitrain.modules"], []),
-    ("unitrain/step/* unitrain/modules/*", ["unitrain.tracking", "unitrain.metrics"], []),
-    ("unitrain/metrics/*", ["unitrain.tracking", "unitrain.data"], []),
+    ("unitrain/* -unitrain/lifecycle/* -unitrain/trainer.py -unitrain/commands/*", ["unitrain.checkpoint"], []),
+    ("unitrain/data/*", ["unitrain.optim", "unitrain.progress", "unitrain.metrics", "unitrain.modules"], []),
+    ("unitrain/step/* unitrain/modules/*", ["unitrain.progress", "unitrain.metrics"], []),
+    ("unitrain/metrics/*", ["unitrain.progress", "unitrain.data"], []),
     ("* -unitrain/backends/*", ["torch.distributed", "torch.nn.parallel"], []),
     ("* -unitrain/backends/horovod*.py -unitrain/horovod_wheel/*", ["horovod"], []),
 ]
-ENVIRONMENT_READERS = "unitrain/environment.py launchers/*"
+ENVIRONMENT_READERS = "unitrain/bootstrap/environment.py launchers/*"
 ENVIRONMENT = ["environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"]
 
 Rule = Callable[[str, str], Iterator[str]]
@@ -282,8 +282,8 @@ RULES: list[tuple[Rule, str, str]] = [
     (imports_go_one_way, "unitrain/commands/x.py", "import horovod.torch as hvd"),
     (imports_go_one_way, "unitrain/backends/ddp.py", "import horovod.torch as hvd"),
     (imports_go_one_way, "unitrain/backends/x.py", "from unitrain.trainer import Trainer"),
-    (imports_go_one_way, "unitrain/environment.py", "import torch"),
-    (imports_go_one_way, "unitrain/supervised.py", "from unitrain.lifecycle import preemption"),
+    (imports_go_one_way, "unitrain/bootstrap/environment.py", "import torch"),
+    (imports_go_one_way, "unitrain/monitoring/supervisor_client.py", "from unitrain.checkpoint import preemption"),
     (imports_go_one_way, "unitrain/horovod_wheel/x.py", "from unitrain.backends import base"),
     (imports_go_one_way, "unitrain/trainer.py", "from .backends.ddp import DDPBackend"),
     (imports_go_one_way, "unitrain/trainer.py", "from . import commands"),
@@ -293,19 +293,19 @@ RULES: list[tuple[Rule, str, str]] = [
     (imports_go_one_way, "unitrain/data/x.py", "import torch\nx = torch.distributed.get_rank()"),
     (imports_go_one_way, "unitrain/data/x.py", "from unitrain.trainer import Trainer"),
     (imports_go_one_way, "unitrain/config.py", "from unitrain.data.order import Slice"),
-    (imports_go_one_way, "unitrain/metrics/x.py", "from unitrain.lifecycle import checkpoint"),
-    (imports_go_one_way, "unitrain/data/x.py", "from unitrain.step.update import Update"),
+    (imports_go_one_way, "unitrain/metrics/x.py", "from unitrain.checkpoint import checkpoint"),
+    (imports_go_one_way, "unitrain/data/x.py", "from unitrain.optim.step import Update"),
     (imports_go_one_way, "unitrain/lifecycle/x.py", "from unitrain.verify.recorder import Recorder"),
     (imports_go_one_way, "unitrain/trainer.py", "from unitrain.verify import report"),
     (imports_go_one_way, "unitrain/verify/report.py", "from unitrain.callbacks.callback import Callback"),
-    (imports_go_one_way, "unitrain/verify/recorder.py", "from unitrain.lifecycle.state import Run"),
+    (imports_go_one_way, "unitrain/verify/recorder.py", "from unitrain.checkpoint.run_state import Run"),
     (imports_go_one_way, "unitrain/verify/processes.py", "import launchers"),
-    (imports_go_one_way, "unitrain/initialise.py", "from unitrain.backends.ddp import DDPBackend"),
+    (imports_go_one_way, "unitrain/initialize.py", "from unitrain.backends.ddp import DDPBackend"),
     (imports_go_one_way, "unitrain/commands/x.py", "from unitrain.backends.ddp import DDPBackend"),
     (imports_go_one_way, "unitrain/testing/x.py", "from unitrain.backends.ddp import DDPBackend"),
     (imports_go_one_way, "unitrain/testing/x.py", "import torch.distributed"),
     (imports_go_one_way, "unitrain/backends/base.py", "from unitrain.backends import checks"),
-    (imports_go_one_way, "unitrain/backends/ddp.py", "from unitrain.backends.horovod import HorovodBackend"),
+    (imports_go_one_way, "unitrain/backends/ddp.py", "from unitrain.backends.horovod.backend import HorovodBackend"),
     (imports_go_one_way, "unitrain/backends/process_group.py", "from unitrain.backends.ddp import DDPBackend"),
     (imports_go_one_way, "unitrain/x.py", "from unitrain.testing import run_ranks"),
     (imports_go_one_way, "unitrain/bench/sweep.py", "from unitrain.testing import run_ranks"),
@@ -314,7 +314,7 @@ RULES: list[tuple[Rule, str, str]] = [
     (imports_go_one_way, "unitrain/trainer.py", "from unitrain.bench import results"),
     (imports_go_one_way, "unitrain/report/x.py", "from unitrain.bench import sweep"),
     (imports_go_one_way, "unitrain/report/x.py", "import torch"),
-    (imports_go_one_way, "unitrain/report/x.py", "from unitrain.lifecycle import checkpoint"),
+    (imports_go_one_way, "unitrain/report/x.py", "from unitrain.checkpoint import checkpoint"),
     (imports_go_one_way, "unitrain/tracking/x.py", "from unitrain.report import figures"),
     (imports_go_one_way, "unitrain/report/page.py", "from matplotlib.figure import Figure"),
     (imports_go_one_way, "unitrain/tracking/loggers/x.py", "from unitrain.config import TrainConfig"),
@@ -363,7 +363,7 @@ def test_what_is_allowed_is_not_reported() -> None:
         ("unitrain/trainer.py", "from unitrain.backends.base import Backend"),
         ("unitrain/__init__.py", "if TYPE_CHECKING:\n    from unitrain.backends.ddp import DDPBackend"),
         ("unitrain/backends/ddp.py", "import torch.distributed as dist\nfrom unitrain import environment"),
-        ("unitrain/backends/horovod_work.py", "import horovod.torch as hvd"),
+        ("unitrain/backends/horovod/work.py", "import horovod.torch as hvd"),
         ("launchers/x.py", "import os\nx = os.environ"),
     ):
         assert not [*imports_go_one_way(path, source), *the_environment_has_one_reader(path, source)], path

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
-from unitrain.data.share import TrainingShare
+from unitrain.data.sharding import TrainingShare
 from unitrain.errors import UnitrainError
 from unitrain.testing import RankGroup
 

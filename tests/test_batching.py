@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from unitrain.data.batching import Batching, KeptBatch, derive_batching, keep_batching
+from unitrain.data.batch_size import Batching, KeptBatch, derive_batching, keep_batching
 from unitrain.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.order import Slice
 from unitrain.errors import CallbackError, ConfigError, DataError, NonFiniteGradientError
-from unitrain.step.weighting import Loss
+from unitrain.optim.loss_weighting import Loss
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))

@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
+from unitrain.checkpoint import checkpointer, files
+from unitrain.checkpoint.retention import Retention
+from unitrain.checkpoint.writer import CheckpointWriter
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
-from unitrain.lifecycle import checkpoint, checkpoint_files
-from unitrain.lifecycle.retention import Retention
-from unitrain.lifecycle.writer import CheckpointWriter
 from unitrain.testing import RankGroup, run_ranks
 from unitrain.trainer import Trainer
 
@@ -194,7 +194,7 @@ def test_tied_and_strided_parameters_survive(tmp_path: Path) -> None:
     training = {"scheduler": None, "optimizer": torch.optim.SGD(saved.parameters(), lr=0.1).state_dict()}
     save(tmp_path, 1, saved, training)
     optimizer = torch.optim.SGD(loaded.parameters(), lr=0.5)
-    checkpoint.restore(tmp_path, loaded, optimizer, None, LOCAL, required=True)
+    checkpointer.restore(tmp_path, loaded, optimizer, None, LOCAL, required=True)
     load_model(plain, str(tmp_path / "step-000000001" / "model.safetensors"))
     for model in (loaded, plain):
         assert_same(dict(saved.state_dict()), dict(model.state_dict()))
@@ -221,8 +221,8 @@ def test_complex_tensors_are_saved_as_pairs_of_real_numbers(tmp_path: Path, dtyp
     saved, loaded, again = Complex(dtype), Complex(dtype), Complex(dtype)
     save(tmp_path, 1, saved, {"scheduler": None, "optimizer": torch.optim.Adam(saved.parameters()).state_dict()})
     optimizer = torch.optim.Adam(loaded.parameters())
-    checkpoint.restore(tmp_path, loaded, optimizer, None, LOCAL, required=True)
-    checkpoint.load_weights(tmp_path, again, None, LOCAL)
+    checkpointer.restore(tmp_path, loaded, optimizer, None, LOCAL, required=True)
+    checkpointer.load_weights(tmp_path, again, None, LOCAL)
     for model in (loaded, again):
         assert_same(dict(saved.state_dict()), dict(model.state_dict()))
         assert model.tied is model.first
@@ -233,7 +233,7 @@ def test_complex_tensors_are_saved_as_pairs_of_real_numbers(tmp_path: Path, dtyp
         expected = saved.state_dict()[name].resolve_conj()
         assert torch.equal(value, torch.view_as_real(expected) if expected.is_complex() else expected)
     with pytest.raises(CheckpointError, match="do not fit Linear: "):
-        checkpoint.load_weights(tmp_path, nn.Linear(2, 2), None, LOCAL)
+        checkpointer.load_weights(tmp_path, nn.Linear(2, 2), None, LOCAL)
 
 
 def test_a_checkpoint_with_complex_tensors_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_checkpoint_with_complex_tensors_of_an_earlier_version_is_loaded(tmp_p
     written = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
     manifest["files"]["model.safetensors"] = written
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    checkpoint.load_weights(tmp_path, loaded, None, LOCAL)
+    checkpointer.load_weights(tmp_path, loaded, None, LOCAL)
     assert_same(dict(saved.state_dict()), dict(loaded.state_dict()))
 
 
@@ -397,7 +397,7 @@ def test_a_damaged_newest_falls_back_and_is_replaced(
     assert caplog.messages[0].startswith(f"Checkpoint '{newest}' is skipped: ")
     resumed.fit(samples())
     assert_same(state(whole), state(resumed))
-    assert checkpoint_files.damage(newest) is None
+    assert files.damage(newest) is None
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
 
 
@@ -406,9 +406,9 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Pa
     (tmp_path / "step-000000012").rename(tmp_path / "aside")
     (tmp_path / "step-000000004").rename(tmp_path / "step-000000012")
     assert trainer(tmp_path, epochs=2, resume=True).run.cursor.step == 10
-    wrong = checkpoint_files.damage(tmp_path / "step-000000012")
+    wrong = files.damage(tmp_path / "step-000000012")
     assert wrong == "it is the checkpoint of step 4 under another's name"
-    assert checkpoint_files.damage(tmp_path / "aside") is None  # as one may be copied
+    assert files.damage(tmp_path / "aside") is None  # as one may be copied
 
 
 def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def failure_on_rank_zero(backend: Backend) -> tuple[str, str]:
         raise OSError("no room")
 
     try:
-        checkpoint.on_rank_zero(backend, "write it", "Make room.", fail)
+        checkpointer.on_rank_zero(backend, "write it", "Make room.", fail)
     except CheckpointError as error:
         return str(error), repr(error.__cause__)
     return "", ""
@@ -508,9 +508,9 @@ def test_a_failed_write_is_an_error_and_leaves_the_older_one(tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000001"]
-    assert checkpoint_files.damage(tmp_path / "step-000000001") is None
+    assert files.damage(tmp_path / "step-000000001") is None
     save(tmp_path, 2, model, {"step": 2})
-    assert checkpoint_files.damage(tmp_path / "step-000000002") is None
+    assert files.damage(tmp_path / "step-000000002") is None
 
 
 KILLED_WHILE_WRITING = """

@@ -22,12 +22,11 @@ from torch.utils.data import TensorDataset
 from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
+from unitrain.checkpoint import files
+from unitrain.checkpoint.retention import Retention
+from unitrain.checkpoint.state_copy import host_copy, plain_state
+from unitrain.checkpoint.writer import CheckpointWriter
 from unitrain.errors import CheckpointError, ConfigError
-from unitrain.lifecycle import checkpoint_files as files
-from unitrain.lifecycle.host_copy import host_copy
-from unitrain.lifecycle.plain_state import plain_state
-from unitrain.lifecycle.retention import Retention
-from unitrain.lifecycle.writer import CheckpointWriter
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))

@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.local import LocalBackend
+from unitrain.checkpoint.files import read_tensors
 from unitrain.cli import unitrain
 from unitrain.errors import CheckpointError
-from unitrain.lifecycle.checkpoint_files import read_tensors
 
 LOCAL = LocalBackend(torch.device("cpu"))
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from unitrain.backends import agreement
+from unitrain.backends import consistency
 from unitrain.backends.base import Backend
-from unitrain.backends.call import Call
+from unitrain.backends.consistency import Call
 from unitrain.errors import CollectiveMismatchError
 from unitrain.testing import RankGroup, collectives, gradients
 from unitrain.testing.cases import CASES as CONTRACT
@@ -34,7 +34,7 @@ def many(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 def as_many_ranks(_: Backend) -> int:
     """Let this process exchange sums from now on, and return how many ranks it would exchange rows with before."""
-    before, agreement.MOST_GATHERED = agreement.MOST_GATHERED, 0
+    before, consistency.MOST_GATHERED = consistency.MOST_GATHERED, 0
     return before
 
 
@@ -90,7 +90,7 @@ def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
     results = []
     for name, original in originals.items():
         setattr(dist, name, noted(name, original))
-    gathered, agreement.all_gather = agreement.all_gather, noted("all_gather", agreement.all_gather)
+    gathered, consistency.all_gather = consistency.all_gather, noted("all_gather", consistency.all_gather)
     try:
         for collective in (
             backend.barrier,
@@ -102,7 +102,7 @@ def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
             collective()
             results.append(list(told))
     finally:
-        agreement.all_gather = gathered
+        consistency.all_gather = gathered
         for name, original in originals.items():
             setattr(dist, name, original)
     return results

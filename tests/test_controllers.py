@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from parts import needs_mpi
 
-from unitrain import environment
 from unitrain.backends.base import Backend
+from unitrain.bootstrap import environment
 from unitrain.testing import RankGroup
 from unitrain.testing.cases import CASES
 from unitrain.testing.test_contract import collectives, gradients, optimizers, parameters

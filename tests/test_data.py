@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from unitrain.data.order import Slice, epoch_order, training_slices
-from unitrain.data.share import EvaluationShare, TrainingShare
+from unitrain.data.sharding import EvaluationShare, TrainingShare
 from unitrain.errors import ConfigError, DataError
 
 CASES = [(size, batch, accumulate) for size in (1, 2, 3, 4) for batch in (1, 2, 3) for accumulate in (1, 2, 3)]

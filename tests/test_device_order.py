@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 import unitrain
 from unitrain.backends.local import LocalBackend
-from unitrain.data.contents import Counted
-from unitrain.data.lockstep import Lockstep
+from unitrain.data.batch_contents import Counted
+from unitrain.data.dummy_batches import Lockstep
 
 DEVICE = torch.device("meta")
 
@@ -90,7 +90,7 @@ class Event:
 
 
 def test_a_wait_orders_the_stream_of_the_caller_after_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    horovod_work = pytest.importorskip("unitrain.backends.horovod_work")
+    horovod_work = pytest.importorskip("unitrain.backends.horovod.work")
     from datetime import timedelta
 
     streams: dict[int, Stream] = {}

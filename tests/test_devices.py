@@ -10,7 +10,7 @@ import torch
 
 import unitrain
 from unitrain.backends.base import Backend
-from unitrain.backends.devices import check_gpus_differ, choose_device
+from unitrain.bootstrap.devices import check_gpus_differ, choose_device
 from unitrain.errors import ConfigError, UnitrainError
 from unitrain.testing import RankGroup
 

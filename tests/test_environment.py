@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unitrain import environment
 from unitrain.backends.base import Backend
-from unitrain.environment import Placement, detect
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.environment import Placement, detect
 from unitrain.errors import EnvironmentVariableError
 from unitrain.testing import run_ranks
 

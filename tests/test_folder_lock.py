@@ -23,10 +23,9 @@ from torch.utils.data import TensorDataset
 from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
+from unitrain.checkpoint import files, folder_lock
+from unitrain.checkpoint.folder_lock import FolderLock
 from unitrain.errors import CheckpointError
-from unitrain.lifecycle import checkpoint_files as files
-from unitrain.lifecycle import folder_lock
-from unitrain.lifecycle.folder_lock import FolderLock
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -120,7 +119,7 @@ def test_it_waits_for_an_earlier_attempt_at_the_same_job(
 ) -> None:
     monkeypatch.setattr(folder_lock, "_WAIT_SECONDS", 0.0)
     program = (
-        "import sys, time; from pathlib import Path; from unitrain.lifecycle.folder_lock import FolderLock\n"
+        "import sys, time; from pathlib import Path; from unitrain.checkpoint.folder_lock import FolderLock\n"
         "assert FolderLock(Path(sys.argv[1])).take(1); print('held', flush=True); time.sleep(3)"
     )
     environ = {**os.environ, "UNITRAIN_JOB": "abc"}
@@ -160,7 +159,7 @@ def test_it_is_released_by_the_last_holder_of_a_process_and_not_by_its_forks(tmp
         os._exit(0)
     os.waitpid(child, 0)
     program = (
-        "import sys; from pathlib import Path; from unitrain.lifecycle.folder_lock import FolderLock\n"
+        "import sys; from pathlib import Path; from unitrain.checkpoint.folder_lock import FolderLock\n"
         "print(FolderLock(Path(sys.argv[1])).take(0))"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unitrain import environment
 from unitrain.backends.base import Backend
-from unitrain.backends.expectations import Expectations
-from unitrain.backends.gradient_group import GradientGroup
-from unitrain.backends.ledger import GradientWork, Ledger, not_begun
+from unitrain.backends.gradients.reducer_group import GradientGroup
+from unitrain.bootstrap import environment
+from unitrain.monitoring.flight_recorder import GradientWork, Ledger, not_begun
+from unitrain.monitoring.waiting import Expectations
 from unitrain.testing import RankGroup, compression, gradients, parameters
 
 
@@ -90,7 +90,7 @@ class SimulatedWatch:
     """Records what is expected."""
 
     def __init__(self) -> None:
-        from unitrain.backends.loop_counters import LoopCounters
+        from unitrain.monitoring.loop_counters import LoopCounters
 
         self.counters, self.expectations = LoopCounters(), Expectations(0.0, Clock())
 

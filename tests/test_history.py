@@ -16,13 +16,13 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from unitrain import __version__
 from unitrain.backends.local import LocalBackend
 from unitrain.callbacks.callback import Callback
+from unitrain.checkpoint import job
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
-from unitrain.lifecycle import job
+from unitrain.loggers.rows import drop_rows_after
+from unitrain.progress.history import History
 from unitrain.report.figures import counts_epochs
 from unitrain.report.record import read_records
-from unitrain.tracking.history import History
-from unitrain.tracking.rows import drop_rows_after
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -51,7 +51,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 def test_looks_go_on_where_epochs_are_shorter_than_their_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unitrain.lifecycle.stopping._AGREE_SECONDS", 0.1)
+    monkeypatch.setattr("unitrain.progress.sync_point._AGREE_SECONDS", 0.1)
 
     class Slow(Callback):
         def on_step_end(self, trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from unitrain.commands.horovod import horovod
+from unitrain.cli.horovod import horovod
 from unitrain.horovod_wheel import check, patches, plan
 
 

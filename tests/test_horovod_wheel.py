@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from horovod_machines import GPU_TORCH, changed, planned
 
-from unitrain.commands.horovod import horovod
+from unitrain.cli.horovod import horovod
 from unitrain.errors import HorovodBuildError
 from unitrain.horovod_wheel import build, patches, plan
 

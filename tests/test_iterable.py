@@ -27,10 +27,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from unitrain import Callback, TrainConfig, Trainer, UnitrainError
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.data.lockstep import OUT, plan
-from unitrain.data.share import EvaluationShare, open_training_data
+from unitrain.data.dummy_batches import OUT, plan
+from unitrain.data.sharding import EvaluationShare, open_training_data
+from unitrain.progress import display
 from unitrain.testing import RankGroup
-from unitrain.tracking import progress
 
 LOCAL = LocalBackend(torch.device("cpu"))
 SAMPLES = 120
@@ -852,7 +852,7 @@ def test_ranks_agree_once_for_all_that_workers_have_prepared(workers: int, accum
 @pytest.mark.parametrize("kind", ["lines", "bar"])
 def test_a_run_of_unknown_length_shows_how_far_it_is(kind: str) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    shown = progress._Lines(console) if kind == "lines" else progress._Bar(console)
+    shown = display._Lines(console) if kind == "lines" else display._Bar(console)
     shown.interval_seconds = -1.0
     with shown:
         shown.start(None, 2)

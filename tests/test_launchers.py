@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-import launchers
-from launchers import Command, Host, LaunchError, LaunchSpec, agents, build, parse_hosts
-from launchers.agents import read_plan
-from launchers.hosts import check_spellings
-from launchers.torchrun import per_host
+from unitrain import launchers
+from unitrain.launchers import Command, Host, LaunchError, LaunchSpec, agents, build, parse_hosts
+from unitrain.launchers.agents import read_plan
+from unitrain.launchers.hosts import check_spellings
+from unitrain.launchers.torchrun import per_host
 
-TORCHRUN = (sys.executable, "-P", "-m", "unitrain.backends.torchrun")
-HOROVODRUN = (sys.executable, "-P", "-m", "unitrain.backends.horovodrun")
+TORCHRUN = (sys.executable, "-P", "-m", "unitrain.bootstrap.torchrun")
+HOROVODRUN = (sys.executable, "-P", "-m", "unitrain.bootstrap.horovodrun")
 
 ALLOWED = os.sched_getaffinity(0)
 

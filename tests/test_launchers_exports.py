@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from launchers import LaunchError, LaunchSpec, build, parse_exports, parse_hosts, parse_options
-from launchers.exports import looks_secret
-from launchers.torchrun import per_host
+from unitrain.launchers import LaunchError, LaunchSpec, build, parse_exports, parse_hosts, parse_options
+from unitrain.launchers.exports import looks_secret
+from unitrain.launchers.torchrun import per_host
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers import Command, Host, LaunchError, LaunchSpec, build, parse_hosts
+from unitrain.launchers import Command, Host, LaunchError, LaunchSpec, build, parse_hosts
 
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
 DEFAULTS = ["--bind-to", "none", "--map-by", "slot", "-mca", "odls_base_sigkill_timeout", "4"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launchers import LaunchError, LaunchSpec, allocated_hosts, allocated_slots, build, parse_hosts
-from launchers.agents import read_plan
+from unitrain.launchers import LaunchError, LaunchSpec, allocated_hosts, allocated_slots, build, parse_hosts
+from unitrain.launchers.agents import read_plan
 
 ALLOCATION = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
-from unitrain.step.learning_rate import LearningRateFactor
+from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))

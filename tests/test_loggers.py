@@ -11,13 +11,13 @@ import logged
 import numpy as np
 import pytest
 
-from unitrain.tracking.loggers.background import Background
-from unitrain.tracking.loggers.csv import CSVLogger
-from unitrain.tracking.loggers.json_lines import JSONLinesLogger
-from unitrain.tracking.loggers.logger import Logger, Start
-from unitrain.tracking.loggers.mlflow import MLflowLogger
-from unitrain.tracking.loggers.tensorboard import TensorBoardLogger
-from unitrain.tracking.loggers.wandb import WandbLogger
+from unitrain.loggers.background import Background
+from unitrain.loggers.csv import CSVLogger
+from unitrain.loggers.json_lines import JSONLinesLogger
+from unitrain.loggers.logger import Logger, Start
+from unitrain.loggers.mlflow import MLflowLogger
+from unitrain.loggers.tensorboard import TensorBoardLogger
+from unitrain.loggers.wandb import WandbLogger
 
 LOGGERS: dict[str, tuple[Callable[[], Logger], Callable[[Path], logged.Points]]] = {
     "csv": (CSVLogger, logged.from_csv),

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from launches import started
 
-from unitrain import environment
-from unitrain.commands import logs
-from unitrain.commands.logs import last_words, sizes
+from unitrain.bootstrap import environment
+from unitrain.supervisor import logs
+from unitrain.supervisor.logs import last_words, sizes
 
 SCRIPT = """
 import os, sys, time

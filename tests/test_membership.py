@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from launchers import Elastic, Host, LaunchError, discover, parse_elastic, parse_hosts
-from launchers.discovery import answering
 from unitrain.cli import unitrain
-from unitrain.commands import membership
-from unitrain.commands.membership import Membership
+from unitrain.launchers import Elastic, Host, LaunchError, discover, parse_elastic, parse_hosts
+from unitrain.launchers.discovery import answering
+from unitrain.supervisor import membership
+from unitrain.supervisor.membership import Membership
 
 
 class Cluster:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from unitrain.backends.base import Backend
-from unitrain.backends.call import Call
-from unitrain.backends.ledger import GradientWork, Ledger, Line, differences
+from unitrain.backends.consistency import Call
 from unitrain.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError
+from unitrain.monitoring.flight_recorder import GradientWork, Ledger, Line, differences
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, loss_of
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from unitrain import TrainConfig, Trainer, prediction
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.data.share import EvaluationShare
+from unitrain.data.sharding import EvaluationShare
 from unitrain.errors import DataError, ModelError, UnitrainError
 from unitrain.testing import RankGroup
 

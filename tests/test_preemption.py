@@ -16,7 +16,7 @@ from launches import Launch, started
 
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, Preempted
-from unitrain.lifecycle.preemption import Preemption
+from unitrain.progress.preemption import Preemption
 
 BIN = Path(sys.executable).parent
 DIGITS = str(Path(__file__).parent.parent / "examples" / "digits.py")

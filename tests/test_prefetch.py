@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.backends.waiting import Waiting
 from unitrain.data import prefetch
 from unitrain.data.prefetch import Prefetch, one_ahead
-from unitrain.data.share import EvaluationShare, TrainingShare
-from unitrain.step.backward import backward
+from unitrain.data.sharding import EvaluationShare, TrainingShare
+from unitrain.monitoring.waiting import Waiting
+from unitrain.optim.step import backward
 from unitrain.testing import run_ranks
 
 LOCAL = LocalBackend(torch.device("cpu"))

@@ -301,7 +301,7 @@ def test_an_unmodified_ddp_script_runs_on_horovod(launcher: str, tmp_path: Path)
 
 
 def _environment() -> dict[str, str]:
-    from unitrain import environment
+    from unitrain.bootstrap import environment
 
     return environment.inherited() | {
         "OMP_NUM_THREADS": "1",

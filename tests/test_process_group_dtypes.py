@@ -130,9 +130,9 @@ def assert_same(found: Tensor, wanted: Tensor, *case: Any) -> None:
 
 
 def limit_pieces(limit: int) -> None:
-    from unitrain.backends import horovod_tensors
+    from unitrain.backends.horovod import tensors
 
-    horovod_tensors.PIECE_BYTES = limit
+    tensors.PIECE_BYTES = limit
 
 
 def reductions(backend: Backend, limit: int) -> list[str]:
@@ -343,9 +343,9 @@ def pieces_are_sent(backend: Backend) -> list[int]:
 
 
 def uneven_exchange_beyond_the_limit(backend: Backend) -> None:
-    from unitrain.backends import horovod_process_group
+    from unitrain.backends.horovod import process_group
 
-    horovod_process_group.ALLTOALL_BYTES = 100
+    process_group.ALLTOALL_BYTES = 100
     splits = [20] * backend.size
     own = torch.zeros(sum(splits))
     with pytest.raises(UnsupportedError, match=r"Horovod takes at most 100\. Exchange fewer rows"):

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
-from unitrain import supervised
-from unitrain.commands.ranks import Ranks
+from unitrain.monitoring import supervisor_client
+from unitrain.supervisor.ranks import Ranks
 
 KEY = "0123456789abcdef"
 # A rank that does as it is told, without torch: it leaves with a word, after a checkpoint, or without a word.
@@ -136,5 +136,5 @@ def test_an_address_that_cannot_be_read_is_a_line_and_no_error(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UNITRAIN_SUPERVISOR", address)
-    supervised.follow(0)
+    supervisor_client.follow(0)
     assert f"rank 0 cannot reach unitrain launch at {address}" in capsys.readouterr().err

@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from unitrain import environment
-from unitrain.backends import network
-from unitrain.backends.rendezvous import Meeting, meet
-from unitrain.environment import Placement
+from unitrain.bootstrap import environment, network
+from unitrain.bootstrap.environment import Placement
+from unitrain.bootstrap.rendezvous import Meeting, meet
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
 
 ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "TORCHELASTIC_RESTART_COUNT")

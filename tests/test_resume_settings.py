@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from unitrain import TrainConfig, Trainer, init
 from unitrain.backends.base import Backend
+from unitrain.checkpoint import files
 from unitrain.errors import CheckpointError
-from unitrain.lifecycle import checkpoint_files
 from unitrain.testing import RankGroup
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -96,11 +96,11 @@ def test_another_optimizer_is_recognized_in_checkpoints_without_the_names_of_cla
     """As in those of earlier versions, and in converted ones."""
     model = nn.Linear(3, 1)
     kept = SGD(model.parameters(), lr=0.1).state_dict()
-    path = checkpoint_files.checkpoint_path(tmp_path, 3)
-    checkpoint_files.write(path, model.state_dict(), {"optimizer": kept, "cursor": {}}, {})
+    path = files.checkpoint_path(tmp_path, 3)
+    files.write(path, model.state_dict(), {"optimizer": kept, "cursor": {}}, {})
     with pytest.raises(CheckpointError, match=r"has no betas, eps, amsgrad.* of a Adam: another optimizer wrote it\."):
-        checkpoint_files.load(path, model, ADAM(model.parameters(), lr=0.1), None)
-    checkpoint_files.load(path, model, SGD(model.parameters(), lr=0.1), None)
+        files.load(path, model, ADAM(model.parameters(), lr=0.1), None)
+    files.load(path, model, SGD(model.parameters(), lr=0.1), None)
 
 
 def test_changed_settings_of_the_optimizer_are_named_and_not_used(

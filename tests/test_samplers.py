@@ -32,9 +32,9 @@ from torch.utils.data import (
 from unitrain import TrainConfig, Trainer, UnitrainError
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.data import sampling
+from unitrain.data import samplers
 from unitrain.data.order import batch_slices
-from unitrain.data.share import EvaluationShare, TrainingShare
+from unitrain.data.sharding import EvaluationShare, TrainingShare
 from unitrain.errors import DataError
 from unitrain.randomness import OwnGenerators, Stream, derive_seed
 from unitrain.testing import RankGroup
@@ -442,7 +442,7 @@ def test_what_goes_wrong_is_told_on_every_rank(
 
 
 def test_a_sampler_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_MOST", 1000)
+    monkeypatch.setattr(samplers, "_MOST", 1000)
     share = TrainingShare(DataLoader(Opaque(), batch_size=4, sampler=Endless()), LOCAL)
     with pytest.raises(DataError, match=r"^Endless has not ended after 1,000 elements, .* Let it end: epochs follow"):
         share.epoch(0)

@@ -11,8 +11,8 @@ import torch
 from parts import needs_mpi
 
 import unitrain
-from unitrain import environment
 from unitrain.backends.base import Backend
+from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, loss_of

@@ -22,9 +22,9 @@ from hosts import Host
 from launches import SECONDS, started
 from parts import needs_hosts, needs_mpi
 
-from unitrain import authentication
-from unitrain.backends import horovodrun, objects
-from unitrain.backends.messages import MessageStore
+from unitrain.backends import objects
+from unitrain.bootstrap import authentication, horovodrun
+from unitrain.bootstrap.messages import MessageStore
 from unitrain.errors import AuthenticationError
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import pytest
 from test_watch import started_ranks
 from torch.distributed import HashStore
 
-from unitrain.backends.loop_counters import LoopCounters
+from unitrain.monitoring.loop_counters import LoopCounters
 
 PROGRAM = """\
 import sys, time

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from unitrain import TrainConfig, Trainer, UnitrainError
 from unitrain.backends.base import Backend
-from unitrain.data.contents import held_samples
+from unitrain.data.batch_contents import held_samples
 from unitrain.testing import RankGroup
 
 LENGTH, GLOBAL_BATCH = 70, 12

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
-from launchers.translation.yaml import dump
 from unitrain.cli import unitrain
+from unitrain.launchers.translation.yaml import dump
 
 # What the definitions of PyTorchJob (kubeflow.org/v1, training-operator 1.9) and MPIJob (kubeflow.org/v2beta1,
 # mpi-operator 0.4) say of all but the pods, which are Kubernetes' own.

@@ -22,11 +22,11 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
 from unitrain.data.prefetch import Prefetch
-from unitrain.step.backward import backward
+from unitrain.optim.step import backward
+from unitrain.progress import stragglers
+from unitrain.progress.stragglers import Stragglers, find_stragglers
+from unitrain.progress.timing import PARTS, Times
 from unitrain.testing import RankGroup
-from unitrain.tracking import stragglers
-from unitrain.tracking.stragglers import Stragglers, find_stragglers
-from unitrain.tracking.times import PARTS, Times
 from unitrain.trainer import Trainer
 
 STEPS, MICRO_STEPS, BATCH = 25, 2, 2
@@ -258,7 +258,7 @@ def test_data_that_comes_while_a_gpu_is_busy_is_not_waited_for(
 ) -> None:
     """Each step, the GPU has 0.3 s of forward and backward to do, 0.2 s of communication and 0.1 s of update."""
     stream = Stream()
-    monkeypatch.setattr("unitrain.tracking.times.time.perf_counter", lambda: stream.now)
+    monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: stream.now)
     times = Times(LocalBackend(torch.device("cpu")))
     times._stream = stream  # type: ignore[assignment]
 
@@ -297,7 +297,7 @@ def test_data_that_comes_while_a_gpu_is_busy_is_not_waited_for(
 def test_data_that_is_fetched_in_the_middle_of_a_step_is_data(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
     """Each step is 0.3 s of forward and backward, 0.4 s of data, 0.2 s of communication and 0.1 s of update."""
     clock = Stream()
-    monkeypatch.setattr("unitrain.tracking.times.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock.now)
     times = Times(LocalBackend(torch.device("cpu")))
     prefetch = Prefetch(torch.device("cpu"), times.fetching)
 

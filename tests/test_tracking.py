@@ -24,9 +24,9 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
 from unitrain.errors import CallbackError, ConfigError, LoggerError, MissingDependencyError, Preempted, TensorError
+from unitrain.loggers import background
+from unitrain.loggers.logger import Logger, Start, imported
 from unitrain.testing import RankGroup
-from unitrain.tracking.loggers import background
-from unitrain.tracking.loggers.logger import Logger, Start, imported
 from unitrain.verify.record import FOLDER, Request
 
 LOCAL = LocalBackend(torch.device("cpu"))

@@ -24,7 +24,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
 from unitrain.data.order import epoch_order
 from unitrain.errors import CheckpointError, ConfigError, DataError, ModelError, NonFiniteLossError
-from unitrain.tracking import progress
+from unitrain.progress import display
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -443,7 +443,7 @@ def test_progress_is_one_line_per_epoch_without_a_terminal(capfd: pytest.Capture
 
 def test_progress_can_be_a_bar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("unitrain.tracking.progress._Bar.interval_seconds", 0.0)
+    monkeypatch.setattr("unitrain.progress.display._Bar.interval_seconds", 0.0)
     make(settings(steps=20, show_every=1, progress="auto")).fit(samples())
     err = capfd.readouterr().err
     assert "20/20" in err
@@ -451,8 +451,8 @@ def test_progress_can_be_a_bar(capfd: pytest.CaptureFixture[str], monkeypatch: p
     assert "━" in err
 
 
-@pytest.mark.parametrize("kind", [progress._Lines, progress._Bar])
-def test_progress_fits_80_columns(kind: type[progress._Shown]) -> None:
+@pytest.mark.parametrize("kind", [display._Lines, display._Bar])
+def test_progress_fits_80_columns(kind: type[display._Shown]) -> None:
     screen = io.StringIO()
     shown = kind(Console(file=screen, force_terminal=True, width=80, color_system=None))
     shown.interval_seconds = -1.0
@@ -475,17 +475,17 @@ def test_a_bar_is_drawn_on_the_terminal_of_the_launch(monkeypatch: pytest.Monkey
     """Also where the rank's own standard error is a pipe, as under horovodrun."""
     reading, writing = pty.openpty()
     monkeypatch.setenv("UNITRAIN_TERMINAL", os.ttyname(writing))
-    with progress.choose_progress("auto", 0) as shown:
-        assert isinstance(shown, progress._Bar)
+    with display.choose_progress("auto", 0) as shown:
+        assert isinstance(shown, display._Bar)
         shown.start(3, 1)
         shown._due = 0.0
         shown.step(1, 8)
     assert b"1/3" in os.read(reading, 10_000)
-    assert isinstance(progress.choose_progress("lines", 0), progress._Lines)
-    assert type(progress.choose_progress("auto", 1)) is progress.Progress
+    assert isinstance(display.choose_progress("lines", 0), display._Lines)
+    assert type(display.choose_progress("auto", 1)) is display.Progress
     monkeypatch.setenv("UNITRAIN_TERMINAL", "/dev/null")
-    assert isinstance(progress.choose_progress("auto", 0), progress._Lines)
+    assert isinstance(display.choose_progress("auto", 0), display._Lines)
     monkeypatch.setenv("UNITRAIN_TERMINAL", "/dev/pts/absent")
-    assert isinstance(progress.choose_progress("auto", 0), progress._Lines)
+    assert isinstance(display.choose_progress("auto", 0), display._Lines)
     os.close(reading)
     os.close(writing)

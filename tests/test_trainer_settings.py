@@ -18,8 +18,8 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
 from unitrain.errors import CheckpointError, ConfigError
+from unitrain.loggers.logger import Logger
 from unitrain.testing import RankGroup
-from unitrain.tracking.loggers.logger import Logger
 
 LOCAL = LocalBackend(torch.device("cpu"))
 SAMPLES, BATCH = 48, 8  # 6 steps per epoch
@@ -282,7 +282,7 @@ def test_a_dry_run_trains_one_step_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("unitrain.lifecycle.state.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("unitrain.checkpoint.run_state.time.monotonic", lambda: now[0])
 
     class Minutes(unitrain.Callback):
         def on_step_end(self, trainer: unitrain.Trainer) -> None:

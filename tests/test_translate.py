@@ -20,12 +20,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import needs_open_mpi
 
-from launchers import LaunchError
-from launchers.translation import TARGETS, Job, horovodrun, mpich, openmpi, read, srun, torchrun, unitrain, write
-from launchers.translation.options import Syntax
-from launchers.translation.words import assignments, join, split
 from unitrain.cli import unitrain as command
-from unitrain.commands.launch import launch
+from unitrain.cli.launch import launch
+from unitrain.launchers import LaunchError
+from unitrain.launchers.translation import (
+    TARGETS,
+    Job,
+    horovodrun,
+    mpich,
+    openmpi,
+    read,
+    srun,
+    torchrun,
+    unitrain,
+    write,
+)
+from unitrain.launchers.translation.options import Syntax
+from unitrain.launchers.translation.words import assignments, join, split
 
 LINES = sorted(set(TARGETS) - {"sbatch", "kubernetes"})
 
@@ -74,11 +85,11 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
         ("torchrun --nproc-per-node 2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", job(counts=(2,))),
         ("torchrun --max-restarts=3 t.py", job(max_restarts=3)),
         (
-            "/v/bin/python -P -m unitrain.backends.torchrun --standalone --nproc-per-node 2 t.py",
+            "/v/bin/python -P -m unitrain.bootstrap.torchrun --standalone --nproc-per-node 2 t.py",
             job(("/v/bin/python", "t.py"), counts=(2,)),
         ),
         (
-            "/v/bin/python -P -m unitrain.backends.horovodrun -np 2 --gloo /v/bin/python t.py",
+            "/v/bin/python -P -m unitrain.bootstrap.horovodrun -np 2 --gloo /v/bin/python t.py",
             job(("/v/bin/python", "t.py"), counts=(2,), backend="horovod"),
         ),
         (

@@ -19,17 +19,17 @@ from launches import started
 from torch import nn
 
 import unitrain
-from unitrain import environment
 from unitrain.backends import registry
-from unitrain.backends.knobs import Knob
+from unitrain.backends.tunables import Knob
+from unitrain.bootstrap import environment
+from unitrain.cli import tune
 from unitrain.cli import unitrain as program
-from unitrain.commands import tune
 from unitrain.errors import ConfigError, EnvironmentVariableError
 from unitrain.testing import RankGroup
-from unitrain.tuning import trial
-from unitrain.tuning.kept import FILE, Run, Tuned, forget, machine, torch_version, tuned_for
-from unitrain.tuning.knobs import BUILT_IN, knobs
-from unitrain.tuning.search import PAIRS, Found, Gain, ratio_of_pair, search
+from unitrain.tune import trial
+from unitrain.tune.candidates import BUILT_IN, knobs
+from unitrain.tune.search import PAIRS, Found, Gain, ratio_of_pair, search
+from unitrain.tune.tuned_settings import FILE, Run, Tuned, forget, machine, torch_version, tuned_for
 
 SIZES = Knob("SIZE", "", "1", ("2", "3"))
 COLOURS = Knob("COLOUR", "", "red", ("green",))
@@ -185,7 +185,7 @@ def test_buckets_are_as_they_are_set_and_gradients_the_same(backend: str) -> Non
 
 @pytest.mark.parametrize("text", ["25", "0,25", "a,b", "1,2,3"])
 def test_a_bucket_size_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unitrain.backends.gradients import _bucketing
+    from unitrain.backends.gradients.ddp_wrapper import _bucketing
 
     monkeypatch.setenv("UNITRAIN_BUCKETS_MB", text)
     with pytest.raises(EnvironmentVariableError, match=r"MiB of the first bucket .* Use UNITRAIN_BUCKETS_MB=1,25$"):

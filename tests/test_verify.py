@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import unitrain
 from unitrain.backends.base import StartOptions
 from unitrain.backends.local import LocalBackend
+from unitrain.bootstrap.environment import Placement
 from unitrain.cli import unitrain as command
-from unitrain.commands.available import available_here
-from unitrain.environment import Placement
+from unitrain.cli.available import available_here
 from unitrain.verify.difference import difference
 from unitrain.verify.processes import last_words
 from unitrain.verify.record import FOLDER, Record, Request

@@ -15,9 +15,9 @@ import torch
 from launches import started
 from parts import needs_mpi
 
-from unitrain import environment
 from unitrain.backends.base import Backend
-from unitrain.backends.network import free_port
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.network import free_port
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.testing import RankError, RankGroup
 from unitrain.testing.models import batch, build, loss_of

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from launches import started
 
-from unitrain import environment
-from unitrain.backends.answers import name_ranks
-from unitrain.backends.network import free_port
-from unitrain.backends.whereabouts import call_site, whereabouts
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.network import free_port
+from unitrain.monitoring.rank_status import call_site, name_ranks, whereabouts
 
 PROGRAM = """\
 import contextlib, os, sys, time

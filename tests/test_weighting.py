@@ -15,7 +15,7 @@ from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.data.order import epoch_order
 from unitrain.errors import ModelError
-from unitrain.step.weighting import read_loss
+from unitrain.optim.loss_weighting import read_loss
 from unitrain.testing import run_ranks
 from unitrain.trainer import Trainer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launches import started
 
-from unitrain import environment
+from unitrain.bootstrap import environment
 
 PROGRAM = """\
 import os, sys, time

@@ -20,28 +20,28 @@ __version__ = "0.1.0"
 # Each public name and the module it lives in, imported when the name is first used.
 _EXPORTS = {
     "Backend": "unitrain.backends.base",
-    "CSVLogger": "unitrain.tracking.loggers.csv",
+    "CSVLogger": "unitrain.loggers.csv",
     "Callback": "unitrain.callbacks.callback",
     "CheckpointError": "unitrain.errors",
     "Communicator": "unitrain.backends.base",
     "EarlyStopping": "unitrain.callbacks.early_stopping",
     "GradientWatch": "unitrain.callbacks.gradient_watch",
     "Histograms": "unitrain.callbacks.histograms",
-    "JSONLinesLogger": "unitrain.tracking.loggers.json_lines",
-    "Logger": "unitrain.tracking.loggers.logger",
-    "MLflowLogger": "unitrain.tracking.loggers.mlflow",
-    "Placement": "unitrain.environment",
+    "JSONLinesLogger": "unitrain.loggers.json_lines",
+    "Logger": "unitrain.loggers.logger",
+    "MLflowLogger": "unitrain.loggers.mlflow",
+    "Placement": "unitrain.bootstrap.environment",
     "PowerSGD": "unitrain.backends.compression_setting",
     "Profiler": "unitrain.callbacks.profiler",
-    "TensorBoardLogger": "unitrain.tracking.loggers.tensorboard",
+    "TensorBoardLogger": "unitrain.loggers.tensorboard",
     "TrainConfig": "unitrain.config",
     "Trainer": "unitrain.trainer",
     "UnitrainError": "unitrain.errors",
-    "WandbLogger": "unitrain.tracking.loggers.wandb",
+    "WandbLogger": "unitrain.loggers.wandb",
     "available_backends": "unitrain.backends.registry",
     "differentiable_allgather": "unitrain.modules.differentiable_allgather",
-    "init": "unitrain.initialise",
-    "register_process_group": "unitrain.backends.horovod_registration",
+    "init": "unitrain.initialize",
+    "register_process_group": "unitrain.backends.horovod",
     "require": "unitrain.backends.base",
     "run": "unitrain.functions.run",
     "share_buffers": "unitrain.modules.buffers",
@@ -83,27 +83,27 @@ __all__ = [
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend, Communicator, require
     from unitrain.backends.compression_setting import PowerSGD
-    from unitrain.backends.horovod_registration import register_process_group
+    from unitrain.backends.horovod import register_process_group
     from unitrain.backends.registry import available as available_backends
+    from unitrain.bootstrap.environment import Placement
     from unitrain.callbacks.callback import Callback
     from unitrain.callbacks.early_stopping import EarlyStopping
     from unitrain.callbacks.gradient_watch import GradientWatch
     from unitrain.callbacks.histograms import Histograms
     from unitrain.callbacks.profiler import Profiler
     from unitrain.config import TrainConfig
-    from unitrain.environment import Placement
     from unitrain.errors import CheckpointError, UnitrainError
     from unitrain.functions.run import run
-    from unitrain.initialise import init
+    from unitrain.initialize import init
+    from unitrain.loggers.csv import CSVLogger
+    from unitrain.loggers.json_lines import JSONLinesLogger
+    from unitrain.loggers.logger import Logger
+    from unitrain.loggers.mlflow import MLflowLogger
+    from unitrain.loggers.tensorboard import TensorBoardLogger
+    from unitrain.loggers.wandb import WandbLogger
     from unitrain.modules.buffers import share_buffers
     from unitrain.modules.differentiable_allgather import differentiable_allgather
     from unitrain.modules.sync_batch_norm import sync_batch_norm
-    from unitrain.tracking.loggers.csv import CSVLogger
-    from unitrain.tracking.loggers.json_lines import JSONLinesLogger
-    from unitrain.tracking.loggers.logger import Logger
-    from unitrain.tracking.loggers.mlflow import MLflowLogger
-    from unitrain.tracking.loggers.tensorboard import TensorBoardLogger
-    from unitrain.tracking.loggers.wandb import WandbLogger
     from unitrain.trainer import Trainer
 
 

@@ -11,15 +11,15 @@ from torch import nn
 
 from unitrain.backends.base import Communicator, together
 from unitrain.data.prefetch import Prefetch
-from unitrain.data.share import EvaluationShare
+from unitrain.data.sharding import EvaluationShare
 from unitrain.metrics.means import Means
 from unitrain.metrics.user_metrics import Metric, UserMetrics
 from unitrain.modules.buffers import share_buffers
+from unitrain.optim.loss_weighting import LossOutput, read_loss
+from unitrain.optim.precision import Precision
+from unitrain.optim.step import Forward
 from unitrain.prediction import Outputs
 from unitrain.randomness import kept_generators
-from unitrain.step.forward import Forward
-from unitrain.step.precision import Precision
-from unitrain.step.weighting import LossOutput, read_loss
 
 LossFunction = Callable[[Any, Any], LossOutput]
 

@@ -12,38 +12,35 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from unitrain import arguments
+from unitrain import trainer_arguments
 from unitrain.backends.base import Backend, together
 from unitrain.callbacks.callback import Callback, Callbacks
+from unitrain.checkpoint.checkpointer import load_weights
+from unitrain.checkpoint.run_state import Run, Stateful
 from unitrain.config import TrainConfig, check_alike, for_dry_run
 from unitrain.data.loading import Data
 from unitrain.data.order import Slice
 from unitrain.data.prefetch import Prefetch
-from unitrain.data.share import EvaluationShare, open_training_data
+from unitrain.data.sharding import EvaluationShare, open_training_data
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import ConfigError, Preempted
 from unitrain.evaluation import Evaluation, LossFunction
-from unitrain.guest import guest_of_this_run
-from unitrain.lifecycle.checkpoint import load_weights
-from unitrain.lifecycle.roll_call import RollCall
-from unitrain.lifecycle.state import Run, Stateful
+from unitrain.loggers.logger import Logger
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
-from unitrain.modules.averaging import WeightAverage
 from unitrain.modules.compiled import compile_forward
 from unitrain.modules.memory_format import use_channels_last
 from unitrain.modules.sync_batch_norm import standing_in, sync_batch_norm
-from unitrain.step.backward import backward, without_gradients
-from unitrain.step.epoch_scheduler import EpochScheduler
-from unitrain.step.forward import Forward, ForwardFunction
-from unitrain.step.learning_rate import LearningRateFactor
-from unitrain.step.planned_scheduler import BuildScheduler, PlannedScheduler
-from unitrain.step.precision import Precision, allow_tf32
-from unitrain.step.update import Update
-from unitrain.step.weighting import GlobalMean, read_training_loss
-from unitrain.tracking.loggers.logger import Logger
-from unitrain.tracking.times import Times
-from unitrain.tracking.tracker import Tracker
+from unitrain.optim.ema import WeightAverage
+from unitrain.optim.learning_rate import LearningRateFactor
+from unitrain.optim.loss_weighting import GlobalMean, read_training_loss
+from unitrain.optim.precision import Precision, allow_tf32
+from unitrain.optim.schedulers import BuildScheduler, EpochScheduler, PlannedScheduler
+from unitrain.optim.step import Forward, ForwardFunction, Update, backward, without_gradients
+from unitrain.progress.sync_point import RollCall
+from unitrain.progress.timing import Times
+from unitrain.progress.tracker import Tracker
+from unitrain.trainer_overrides import guest_of_this_run
 from unitrain.validation import known as check_known
 from unitrain.validation import text as check_text
 
@@ -80,11 +77,11 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         loggers: Sequence[Logger | str] = (),
     ) -> None:
-        arguments.check_backend("Trainer(backend=...)", backend)
+        trainer_arguments.check_backend("Trainer(backend=...)", backend)
         backend.check_running("Trainer")
         together(
             backend,
-            lambda: arguments.check_trainer(model, optimizer, loss_fn, config, scheduler, metrics, callbacks),
+            lambda: trainer_arguments.check_trainer(model, optimizer, loss_fn, config, scheduler, metrics, callbacks),
         )
         check_alike(config, backend)
         if config.dry_run:
@@ -136,7 +133,7 @@ class Trainer:
         parts: dict[str, Stateful] = {
             "precision": self._precision, "callbacks": self._callbacks, "loss": self._loss, "weighting": self._mean,
         }  # fmt: skip
-        together(backend, lambda: arguments.check_results(self._evaluation.names[1:]))
+        together(backend, lambda: trainer_arguments.check_results(self._evaluation.names[1:]))
         self.run = Run(config, backend, parts if self._average is None else {**parts, "average": self._average})
         self._roll_call = RollCall(self.run, self._times, self._tracker)
         self.run.prepare(backend.unwrap(model), optimizer, self._scheduler)
@@ -276,7 +273,7 @@ class Trainer:
 
         def check() -> None:
             for name, value in data.items():
-                arguments.check_data(f"Trainer.{method}({name})", value)
+                trainer_arguments.check_data(f"Trainer.{method}({name})", value)
 
         together(self.backend, check)
 

@@ -24,9 +24,9 @@ from training import Settings, data, difference, final_weights, trainer_of
 
 import unitrain
 from unitrain.backends.base import Backend
+from unitrain.checkpoint import files
+from unitrain.checkpoint.files import MANIFEST, MODEL, TRAINING
 from unitrain.errors import CheckpointError
-from unitrain.lifecycle import checkpoint_files
-from unitrain.lifecycle.checkpoint_files import MANIFEST, MODEL, TRAINING
 
 Random = random.Random
 _NOBODY = 65534
@@ -78,14 +78,14 @@ def zero_a_block(folder: Path, checkpoint: Path, chance: Random) -> None:
 
 
 def swap_files(folder: Path, checkpoint: Path, chance: Random) -> None:
-    other = chance.choice([path for path in checkpoint_files.candidates(folder) if path != checkpoint])
+    other = chance.choice([path for path in files.candidates(folder) if path != checkpoint])
     name = chance.choice([MODEL, TRAINING, MANIFEST])
     if (other / name).exists() and (checkpoint / name).exists():
         _swap(checkpoint / name, other / name)
 
 
 def swap_checkpoints(folder: Path, checkpoint: Path, chance: Random) -> None:
-    _swap(checkpoint, chance.choice([path for path in checkpoint_files.candidates(folder) if path != checkpoint]))
+    _swap(checkpoint, chance.choice([path for path in files.candidates(folder) if path != checkpoint]))
 
 
 def leave_it_unfinished(folder: Path, checkpoint: Path, chance: Random) -> None:
@@ -130,8 +130,8 @@ class Corruptions:
         self.failures: list[str] = []
         with _backend() as backend:
             trainer_of(backend, self._base, Settings()).fit(data())
-        self._known = {_step(path): _content(path) for path in checkpoint_files.candidates(self._base)}
-        self._states = {_step(path): _saved_state(path) for path in checkpoint_files.candidates(self._base)}
+        self._known = {_step(path): _content(path) for path in files.candidates(self._base)}
+        self._states = {_step(path): _saved_state(path) for path in files.candidates(self._base)}
         self._wanted = final_weights(self._base)
 
     def run(self, number: int) -> None:
@@ -155,7 +155,7 @@ class Corruptions:
         if kind == FULL:
             return self._on_a_full_disk(case, chance)
         shutil.copytree(self._base, case)
-        found = checkpoint_files.candidates(case)
+        found = files.candidates(case)
         # Mostly a few of the newest ones, now and then all of them.
         count = chance.choice([1, 1, 2, 3, len(found)])
         for checkpoint in found[:count]:
@@ -181,7 +181,7 @@ class Corruptions:
                 raise AssertionError(f"went on from step {step}, though {newest} is whole")
             if step and not _same(trainer.model.state_dict(), trainer.optimizer.state_dict(), self._states[step]):
                 raise AssertionError(f"went on from step {step} with another state than it had")
-            if not step and checkpoint_files.candidates(case):
+            if not step and files.candidates(case):
                 raise AssertionError("began anew beside damaged checkpoints")
             trainer.fit(data())
         apart = difference(final_weights(case), self._wanted)
@@ -195,7 +195,7 @@ class Corruptions:
 
     def _in_a_read_only_folder(self, case: Path, chance: Random) -> str:
         shutil.copytree(self._base, case)
-        shutil.rmtree(checkpoint_files.candidates(case)[0])
+        shutil.rmtree(files.candidates(case)[0])
         sound = self._untouched(case)
         case.chmod(0o555)
         try:
@@ -216,7 +216,7 @@ class Corruptions:
                 return SKIPPED
             run, ballast = case / "run", case / "ballast"
             shutil.copytree(self._base, run)
-            for checkpoint in checkpoint_files.candidates(run)[: chance.randint(2, 8)]:
+            for checkpoint in files.candidates(run)[: chance.randint(2, 8)]:
                 shutil.rmtree(checkpoint)
             free = os.statvfs(case).f_bavail * os.statvfs(case).f_frsize
             ballast.write_bytes(bytes(max(0, free - chance.randrange(0, 60_000))))
@@ -236,7 +236,7 @@ class Corruptions:
         return outcome
 
     def _untouched_or_new(self, run: Path) -> list[int]:
-        return [_step(path) for path in checkpoint_files.candidates(run) if checkpoint_files.damage(path) is None]
+        return [_step(path) for path in files.candidates(run) if files.damage(path) is None]
 
 
 def _any_file(checkpoint: Path, chance: Random) -> Path:

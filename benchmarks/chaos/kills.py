@@ -24,10 +24,11 @@ from typing import Any, NoReturn
 from training import OPTIMIZERS, STEPS, Notes, Settings, audit, data, difference, final_weights, trainer_of
 
 import unitrain
-from unitrain import Callback, Trainer, environment
-from unitrain.backends import ddp, horovod, local  # noqa: F401 (imported once, before the ranks are forked)
-from unitrain.backends.network import free_port
-from unitrain.lifecycle import checkpoint_files
+import unitrain.backends.horovod.backend
+from unitrain import Callback, Trainer
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.network import free_port
+from unitrain.checkpoint import files
 
 # Where the kill comes from; a checkpoint's files are what it is aimed at most.
 WAYS = ("step", "file", "file", "time")
@@ -208,7 +209,7 @@ class Chaos:
     def _attempt(
         self, run: Path, number: int, backend: str, size: int, settings: Settings, kill: Kill | None
     ) -> Attempt:
-        done = [int(path.name.removeprefix("step-")) for path in checkpoint_files.candidates(run / "output")]
+        done = [int(path.name.removeprefix("step-")) for path in files.candidates(run / "output")]
         left = STEPS - max(done, default=0)
         return Attempt(run, number, backend, size, settings, free_port(), kill, left)
 

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
-from unitrain.lifecycle import checkpoint_files
+from unitrain.checkpoint import files
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 50, 12, 4
 STEPS_PER_EPOCH = -(-SAMPLES // GLOBAL_BATCH)  # the last step has 2 samples, too few for 3 ranks
@@ -133,16 +133,16 @@ def final_weights(folder: Path) -> dict[str, Tensor]:
 
     Raises AssertionError where its last checkpoint or its history is not whole.
     """
-    path = checkpoint_files.checkpoint_path(folder, STEPS)
-    newest = checkpoint_files.candidates(folder)[:1]
-    if newest != [path] or (wrong := checkpoint_files.damage(path)) is not None:
+    path = files.checkpoint_path(folder, STEPS)
+    newest = files.candidates(folder)[:1]
+    if newest != [path] or (wrong := files.damage(path)) is not None:
         raise AssertionError(f"The newest checkpoint is {newest}, {wrong if newest == [path] else f'not {path}'}.")
     rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     found = [(row["epoch"], row["step"]) for row in rows]
     wanted = [(epoch, epoch * STEPS_PER_EPOCH) for epoch in range(1, EPOCHS + 1)]
     if found != wanted:
         raise AssertionError(f"The history of the finished run has the (epoch, step) {found}.")
-    return load_file(path / checkpoint_files.MODEL)
+    return load_file(path / files.MODEL)
 
 
 def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

@@ -9,9 +9,9 @@ of a job's is kept with it: the same launcher gets it back, another one its coun
 to do instead. Nothing here looks at the machine but for files of hosts that a line names.
 """
 
-from launchers.translation.job import Job
-from launchers.translation.reading import read
-from launchers.translation.targets import TARGETS, write
-from launchers.translation.writing import Line, Written
+from unitrain.launchers.translation.job import Job
+from unitrain.launchers.translation.reading import read
+from unitrain.launchers.translation.targets import TARGETS, write
+from unitrain.launchers.translation.writing import Line, Written
 
 __all__ = ["TARGETS", "Job", "Line", "Written", "read", "write"]

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from launchers import mpirun
-from launchers.errors import LaunchError
-from launchers.translation.hosts import fill, listed, named
-from launchers.translation.job import Job, Other, number
-from launchers.translation.options import Given, Options, Syntax, table, topics
-from launchers.translation.writing import Line, Written, options_of, restarts, variables_of
+from unitrain.launchers import mpirun
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.translation.hosts import fill, listed, named
+from unitrain.launchers.translation.job import Job, Other, number
+from unitrain.launchers.translation.options import Given, Options, Syntax, table, topics
+from unitrain.launchers.translation.writing import Line, Written, options_of, restarts, variables_of
 
 LAUNCHER = "horovodrun"
 SYNTAX = Syntax(

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from launchers.errors import LaunchError
-from launchers.hosts import Host, parse_hosts, read_lines, shares
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import Host, parse_hosts, read_lines, shares
 
 _COUNT = re.compile(r"(slots|max_slots|max-slots)\s*=\s*")
 _RANGE = re.compile(r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<after>[^\[\]]*)")

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from launchers.addresses import DEFAULT_PORT
-from launchers.errors import LaunchError
-from launchers.hosts import Host
-from launchers.translation.words import shown
+from unitrain.launchers.addresses import DEFAULT_PORT
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import Host
+from unitrain.launchers.translation.words import shown
 
 _PYTHON = re.compile(r"python[0-9.]*")
 

@@ -6,17 +6,17 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launchers import mpirun
-from launchers.addresses import DEFAULT_PORT
-from launchers.errors import LaunchError
-from launchers.exports import looks_secret
-from launchers.options import with_defaults
-from launchers.translation import torchrun
-from launchers.translation.job import Job
-from launchers.translation.sbatch import name_of
-from launchers.translation.words import expands, join, shown
-from launchers.translation.writing import Written, options_of, variables_of
-from launchers.translation.yaml import dump
+from unitrain.launchers import mpirun
+from unitrain.launchers.addresses import DEFAULT_PORT
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.exports import looks_secret
+from unitrain.launchers.options import with_defaults
+from unitrain.launchers.translation import torchrun
+from unitrain.launchers.translation.job import Job
+from unitrain.launchers.translation.sbatch import name_of
+from unitrain.launchers.translation.words import expands, join, shown
+from unitrain.launchers.translation.writing import Written, options_of, variables_of
+from unitrain.launchers.translation.yaml import dump
 
 LAUNCHER = "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob", "MPIJob")

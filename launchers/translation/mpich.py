@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launchers.errors import LaunchError
-from launchers.exports import looks_secret
-from launchers.hosts import Host
-from launchers.translation.hosts import fill, listed, named, spread
-from launchers.translation.job import Job
-from launchers.translation.options import Options, Syntax, table, topics
-from launchers.translation.writing import Line, Written, options_of, restarts, variables_of
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.exports import looks_secret
+from unitrain.launchers.hosts import Host
+from unitrain.launchers.translation.hosts import fill, listed, named, spread
+from unitrain.launchers.translation.job import Job
+from unitrain.launchers.translation.options import Options, Syntax, table, topics
+from unitrain.launchers.translation.writing import Line, Written, options_of, restarts, variables_of
 
 LAUNCHER = "mpiexec"
 SYNTAX = Syntax(

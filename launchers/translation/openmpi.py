@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from launchers import mpirun
-from launchers.errors import LaunchError
-from launchers.exports import looks_secret
-from launchers.hosts import Host
-from launchers.options import with_defaults
-from launchers.translation.hosts import dealt, entries, fill, listed, named, spread
-from launchers.translation.job import Job, Other, number
-from launchers.translation.options import Options, Syntax, table, topics
-from launchers.translation.words import expands
-from launchers.translation.writing import Line, Written, is_of_open_mpi, options_of, restarts, variables_of
+from unitrain.launchers import mpirun
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.exports import looks_secret
+from unitrain.launchers.hosts import Host
+from unitrain.launchers.options import with_defaults
+from unitrain.launchers.translation.hosts import dealt, entries, fill, listed, named, spread
+from unitrain.launchers.translation.job import Job, Other, number
+from unitrain.launchers.translation.options import Options, Syntax, table, topics
+from unitrain.launchers.translation.words import expands
+from unitrain.launchers.translation.writing import Line, Written, is_of_open_mpi, options_of, restarts, variables_of
 
 LAUNCHER = "mpirun"
 SYNTAX = Syntax(

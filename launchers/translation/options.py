@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launchers.errors import LaunchError
-from launchers.translation.job import Other, number
-from launchers.translation.words import plain, shown
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.translation.job import Other, number
+from unitrain.launchers.translation.words import plain, shown
 
 
 @dataclass(frozen=True)

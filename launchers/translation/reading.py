@@ -6,18 +6,18 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from launchers.addresses import DEFAULT_PORT
-from launchers.errors import LaunchError
-from launchers.torchrun import RESTARTS
-from launchers.translation import horovodrun, mpich, openmpi, srun, torchrun, unitrain
-from launchers.translation.job import Job, number
-from launchers.translation.words import assignments, expands, shown, split
-from launchers.translation.writing import IMPLIED
+from unitrain.launchers.addresses import DEFAULT_PORT
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.torchrun import RESTARTS
+from unitrain.launchers.translation import horovodrun, mpich, openmpi, srun, torchrun, unitrain
+from unitrain.launchers.translation.job import Job, number
+from unitrain.launchers.translation.words import assignments, expands, shown, split
+from unitrain.launchers.translation.writing import IMPLIED
 
 _DIRECTORY = re.compile(r"\s*cd\s+((?:[^&|;<>()'\"\s]|'[^']*'|\"[^\"]*\")+)\s*&&")
 _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
-_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "unitrain.backends.torchrun")
-_HOROVODRUN_MODULES = ("horovod.runner.launch", "unitrain.backends.horovodrun")
+_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "unitrain.bootstrap.torchrun")
+_HOROVODRUN_MODULES = ("horovod.runner.launch", "unitrain.bootstrap.horovodrun")
 _LOCAL = ("localhost", "127.0.0.1")
 KNOWN = "torchrun, horovodrun, mpirun, mpiexec, srun, python and unitrain launch"
 

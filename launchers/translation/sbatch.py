@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from launchers.errors import LaunchError
-from launchers.exports import looks_secret
-from launchers.options import with_defaults
-from launchers.srun import task_options
-from launchers.translation.job import Job
-from launchers.translation.srun import meeting
-from launchers.translation.words import expands, join, quote, shown
-from launchers.translation.writing import Written, options_of, variables_of
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.exports import looks_secret
+from unitrain.launchers.options import with_defaults
+from unitrain.launchers.srun import task_options
+from unitrain.launchers.translation.job import Job
+from unitrain.launchers.translation.srun import meeting
+from unitrain.launchers.translation.words import expands, join, quote, shown
+from unitrain.launchers.translation.writing import Written, options_of, variables_of
 
 LAUNCHER = "sbatch"
 # What unitrain's ranks end with when a signal has come and their checkpoint is written: EX_TEMPFAIL of sysexits.h.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from launchers.addresses import DEFAULT_PORT
-from launchers.errors import LaunchError
-from launchers.options import with_defaults
-from launchers.srun import DEFAULTS, task_options
-from launchers.translation.hosts import expanded, spread
-from launchers.translation.job import Job, Other, number
-from launchers.translation.options import Options, Syntax, table, topics
-from launchers.translation.words import join, typed
-from launchers.translation.writing import Line, Written, options_of, restarts, variables_of
+from unitrain.launchers.addresses import DEFAULT_PORT
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.options import with_defaults
+from unitrain.launchers.srun import DEFAULTS, task_options
+from unitrain.launchers.translation.hosts import expanded, spread
+from unitrain.launchers.translation.job import Job, Other, number
+from unitrain.launchers.translation.options import Options, Syntax, table, topics
+from unitrain.launchers.translation.words import join, typed
+from unitrain.launchers.translation.writing import Line, Written, options_of, restarts, variables_of
 
 LAUNCHER = "srun"
 FIRST_HOST = typed('"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"')

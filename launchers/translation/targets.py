@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from launchers.errors import LaunchError
-from launchers.translation import horovodrun, kubernetes, mpich, openmpi, sbatch, srun, torchrun, unitrain
-from launchers.translation.job import Job
-from launchers.translation.writing import Written
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.translation import horovodrun, kubernetes, mpich, openmpi, sbatch, srun, torchrun, unitrain
+from unitrain.launchers.translation.job import Job
+from unitrain.launchers.translation.writing import Written
 
 TARGETS: dict[str, Callable[[Job], Written]] = {
     "torchrun": torchrun.write,

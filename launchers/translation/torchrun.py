@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from launchers.addresses import DEFAULT_PORT
-from launchers.errors import LaunchError
-from launchers.torchrun import RESTARTS, node_options, rejoin_options
-from launchers.translation.job import Job, Other, number
-from launchers.translation.options import Given, Options, Syntax, table, topics
-from launchers.translation.writing import Line, Written, options_of, variables_of
+from unitrain.launchers.addresses import DEFAULT_PORT
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.torchrun import RESTARTS, node_options, rejoin_options
+from unitrain.launchers.translation.job import Job, Other, number
+from unitrain.launchers.translation.options import Given, Options, Syntax, table, topics
+from unitrain.launchers.translation.writing import Line, Written, options_of, variables_of
 
 LAUNCHER = "torchrun"
 _ARITY = table(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from launchers.elastic import parse_elastic
-from launchers.errors import LaunchError
-from launchers.exports import looks_secret
-from launchers.options import parse_options
-from launchers.translation.hosts import fill, listed, named
-from launchers.translation.job import Job, Other
-from launchers.translation.options import Given, Options, Syntax, table, topics
-from launchers.translation.words import join
-from launchers.translation.writing import IMPLIED, Line, Written, options_of
+from unitrain.launchers.elastic import parse_elastic
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.exports import looks_secret
+from unitrain.launchers.options import parse_options
+from unitrain.launchers.translation.hosts import fill, listed, named
+from unitrain.launchers.translation.job import Job, Other
+from unitrain.launchers.translation.options import Given, Options, Syntax, table, topics
+from unitrain.launchers.translation.words import join
+from unitrain.launchers.translation.writing import IMPLIED, Line, Written, options_of
 
 LAUNCHER = "unitrain launch"
 SYNTAX = Syntax(

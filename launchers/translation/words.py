@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Iterable
 
-from launchers.errors import LaunchError
+from unitrain.launchers.errors import LaunchError
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _TYPED = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launchers.translation.job import Job
-from launchers.translation.topics import advice
-from launchers.translation.words import join, quote
+from unitrain.launchers.translation.job import Job
+from unitrain.launchers.translation.topics import advice
+from unitrain.launchers.translation.words import join, quote
 
 # What Open MPI alone reads, and horovodrun hands on to it.
 _OF_OPEN_MPI = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")

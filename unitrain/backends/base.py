@@ -49,9 +49,8 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends.compression_setting import Compression
-from unitrain.backends.knobs import Knob
-from unitrain.backends.whereabouts import call_site as call_site
-from unitrain.environment import Placement
+from unitrain.backends.tunables import Knob
+from unitrain.bootstrap.environment import Placement
 from unitrain.errors import (
     CollectiveMismatchError,
     ConfigError,
@@ -59,6 +58,7 @@ from unitrain.errors import (
     UnitrainError,
     UnsupportedError,
 )
+from unitrain.monitoring.rank_status import call_site as call_site
 
 ReduceOp = Literal["mean", "sum", "min", "max", "product"]
 CapabilityT = TypeVar("CapabilityT")

@@ -8,13 +8,13 @@ import torch
 import torch._dynamo  # before the group is made: imported later, as any optimizer does, it holds the group for ever
 import torch.distributed as dist
 
-from unitrain import environment
 from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
-from unitrain.backends.devices import check_gpus, choose_device
-from unitrain.backends.network import interface_of
 from unitrain.backends.process_group import LAST_RESORT, ProcessGroupBackend, set_transport_timeout
-from unitrain.backends.rendezvous import meet
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.devices import check_gpus, choose_device
+from unitrain.bootstrap.network import interface_of
+from unitrain.bootstrap.rendezvous import meet
 from unitrain.errors import ConfigError, did_you_mean
 
 _TRANSPORTS = ("gloo", "nccl", "mpi")

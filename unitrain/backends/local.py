@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend, GradientMemory, ReduceOp, StartOptions, SupportsPowerSGD
-from unitrain.backends.compressed_backward import compress_backward
-from unitrain.backends.compression import Memories
 from unitrain.backends.compression_setting import Compression
-from unitrain.backends.devices import choose_device
-from unitrain.backends.local_gradients import LocalGradients, check_before_step
-from unitrain.backends.unused_parameters import watch_first_backward
+from unitrain.backends.gradients.compression import Memories, compress_backward
+from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
+from unitrain.backends.gradients.unused_parameters import watch_first_backward
+from unitrain.bootstrap.devices import choose_device
 from unitrain.errors import ConfigError, LauncherMismatchError
 
 

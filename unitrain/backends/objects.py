@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unitrain.authentication import SIGNATURE_BYTES, has_key, sign, verify
 from unitrain.backends.base import Communicator, as_bytes
+from unitrain.bootstrap.authentication import SIGNATURE_BYTES, has_key, sign, verify
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
 NOTHING = torch.empty(0, dtype=torch.uint8)

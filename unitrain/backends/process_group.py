@@ -15,26 +15,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unitrain import environment, validation
+from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.agreement import Agreement
 from unitrain.backends.base import Backend, GradientMemory, ReduceOp, SupportsPowerSGD, together
-from unitrain.backends.compression import Memories
 from unitrain.backends.compression_setting import Compression
-from unitrain.backends.forks import make_forks_safe
-from unitrain.backends.forward_buffers import ForwardBuffers
-from unitrain.backends.gradient_group import GradientGroup
-from unitrain.backends.gradients import BUCKET_VIEW, BUCKETS, GlobalGradients, check_same_model, check_same_settings
-from unitrain.backends.knobs import Knob
-from unitrain.backends.ledger import Ledger
-from unitrain.backends.local_gradients import check_before_step
+from unitrain.backends.consistency import Agreement
+from unitrain.backends.fork_safety import make_forks_safe
+from unitrain.backends.gradients.compression import Memories
+from unitrain.backends.gradients.ddp_wrapper import (
+    BUCKET_VIEW,
+    BUCKETS,
+    GlobalGradients,
+    check_same_model,
+    check_same_settings,
+)
+from unitrain.backends.gradients.forward_buffers import ForwardBuffers
+from unitrain.backends.gradients.local_gradients import check_before_step
+from unitrain.backends.gradients.reducer_group import GradientGroup
 from unitrain.backends.objects import NOTHING, broadcast_with_tensors, pack, unpack
 from unitrain.backends.ordered_keys import from_ordered_keys, ordered_keys, takes_keys
-from unitrain.backends.rendezvous import Meeting
-from unitrain.backends.torch_names import all_gather, reduce_scatter
-from unitrain.backends.waiting import Waiting
-from unitrain.backends.watch import Watch
+from unitrain.backends.tunables import Knob
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.rendezvous import Meeting
 from unitrain.errors import ModelError
+from unitrain.monitoring.flight_recorder import Ledger
+from unitrain.monitoring.waiting import Waiting
+from unitrain.monitoring.watchdog import Watch
+from unitrain.torch_compat import all_gather, reduce_scatter
 
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = {
     "ddp": "unitrain.backends.ddp:DDPBackend",
-    "horovod": "unitrain.backends.horovod:HorovodBackend",
+    "horovod": "unitrain.backends.horovod.backend:HorovodBackend",
     "local": "unitrain.backends.local:LocalBackend",
 }
 _GROUP = "unitrain.backends"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import Backend, Communicator
-from unitrain.backends.network import own_addresses
+from unitrain.bootstrap.network import own_addresses
 
 FLOORS = ("memory copy", "tcp stream")
 _ELEMENT = 4  # bytes of a float32

@@ -21,7 +21,7 @@ from unitrain.bench.results import PARTS
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.data.order import Cursor
-from unitrain.step.forward import Forward
+from unitrain.optim.step import Forward
 
 # Of the steps of a turn, so many more are watched to find out where the time goes.
 _WATCHED = 0.25

@@ -9,7 +9,7 @@ from unitrain.errors import CallbackError, ConfigError, UnitrainError
 
 if TYPE_CHECKING:
     from unitrain.data.order import Slice
-    from unitrain.step.weighting import Loss
+    from unitrain.optim.loss_weighting import Loss
     from unitrain.trainer import Trainer
 
 _MOMENTS = ("on_fit_start", "on_micro_step", "on_gradients", "on_step_end", "on_epoch_end", "on_fit_end")

@@ -20,8 +20,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from unitrain.data.contents import Counted, CountingCollate
-from unitrain.data.sampling import own_sampler
+from unitrain.data.batch_contents import Counted, CountingCollate
+from unitrain.data.samplers import own_sampler
 from unitrain.data.workers import WorkerStart
 from unitrain.errors import ConfigError, DataError
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import call_site
-from unitrain.worker_processes import end_with_parent
+from unitrain.processes import end_with_parent
 
 # What schedulers send to every process of a job before they take its machine.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)

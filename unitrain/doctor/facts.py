@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import unitrain
-from unitrain import environment
-from unitrain.authentication import has_key
-from unitrain.backends.network import interfaces
-from unitrain.backends.transports import transports
-from unitrain.environment import Placement
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.authentication import has_key
+from unitrain.bootstrap.environment import Placement
+from unitrain.bootstrap.network import interfaces
 from unitrain.horovod_wheel import check
+from unitrain.torch_compat import transports
 
 # What libraries read beside code, by the start of its name.
 _TELLING = ("NCCL_", "GLOO_", "HOROVOD_", "TORCH_", "OMP_", "MKL_", "CUDA_", "UCX_", "FI_", "UNITRAIN_")

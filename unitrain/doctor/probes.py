@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unitrain.backends.network import address_towards
-from unitrain.backends.rendezvous import Meeting
+from unitrain.bootstrap.network import address_towards
+from unitrain.bootstrap.rendezvous import Meeting
 
 _CONNECT_SECONDS = 5.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 # A script's own folder is where Python looks first. What is looked for here is unitrain, installed or not.
 sys.path[0] = str(Path(__file__).parents[2])
 
-from unitrain import environment  # noqa: E402
+from unitrain.bootstrap import environment  # noqa: E402
 from unitrain.functions.call import Call, Outcome  # noqa: E402
 
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import launchers
-from unitrain import environment, validation
-from unitrain.authentication import new_key
+from unitrain import launchers, validation
 from unitrain.backends import registry
-from unitrain.descendants import end_all
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, RankFailedError
 from unitrain.functions.call import Call, Outcome
+from unitrain.processes import end_all
 
 _MARK = "UNITRAIN_RUN"
 # Of what `environment.detect` names, what does not say that this process is one of several: a shell, a container.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
+from unitrain.progress.stragglers import TRAINING, Straggler, find_stragglers
 from unitrain.report.record import Record, Row
-from unitrain.tracking.stragglers import TRAINING, Straggler, find_stragglers
 
 PARTS = (*TRAINING, "validation", "checkpoint")
 _NO_RESULTS = {"epoch", "step", "epochs", "learning_rate", "seconds", "samples_per_second"}

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.errors import ReportError, did_you_mean
-from unitrain.tracking.history import EPOCHS, STARTS, STEPS
+from unitrain.progress.history import EPOCHS, STARTS, STEPS
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Record:
-    """The rows of `unitrain.tracking.history`, in order. `name` is what to call the run, `written` its last change."""
+    """The rows of `unitrain.progress.history`, in order. `name` is what to call the run, `written` its last change."""
 
     name: str
     starts: list[Row]

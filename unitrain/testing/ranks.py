@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from unitrain import environment
-from unitrain.testing.nursery import Child, Nursery
+from unitrain.bootstrap import environment
+from unitrain.testing.fork_server import Child, Nursery
 
 _START_SECONDS = 120.0
 _STACK_SECONDS = 1.0
@@ -159,7 +159,7 @@ class RankGroup:
         base["UNITRAIN_TEST_KEY"] = key.hex()
         if self._command:
             return [base]
-        from unitrain.backends.network import free_port
+        from unitrain.bootstrap.network import free_port
 
         port = str(free_port())
         return [

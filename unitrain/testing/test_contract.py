@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unitrain import environment
+from unitrain.bootstrap import environment
 from unitrain.testing import (
     RankGroup,
     buffers,

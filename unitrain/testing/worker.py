@@ -19,7 +19,7 @@ from contextlib import closing
 from multiprocessing.connection import Client, Connection
 from typing import Any, NoReturn
 
-from unitrain import environment
+from unitrain.bootstrap import environment
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unitrain.authentication import new_key
-from unitrain.descendants import end_all, marked
-from unitrain.environment import JOB_KEY
+from unitrain.bootstrap.authentication import new_key
+from unitrain.bootstrap.environment import JOB_KEY
+from unitrain.processes import end_all, marked
 
 _TERM_SECONDS = 5.0
 _STACK_SECONDS = 1.0

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from unitrain import environment, randomness
+from unitrain import randomness
+from unitrain.bootstrap import environment
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.data.batch import map_tensors
@@ -24,7 +25,7 @@ from unitrain.verify.samples import digest_of_samples, digest_of_tensor
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend
     from unitrain.data.order import Slice
-    from unitrain.step.weighting import Loss
+    from unitrain.optim.loss_weighting import Loss
     from unitrain.trainer import Trainer
 
 

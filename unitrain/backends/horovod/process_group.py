@@ -1,0 +1,474 @@
+"""Horovod's collectives behind torch.distributed's `ProcessGroup`, registered as the backend "horovod".
+
+Whatever is written for torch.distributed then runs on a Horovod or MPI cluster: DistributedDataParallel with its
+buckets and hooks, ZeroRedundancyOptimizer, Join, object collectives. It needs nothing else of unitrain:
+
+    unitrain.register_process_group()
+    torch.distributed.init_process_group("horovod")
+
+Point-to-point calls, groups of some of the ranks, and reductions that Horovod cannot compute exactly for a dtype raise
+UnsupportedError.
+"""
+
+# torch's stubs type each collective by several overloads of other argument names; it calls them by position.
+# mypy: disable-error-code="override, assignment, call-arg"
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakValueDictionary
+
+import horovod.torch as hvd
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from unitrain.backends.horovod.runtime import start_horovod, tell_torch_where
+from unitrain.backends.horovod.tensors import ALLTOALL_BYTES, Destination, as_bytes, combined, flat, pieces, reduction
+from unitrain.backends.horovod.work import Completions, HorovodWork, joined
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.errors import UnsupportedError
+
+NAME = "horovod"
+# Horovod negotiates a name it has seen with the same shape by one bit, any other by a message to rank 0 and back. So
+# names are used again, in the same order on every rank, and only so many are in use that none is ever needed twice at a
+# time.
+_NAMES_PER_SHAPE = 16
+GroupT = TypeVar("GroupT", bound=dist.ProcessGroup)
+_groups = 0
+
+
+def register_process_group() -> None:
+    """Make `torch.distributed.init_process_group("horovod")` work, under any launcher. Every rank calls it, before
+    that.
+
+    Under horovodrun and mpirun it also starts Horovod and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    MASTER_PORT, which torch looks for. Calling it again does nothing.
+    """
+    register_backend()
+    tell_torch_where(environment.detect())
+
+
+def register_backend() -> None:
+    """Tell torch.distributed the name and nothing more; every rank may call it any number of times."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> HorovodProcessGroup:
+    placement = environment.detect()
+    if size != placement.size:
+        raise UnsupportedError(
+            f"Horovod's process group is of all {placement.size} ranks, but a group of {size} was asked for. "
+            "Use backend 'ddp' for groups of some of the ranks."
+        )
+    host = environment.setting("MASTER_ADDR") or "127.0.0.1"
+    start_horovod(placement, Meeting(placement, store, host, timeout))
+    return HorovodProcessGroup(rank, size, timeout)
+
+
+def _untraced(group: type[GroupT]) -> type[GroupT]:
+    """Keep torch.compile out of the collectives: torch calls them from C++ in the middle of what it compiles."""
+    for name, method in list(vars(group).items()):
+        if callable(method) and not name.startswith("__"):
+            setattr(group, name, _disable_dynamo(method))
+    return group
+
+
+@_untraced
+class HorovodProcessGroup(dist.ProcessGroup):
+    """All of Horovod's ranks as one torch.distributed group. Operations are asynchronous and complete in order of
+    issue."""
+
+    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        global _groups
+        self._prefix = f"unitrain.{_groups}"
+        _groups += 1
+        self._timeout = timeout
+        self._completions = Completions()
+        self._issued: defaultdict[str, int] = defaultdict(int)
+        self._latest: WeakValueDictionary[str, HorovodWork] = WeakValueDictionary()
+        self._group_name = self._group_desc = ""
+
+    # --- collectives, as torch.distributed calls them: lists of tensors, results written in place ---
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        (tensor,) = tensors
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        return joined(self._reduce("allreduce", tensor, tensor, op, tensors), tensors, tensor.device)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        works = [self._reduce("allreduce", tensor, tensor, opts.reduceOp, tensors) for tensor in tensors]
+        return _joined_all(works, tensors)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        (tensor,) = tensors
+        target = tensor if self.rank() == opts.rootRank else None
+        return joined(self._reduce("reduce", tensor, target, opts.reduceOp, tensors), tensors, tensor.device)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        (tensor,) = tensors
+        payload, target = as_bytes(tensor), Destination(tensor)
+        works = []
+        for place in pieces(len(payload), 1):
+            piece, part = payload[place], target.bytes[place]
+            shared = piece.data_ptr() == part.data_ptr()
+            works.append(
+                self._issue(
+                    "broadcast",
+                    piece,
+                    functools.partial(hvd.broadcast_async_, piece, opts.rootRank),
+                    tensors,
+                    None if shared else _copier(part, target if place.stop == len(payload) else None),
+                )
+            )
+        return joined(works, tensors, tensor.device)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        (own,), (parts,) = inputs, outputs
+        return joined(self._gather(own, parts, outputs), outputs, own.device)
+
+    def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
+        return joined(self._gather(own, output, [output]), [output], own.device)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        works = [self._gather(own, output, outputs) for output, own in zip(outputs, inputs, strict=True)]
+        return _joined_all(works, outputs)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        (own,) = inputs
+        parts = outputs[0] if self.rank() == opts.rootRank else []
+        return joined(self._gather(own, parts, outputs), outputs, own.device)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        (own,) = outputs
+        target, size = Destination(own), self.size()
+        parts = [as_bytes(part) for part in inputs[0]] if self.rank() == opts.rootRank else []
+        works = []
+        for place in pieces(len(target.bytes), size):
+            count = place.stop - place.start
+            block = own.new_empty(size, count, dtype=torch.uint8)
+            for rank, part in enumerate(parts):
+                block[rank] = part[place]
+
+            def finish(block: Tensor, place: slice = place) -> None:
+                target.bytes[place] = block[self.rank()]
+                if place.stop == len(target.bytes):
+                    target.finish()
+
+            works.append(
+                self._issue(
+                    "scatter",
+                    block,
+                    functools.partial(hvd.broadcast_async_, block, opts.rootRank),
+                    outputs,
+                    finish,
+                )
+            )
+        return joined(works, outputs, own.device)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        return self._reduce_scatter_base(outputs[0], torch.cat([flat(part) for part in inputs[0]]), opts)
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        return joined(self._reduce_scatter(output, whole, op, [output]), [output], output.device)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+        works = [
+            self._reduce_scatter(output, whole, opts.reduceOp, outputs)
+            for output, whole in zip(outputs, inputs, strict=True)
+        ]
+        return _joined_all(works, outputs)
+
+    def alltoall_base(
+        self, output: Tensor, own: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> dist.Work:
+        size, rows = self.size(), own.shape[0]
+        row_bytes = math.prod(own.shape[1:]) * own.element_size()
+        payload, target = as_bytes(own).view(rows, row_bytes), Destination(output)
+        if input_splits or output_splits:
+            sent = input_splits or [rows // size] * size
+            return joined(self._exchange(payload, sent, target, [output]), [output], own.device)
+        works = []
+        for place in pieces(row_bytes, rows):
+            piece = payload[:, place].contiguous()
+
+            def finish(result: tuple[Tensor, Tensor], place: slice = place) -> None:
+                target.bytes.view(-1, row_bytes)[:, place] = result[0]
+                if place.stop == row_bytes:
+                    target.finish()
+
+            works.append(self._issue_exchange(piece, [rows // size] * size, [output], finish))
+        return joined(works, [output], own.device)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        sent = [as_bytes(part) for part in inputs]
+        targets = [Destination(part) for part in outputs]
+        received = torch.empty(sum(len(target.bytes) for target in targets), dtype=torch.uint8, device=inputs[0].device)
+        whole = Destination(received)
+
+        def finish() -> None:
+            for target, part in zip(targets, received.split([len(one.bytes) for one in targets]), strict=True):
+                target.bytes.copy_(part)
+                target.finish()
+
+        payload = torch.cat(sent).view(-1, 1)
+        works = self._exchange(payload, [len(part) for part in sent], whole, outputs, finish)
+        return joined(works, outputs, inputs[0].device)
+
+    def barrier(self, opts: Any = None) -> HorovodWork:
+        token = torch.zeros(1, dtype=torch.int32)
+        return self._issue("barrier", token, functools.partial(hvd.allreduce_async_, token, op=hvd.Sum), [token])
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> NoReturn:
+        raise UnsupportedError("Horovod has no send and recv between two ranks. Use backend 'ddp' for them.")
+
+    recv = recv_anysource = send
+
+    # The names of torch 2.14 and later.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    # --- what torch asks of any group ---
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_desc = description
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_desc
+
+    def shutdown(self) -> None:
+        self._completions.stop()
+
+    abort = shutdown
+
+    # --- issuing ---
+
+    def _reduce(self, operation: str, source: Tensor, target: Tensor | None, op: Any, result: Any) -> list[HorovodWork]:
+        """Start reducing `source` element by element into `target`, which is None where the result is not needed."""
+        how = reduction(source.dtype, op)
+        if how.combine is not None:
+            return self._reduce_gathered(source, target, how.combine, result)
+        values = flat(source)
+        in_place = how.encode is None and target is source and values.data_ptr() == source.data_ptr()
+        into = None if in_place or target is None else Destination(target)
+        works = []
+        for place in pieces(len(values), _encoded_bytes(source.dtype)):
+            wide = how.encoded(values[place])
+
+            def finish(reduced: Tensor, place: slice = place) -> None:
+                if into is not None:
+                    into.elements[place] = how.decoded(reduced, source.dtype)
+                    if place.stop == len(values):
+                        into.finish()
+
+            # What is not encoded may be the user's own memory.
+            allreduce = hvd.allreduce_async_ if in_place or how.encode is not None else hvd.allreduce_async
+            works.append(
+                self._issue(
+                    operation,
+                    wide,
+                    functools.partial(allreduce, wide, op=how.op),
+                    result,
+                    None if into is None else finish,
+                )
+            )
+        return works
+
+    def _reduce_gathered(
+        self,
+        source: Tensor,
+        target: Tensor | None,
+        combine: Callable[[Tensor, Tensor], Tensor],
+        result: Any,
+        then: Callable[[], None] = lambda: None,
+    ) -> list[HorovodWork]:
+        into = None if target is None else Destination(target)
+
+        def finish(gathered: Tensor, place: slice) -> None:
+            if into is not None:
+                into.bytes[place] = combined(gathered.view(self.size(), -1), source.dtype, combine).view(torch.uint8)
+                if place.stop == len(into.bytes):
+                    into.finish()
+                    then()
+
+        return self._gather_pieces(source, result, finish)
+
+    def _reduce_scatter(self, output: Tensor, whole: Tensor, op: Any, result: Any) -> list[HorovodWork]:
+        """Start reducing `whole`, of `size` equal parts, of which this rank's goes to `output`."""
+        how, size, into = reduction(whole.dtype, op), self.size(), Destination(output)
+        parts = flat(whole).view(size, -1) if whole.numel() else whole.new_empty(size, 0)
+        if how.combine is not None:
+            complete = torch.empty_like(parts)
+
+            def take_own() -> None:
+                into.elements.copy_(complete[self.rank()])
+                into.finish()
+
+            return self._reduce_gathered(whole, complete, how.combine, result, take_own)
+        scatters = how.op in (hvd.Sum, hvd.Average)  # which is all that Horovod scatters
+        works = []
+        for place in pieces(parts.shape[1], _encoded_bytes(whole.dtype) * size):
+            wide = how.encoded(parts[:, place].contiguous().view(-1))
+
+            def finish(reduced: Tensor, place: slice = place) -> None:
+                own = reduced if scatters else reduced.view(size, -1)[self.rank()]
+                into.elements[place] = how.decoded(own, whole.dtype)
+                if place.stop == parts.shape[1]:
+                    into.finish()
+
+            reduce = hvd.reducescatter_async if scatters else hvd.allreduce_async
+            works.append(
+                self._issue(
+                    "reducescatter" if scatters else "allreduce",
+                    wide,
+                    functools.partial(reduce, wide, op=how.op),
+                    result,
+                    finish,
+                )
+            )
+        return works
+
+    def _gather(self, own: Tensor, outputs: list[Tensor] | Tensor, result: Any) -> list[HorovodWork]:
+        """Start gathering `own` of all ranks into `outputs`: one tensor each, one for all, or none."""
+        count = own.numel() * own.element_size()
+        if isinstance(outputs, Tensor):
+            targets = [Destination(outputs)]
+            rows = [*targets[0].bytes.view(self.size(), count)] if count else []
+        else:
+            targets = [Destination(output) for output in outputs]
+            rows = [target.bytes for target in targets]
+
+        def finish(gathered: Tensor, place: slice) -> None:
+            for row, part in zip(rows, gathered.view(self.size(), -1), strict=False):  # no rows where nothing is wanted
+                row[place] = part
+            if place.stop == count:
+                for target in targets:
+                    target.finish()
+
+        return self._gather_pieces(own, result, finish)
+
+    def _gather_pieces(self, own: Tensor, result: Any, finish: Callable[..., None]) -> list[HorovodWork]:
+        """Start gathering the bytes of `own`; `finish(gathered, place=...)` gets uint8 [size * bytes] of each part."""
+        payload, size, each = as_bytes(own), self.size(), own.element_size()
+        works = []
+        for elements in pieces(own.numel(), size * each):
+            place = slice(elements.start * each, elements.stop * each)
+            piece = payload[place]
+            works.append(
+                self._issue(
+                    "allgather",
+                    piece,
+                    functools.partial(hvd.allgather_async, piece),
+                    result,
+                    functools.partial(finish, place=place),
+                )
+            )
+        return works
+
+    def _exchange(
+        self,
+        payload: Tensor,
+        splits: list[int],
+        target: Destination,
+        result: Any,
+        then: Callable[[], None] = lambda: None,
+    ) -> list[HorovodWork]:
+        """Start an alltoall of `payload`, uint8 [rows, bytes], of which each rank is sent as many rows as `splits` say.
+
+        Raises UnsupportedError where this rank sends or receives more than fits into one operation.
+        """
+        most = max(payload.numel(), len(target.bytes))
+        if most > ALLTOALL_BYTES:
+            raise UnsupportedError(
+                f"Rank {self.rank()} exchanges {most:,} bytes in one alltoall with splits, and Horovod takes at most "
+                f"{ALLTOALL_BYTES:,}. Exchange fewer rows at a time, or parts of each row: tensor[:, :half]"
+            )
+
+        def finish(received: tuple[Tensor, Tensor]) -> None:
+            target.bytes.copy_(received[0].view(-1))
+            target.finish()
+            then()
+
+        return [self._issue_exchange(payload, splits, result, finish)] if payload.shape[1] else []
+
+    def _issue_exchange(
+        self, payload: Tensor, splits: list[int], result: Any, finish: Callable[[Any], None]
+    ) -> HorovodWork:
+        counts = torch.tensor(splits, dtype=torch.int32)
+        return self._issue(
+            "alltoall",
+            payload,
+            functools.partial(hvd.alltoall_async, payload, splits=counts),
+            result,
+            finish,
+            size=payload.shape[1],
+        )
+
+    def _issue(
+        self,
+        operation: str,
+        tensor: Tensor,
+        start: Callable[..., int],
+        result: Any,
+        finish: Callable[[Any], Any] | None = None,
+        size: int | None = None,
+    ) -> HorovodWork:
+        """Start an operation on `tensor` under its next name; `finish` puts Horovod's output where torch expects it.
+
+        `size` is what is the same on every rank, the number of elements unless given.
+        """
+        device = tensor.device
+        size = tensor.numel() if size is None else size
+        kind = f"{self._prefix}.{operation}.{tensor.dtype}.{size}"
+        name = f"{kind}.{self._issued[kind] % _NAMES_PER_SHAPE}"
+        self._issued[kind] += 1
+        if (previous := self._latest.get(name)) is not None:
+            previous.wait()
+        work = HorovodWork(name, start(name=name), result, device, finish, self._timeout, self._completions)
+        self._latest[name] = work
+        self._completions.add(work)
+        return work
+
+
+def _joined_all(works: list[list[HorovodWork]], tensors: list[Tensor]) -> dist.Work:
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return joined([work for some in works for work in some], tensors, device)
+
+
+def _copier(part: Tensor, target: Destination | None) -> Callable[[Tensor], None]:
+    def copy(piece: Tensor) -> None:
+        part.copy_(piece)
+        if target is not None:
+            target.finish()
+
+    return copy
+
+
+def _encoded_bytes(dtype: torch.dtype) -> int:
+    return max(dtype.itemsize, 4)  # what is smaller is encoded in 32 bits

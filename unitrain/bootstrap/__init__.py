@@ -1,0 +1,1 @@
+"""Start-up of a rank: the environment that its launcher set, devices, addresses, and the rendezvous."""

@@ -1,0 +1,143 @@
+"""torchrun with a rendezvous that listens on one address only; started as `python -m unitrain.bootstrap.torchrun`.
+
+It takes torchrun's own options. torchrun's "static" and "--standalone" rendezvous listen on all network interfaces, and
+"--standalone" also unpickles data that any host on the network can write. This module replaces both: one host uses the
+loopback interface, several hosts use the address of the first. The rendezvous backends c10d and etcd are left as they
+are.
+
+SIGUSR1 and SIGUSR2 are forwarded to the ranks. If the first rank to fail ends with 75 because it was preempted, so does
+this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from argparse import Namespace
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from unitrain.bootstrap.network import LOOPBACK, listen
+from unitrain.bootstrap.signal_forwarding import PREEMPTED, WARNINGS, forward_warnings
+
+_BACKEND = "unitrain"
+_TIMEOUT_SECONDS = 600
+
+
+class BoundRendezvous(RendezvousHandler):
+    """Rendezvous of a fixed number of nodes whose ranks are known, at a store that listens on one address.
+
+    Node 0 serves the store, and all ranks use it too. Port 0 stands for a free one and is for a single node.
+    """
+
+    def __init__(self, host: str, port: int, node_rank: int, num_nodes: int, run_id: str, timeout: timedelta) -> None:
+        self._host, self._port, self._node_rank, self._num_nodes = host, port, node_rank, num_nodes
+        self._run_id, self._timeout = run_id, timeout
+        self._store: dist.TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """Return the name under which torchrun knows this rendezvous."""
+        return _BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Return True: the ranks use the store that node 0 serves."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Connect the nodes; torchrun calls it once for each attempt at the job."""
+        if self._store is None:
+            descriptor = None
+            if self._node_rank == 0:
+                listener = listen(self._host, self._port)
+                self._port, descriptor = listener.getsockname()[1], listener.detach()
+            self._store = dist.TCPStore(
+                self._host,
+                self._port,
+                self._num_nodes,
+                is_master=self._node_rank == 0,
+                timeout=self._timeout,
+                multi_tenant=True,
+                master_listen_fd=descriptor,
+            )
+        # A single node shares nothing with other nodes, so its agent needs no network.
+        store = dist.HashStore() if self._num_nodes == 1 else dist.PrefixStore(self._run_id, self._store)
+        place = RendezvousStoreInfo(self._host, self._port)
+        return RendezvousInfo(store, self._node_rank, self._num_nodes, place)
+
+    def is_closed(self) -> bool:
+        """Return False: only the end of torchrun ends this rendezvous."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: the number of nodes does not change."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the name of the job."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Return True; the store ends with the process."""
+        return True
+
+
+def _create(parameters: RendezvousParameters) -> BoundRendezvous:
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, 0)
+    seconds = parameters.get_as_int("timeout", _TIMEOUT_SECONDS) or _TIMEOUT_SECONDS
+    node_rank = parameters.get_as_int("rank", 0) or 0
+    return BoundRendezvous(host, port, node_rank, parameters.max_nodes, parameters.run_id, timedelta(seconds=seconds))
+
+
+@record
+def main() -> None:
+    """Run torchrun with this process's arguments."""
+    rendezvous_handler_registry.register(_BACKEND, _create)
+    options = run.parse_args(None)
+    if options.max_restarts:
+        # torchrun would start the ranks again after they have saved. It does not after a SIGTERM, which it forwards.
+        for number in WARNINGS:
+            signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    else:
+        forward_warnings("LOCAL_RANK")
+    try:
+        _run(options)
+    except ChildFailedError as error:
+        if error.get_first_failure()[1].exitcode != PREEMPTED:
+            raise
+        sys.exit(PREEMPTED)
+
+
+def _run(options: Namespace) -> None:
+    single = options.standalone or run.parse_min_max_nnodes(options.nnodes)[1] == 1
+    if single and (options.standalone or (options.rdzv_backend == "static" and not options.rdzv_endpoint)):
+        endpoint = f"{LOOPBACK}:0"
+    elif options.rdzv_backend == "static":
+        endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
+    else:
+        run.run(options)
+        return
+    settings = [options.rdzv_conf, f"rank={options.node_rank}"]
+    options.rdzv_backend, options.rdzv_endpoint = _BACKEND, endpoint
+    options.rdzv_conf = ",".join(filter(None, settings))
+    options.standalone, options.node_rank = False, 0  # torchrun would warn that it ignores a node rank
+    run.run(options)
+
+
+if __name__ == "__main__":
+    main()

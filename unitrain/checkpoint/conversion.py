@@ -1,0 +1,128 @@
+"""Reading what other programs have saved: enough of it to go on from in unitrain.
+
+Known are a state dictionary (`model.state_dict()`, also with DDP's `module.` before every name), the dictionaries that
+training scripts save ("model", "optimizer", "epoch" and their usual spellings, with DDP or Horovod), safetensors files,
+Lightning's .ckpt files, and the folders of Accelerate's `save_state`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unitrain.checkpoint.files import read_tensors
+from unitrain.errors import CheckpointError
+
+# The first of these names that is there, in any case: what scripts and frameworks call their parts.
+_MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "weights")
+_OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_state", "optimizer_states", "optim")
+_SCHEDULER = ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict")
+_EPOCH = ("epoch", "epochs", "epochs_run")
+_STEP = ("global_step", "step", "steps", "iteration", "num_steps")
+_DDP = "module."
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What was found: the model under its own names, and the rest where there is some. `kind` says what it was."""
+
+    kind: str
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any] | None
+    scheduler: dict[str, Any] | None
+    epoch: int | None
+    step: int | None
+
+
+def read_foreign(path: Path) -> Foreign:
+    """Read a checkpoint of another program; nothing in it is run. Raises CheckpointError for what is not known."""
+    if path.is_dir():
+        return _accelerate(path)
+    if path.suffix == ".safetensors":
+        return Foreign("safetensors file", _without_ddp(read_tensors(path)), None, None, None, None)
+    loaded = _load(path)
+    if not isinstance(loaded, dict):
+        raise CheckpointError(
+            f"'{path}' holds a {type(loaded).__name__}, not a dictionary. Save model.state_dict() instead of the model."
+        )
+    if _is_state_dict(loaded):
+        return Foreign("state dictionary", _without_ddp(loaded), None, None, None, None)
+    return _dictionary(path, loaded)
+
+
+def _dictionary(path: Path, loaded: dict[str, Any]) -> Foreign:
+    parts = {str(name).lower(): value for name, value in loaded.items()}
+    model = _first(parts, _MODEL)
+    if not (isinstance(model, dict) and _is_state_dict(model)):
+        raise CheckpointError(
+            f"'{path}' has no state dictionary of a model under a usual name; it has: {', '.join(map(str, loaded))}. "
+            'Save it as {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}.'
+        )
+    lightning = "pytorch-lightning_version" in parts
+    epoch, step = _number(_first(parts, _EPOCH)), _number(_first(parts, _STEP))
+    kind = "Lightning checkpoint" if lightning else "dictionary of a training script"
+    optimizer, scheduler = _only(path, _first(parts, _OPTIMIZER)), _only(path, _first(parts, _SCHEDULER))
+    return Foreign(kind, _without_ddp(model), optimizer, scheduler, epoch, step)
+
+
+def _accelerate(folder: Path) -> Foreign:
+    weights = folder / "model.safetensors"
+    if weights.exists():
+        model = read_tensors(weights)
+    elif (folder / "pytorch_model.bin").exists():
+        model = _load(folder / "pytorch_model.bin")
+    else:
+        raise CheckpointError(
+            f"'{folder}' has neither model.safetensors nor pytorch_model.bin, as a folder of Accelerate's save_state "
+            "would. Name a file in it."
+        )
+    parts = {name: folder / f"{name}.bin" for name in ("optimizer", "scheduler")}
+    optimizer, scheduler = (_load(file) if file.exists() else None for file in parts.values())
+    return Foreign("Accelerate folder", _without_ddp(model), optimizer, scheduler, None, None)
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("\n")[0]
+        raise CheckpointError(
+            f"'{path}' cannot be read without running code in it: {reason} Save tensors, numbers and strings only, "
+            "in the program that wrote it: torch.save(model.state_dict(), path)."
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"'{path}' cannot be read: {error}. Name a file that torch.save wrote.") from error
+
+
+def _is_state_dict(value: dict[Any, Any]) -> bool:
+    return bool(value) and all(isinstance(name, str) and isinstance(one, Tensor) for name, one in value.items())
+
+
+def _without_ddp(model: dict[str, Tensor]) -> dict[str, Tensor]:
+    if all(name.startswith(_DDP) for name in model):
+        return {name.removeprefix(_DDP): value for name, value in model.items()}
+    return dict(model)
+
+
+def _first(parts: dict[str, Any], names: tuple[str, ...]) -> Any:
+    return next((parts[name] for name in names if name in parts), None)
+
+
+def _only(path: Path, found: Any) -> dict[str, Any] | None:
+    """Return the one state of a list, as Lightning writes it."""
+    if isinstance(found, (list, tuple)):
+        if len(found) > 1:
+            raise CheckpointError(f"'{path}' has {len(found)} optimizers or schedulers, and a run has one. Save one.")
+        found = found[0] if found else None
+    return found if isinstance(found, dict) else None
+
+
+def _number(found: Any) -> int | None:
+    if isinstance(found, Tensor) and found.numel() == 1:
+        found = found.item()
+    return int(found) if isinstance(found, int | float) and not isinstance(found, bool) else None

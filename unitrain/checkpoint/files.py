@@ -1,0 +1,324 @@
+"""The files of a checkpoint, which plain torch and safetensors read too.
+
+A checkpoint is a folder `step-000000123` with three files. `model.safetensors` holds the parameters and buffers under
+the user's own names, `training.pt` the rest (read it with `torch.load(..., weights_only=True)`), and `manifest.json`
+the size and sha256 of both, beside what a reader wants to know first: versions, step, epoch, results, configuration. It
+is written under another name and renamed when it is complete, so a folder of that name is whole.
+
+The file of the model holds complex tensors as real ones with a last dimension of size 2, as torch.view_as_real returns
+them, because safetensors lacks complex128, and before version 0.6 complex64. Its metadata lists their names.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_model
+from torch import Tensor, nn
+
+from unitrain import __version__
+from unitrain.checkpoint.state_copy import plain_state
+from unitrain.errors import CheckpointError
+
+MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+_FORMAT = 1
+_COMPLEX = "unitrain.complex"  # in the metadata of safetensors: names of complex tensors, as JSON
+_STEP = re.compile(r"step-(\d{9,})")
+# The folders that are written, or removed, under these names; a user's own folder has another one.
+_UNFINISHED = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
+
+_log = logging.getLogger(__name__)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of `step` is, or would be."""
+    return folder / f"step-{step:09d}"
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder`, newest first; not copies under other names, such as step-000000006.old."""
+    return sorted(
+        (path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()), reverse=True
+    )
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a run that was killed has left unfinished in `folder`."""
+    for path in folder.glob(".*.unfinished"):
+        if _UNFINISHED.fullmatch(path.name) and path.is_dir():
+            shutil.rmtree(path)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of checkpoint `path`; empty where it cannot be read."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def damage(path: Path) -> str | None:
+    """Return what is wrong with the files of checkpoint `path`, or None when all are there and unchanged."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = manifest["files"]
+        named = _STEP.fullmatch(path.name)
+        if named and "step" in manifest and manifest["step"] != int(named[1]):
+            return f"it is the checkpoint of step {manifest['step']} under another's name"
+        for name in (MODEL, TRAINING):
+            if (found := (path / name).stat().st_size) != files[name]["bytes"]:
+                return f"{name} has {found} bytes instead of {files[name]['bytes']}"
+            if _sha256(path / name) != files[name]["sha256"]:
+                return f"the content of {name} has changed since it was written"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def newest_sound(where: Path, *, required: bool) -> Path | None:
+    """Return the newest checkpoint in `where` that is whole, or `where` itself; None without any unless `required`.
+
+    What it passes over is logged. Raises CheckpointError where none is sound, or one is of a later format.
+    """
+    found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else candidates(where)
+    for path in found:
+        _refuse_newer(path)
+        wrong = damage(path)
+        if wrong is None:
+            return path
+        _log.warning("Checkpoint '%s' is skipped: %s.", path, wrong)
+    if found:
+        raise CheckpointError(
+            f"None of the {len(found)} checkpoints in '{where}' is sound; in the newest, {damage(found[0])}. "
+            "Restore the files from a copy, or start again in another output_dir."
+        )
+    if required:
+        raise CheckpointError(f"There is no checkpoint in '{where}'. Give the output_dir of an earlier run.")
+    return None
+
+
+def _refuse_newer(path: Path) -> None:
+    """Raise CheckpointError for a checkpoint of a later format, instead of going on from an older one beside it."""
+    written = read_manifest(path).get("format")
+    if isinstance(written, int) and written > _FORMAT:
+        raise CheckpointError(
+            f"Checkpoint '{path}' was written by a newer unitrain, in format {written}; this one knows {_FORMAT}. "
+            "Update unitrain, or start again in another output_dir."
+        )
+
+
+def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], about: dict[str, Any]) -> None:
+    """Write a checkpoint, whole or not at all; `about` is what its manifest says beside versions and checksums,
+    in types that JSON has.
+
+    Raises CheckpointError for state that would not load back, OSError and what safetensors raises for the rest.
+    """
+    place = ("step", "epoch", "sample")
+    if damage(target) is None and all(read_manifest(target).get(name) == about.get(name) for name in place):
+        return  # of the same run at the same place: it was resumed there and had nothing left to do
+    training = plain_state(training)
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    if names := [name for name, value in model.items() if value.is_complex()]:
+        save_model(_AsReal(model), str(unfinished / MODEL), {_COMPLEX: json.dumps(names)})  # type: ignore[arg-type]
+    else:
+        save_model(_Weights(model), str(unfinished / MODEL))  # type: ignore[arg-type]
+    torch.save(training, unfinished / TRAINING)
+    files = {
+        name: {"bytes": (unfinished / name).stat().st_size, "sha256": _sha256(unfinished / name)}
+        for name in (MODEL, TRAINING)
+    }
+    versions = {"format": _FORMAT, "unitrain": __version__, "torch": torch.__version__}
+    manifest = {**versions, **about, "files": files}
+    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    for name in (MODEL, TRAINING, MANIFEST, "."):
+        _flush(unfinished / name)
+    replaced = unfinished.with_name(f".{target.name}.replaced.unfinished")
+    if target.exists():  # damaged, or written at the last step of an epoch before its results were known
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    unfinished.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
+    _flush(target.parent)
+
+
+class _Weights:
+    """What safetensors asks of a module, which it writes without the copies that share memory."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._state)
+
+
+class _AsReal(_Weights):
+    """The same of a model with complex tensors, which safetensors sees as real ones."""
+
+    def __init__(self, state: dict[str, Tensor], model: nn.Module | None = None, names: Container[str] = ()) -> None:
+        super().__init__(state)
+        self._model, self._names = model, names
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            name: torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+            for name, value in self._state.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> Any:
+        """Load what the file holds, where those of `names` are complex, into the model."""
+        assert self._model is not None
+        return self._model.load_state_dict(_complex_again(state, self._names), strict)
+
+
+def complex_names(path: Path) -> list[str]:
+    """Return the names of the tensors in safetensors file `path` that are complex and stored as real ones."""
+    with safe_open(path, framework="pt") as file:
+        names: list[str] = json.loads((file.metadata() or {}).get(_COMPLEX, "[]"))
+    return names
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, of a checkpoint or of another program."""
+    return _complex_again(load_file(path), complex_names(path))
+
+
+def _load_model(model: nn.Module, path: Path) -> None:
+    """Load safetensors file `path` into `model`. Raises RuntimeError, ValueError or LookupError if it does not fit."""
+    state, names = model.state_dict(), complex_names(path)
+    if names or any(value.is_complex() for value in state.values()):
+        load_model(_AsReal(state, model, names), str(path), strict=True)  # type: ignore[arg-type]
+    else:
+        load_model(model, str(path), strict=True)
+
+
+def _complex_again(state: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    return {name: torch.view_as_complex(value) if name in names else value for name, value in state.items()}
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    """Load a sound checkpoint into these, and return the rest of its training state.
+
+    Raises CheckpointError where it does not fit them.
+    """
+    training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+    _check_classes(path, training.get("classes", {}), optimizer, scheduler)
+    # A converted checkpoint may lack what its program did not save; that begins anew.
+    known = "scheduler" in training
+    if known and (training["scheduler"] is None) != (scheduler is None):
+        has, lacks = ("no", "one") if scheduler is not None else ("a", "none")
+        raise CheckpointError(
+            f"Checkpoint '{path}' has {has} scheduler and this run has {lacks}. Build the run that wrote it."
+        )
+    try:
+        _load_model(model, path / MODEL)
+        if (state := training.pop("optimizer")) is not None:
+            _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
+            optimizer.load_state_dict(state)
+        if scheduler is not None and known:
+            scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))  # CyclicLR's removes a key
+    except (RuntimeError, ValueError, LookupError) as error:
+        found = " ".join(str(error).split())
+        raise CheckpointError(
+            f"Checkpoint '{path}' does not fit {type(model).__name__} with {type(optimizer).__name__}: {found}. "
+            "Build the model and the optimizer that wrote it."
+        ) from error
+    return training
+
+
+def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> None:
+    """Load the weights of a sound checkpoint into `model`, and the averaged ones into `average`.
+
+    Raises CheckpointError if they do not fit, or if the checkpoint has no average.
+    """
+    try:
+        _load_model(model, path / MODEL)
+        if average is not None:
+            training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+            average.load_state_dict(training["average"]["model"])
+    except (RuntimeError, ValueError, LookupError) as error:
+        found = " ".join(str(error).split())
+        raise CheckpointError(
+            f"The weights of checkpoint '{path}' do not fit {type(model).__name__}: {found}. "
+            "Build the model that wrote it."
+        ) from error
+
+
+def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str | None]:
+    """Return the names of the classes that a checkpoint's state belongs to."""
+    return {
+        "optimizer": type(optimizer).__name__,
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
+    }
+
+
+def _check_classes(path: Path, wrote: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Raise CheckpointError where another class of optimizer or scheduler wrote the checkpoint."""
+    for part, name in classes(optimizer, scheduler).items():
+        if wrote.get(part) is not None and name is not None and wrote[part] != name:
+            raise CheckpointError(
+                f"Checkpoint '{path}' has the state of a {wrote[part]}, but the {part} of this run is a {name}, for "
+                f"which it means something else. Use {wrote[part]}, or start anew from the weights alone: "
+                f"safetensors.torch.load_model(model, '{path / MODEL}')."
+            )
+
+
+def _check_settings(
+    path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, scheduled: bool
+) -> None:
+    """Raise CheckpointError where the settings are those of another optimizer; warn of values that differ.
+
+    The values of the checkpoint are used, because schedulers and callbacks may have changed them since the start.
+    """
+    for number, (kept, own) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
+        missing = [name for name in own if name not in kept and name != "initial_lr"]
+        if "lr" in missing or (missing and [name for name in kept if name not in own and name != "initial_lr"]):
+            raise CheckpointError(
+                f"Checkpoint '{path}' has no {', '.join(missing)} of a {type(optimizer).__name__}: another optimizer "
+                "wrote it. Build the optimizer that wrote it, or start anew from the weights alone: "
+                f"safetensors.torch.load_model(model, '{path / MODEL}')."
+            )
+        for name in kept:
+            # A scheduler keeps the rate that it began with, and may change the other settings as well.
+            before = "initial_lr" if scheduled and name == "lr" else name
+            if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in kept:
+                continue
+            had, has = kept[before], own.get(before, own.get(name))
+            if has is not None and _is_plain(had) and _is_plain(has) and float(had) != float(has):
+                _log.warning(
+                    "Checkpoint '%s' has %s=%g in parameter group %d, and the optimizer of this run was built with "
+                    "%s=%g. The run goes on with %g. To change it, set it after the Trainer is built: "
+                    "optimizer.param_groups[%d][%r] = %g",
+                    path, name, had, number, name, has, had, number, name, has,
+                )  # fmt: skip
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Wait until `path`, a file or a folder, is on the disk and not only in its cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,104 @@
+"""A copy of state in host memory, which training may go on changing meanwhile.
+
+State as types that load back safely: what `torch.load(..., weights_only=True)` would refuse is found before it is
+written, not when a run wants to go on from it.
+
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, OrderedDict
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unitrain.errors import CheckpointError
+
+StateT = TypeVar("StateT")
+
+_MAPPINGS = (dict, OrderedDict, Counter)
+
+
+def host_copy(state: StateT) -> StateT:
+    """Return `state` with every tensor copied to host memory, through dictionaries, lists and tuples.
+
+    Containers keep their types; a mapping of a type other than dict, OrderedDict and Counter becomes a dict. Values of
+    other types are not copied: `plain_state` makes sure that nothing else refers to them. Tensors that share memory
+    share it in the copy too, so tied parameters stay tied and are copied once.
+    """
+    copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+    result: StateT = _copy(state, copied)
+    return result
+
+
+def _copy(value: Any, copied: dict[tuple[torch.device, int], torch.UntypedStorage]) -> Any:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return _copy_tensor(value, copied) if value.layout == torch.strided else value.detach().cpu().clone()
+    if isinstance(value, dict):
+        # From a dict, not from pairs: Counter(pairs) would count the pairs.
+        inner = {key: _copy(one, copied) for key, one in value.items()}
+        return kind(inner) if kind in _MAPPINGS else inner
+    if kind in (list, tuple):
+        return kind(_copy(inner, copied) for inner in value)
+    return value
+
+
+def _copy_tensor(tensor: Tensor, copied: dict[tuple[torch.device, int], torch.UntypedStorage]) -> Tensor:
+    storage = tensor.untyped_storage()
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or storage.nbytes() > 2 * tensor.nbytes:
+        return tensor.detach().to("cpu", copy=True)  # a view of little of something large
+    key = (storage.device, storage.data_ptr())
+    if key not in copied:
+        copied[key] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(copied[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return new containers with the values of `state`: numpy's numbers as Python's, tensors as they are, uncopied.
+
+    A value of any other type becomes what `torch.load(..., weights_only=True)` returns for it, so no object of the
+    result is changed by training. Raises CheckpointError that names the first value which would not load back.
+    """
+    return {name: _plain(value, name) for name, value in state.items()}
+
+
+def _plain(value: Any, path: str) -> Any:
+    kind = type(value)
+    if kind in _PLAIN or (kind is Tensor and not vars(value)):
+        return value
+    if kind in (dict, OrderedDict, Counter):
+        # From a dict, not from pairs: Counter(pairs) would count the pairs.
+        return kind({_plain(key, f"{path}.keys()"): _plain(inner, f"{path}[{key!r}]") for key, inner in value.items()})
+    if kind in (list, tuple):
+        return kind(_plain(inner, f"{path}[{index}]") for index, inner in enumerate(value))
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        number = value.item()
+        if type(number) is not kind:  # a long double has no Python number to become
+            return _plain(number, path)
+    loaded = _loaded_back(value, path)
+    # Tensors of other types keep the memory that they share with others.
+    return value if isinstance(value, Tensor) else loaded
+
+
+def _loaded_back(value: Any, path: str) -> Any:
+    """Save and load a value of a rare type: subclasses of tensors, and what the user has allowed torch to load."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+    except Exception as error:  # pickle passes on whatever the value's own methods raise
+        name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise CheckpointError(
+            f"{path} is a {name}, which would not load back safely from a checkpoint. "
+            "Keep tensors, numbers, strings and containers of these in the state of optimizers, schedulers and "
+            "callbacks: torch.from_numpy(array) for an array, dict(mapping) for a defaultdict."
+        ) from error

@@ -1,0 +1,54 @@
+"""The `unitrain` command. Each subcommand is imported when it is called, so that help never waits for torch."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from unitrain import __version__
+from unitrain.errors import did_you_mean
+
+_COMMANDS = {
+    "bench": ("unitrain.cli.bench", "Measure collectives and training on every backend, and predict more ranks."),
+    "ckpt": ("unitrain.cli.ckpt", "List, verify, show and convert checkpoints."),
+    "doctor": ("unitrain.cli.doctor", "Find what is wrong with a machine, or between the ranks of a job."),
+    "horovod": ("unitrain.cli.horovod", "Build Horovod for the installed torch, and see what it can do."),
+    "launch": ("unitrain.cli.launch", "Run a training script on several ranks."),
+    "report": ("unitrain.cli.report", "Show what became of a run, and where its time went."),
+    "submit": ("unitrain.cli.submit", "Hand a training script to Slurm or Kubernetes."),
+    "translate": ("unitrain.cli.translate", "Write one launcher's command line for another."),
+    "tune": ("unitrain.cli.tune", "Find settings that make a script train faster on this machine."),
+    "verify": ("unitrain.cli.verify", "Train on every backend, and tell whether the numbers are the same."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are known by name and line of help, and imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(_COMMANDS[cmd_name][0]), cmd_name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            near = did_you_mean(args[0], _COMMANDS)
+            ctx.fail(f"Unknown command {args[0]!r}. {near}Available: {', '.join(sorted(_COMMANDS))}.")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in sorted(_COMMANDS.items())])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="unitrain %(version)s")
+def unitrain() -> None:
+    """One PyTorch training script on DDP or Horovod, under any launcher, with the same numbers."""

@@ -1,0 +1,157 @@
+"""`unitrain ckpt`: what checkpoints there are, whether they are sound, what is in them, and those of other programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from unitrain.errors import CheckpointError
+
+_PATH = click.Path(path_type=Path, exists=True)
+
+
+@click.group()
+def ckpt() -> None:
+    """List, verify, show and convert checkpoints."""
+
+
+def _told(command: Callable[..., None]) -> Callable[..., None]:
+    """Let `command` end with a deliberate error's own words."""
+
+    @wraps(command)
+    def told(**arguments: Any) -> None:
+        try:
+            command(**arguments)
+        except CheckpointError as error:
+            raise click.ClickException(str(error)) from error
+
+    return told
+
+
+@ckpt.command("ls")
+@click.argument("folder", type=_PATH)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for each.")
+@_told
+def list_checkpoints(folder: Path, as_json: bool) -> None:
+    """List the checkpoints in FOLDER, a run's output_dir: where each is in the run, its results, its size."""
+    from unitrain.checkpoint import files
+
+    found = files.candidates(folder)[::-1]
+    if not found:
+        raise CheckpointError(f"There is no checkpoint in '{folder}'. Name the output_dir of a run.")
+    manifests = {path.name: files.read_manifest(path) for path in found}
+    if as_json:
+        for name, manifest in manifests.items():
+            click.echo(json.dumps({"name": name, **manifest}))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    results = list(dict.fromkeys(name for manifest in manifests.values() for name in manifest.get("results", {})))
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("checkpoint")
+    for column in ("epoch", "step", *results, "MB"):
+        table.add_column(column, justify="right")
+    for name, manifest in manifests.items():
+        numbers = [manifest.get("results", {}).get(result) for result in results]
+        size = sum(one["bytes"] for one in manifest.get("files", {}).values()) / 1e6
+        place = [str(manifest.get(key, "?")) for key in ("epoch", "step")]
+        shown = ["" if number is None else f"{number:.4g}" for number in numbers]
+        table.add_row(name, *place, *shown, f"{size:.1f}" if manifest else "no manifest")
+    Console(width=None if Console().is_terminal else 200).print(table)
+
+
+@ckpt.command()
+@click.argument("folder", type=_PATH)
+@_told
+def verify(folder: Path) -> None:
+    """Compare the files of the checkpoints in FOLDER, or of the one that it is, with their manifests."""
+    from unitrain.checkpoint import files
+
+    found = files.candidates(folder)[::-1]
+    if not found and not any((folder / name).exists() for name in (files.MODEL, files.TRAINING, files.MANIFEST)):
+        raise CheckpointError(
+            f"There is no checkpoint in '{folder}'. Name the output_dir of a run, or one of its checkpoints."
+        )
+    found = found or [folder]
+    damages = {path: files.damage(path) for path in found}
+    for path, damage in damages.items():
+        click.echo(f"{path.name}  {'sound' if damage is None else f'DAMAGED: {damage}'}")
+    damaged = sum(damage is not None for damage in damages.values())
+    if damaged:
+        raise CheckpointError(
+            f"{damaged} of {len(found)} checkpoints cannot be relied on. Remove them, or restore their files: a run "
+            "goes on from the newest that is sound."
+        )
+
+
+@ckpt.command()
+@click.argument("checkpoint", type=_PATH)
+@_told
+def show(checkpoint: Path) -> None:
+    """Show what CHECKPOINT holds, or the newest sound one in it: the manifest, and every tensor of the model."""
+    from safetensors import safe_open
+
+    from unitrain.checkpoint import files
+
+    path = files.newest_sound(checkpoint, required=True)
+    assert path is not None
+    manifest = files.read_manifest(path)
+    click.echo(json.dumps({"checkpoint": str(path), **manifest}, indent=2))
+    complex_names = files.complex_names(path / files.MODEL)
+    with safe_open(path / files.MODEL, framework="pt") as model:
+        for name in model.keys():  # noqa: SIM118 - it is no dictionary
+            part = model.get_slice(name)
+            kind, shape = part.get_dtype(), part.get_shape()
+            if name in complex_names:  # stored as pairs of a real and an imaginary part
+                kind, shape = f"C{2 * int(kind.removeprefix('F'))}", shape[:-1]
+            click.echo(f"{name}  {kind} {shape}")
+
+
+@ckpt.command()
+@click.argument("source", type=_PATH)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--strip-prefix", default="", help="What to take off the names of the model, such as 'model.'.")
+@click.option("--epoch", type=click.IntRange(min=0), help="Epochs that are done. [default: what SOURCE says, else 0]")
+@click.option("--step", type=click.IntRange(min=0), help="Steps that are done. [default: what SOURCE says, else 0]")
+@_told
+def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, step: int | None) -> None:
+    """Write a checkpoint of another program, SOURCE, as one of unitrain into FOLDER.
+
+    SOURCE is a file of torch.save (a state dictionary, also of a DDP model, or a dictionary with "model", "optimizer",
+    "epoch"), a safetensors file, a .ckpt of Lightning, or a folder of Accelerate. A run goes on from it with
+    TrainConfig(resume="FOLDER", output_dir=...).
+    """
+    from unitrain.checkpoint import files
+    from unitrain.checkpoint.conversion import read_foreign
+
+    found = read_foreign(source)
+    if strip_prefix and not any(name.startswith(strip_prefix) for name in found.model):
+        names = ", ".join(list(found.model)[:3])
+        raise CheckpointError(f"No name begins with {strip_prefix!r}; the first are {names}. Leave --strip-prefix out.")
+    model = {name.removeprefix(strip_prefix): value for name, value in found.model.items()}
+    cursor = {
+        "epoch": (found.epoch or 0) if epoch is None else epoch,
+        "step": (found.step or 0) if step is None else step,
+        "sample": 0,
+    }
+    training = {"optimizer": found.optimizer, "cursor": cursor}
+    if found.scheduler is not None:
+        training["scheduler"] = found.scheduler
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"Folder '{folder}' cannot be made: {error.strerror}. Name another folder.") from None
+    target = files.checkpoint_path(folder, cursor["step"])
+    if target.exists():
+        raise CheckpointError(f"'{target}' is there already. Name another folder.")
+    files.write(target, model, training, {**cursor, "converted_from": f"{found.kind} {source}"})
+    parts = [f"{len(model)} tensors", *(part for part in ("optimizer", "scheduler") if getattr(found, part))]
+    click.echo(f"{found.kind}: {', '.join(parts)}; epoch {cursor['epoch']}, step {cursor['step']}")
+    click.echo(f'{target}  go on from it with TrainConfig(resume="{folder}", output_dir=...)')

@@ -1,0 +1,196 @@
+"""`unitrain horovod build` and `unitrain horovod check`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from unitrain.errors import UnitrainError
+
+if TYPE_CHECKING:
+    from unitrain.horovod_wheel.check import Report
+    from unitrain.horovod_wheel.plan import BuildPlan, Step
+
+
+@click.group()
+def horovod() -> None:
+    """Build Horovod for the installed torch, and tell what the installed one can do."""
+
+
+@horovod.command()
+@click.option("--with-mpi/--without-mpi", "mpi", default=None, help="MPI controller. [default: where mpicxx is found]")
+@click.option(
+    "--with-cuda/--without-cuda", "cuda", default=None, help="NCCL operations. [default: where a GPU is visible]"
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Compilers at a time. [default: as cores and memory allow]")
+@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Where wheels are kept.")
+@click.option("--no-install", is_flag=True, help="Build the wheel only, and print where it is.")
+@click.option("--force", is_flag=True, help="Build even when the cache has this wheel.")
+@click.option("--dry-run", is_flag=True, help="Show every step and change nothing.")
+def build(
+    mpi: bool | None,
+    cuda: bool | None,
+    jobs: int | None,
+    cache_dir: Path | None,
+    no_install: bool,
+    force: bool,
+    dry_run: bool,
+) -> None:
+    """Make a wheel of Horovod 0.28.1 for the torch that is installed, and install it.
+
+    A wheel already built here for the same torch, Python, compiler and flags is taken from the cache.
+    """
+    from unitrain.bootstrap import environment
+    from unitrain.horovod_wheel import build as builder
+    from unitrain.horovod_wheel import machine, plan
+
+    inherited = environment.inherited()
+    cache = (cache_dir or plan.cache_folder(inherited)).absolute()
+    try:
+        request = plan.Request(cache=cache, mpi=mpi, cuda=cuda, jobs=jobs, install=not no_install)
+        decided = plan.make(machine.detect(inherited), request)
+        hit = builder.cached(decided) is not None and not force
+        _announce(decided, hit)
+        if dry_run:
+            _show(decided, inherited, hit)
+            return
+        if hit and not no_install and builder.installed(decided):
+            click.echo("It is installed already. To build it again: unitrain horovod build --force")
+            return
+        started = time.monotonic()
+        with _Progress(decided) as progress:
+            wheel = builder.run(decided, inherited, progress, force=force)
+    except UnitrainError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{'Installed' if not no_install else 'Built'} {wheel} in {_duration(time.monotonic() - started)}")
+    if not no_install:
+        click.echo("What it can do: unitrain horovod check")
+
+
+@horovod.command()
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
+def check(as_json: bool) -> None:
+    """Tell what the installed Horovod can do; exit status 1 when it cannot be used."""
+    from unitrain.horovod_wheel import check as checker
+
+    report = checker.inspect()
+    if as_json:
+        click.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        _tell(report)
+    if not report.usable:
+        raise click.exceptions.Exit(1)
+
+
+def _announce(plan: BuildPlan, hit: bool) -> None:
+    facts = plan.facts
+    parts = [*facts["controllers"], *([f"nccl {facts['nccl']} (CUDA {facts['cuda']})"] if facts["nccl"] else [])]
+    click.echo(f"Horovod {facts['horovod']} for torch {facts['torch']}, {facts['python']}, with {', '.join(parts)}")
+    for note in plan.notes:
+        click.echo(f"  {note}")
+    if hit:
+        click.echo(f"  In the cache: {plan.wheel}")
+    else:
+        jobs = plan.settings["MAKEFLAGS"].removeprefix("-j")
+        click.echo(f"  Usually takes about {_duration(plan.usual_seconds)} with {jobs} jobs. Log: {plan.log}")
+
+
+def _show(plan: BuildPlan, inherited: Mapping[str, str], hit: bool) -> None:
+    """Everything the build would do, commands ready to paste."""
+    import shlex
+
+    from unitrain.horovod_wheel import patches
+
+    click.echo("\nEnvironment:")
+    for name, value in sorted(plan.environment(inherited).items()):
+        before = inherited.get(name)
+        if before and value.endswith(f"{os.pathsep}{before}"):
+            click.echo(f'  export {name}={shlex.quote(value[: -len(before)])}"${name}"')
+        elif value != before:
+            click.echo(f"  export {name}={shlex.quote(value)}")
+    for name in sorted(set(inherited) - set(plan.environment(inherited))):
+        click.echo(f"  unset {name}")
+    steps = [*([] if hit else plan.build_steps), *plan.install_steps]
+    for number, step in enumerate(steps, 1):
+        unless = " (not needed: it is there)" if step.unless and Path(step.unless).exists() else ""
+        click.echo(f"\n{number}. {step.name}: {step.says}{unless}")
+        if step.argv:
+            click.echo(f"   $ {shlex.join(step.argv)}")
+        if step.name == "patch":
+            for change in patches.CHANGES:
+                click.echo(f"   {change.name} ({change.kind}): {change.reason}")
+                for line in patches.shown(change):
+                    click.echo(f"     {line}")
+    click.echo("\nDry run: nothing was built or installed.")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+class _Progress:
+    """Steps as lines; the compilation as a bar on a terminal, as a line every tenth elsewhere."""
+
+    def __init__(self, plan: BuildPlan) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+        self._terminal = Console().is_terminal
+        self._bar: Any = Progress(*columns, TimeElapsedColumn(), TextColumn("of usually {task.fields[usual]}"))
+        self._usual = _duration(plan.usual_seconds)
+        self._task: Any = None
+        self._tenth = 0
+        self._started = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        if self._terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal:
+            self._bar.stop()
+
+    def step(self, step: Step, *, skipped: bool) -> None:
+        line = f"  {step.name:<12} {step.says}{' (not needed)' if skipped else ''}"
+        if self._terminal:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            click.echo(line)
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+            self._task = None
+        if self._terminal and step.name == "wheel":
+            self._task = self._bar.add_task("compiling", total=100, usual=self._usual)
+
+    def percent(self, done: int) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, completed=done)
+        elif done // 10 > self._tenth:
+            self._tenth = done // 10
+            click.echo(f"  {done:>3} % after {_duration(time.monotonic() - self._started)}, usually {self._usual}")
+
+
+def _tell(report: Report) -> None:
+    if report.folder is not None:
+        click.echo(f"Horovod {report.version} in {report.folder}")
+        mended = "not known" if report.mended is None else ", ".join(report.mended)
+        rows = {
+            "torch": f"built for {report.built_for_torch}, installed {report.torch}",
+            "controllers": ", ".join(report.controllers) or "none",
+            "CPU tensors": ", ".join(report.cpu_operations) or "none",
+            "GPU tensors": ", ".join(report.gpu_operations) or "none",
+            "mended": mended,
+        }
+        for name, value in rows.items():
+            click.echo(f"  {name:<12} {value}")
+    for problem in report.problems:
+        click.echo(f"{'PROBLEM' if problem.fatal else 'note'}: {problem.what}\n  {problem.fix}")
+    click.echo(f"Usable: {'yes' if report.usable else 'no'}")

@@ -1,0 +1,55 @@
+"""`unitrain translate`: from one launcher's line to another's, to a batch script or a manifest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import click
+
+from unitrain.backends import registry
+from unitrain.errors import ConfigError
+from unitrain.launchers import LaunchError, parse_hosts, translation
+from unitrain.launchers.translation.hosts import fill
+from unitrain.launchers.translation.words import join
+
+
+@click.command()
+@click.option("--to", "target", required=True, metavar="TARGET", help=f"{', '.join(translation.TARGETS)}.")
+@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Where the job is to run. [default: as in the line]")
+@click.option("--backend", metavar="NAME", help="ddp, horovod, or a plug-in. [default: the line's]")
+@click.argument("line", nargs=-1, required=True)
+def translate(target: str, hosts: str | None, backend: str | None, line: tuple[str, ...]) -> None:
+    """Write what LINE starts for another launcher.
+
+    The result goes to standard output, to be pasted, or into a file; on standard error is what has no counterpart, and
+    what to do instead. The backend stays the same unless another is chosen.
+
+    \b
+      unitrain translate "horovodrun -np 16 -H a:8,b:8 python train.py" --to torchrun
+      unitrain translate "torchrun --nproc-per-node 8 train.py" --to mpirun --backend horovod
+      unitrain translate "mpirun -np 16 -H a:8,b:8 python train.py" --to sbatch > train.sbatch
+      unitrain translate --to kubernetes -- horovodrun -np 4 python train.py
+    """
+    try:
+        if backend is not None:
+            registry.check_known(backend)
+        job = translation.read(line[0] if len(line) == 1 else join(line))
+        if hosts is not None:
+            counts, names, said = fill(job.size, parse_hosts(hosts))
+            job = replace(job, counts=counts, hosts=names, address=None, discovery=None, remarks=(*job.remarks, *said))
+        written = translation.write(replace(job, backend=backend or job.backend), target)
+    except (LaunchError, ConfigError) as error:
+        raise click.UsageError(str(error)) from error
+    show(written)
+
+
+def show(written: translation.Written) -> None:
+    """Print what was written, and on standard error what is to be known of it."""
+    if written.text is not None:
+        click.echo(written.text, nl=False)
+    for line in written.lines:
+        if len(written.lines) > 1:
+            click.echo(f"# on {line.host}")
+        click.echo(line.shell())
+    for remark in dict.fromkeys(written.remarks):
+        click.echo(f"note: {remark}", err=True)

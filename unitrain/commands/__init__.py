@@ -1,1 +1,0 @@
-"""The subcommands of `unitrain`, one file each, imported when they are called."""

@@ -1,0 +1,59 @@
+"""A logger for spreadsheets: one CSV file, a column for each name."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unitrain.loggers.logger import Logger, Start, chosen_folder
+
+
+class CSVLogger(Logger):
+    """Writes `metrics.csv` in `folder`, by default the output folder: a row whenever something is logged.
+
+    Where a value that was not there before is logged, the file gets another column. A resumed run drops the rows of the
+    steps that it does again. Images are left out.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = folder
+        self._path: Path
+        self._columns: list[str] = []
+
+    def prepare(self, output_dir: Path | None) -> None:
+        """Choose the folder."""
+        self._path = chosen_folder(self, self.folder, output_dir) / "metrics.csv"
+
+    def start(self, start: Start) -> None:
+        """Drop the rows after `start.step`."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns, rows = self._read()
+        self._write(row for row in rows if start.step and int(row["step"]) <= start.step)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add a row."""
+        new = [name for name in values if name not in self._columns]
+        if new:
+            _, rows = self._read()
+            self._columns += new
+            self._write(rows)
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow({"step": step, **values})
+
+    def _read(self) -> tuple[list[str], list[dict[str, Any]]]:
+        """Return the columns and the rows, without a last one that was not written to its end."""
+        text = self._path.read_text() if self._path.exists() else ""
+        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+        rows = list(reader)
+        return list(reader.fieldnames or ["step"]), rows
+
+    def _write(self, rows: Iterable[dict[str, Any]]) -> None:
+        rewritten = self._path.with_name("metrics.csv.unfinished")
+        with rewritten.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        rewritten.rename(self._path)

@@ -1,0 +1,77 @@
+"""A logger for TensorBoard: event files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from unitrain.loggers.logger import Logger, Start, Status, chosen_folder, imported
+
+
+class TensorBoardLogger(Logger):
+    """Writes event files in `folder`, by default `tensorboard` in the output folder.
+
+    A resumed run begins another file, which says from which step on TensorBoard is to forget what is in the others. The
+    text "run" is the description of the run. Needs pip install ".[tensorboard]".
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = folder
+        self._folder: Path
+        self._package: Any = None
+        self._writer: Any = None
+
+    def prepare(self, output_dir: Path | None) -> None:
+        """Choose the folder, and import the package."""
+        self._folder = chosen_folder(self, self.folder, output_dir, "tensorboard")
+        self._package = imported("torch.utils.tensorboard", self, "tensorboard")
+
+    def start(self, start: Start) -> None:
+        """Open a file."""
+        purge_step = start.step + 1 if start.step else 0
+        self._writer = self._package.SummaryWriter(str(self._folder), purge_step=purge_step)
+        text = json.dumps(start.description, indent=2, default=str)
+        self._writer.add_text("run", "\n".join(f"    {line}" for line in text.splitlines()), start.step)
+        self._writer.flush()
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add a point to the curve of each name."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
+        """Add an image, and its caption as a text of that name."""
+        self._writer.add_image(name, image, step, dataformats="HWC")
+        if caption is not None:
+            self._writer.add_text(name, caption, step)
+
+    def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
+        """Add a histogram."""
+        middles = (edges[:-1] + edges[1:]) / 2
+        self._writer.add_histogram_raw(
+            name,
+            min=float(edges[0]),
+            max=float(edges[-1]),
+            num=int(counts.sum()),
+            sum=float(counts @ middles),
+            sum_squares=float(counts @ middles**2),
+            bucket_limits=edges[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Add the table as a text in Markdown."""
+        cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (columns, *rows)]
+        lines = [f"| {' | '.join(row)} |" for row in cells]
+        self._writer.add_text(name, "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]]), step)
+        self._writer.flush()
+
+    def finish(self, status: Status) -> None:
+        """Close the file."""
+        self._writer.close()

@@ -1,0 +1,143 @@
+"""Work that must be done within the timeout, in the order in which it was begun.
+
+Waiting for other ranks: never longer than the timeout, and then saying who has not come, and where they are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.errors import CollectiveTimeoutError
+from unitrain.monitoring.flight_recorder import GradientWork, Ledger, differences, not_begun
+from unitrain.monitoring.rank_status import name_ranks
+from unitrain.monitoring.watchdog import Watch
+
+
+class Expectation:
+    """Work begun by the training thread; `describe` returns who is missing if it is not done in time.
+
+    The training thread may replace `is_done`. The watchdog thread calls it, so it must not wait.
+    """
+
+    __slots__ = ("describe", "is_done")
+
+    def __init__(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
+        self.is_done, self.describe = is_done, describe
+
+    def end(self) -> None:
+        """Expect it no longer."""
+        self.is_done = _yes
+
+
+class Expectations:
+    """The work that is not done yet. The training thread adds to it, and the watchdog thread asks what is overdue.
+
+    The host may run ahead of a GPU by several backwards. The time of each begins when the watchdog finds that all work
+    before it is done, so work that is added later does not move the deadline of work that never ends.
+    """
+
+    def __init__(self, patience_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience_seconds, self._clock = patience_seconds, clock
+        self._added: deque[Expectation] = deque()
+        self._oldest: Expectation | None = None
+        self._since = 0.0
+
+    def add(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Expectation:
+        """Expect work until its `is_done` returns true. Only the training thread calls this."""
+        while self._added and self._added[0].is_done():
+            self._added.popleft()
+        expectation = Expectation(is_done, describe)
+        self._added.append(expectation)
+        return expectation
+
+    def overdue(self) -> Expectation | None:
+        """Return the oldest work if it has not been done in time. Only the watchdog thread calls this."""
+        oldest = next((expectation for expectation in self._added.copy() if not expectation.is_done()), None)
+        if oldest is not self._oldest:
+            self._oldest, self._since = oldest, self._clock()
+        if oldest is None or self._clock() <= self._since + self._patience_seconds:
+            return None
+        return oldest
+
+
+def _yes() -> bool:
+    return True
+
+
+_STRAGGLER_PATIENCE = timedelta(seconds=2)
+# A thread that blocks lets its core fall asleep, and waking it takes longer than a small collective: with polling, an
+# exchange of 1 KB between two ranks takes 0.3 ms instead of 0.9. Longer waits block, which leaves the core to others.
+_POLL_SECONDS = 0.005
+
+
+class Waiting:
+    """Waits for works of the group, and raises CollectiveTimeoutError for those that do not end in time."""
+
+    def __init__(self, meeting: Meeting, ledger: Ledger, watch: Watch | None, *, polls: bool) -> None:
+        self._meeting, self._ledger, self._watch, self._polls = meeting, ledger, watch, polls
+
+    def wait_for_ranks(self, work: dist.Work | None, *, polls: bool | None = None) -> None:
+        """Wait for `work`, which belongs to the ledger's latest entry; under NCCL, let the stream wait for it.
+
+        With `polls`, by default that of the constructor, the thread polls for a few milliseconds before it blocks,
+        which only works of CPU tensors allow.
+        """
+        if work is None:
+            return
+        try:
+            if self._polls if polls is None else polls:
+                _poll(work)
+            work.wait()
+        except (RuntimeError, CollectiveTimeoutError) as error:
+            if "imed out" not in str(error) and "imeout" not in str(error):
+                if self._watch is not None and (cause := self._watch.cause_of(error)) is not None:
+                    raise cause from error
+                raise
+            raise CollectiveTimeoutError(self.who_is_missing()) from None  # the transport names no rank
+
+    def who_is_missing(self, work: GradientWork | None = None) -> str:
+        """Ask over the store, which works while the group is stuck, who waits in the same collective or backward.
+
+        That is the latest one, or `work`, where the host has begun more since then.
+        """
+        point = self._ledger.meeting_point if work is None else work.key
+        key, rank = f"stuck/{point}", self._meeting.placement.rank
+        seconds = self._meeting.timeout.total_seconds()
+        told = f"Rank {rank} {self._ledger.sentence if work is None else work} and waited {seconds:g} s in vain"
+        try:
+            self._meeting.post(key)
+            missing = self._meeting.wait_for(key, _STRAGGLER_PATIENCE)
+        except RuntimeError:  # the store went with rank 0's process
+            return f"{told}: rank 0 is gone. Look at the first error that rank 0 logged."
+        answers = self._watch.ask(missing) if self._watch is not None and missing else {}
+        missing = not_begun(work, missing, {rank: answer.ledger for rank, answer in answers.items()})
+        names = ", ".join(map(str, missing)) or "none, all came but too late"
+        advice = "Look at what those ranks do"
+        if loading := [one for one, answer in answers.items() if answer.loads_data]:
+            advice = f"{name_ranks(loading).capitalize()} waits for data: look at its dataset"
+        ledgers = {rank: self._ledger.lines(), **{one: answer.ledger for one, answer in answers.items()}}
+        return "\n".join(
+            [
+                f"{told}; ranks that have not come: {names}. "
+                f"{advice}, or allow more time: unitrain.init(timeout_seconds=...).",
+                *(f"Rank {one} {answer.doing}" for one, answer in answers.items()),
+                *differences(ledgers),
+            ]
+        )
+
+
+def _poll(work: dist.Work) -> None:
+    """Return when `work` has ended, or after a few milliseconds."""
+    # Works written in Python poll in their own `wait`.
+    if type(work) is not dist.Work or work.is_completed():
+        return
+    deadline = time.monotonic() + _POLL_SECONDS
+    while not work.is_completed() and time.monotonic() < deadline:
+        os.sched_yield()

@@ -1,0 +1,113 @@
+"""What takes part in a run that `unitrain tune` started: it times the steps, and ends the run."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from unitrain.bootstrap import environment
+from unitrain.callbacks.callback import Callback
+from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
+from unitrain.errors import ConfigError
+from unitrain.tune.trial import VARIABLE, Request, Result
+
+if TYPE_CHECKING:
+    from unitrain.backends.base import Backend
+    from unitrain.trainer import Trainer
+
+_LEAST_STEPS = 5
+
+
+class StepTimer(Callback):
+    """The last callback of a run that is timed. It ends the process with SystemExit when it has timed enough steps:
+    nothing that the script does with a trained model happens to one that is not."""
+
+    @classmethod
+    def asked_for(cls) -> StepTimer | None:
+        """Return a timer where `unitrain tune` started this process, else None."""
+        asked = environment.setting(VARIABLE)
+        return None if asked is None else cls(Request.read(asked))
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._steps, self._ended = 0, False
+        self._most: int | None = None  # steps to time, agreed when the warm-up is over
+
+    def take_part(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        config: TrainConfig,
+        callbacks: Sequence[Callback],
+        forward: Callable[..., Any] | None,
+        backend: Backend,
+    ) -> tuple[Callable[..., Any], TrainConfig, Sequence[Callback], Callable[..., Any] | None]:
+        """Return the loss function, configuration, callbacks and forward to train with instead of the user's."""
+        changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "progress": "off"}
+        changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # of what is not written
+        if self._request.compression is not None:
+            changes["compression"] = self._request.compression
+        return loss_fn, replace(config, **changes), [*callbacks, self], forward
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self._steps += 1
+        if self._most is None:
+            if self._steps == self._request.warmup // 2:  # the first steps are slower than any
+                self._began = self._now(trainer)
+            elif self._steps == self._request.warmup:
+                per_step = (self._now(trainer) - self._began) / (self._request.warmup - self._request.warmup // 2)
+                slowest = trainer.backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
+                self._most = max(_LEAST_STEPS, math.ceil(self._request.seconds / slowest))
+                self._steps, self._began = 0, self._now(trainer)
+        elif self._steps == self._most:
+            self._end(trainer)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if self._ended or not trainer.run.finished():
+            return  # `_end` itself, or an exception, is on its way
+        if self._most is not None and self._steps >= _LEAST_STEPS:
+            self._end(trainer)
+        raise ConfigError(
+            f"The run ended after {self._steps} steps, too few to be timed. Let it train longer, as by more epochs: "
+            "unitrain tune ends it in time."
+        )
+
+    def _now(self, trainer: Trainer) -> float:
+        if trainer.backend.device.type == "cuda":
+            torch.cuda.synchronize(trainer.backend.device)
+        return time.perf_counter()
+
+    def _end(self, trainer: Trainer) -> NoReturn:
+        self._ended = True
+        backend = trainer.backend
+        per_step = (self._now(trainer) - self._began) / self._steps
+        slowest = backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
+        if backend.rank == 0:
+            on_gpu = backend.device.type == "cuda"
+            result = Result(
+                seconds_per_step=slowest,
+                steps=self._steps,
+                backend=backend.name,
+                transport=backend.transport,
+                size=backend.size,
+                num_nodes=backend.num_nodes,
+                threads=None if on_gpu else torch.get_num_threads(),
+                cores_per_rank=max(1, (os.cpu_count() or 1) // backend.local_size),
+            )
+            sys.stdout.write(f"{result.text()}\n")
+            sys.stdout.flush()
+        backend.barrier()
+        atexit.register(backend.shutdown)
+        raise SystemExit(0)
