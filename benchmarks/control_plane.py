@@ -30,12 +30,12 @@ from tables import RESULTS, keep
 from torch import Tensor, nn
 
 from unitrain.backends.base import StartOptions
-from unitrain.backends.consistency import Agreement
+from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.gradients.ddp_wrapper import check_same_model
 from unitrain.backends.process_group import ProcessGroupBackend
-from unitrain.bootstrap.environment import Placement
-from unitrain.bootstrap.rendezvous import Meeting
-from unitrain.monitoring.flight_recorder import Ledger
+from unitrain.bootstrap.environment import RankInfo
+from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.waiting import Waiting
 from unitrain.torch_compat import all_gather
 
@@ -103,14 +103,14 @@ class OneOfMany(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        return cls(options.placement.size)
+        return cls(options.rank_info.size)
 
     def __init__(self, size: int) -> None:
         self.device, self.rank, self.size = torch.device("cpu"), 0, size
-        ledger = Ledger()
-        self._meeting = Meeting(Placement("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
-        self._waiting = Waiting(self._meeting, ledger, None, polls=True)
-        self._agree = Agreement(self, ledger, self._waiting)
+        flight_recorder = FlightRecorder()
+        self._rendezvous = Rendezvous(RankInfo("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
+        self._waiting = Waiting(self._rendezvous, flight_recorder, None, polls=True)
+        self._agree = ConsistencyCheck(self, flight_recorder, self._waiting)
         self._agree._point_to_point = True  # as Gloo's
 
 
@@ -153,10 +153,10 @@ def tables_of_all_ranks(backend: OneOfMany, model: nn.Module) -> None:
     assert all(list(table) == list(tables[0]) for table in tables)
 
 
-def keys_of_all_ranks(meeting: Meeting, key: str) -> list[Any]:
+def keys_of_all_ranks(rendezvous: Rendezvous, key: str) -> list[Any]:
     """Exchange values as 0.1.0 did: every rank looks for every rank's key, and reads it."""
-    store, size = meeting.store, meeting.placement.size
-    store.set(f"{key}/{meeting.placement.rank}", "1")
+    store, size = rendezvous.store, rendezvous.rank_info.size
+    store.set(f"{key}/{rendezvous.rank_info.rank}", "1")
     missing = list(range(size))
     while missing := [rank for rank in missing if not store.check([f"{key}/{rank}"])]:
         time.sleep(0.02)
@@ -208,17 +208,17 @@ def over_the_store(size: int, repeats: int) -> dict[str, float]:
     """Return the seconds from the first rank's begin to the last one's end of an exchange, for each way."""
     served = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     meetings = [
-        Meeting(
-            Placement("env", rank, size, rank),
+        Rendezvous(
+            RankInfo("env", rank, size, rank),
             dist.TCPStore("127.0.0.1", served.port, size, is_master=False, wait_for_workers=False),
             "127.0.0.1",
             timedelta(seconds=600),
         )
         for rank in range(size)
     ]
-    ways: dict[str, Callable[[Meeting, str], list[Any]]] = {
+    ways: dict[str, Callable[[Rendezvous, str], list[Any]]] = {
         "store, 0.1.0": keys_of_all_ranks,
-        "store": lambda meeting, key: meeting.exchange(key, 1),
+        "store": lambda rendezvous, key: rendezvous.exchange(key, 1),
     }
     seconds = {}
     with ThreadPoolExecutor(size) as pool:
@@ -228,7 +228,9 @@ def over_the_store(size: int, repeats: int) -> dict[str, float]:
             taken = []
             for number in range(repeats):
                 started = time.perf_counter()
-                for told in pool.map(lambda meeting, key=f"{way}/{number}", go=exchange: go(meeting, key), meetings):
+                for told in pool.map(
+                    lambda rendezvous, key=f"{way}/{number}", go=exchange: go(rendezvous, key), meetings
+                ):
                     assert len(told) == size
                 taken.append(time.perf_counter() - started)
             seconds[way] = statistics.median(taken)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unitrain.backends.base import Backend
 from unitrain.backends.consistency import Call
 from unitrain.backends.gradients.ddp_wrapper import GlobalGradients
-from unitrain.monitoring.flight_recorder import Ledger
+from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.progress.sync_point import Stopping
 
 STEP_SECONDS = 0.005
@@ -43,7 +43,7 @@ def microseconds(backend: Backend) -> dict[str, float]:
         order = _models if number % 2 else _models[::-1]
         seconds = {id(model): _each(partial(_step, model), 1) for model in order}
         taken.append([seconds[id(model)] for model in _models])
-    ledger, call = Ledger(), Call(1, "allreduce", "mean", dtype=torch.float32, shape=(2,))
+    flight_recorder, call = FlightRecorder(), Call(1, "allreduce", "mean", dtype=torch.float32, shape=(2,))
     watch: Any = backend._watch  # type: ignore[attr-defined]
     with Stopping(backend, max_seconds=None, signals=["SIGUSR1"]) as stopping:
         due = _each(lambda: stopping.due(0), _CALLS)
@@ -51,7 +51,7 @@ def microseconds(backend: Backend) -> dict[str, float]:
     beat = _each(lambda: (watch._answer_questions(), watch._own.check(["nothing"])), 50)
     costs = {
         "gradients": statistics.median(watched - bare for bare, watched in taken),
-        "ledger": _each(lambda: ledger.enter(call), _CALLS),
+        "ledger": _each(lambda: flight_recorder.enter(call), _CALLS),
         "heartbeat": beat * STEP_SECONDS / _HEARTBEAT_SECONDS,
         "signals": due + agree * STEP_SECONDS / _AGREE_SECONDS,
     }

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import Dataset
 
 import unitrain
-from unitrain.data.sharding import TrainingShare
+from unitrain.data.sharding import TrainingShard
 
 TEMPERATURE = 0.2
 
@@ -69,7 +69,7 @@ def main(backend: str | None, device: str | None, epochs: int, batch_size: int, 
         optimizer = ranks.distributed_optimizer(optimizer, model)
 
         train, validation = digits_data(seed)
-        share = TrainingShare(TwoViews(train, len(train)), ranks, batch_size=batch_size, seed=seed)
+        share = TrainingShard(TwoViews(train, len(train)), ranks, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
             for views, part in share.epoch(epoch):
                 # A rank for which there is no sample left gets a batch of others, which must not be gathered.

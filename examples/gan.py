@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import unitrain
-from unitrain.data.sharding import TrainingShare
+from unitrain.data.sharding import TrainingShard
 
 NOISE = 16
 
@@ -42,7 +42,7 @@ def main(backend: str | None, device: str | None, epochs: int, batch_size: int, 
         )
         noise = torch.Generator(ranks.device).manual_seed(seed + ranks.rank)  # different on every rank
 
-        share = TrainingShare(digits_data(seed)[0], ranks, batch_size=batch_size, seed=seed)
+        share = TrainingShard(digits_data(seed)[0], ranks, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
             sums = torch.zeros(3, device=ranks.device)
             for (images, _), part in share.epoch(epoch):

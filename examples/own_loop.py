@@ -11,7 +11,7 @@ from digits import correct, digits_data, digits_network
 from torch.nn.functional import cross_entropy
 
 import unitrain
-from unitrain.data.sharding import EvaluationShare, TrainingShare
+from unitrain.data.sharding import EvaluationShard, TrainingShard
 from unitrain.metrics.means import Means
 
 
@@ -31,7 +31,7 @@ def main(backend: str | None, device: str | None, epochs: int, batch_size: int, 
         optimizer = ranks.distributed_optimizer(optimizer, model)
 
         train, validation = digits_data(seed)
-        share = TrainingShare(train, ranks, batch_size=batch_size, seed=seed)
+        share = TrainingShard(train, ranks, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
             model.train()
             for batch, part in share.epoch(epoch):
@@ -45,7 +45,7 @@ def main(backend: str | None, device: str | None, epochs: int, batch_size: int, 
         unitrain.share_buffers(model, ranks)  # a BatchNorm would have gathered its own on each rank
         network, means = ranks.unwrap(model).eval(), Means(("accuracy", "loss"), ranks.device)
         with torch.no_grad():
-            for batch, samples in EvaluationShare(validation, ranks, batch_size=batch_size):
+            for batch, samples in EvaluationShard(validation, ranks, batch_size=batch_size):
                 images, targets = (tensor.to(ranks.device) for tensor in batch)
                 output = network(images)
                 means.add((correct(output, targets), cross_entropy(output, targets)), samples)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.data.sharding import EvaluationShare, TrainingShare
+from unitrain.data.sharding import EvaluationShard, TrainingShard
 from unitrain.metrics.means import Means
 
 
@@ -36,13 +36,13 @@ def main(backend: str | None, samples: int, batch_size: int, epochs: int, seed: 
                 seen = sorted(number for batches in everyones for batch in batches for number in batch)
                 print(f"  each exactly once: {'yes' if seen == list(range(samples)) else 'NO'}")
 
-        training = TrainingShare(numbers, ranks, batch_size=batch_size, seed=seed)
+        training = TrainingShard(numbers, ranks, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
             # A rank that has no samples in the last step borrows some that count for nothing: part.samples is 0 there.
             own = [batch[0].tolist()[: part.samples] for batch, part in training.epoch(epoch)]
             tell(f"training, epoch {epoch + 1}: another order every time", [batch for batch in own if batch])
 
-        evaluation = EvaluationShare(numbers, ranks, batch_size=batch_size)
+        evaluation = EvaluationShard(numbers, ranks, batch_size=batch_size)
         tell("evaluation: in order, nothing twice", [batch[0].tolist() for batch, _ in evaluation])
 
         mean = Means(("number",), ranks.device)

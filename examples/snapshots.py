@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.data.sharding import TrainingShare
+from unitrain.data.sharding import TrainingShard
 
 
 class SnapshotTrainer:
@@ -49,7 +49,7 @@ class SnapshotTrainer:
             torch.save({"model": model, "optimizer": self.optimizer.state_dict(), "epoch": self.epoch}, unfinished)
             unfinished.replace(self.snapshot)
 
-    def train(self, share: TrainingShare, epochs: int, save_every: int, fail_in_epoch: int | None) -> None:
+    def train(self, share: TrainingShard, epochs: int, save_every: int, fail_in_epoch: int | None) -> None:
         """Train until `epochs` are done."""
         while self.epoch < epochs:
             if self.epoch + 1 == fail_in_epoch and not self.restarted:
@@ -91,7 +91,7 @@ def main(backend: str | None, device: str | None, snapshot: Path, batch_size: in
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         trainer = SnapshotTrainer(ranks, model, optimizer, snapshot)
         points, heights = noisy_plane()
-        share = TrainingShare(TensorDataset(points, heights), ranks, batch_size=batch_size)
+        share = TrainingShard(TensorDataset(points, heights), ranks, batch_size=batch_size)
         trainer.train(share, **training)
         if ranks.rank == 0:
             print(f"final loss={mse_loss(model(points.to(ranks.device)), heights.to(ranks.device)).item():.6f}")

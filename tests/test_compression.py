@@ -335,7 +335,7 @@ def test_what_is_owed_keeps_its_worth_while_the_number_of_tokens_changes() -> No
         total, tokens = summed(model(inputs), targets)
         (true,) = torch.autograd.grad(total, model[0].weight)
         owed += (true - gradient * tokens) / ROWS
-    found = LOCAL.gradient_memory(run.model).state_dict()["errors"]["0.weight"][0]
+    found = LOCAL.compression_state(run.model).state_dict()["errors"]["0.weight"][0]
     assert owed.abs().max() > 0.1
     torch.testing.assert_close(found, owed, rtol=1e-9, atol=1e-9)
 
@@ -343,7 +343,7 @@ def test_what_is_owed_keeps_its_worth_while_the_number_of_tokens_changes() -> No
 def test_the_loss_scale_is_followed() -> None:
     run = trainer(LOCAL, LOW_RANK, torch.float32, precision="fp16", callbacks=[Overflow(4)], steps=8)
     run.fit(data(torch.float32))
-    scale = LOCAL.gradient_memory(run.model).loss_scale()
+    scale = LOCAL.compression_state(run.model).loss_scale()
     assert scale is not None
     assert scale.item() == 2**15, "halved once"
 
@@ -386,7 +386,7 @@ def test_a_run_that_goes_on_with_other_ranks_owes_the_same(ran: Ran, folder: Pat
 def test_without_its_memory_a_run_would_end_elsewhere(ran: Ran, tmp_path: Path) -> None:
     run_to(LOCAL, tmp_path, 7, LOW_RANK, "accumulated")
     forgotten = trainer(LOCAL, LOW_RANK, steps=STEPS, output_dir=tmp_path, resume=True, accumulate=2)
-    memory = LOCAL.gradient_memory(forgotten.model)
+    memory = LOCAL.compression_state(forgotten.model)
     memory.load_state_dict({**memory.state_dict(), "errors": {}})
     forgotten.fit(data())
     assert (vector(forgotten.model) - ran[0][0]["routes"]["one rank"]).abs().max() > 1e-4

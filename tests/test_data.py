@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from unitrain.data.order import Slice, epoch_order, training_slices
-from unitrain.data.sharding import EvaluationShare, TrainingShare
+from unitrain.data.sharding import EvaluationShard, TrainingShard
 from unitrain.errors import ConfigError, DataError
 
 CASES = [(size, batch, accumulate) for size in (1, 2, 3, 4) for batch in (1, 2, 3) for accumulate in (1, 2, 3)]
@@ -59,7 +59,7 @@ def lengths(size: int, batch: int, accumulate: int) -> range:
     return range(3 * max(size, size * batch * accumulate) + 2)
 
 
-def indices_of(share: TrainingShare, epoch: int = 0, start: int = 0) -> list[int]:
+def indices_of(share: TrainingShard, epoch: int = 0, start: int = 0) -> list[int]:
     return [int(i) for batch, part in share.epoch(epoch, start) if part.samples for i in batch[1]]
 
 
@@ -136,11 +136,11 @@ def test_an_epoch_can_go_on_in_the_middle_with_another_number_of_ranks() -> None
     first = [
         index
         for rank in range(2)
-        for batch, part in TrainingShare(tensors(23), rank_of(rank, 2), batch_size=3).epoch(1)
+        for batch, part in TrainingShard(tensors(23), rank_of(rank, 2), batch_size=3).epoch(1)
         if part.step_end <= 12
         for index in batch[1].tolist()
     ]
-    rest = [i for r in range(3) for i in indices_of(TrainingShare(tensors(23), rank_of(r, 3), batch_size=2), 1, 12)]
+    rest = [i for r in range(3) for i in indices_of(TrainingShard(tensors(23), rank_of(r, 3), batch_size=2), 1, 12)]
     assert len(first) == 12
     assert sorted(first + rest) == list(range(23))
 
@@ -163,7 +163,7 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
 def test_the_batches_of_each_rank_are_those_of_a_distributed_sampler(size: int, shuffle: bool, accumulate: int) -> None:
     dataset = tensors(3 * size * 2 * accumulate)
     for rank in range(size):
-        share = TrainingShare(
+        share = TrainingShard(
             dataset, rank_of(rank, size), batch_size=3, accumulate=accumulate, seed=5, shuffle=shuffle
         )
         sampler = DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=5)
@@ -187,7 +187,7 @@ def test_every_sample_is_trained_on_once_per_epoch(size: int, kind: str) -> None
             "loader": DataLoader(Numbers(length), batch_size=2, shuffle=True),
         }[kind]
         batch_size = None if kind == "loader" else 2
-        shares = [TrainingShare(data, rank_of(rank, size), batch_size=batch_size, seed=3) for rank in range(size)]
+        shares = [TrainingShard(data, rank_of(rank, size), batch_size=batch_size, seed=3) for rank in range(size)]
         epochs = [[index for share in shares for index in indices_of(share, epoch)] for epoch in (0, 1)]
         assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(length))
         steps = [sum(part.closes_step for _, part in share.epoch(0)) for share in shares]
@@ -196,7 +196,7 @@ def test_every_sample_is_trained_on_once_per_epoch(size: int, kind: str) -> None
 
 
 def test_an_empty_share_stands_in_with_the_first_sample_of_the_step() -> None:
-    share = TrainingShare(tensors(5), rank_of(2, 4), batch_size=1, seed=0)
+    share = TrainingShard(tensors(5), rank_of(2, 4), batch_size=1, seed=0)
     *_, (batch, part) = share.epoch(0)
     assert (part.samples, part.step_samples) == (0, 1)
     assert batch[1].tolist() == [epoch_order(5, seed=0, epoch=0, shuffle=True)[4].item()]
@@ -205,11 +205,11 @@ def test_an_empty_share_stands_in_with_the_first_sample_of_the_step() -> None:
 def test_tensors_are_batched_as_a_loader_would() -> None:
     dataset = tensors(40)
     for data in (dataset, Subset(dataset, range(3, 30, 2)), Subset(Subset(dataset, range(30)), [5, 1, 7, 8, 9])):
-        fast = list(TrainingShare(data, rank_of(1, 2), batch_size=3, seed=4).epoch(2))
+        fast = list(TrainingShard(data, rank_of(1, 2), batch_size=3, seed=4).epoch(2))
         opaque = DataLoader(
             data, batch_size=3, shuffle=True, collate_fn=lambda items: torch.stack([i[1] for i in items])
         )
-        slow = list(TrainingShare(opaque, rank_of(1, 2), seed=4).epoch(2))
+        slow = list(TrainingShard(opaque, rank_of(1, 2), seed=4).epoch(2))
         assert [batch[1].tolist() for batch, _ in fast] == [batch.tolist() for batch, _ in slow]
         assert isinstance(fast[0][0], list)
         assert fast[0][0][0].shape == (len(fast[0][0][1]), 1)
@@ -249,16 +249,16 @@ def test_a_subset_of_tensors_is_indexed_as_torch_indexes_it(indices: Any, nested
 
     loader = DataLoader(dataset, batch_size=1)
     expected = batches(lambda: loader)
-    assert batches(lambda: (batch for batch, _ in EvaluationShare(loader, rank_of(0, 1)))) == expected
-    share = TrainingShare(dataset, rank_of(0, 1), batch_size=1, shuffle=False)
+    assert batches(lambda: (batch for batch, _ in EvaluationShard(loader, rank_of(0, 1)))) == expected
+    share = TrainingShard(dataset, rank_of(0, 1), batch_size=1, shuffle=False)
     assert batches(lambda: (batch for batch, _ in share.epoch(0))) == expected
 
 
 def test_a_sampler_may_count_from_the_end() -> None:
     loader = DataLoader(tensors(40), batch_size=2, sampler=[-1, -40, 7])
     expected = [batch[1].tolist() for batch in loader]
-    assert [batch[1].tolist() for batch, _ in EvaluationShare(loader, rank_of(0, 1))] == expected == [[39, 0], [7]]
-    assert [batch[1].tolist() for batch, _ in TrainingShare(loader, rank_of(0, 1)).epoch(0)] == expected
+    assert [batch[1].tolist() for batch, _ in EvaluationShard(loader, rank_of(0, 1))] == expected == [[39, 0], [7]]
+    assert [batch[1].tolist() for batch, _ in TrainingShard(loader, rank_of(0, 1)).epoch(0)] == expected
 
 
 def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
@@ -274,26 +274,26 @@ def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
         Numbers(11), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate, worker_init_fn=shrink,
         generator=torch.Generator().manual_seed(77),
     )  # fmt: skip
-    batches = [batch for batch, _ in TrainingShare(loader, rank_of(0, 1), seed=5).epoch(1)]
+    batches = [batch for batch, _ in TrainingShard(loader, rank_of(0, 1), seed=5).epoch(1)]
     order = epoch_order(11, seed=5, epoch=1, shuffle=True).tolist()
     assert [indices for indices, _ in batches] == [order[:4], order[4:8], order[8:]]
     assert [length for _, length in batches] == [1000, 1001, 1000]
-    plain = TrainingShare(DataLoader(Numbers(5), batch_size=4), rank_of(0, 1))
+    plain = TrainingShard(DataLoader(Numbers(5), batch_size=4), rank_of(0, 1))
     assert indices_of(plain) == [0, 1, 2, 3, 4]
 
 
-def noise(share: TrainingShare, epoch: int) -> list[float]:
+def noise(share: TrainingShard, epoch: int) -> list[float]:
     return [float(value) for batch, _ in share.epoch(epoch) for value in batch[0]]
 
 
 @pytest.mark.parametrize("kind", ["dataset", "loader", "loader with a generator"])
 def test_workers_augment_alike_in_a_rerun_and_differently_in_the_next_epoch(kind: str) -> None:
-    def share(rank: int) -> TrainingShare:
+    def share(rank: int) -> TrainingShard:
         if kind == "dataset":
-            return TrainingShare(Noisy(8), rank_of(rank, 2), batch_size=2, num_workers=1, seed=1)
+            return TrainingShard(Noisy(8), rank_of(rank, 2), batch_size=2, num_workers=1, seed=1)
         generator = torch.Generator().manual_seed(3) if kind.endswith("generator") else None
         loader = DataLoader(Noisy(8), batch_size=2, num_workers=1, generator=generator)
-        return TrainingShare(loader, rank_of(rank, 2), seed=1)
+        return TrainingShard(loader, rank_of(rank, 2), seed=1)
 
     before = torch.get_rng_state()
     one = share(0)
@@ -306,9 +306,9 @@ def test_workers_augment_alike_in_a_rerun_and_differently_in_the_next_epoch(kind
 
 
 def test_persistent_workers_are_seeded_when_they_start() -> None:
-    def share(rank: int) -> TrainingShare:
+    def share(rank: int) -> TrainingShard:
         loader = DataLoader(Noisy(8), batch_size=2, num_workers=1, persistent_workers=True)
-        return TrainingShare(loader, rank_of(rank, 2), seed=1)
+        return TrainingShard(loader, rank_of(rank, 2), seed=1)
 
     one, again = share(0), share(0)
     first, second = noise(one, 0), noise(one, 1)
@@ -320,23 +320,23 @@ def test_persistent_workers_are_seeded_when_they_start() -> None:
 
 def test_dropping_the_last_batch_means_the_global_one_and_only_in_training() -> None:
     loader = DataLoader(Numbers(11), batch_size=2, drop_last=True)
-    taken = [i for rank in range(2) for i in indices_of(TrainingShare(loader, rank_of(rank, 2)))]
+    taken = [i for rank in range(2) for i in indices_of(TrainingShard(loader, rank_of(rank, 2)))]
     assert sorted(taken) == list(range(8))
     evaluated = [
-        int(i) for rank in range(2) for batch, _ in EvaluationShare(loader, rank_of(rank, 2)) for i in batch[1]
+        int(i) for rank in range(2) for batch, _ in EvaluationShard(loader, rank_of(rank, 2)) for i in batch[1]
     ]
     assert evaluated == list(range(11))
     with pytest.raises(
         DataError, match=r"3 samples, fewer than one global batch of 4 \(2 ranks x batch_size 2 x accum"
     ):
-        TrainingShare(DataLoader(Numbers(3), batch_size=2, drop_last=True), rank_of(0, 2))
+        TrainingShard(DataLoader(Numbers(3), batch_size=2, drop_last=True), rank_of(0, 2))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("make", [tensors, Numbers])
 def test_every_sample_is_evaluated_once(size: int, make: Callable[[int], Dataset[Any]]) -> None:
     for length in range(1, 3 * size + 2):
-        shares = [list(EvaluationShare(make(length), rank_of(rank, size), batch_size=2)) for rank in range(size)]
+        shares = [list(EvaluationShard(make(length), rank_of(rank, size), batch_size=2)) for rank in range(size)]
         assert [int(i) for share in shares for batch, _ in share for i in batch[1]] == list(range(length))
         counts = [sum(samples for _, samples in share) for share in shares]
         assert max(counts) - min(counts) <= 1
@@ -371,24 +371,24 @@ def test_data_that_cannot_be_shared_out_is_refused(data: Any, message: str) -> N
     batch_size = None if isinstance(data, DataLoader) else 2
     for rank in range(4):
         with pytest.raises(DataError, match=message):
-            TrainingShare(data, rank_of(rank, 4), batch_size=batch_size)
+            TrainingShard(data, rank_of(rank, 4), batch_size=batch_size)
 
 
 def test_a_batch_size_is_demanded_and_must_not_contradict() -> None:
     with pytest.raises(
         ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(batch_size="
     ):
-        TrainingShare(tensors(4), rank_of(0, 1))
+        TrainingShard(tensors(4), rank_of(0, 1))
     loader = DataLoader(tensors(4), batch_size=2)
     with pytest.raises(
         ConfigError, match=r"^A batch size of 3 was asked for, but the DataLoader was built with batch_size=2"
     ):
-        TrainingShare(loader, rank_of(0, 1), batch_size=3)
-    assert TrainingShare(loader, rank_of(0, 1), batch_size=2).global_batch_size == 2
+        TrainingShard(loader, rank_of(0, 1), batch_size=3)
+    assert TrainingShard(loader, rank_of(0, 1), batch_size=2).global_batch_size == 2
 
 
 def test_ranks_with_different_data_are_told_so() -> None:
     with pytest.raises(DataError, match=r"has not the same number of samples on every rank: \[10, 12\]\."):
-        TrainingShare(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
+        TrainingShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
     with pytest.raises(DataError, match=r"^The evaluation data has not the same number"):
-        EvaluationShare(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
+        EvaluationShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)

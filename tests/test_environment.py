@@ -6,7 +6,7 @@ import pytest
 
 from unitrain.backends.base import Backend
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.environment import Placement, detect
+from unitrain.bootstrap.environment import RankInfo, detect
 from unitrain.errors import EnvironmentVariableError
 from unitrain.testing import run_ranks
 
@@ -74,50 +74,50 @@ MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-w
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
-        (HOROVODRUN, Placement("horovodrun", 2, 3, 0, 1)),
-        (MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
-        (MPIEXEC, Placement("mpiexec", 1, 2, 1, 2)),
-        (SRUN, Placement("srun", 3, 4, 1, None, 1)),
-        (BY_HAND, Placement("env", 1, 2, 1)),
-        (BY_HAND | {"LOCAL_RANK": "0"}, Placement("env", 1, 2, 0)),
-        ({}, Placement("none", 0, 1, 0, 1, 0, 1)),
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, Placement("none", 0, 1, 0, 1, 0, 1)),
+        (TORCHRUN, RankInfo("torchrun", 3, 4, 1, 2, 1, 2)),
+        (HOROVODRUN, RankInfo("horovodrun", 2, 3, 0, 1)),
+        (MPIRUN, RankInfo("mpirun", 1, 2, 1, 2)),
+        (MPIEXEC, RankInfo("mpiexec", 1, 2, 1, 2)),
+        (SRUN, RankInfo("srun", 3, 4, 1, None, 1)),
+        (BY_HAND, RankInfo("env", 1, 2, 1)),
+        (BY_HAND | {"LOCAL_RANK": "0"}, RankInfo("env", 1, 2, 0)),
+        ({}, RankInfo("none", 0, 1, 0, 1, 0, 1)),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, RankInfo("none", 0, 1, 0, 1, 0, 1)),
         # One launcher inside another: the inner one started this process.
-        (SRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
-        (SRUN | HOROVODRUN, Placement("horovodrun", 2, 3, 0, 1)),
-        (SRUN | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
-        (SRUN | MPIEXEC, Placement("mpiexec", 1, 2, 1, 2)),
-        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9"}, Placement("srun", 3, 4, 1, None, 1)),
-        (MPIEXEC | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
-        (MPIRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
-        (HOROVODRUN | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
-        (MPIRUN_RSH, Placement("mpirun_rsh", 3, 4, 1, 2)),
-        ({f"MVP{name[3:]}": value for name, value in MPIRUN_RSH.items()}, Placement("mpirun_rsh", 3, 4, 1, 2)),
-        (JSRUN, Placement("jsrun", 3, 4, 1)),
-        (JSRUN | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
-        (FLUX, Placement("flux", 3, 4, 1, None, None, 2)),
-        (SRUN | {"SLURM_PROCID": "0"} | FLUX, Placement("flux", 3, 4, 1, None, None, 2)),
-        (SRUN | {"SLURM_PROCID": "0"} | PALS, Placement("mpiexec", 3, 4, 1, 2)),
-        (FLUX | MPIRUN, Placement("mpirun", 1, 2, 1, 2)),
-        (PALS, Placement("mpiexec", 3, 4, 1, 2)),
-        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Placement("mpiexec", 0, 1, 0)),
-        (PYTORCHJOB, Placement("kubernetes", 1, 2, 0, None, 1, 2)),
-        (OLD_PYTORCHJOB, Placement("kubernetes", 1, 2, 0, None, 1, 2)),
-        (TRAINJOB, Placement("kubernetes", 1, 2, 0, None, 1, 2)),
-        (TRAINJOB | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
-        (PYTORCHJOB | TORCHRUN, Placement("torchrun", 3, 4, 1, 2, 1, 2)),
-        (MPIJOB, Placement("mpirun", 1, 2, 1, 2)),
+        (SRUN | TORCHRUN, RankInfo("torchrun", 3, 4, 1, 2, 1, 2)),
+        (SRUN | HOROVODRUN, RankInfo("horovodrun", 2, 3, 0, 1)),
+        (SRUN | MPIRUN, RankInfo("mpirun", 1, 2, 1, 2)),
+        (SRUN | MPIEXEC, RankInfo("mpiexec", 1, 2, 1, 2)),
+        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9"}, RankInfo("srun", 3, 4, 1, None, 1)),
+        (MPIEXEC | TORCHRUN, RankInfo("torchrun", 3, 4, 1, 2, 1, 2)),
+        (MPIRUN | TORCHRUN, RankInfo("torchrun", 3, 4, 1, 2, 1, 2)),
+        (HOROVODRUN | TORCHRUN, RankInfo("torchrun", 3, 4, 1, 2, 1, 2)),
+        (MPIRUN_RSH, RankInfo("mpirun_rsh", 3, 4, 1, 2)),
+        ({f"MVP{name[3:]}": value for name, value in MPIRUN_RSH.items()}, RankInfo("mpirun_rsh", 3, 4, 1, 2)),
+        (JSRUN, RankInfo("jsrun", 3, 4, 1)),
+        (JSRUN | MPIRUN, RankInfo("mpirun", 1, 2, 1, 2)),
+        (FLUX, RankInfo("flux", 3, 4, 1, None, None, 2)),
+        (SRUN | {"SLURM_PROCID": "0"} | FLUX, RankInfo("flux", 3, 4, 1, None, None, 2)),
+        (SRUN | {"SLURM_PROCID": "0"} | PALS, RankInfo("mpiexec", 3, 4, 1, 2)),
+        (FLUX | MPIRUN, RankInfo("mpirun", 1, 2, 1, 2)),
+        (PALS, RankInfo("mpiexec", 3, 4, 1, 2)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, RankInfo("mpiexec", 0, 1, 0)),
+        (PYTORCHJOB, RankInfo("kubernetes", 1, 2, 0, None, 1, 2)),
+        (OLD_PYTORCHJOB, RankInfo("kubernetes", 1, 2, 0, None, 1, 2)),
+        (TRAINJOB, RankInfo("kubernetes", 1, 2, 0, None, 1, 2)),
+        (TRAINJOB | TORCHRUN, RankInfo("torchrun", 3, 4, 1, 2, 1, 2)),
+        (PYTORCHJOB | TORCHRUN, RankInfo("torchrun", 3, 4, 1, 2, 1, 2)),
+        (MPIJOB, RankInfo("mpirun", 1, 2, 1, 2)),
         # Processes that one pod's own script starts.
-        (OLD_PYTORCHJOB | {"LOCAL_RANK": "1"}, Placement("env", 1, 2, 1)),
-        (OLD_PYTORCHJOB | {"MASTER_ADDR": "localhost"}, Placement("env", 1, 2, 1)),
-        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, Placement("none", 0, 1, 0, 1, 0, 1)),
+        (OLD_PYTORCHJOB | {"LOCAL_RANK": "1"}, RankInfo("env", 1, 2, 1)),
+        (OLD_PYTORCHJOB | {"MASTER_ADDR": "localhost"}, RankInfo("env", 1, 2, 1)),
+        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, RankInfo("none", 0, 1, 0, 1, 0, 1)),
         # The same said twice, and too little said to be a place.
-        (HOROVODRUN | {"RANK": "2", "WORLD_SIZE": "3"}, Placement("horovodrun", 2, 3, 0, 1)),
-        (MPIRUN | BY_HAND, Placement("mpirun", 1, 2, 1, 2)),
-        (SRUN | {"RANK": "3", "WORLD_SIZE": "4"}, Placement("srun", 3, 4, 1, None, 1)),
-        (SRUN | {"RANK": "", "WORLD_SIZE": "2"}, Placement("srun", 3, 4, 1, None, 1)),
-        (SRUN | {"WORLD_SIZE": "2"}, Placement("srun", 3, 4, 1, None, 1)),
+        (HOROVODRUN | {"RANK": "2", "WORLD_SIZE": "3"}, RankInfo("horovodrun", 2, 3, 0, 1)),
+        (MPIRUN | BY_HAND, RankInfo("mpirun", 1, 2, 1, 2)),
+        (SRUN | {"RANK": "3", "WORLD_SIZE": "4"}, RankInfo("srun", 3, 4, 1, None, 1)),
+        (SRUN | {"RANK": "", "WORLD_SIZE": "2"}, RankInfo("srun", 3, 4, 1, None, 1)),
+        (SRUN | {"WORLD_SIZE": "2"}, RankInfo("srun", 3, 4, 1, None, 1)),
     ],
     ids=[
         "torchrun", "horovodrun", "mpirun", "mpiexec", "srun", "by hand", "by hand with local rank", "nothing",
@@ -131,9 +131,9 @@ MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-w
         "srun and an empty RANK", "srun and no RANK",
     ],
 )  # fmt: skip
-def test_every_launcher_is_recognised(variables: dict[str, str], expected: Placement) -> None:
+def test_every_launcher_is_recognised(variables: dict[str, str], expected: RankInfo) -> None:
     found = detect(variables)
-    assert found == Placement(**{**vars(expected), "evidence": found.evidence})
+    assert found == RankInfo(**{**vars(expected), "evidence": found.evidence})
     for item in found.evidence:
         name, _, value = item.partition("=")
         assert variables[name] == value

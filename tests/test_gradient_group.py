@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from unitrain.backends.base import Backend
-from unitrain.backends.gradients.reducer_group import GradientGroup
+from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.bootstrap import environment
-from unitrain.monitoring.flight_recorder import GradientWork, Ledger, not_begun
+from unitrain.monitoring.flight_recorder import FlightRecorder, GradientWork, not_begun
 from unitrain.monitoring.waiting import Expectations
 from unitrain.testing import RankGroup, compression, gradients, parameters
 
@@ -76,10 +76,10 @@ def test_the_time_of_a_backward_begins_when_the_one_before_it_is_done() -> None:
 
 
 def test_a_rank_that_is_further_ahead_is_not_missing() -> None:
-    ahead, behind = Ledger(), Ledger()
-    for ledger, backwards in ((ahead, 8), (behind, 5)):
+    ahead, behind = FlightRecorder(), FlightRecorder()
+    for flight_recorder, backwards in ((ahead, 8), (behind, 5)):
         for number in range(backwards):
-            ledger.enter(GradientWork("backward", number))
+            flight_recorder.enter(GradientWork("backward", number))
     ledgers = {1: ahead.lines(), 2: behind.lines()}
     assert not_begun(GradientWork("backward", 6), [1, 2, 3], ledgers) == [2, 3]
     assert not_begun(GradientWork("backward", 4), [1, 2, 3], ledgers) == [3]
@@ -113,7 +113,7 @@ class SimulatedNccl(dist.ProcessGroup):
 def test_the_watchdog_is_active_while_the_host_waits_for_the_stream() -> None:
     group, watch = SimulatedNccl(), SimulatedWatch()
     waiting: Any = None
-    sent = GradientGroup(group, Ledger(), _Waiting(), watch, waiting, on_stream=True)  # type: ignore[arg-type]
+    sent = ReducerGroup(group, FlightRecorder(), _Waiting(), watch, waiting, on_stream=True)  # type: ignore[arg-type]
     active = []
 
     def end_of_backward() -> None:  # as in a timed step, where the host now waits until the gradients are global

@@ -28,7 +28,7 @@ from unitrain import Callback, TrainConfig, Trainer, UnitrainError
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.dummy_batches import OUT, plan
-from unitrain.data.sharding import EvaluationShare, open_training_data
+from unitrain.data.sharding import EvaluationShard, open_training_data
 from unitrain.progress import display
 from unitrain.testing import RankGroup
 
@@ -421,7 +421,7 @@ def test_a_stream_may_yield_the_same_memory_again(group: RankGroup, kind: str, a
 
 def evaluate_reused(backend: Backend) -> list[int]:
     loader: Any = DataLoader(Reusing(numbered([3] * 9)), batch_size=None)
-    return [number for batch, _ in EvaluationShare(loader, backend) for number in batch[0].tolist()]
+    return [number for batch, _ in EvaluationShard(loader, backend) for number in batch[0].tolist()]
 
 
 def test_a_stream_that_is_evaluated_may_yield_the_same_memory_again(group: RankGroup) -> None:
@@ -591,7 +591,7 @@ def test_workers_end_with_the_epoch(settings: dict[str, Any]) -> None:
 def evaluate(backend: Backend, length: int, workers: int, batch_size: int) -> tuple[list[int], float]:
     loader: Any = DataLoader(Shuffled(length), batch_size=batch_size, num_workers=workers, drop_last=True)
     taken = [
-        number for _ in range(2) for batch, samples in EvaluationShare(loader, backend) for number in batch[0].tolist()
+        number for _ in range(2) for batch, samples in EvaluationShard(loader, backend) for number in batch[0].tolist()
         if samples == len(batch[0])
     ]  # fmt: skip
     model = Network()

@@ -9,7 +9,7 @@ import torch
 from unitrain.backends.base import Backend
 from unitrain.backends.consistency import Call
 from unitrain.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError
-from unitrain.monitoring.flight_recorder import GradientWork, Ledger, Line, differences
+from unitrain.monitoring.flight_recorder import FlightRecorder, GradientWork, Line, differences
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, loss_of
 
@@ -126,25 +126,28 @@ def test_all_ranks_debug_or_none() -> None:
 
 
 def test_a_ledger_knows_the_lines_that_called() -> None:
-    ledger = Ledger()
-    assert ledger.last == ""
+    flight_recorder = FlightRecorder()
+    assert flight_recorder.last == ""
     for number in range(40):
-        ledger.enter(Call(number, "barrier"))
-    ledger.enter(GradientWork("backward", 7))
-    assert ledger.latest == "backward #7"
-    assert ledger.last.startswith("; its last was backward #7, at test_mismatches.py:")
-    assert ledger.last.endswith('ledger.enter(GradientWork("backward", 7))')
-    lines = ledger.lines()
+        flight_recorder.enter(Call(number, "barrier"))
+    flight_recorder.enter(GradientWork("backward", 7))
+    assert flight_recorder.latest == "backward #7"
+    assert flight_recorder.last.startswith("; its last was backward #7, at test_mismatches.py:")
+    assert flight_recorder.last.endswith('ledger.enter(GradientWork("backward", 7))')
+    lines = flight_recorder.lines()
     assert [line.position for line in lines] == list(range(25, 41))
     assert lines[0].text.startswith("barrier() as collective #25, at test_mismatches.py:")
 
 
 def test_ledgers_differ_where_they_overlap() -> None:
-    def ledger(*keys: str, since: int = 0) -> list[Line]:
+    def flight_recorder(*keys: str, since: int = 0) -> list[Line]:
         return [Line(since + at, key, f"{key}, at x.py:1") for at, key in enumerate(keys)]
 
-    assert differences({0: ledger("a", "b", "c"), 1: ledger("a", "b"), 2: ledger("b", since=1)}) == []
-    assert differences({0: ledger("a"), 1: ledger("b", since=1)}) == []
-    assert differences({0: ledger("a", "b"), 3: ledger("a", "c")})[1:] == [
+    assert (
+        differences({0: flight_recorder("a", "b", "c"), 1: flight_recorder("a", "b"), 2: flight_recorder("b", since=1)})
+        == []
+    )
+    assert differences({0: flight_recorder("a"), 1: flight_recorder("b", since=1)}) == []
+    assert differences({0: flight_recorder("a", "b"), 3: flight_recorder("a", "c")})[1:] == [
         "  rank 0: a, at x.py:1", "  rank 0: b, at x.py:1", "  rank 3: a, at x.py:1", "  rank 3: c, at x.py:1",
     ]  # fmt: skip

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from unitrain import TrainConfig, Trainer, prediction
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.data.sharding import EvaluationShare
+from unitrain.data.sharding import EvaluationShard
 from unitrain.errors import DataError, ModelError, UnitrainError
 from unitrain.testing import RankGroup
 
@@ -241,7 +241,7 @@ def test_it_is_exact_on_ranks(backend: str, size: int) -> None:
 @settings(DRAWN, max_examples=300)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9))
 def test_shares_are_the_dataset_in_the_order_of_ranks(size: int, length: int, batch_size: int) -> None:
-    shares = [EvaluationShare(samples(length), rank_of(rank, size), batch_size=batch_size) for rank in range(size)]
+    shares = [EvaluationShard(samples(length), rank_of(rank, size), batch_size=batch_size) for rank in range(size)]
     parts = [list(share) for share in shares]
     assert [int(i) for batches in parts for (_, _, index), _ in batches for i in index] == list(range(length))
     totals = [sum(count for _, count in batches) for batches in parts]

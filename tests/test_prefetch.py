@@ -24,7 +24,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data import prefetch
 from unitrain.data.prefetch import Prefetch, one_ahead
-from unitrain.data.sharding import EvaluationShare, TrainingShare
+from unitrain.data.sharding import EvaluationShard, TrainingShard
 from unitrain.monitoring.waiting import Waiting
 from unitrain.optim.step import backward
 from unitrain.testing import run_ranks
@@ -300,8 +300,8 @@ def samples(length: int = 22) -> TensorDataset:
 )
 def test_a_batch_is_made_early_only_where_no_code_of_the_user_runs_here(data: Any, apart: bool) -> None:
     size = None if isinstance(data, DataLoader) else 4
-    assert TrainingShare(data, rank_of(0, 1), batch_size=size).fetches_apart is apart
-    assert EvaluationShare(data, rank_of(0, 1), batch_size=size).fetches_apart is apart
+    assert TrainingShard(data, rank_of(0, 1), batch_size=size).fetches_apart is apart
+    assert EvaluationShard(data, rank_of(0, 1), batch_size=size).fetches_apart is apart
 
 
 class Early(Prefetch):

@@ -34,7 +34,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data import samplers
 from unitrain.data.order import batch_slices
-from unitrain.data.sharding import EvaluationShare, TrainingShare
+from unitrain.data.sharding import EvaluationShard, TrainingShard
 from unitrain.errors import DataError
 from unitrain.randomness import OwnGenerators, Stream, derive_seed
 from unitrain.testing import RankGroup
@@ -242,7 +242,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(group: RankGroup, make: Callabl
 
 def evaluated(backend: Backend, make: Callable[[], Any], workers: int) -> list[list[int]]:
     data = loader(make, backend.size, workers, TensorDataset(torch.arange(LENGTH), TARGETS))
-    share = EvaluationShare(data, backend)
+    share = EvaluationShard(data, backend)
     return [[int(i) for batch, samples in share for i in batch[0] if samples == len(batch[0])] for _ in range(2)]
 
 
@@ -282,22 +282,22 @@ def test_predictions_are_for_what_the_sampler_yields(group: RankGroup, make: Cal
 # In one process.
 
 
-def indices(share: TrainingShare, epoch: int, start: int = 0) -> list[int]:
+def indices(share: TrainingShard, epoch: int, start: int = 0) -> list[int]:
     return [int(i) for batch, part in share.epoch(epoch, start) for i in batch[0]]
 
 
 def test_a_subset_is_trained_on_once_in_another_order_every_epoch() -> None:
     data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=SubsetRandomSampler(range(9)))
-    share = TrainingShare(data, LOCAL, seed=1)
+    share = TrainingShard(data, LOCAL, seed=1)
     first, second = indices(share, 0), indices(share, 1)
     assert sorted(first) == sorted(second) == list(range(9))
     assert first != second
-    assert indices(TrainingShare(data, LOCAL, seed=1), 1) == second
-    assert indices(TrainingShare(data, LOCAL, seed=2), 1) != second
+    assert indices(TrainingShard(data, LOCAL, seed=1), 1) == second
+    assert indices(TrainingShard(data, LOCAL, seed=2), 1) != second
 
 
 def test_drawing_leaves_the_random_numbers_of_the_process_alone() -> None:
-    share = TrainingShare(loader(buckets, 1), LOCAL)
+    share = TrainingShard(loader(buckets, 1), LOCAL)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     list(share.epoch(0))
     assert torch.equal(before[0], torch.get_rng_state())
@@ -308,28 +308,28 @@ def test_drawing_leaves_the_random_numbers_of_the_process_alone() -> None:
 def test_torchs_samplers_over_the_whole_dataset_are_the_default(make: Any) -> None:
     for dataset, source in ((Opaque(), None), (Opaque(), range(LENGTH))):
         data = DataLoader(dataset, batch_size=4, sampler=make(dataset if source is None else source))
-        share = TrainingShare(data, LOCAL)
+        share = TrainingShard(data, LOCAL)
         assert share.order["sampler"] is None
         assert share.order["shuffle"] == (make is RandomSampler)
 
 
 def test_keys_may_be_anything() -> None:
     words = {"a": 1, "b": 2, "c": 3}
-    share = TrainingShare(DataLoader(words, batch_size=2, sampler=["c", "a", "b"]), LOCAL)  # type: ignore[arg-type]
+    share = TrainingShard(DataLoader(words, batch_size=2, sampler=["c", "a", "b"]), LOCAL)  # type: ignore[arg-type]
     assert [batch.tolist() for batch, _ in share.epoch(0)] == [[3, 1], [2]]
 
 
 def test_dropping_the_last_batch_of_a_sampler() -> None:
     data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=range(10), drop_last=True)
-    assert indices(TrainingShare(data, LOCAL), 0) == list(range(8))
+    assert indices(TrainingShard(data, LOCAL), 0) == list(range(8))
 
 
 def test_the_number_of_steps_is_what_the_sampler_says() -> None:
-    assert TrainingShare(loader(weighted, 1), LOCAL).steps_in_epoch() == 4
-    assert TrainingShare(loader(weighted, 1), LOCAL).steps_in_epoch(12) == 3
-    assert TrainingShare(loader(wrapped, 1), LOCAL, accumulate=3).steps_in_epoch() == 3
-    assert TrainingShare(loader(wrapped, 1), LOCAL, accumulate=3, uneven="drop").steps_in_epoch() == 2
-    assert TrainingShare(loader(buckets, 1), LOCAL).steps_in_epoch() is None
+    assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch() == 4
+    assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch(12) == 3
+    assert TrainingShard(loader(wrapped, 1), LOCAL, accumulate=3).steps_in_epoch() == 3
+    assert TrainingShard(loader(wrapped, 1), LOCAL, accumulate=3, uneven="drop").steps_in_epoch() == 2
+    assert TrainingShard(loader(buckets, 1), LOCAL).steps_in_epoch() is None
 
 
 @pytest.mark.parametrize("uneven", ["weight", "drop", "pad"])
@@ -443,6 +443,6 @@ def test_what_goes_wrong_is_told_on_every_rank(
 
 def test_a_sampler_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers, "_MOST", 1000)
-    share = TrainingShare(DataLoader(Opaque(), batch_size=4, sampler=Endless()), LOCAL)
+    share = TrainingShard(DataLoader(Opaque(), batch_size=4, sampler=Endless()), LOCAL)
     with pytest.raises(DataError, match=r"^Endless has not ended after 1,000 elements, .* Let it end: epochs follow"):
         share.epoch(0)

@@ -259,11 +259,11 @@ def test_mpirun_in_kubernetes(backend: str, script: Path, tmp_path: Path) -> Non
     assert said == ("::" if backend == "horovod" else "w-0.train:29500:ddp")
     assert words[:2] == ["-np", "8"]
     assert words[-2:] == ["python", "train_digits.py"]
-    meeting = () if backend == "horovod" else ("UNITRAIN_BACKEND", "MASTER_ADDR", "MASTER_PORT")
+    rendezvous = () if backend == "horovod" else ("UNITRAIN_BACKEND", "MASTER_ADDR", "MASTER_PORT")
     assert {words[place + 1] for place, word in enumerate(words) if word == "-x"} == {
         "PATH",
         "LD_LIBRARY_PATH",
-        *meeting,
+        *rendezvous,
     }
     assert manifest("--backend", "horovod", "--image", "a", script.name)["kind"] == "MPIJob"
 

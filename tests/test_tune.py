@@ -20,19 +20,19 @@ from torch import nn
 
 import unitrain
 from unitrain.backends import registry
-from unitrain.backends.tunables import Knob
+from unitrain.backends.tunables import Tunable
 from unitrain.bootstrap import environment
 from unitrain.cli import tune
 from unitrain.cli import unitrain as program
 from unitrain.errors import ConfigError, EnvironmentVariableError
 from unitrain.testing import RankGroup
 from unitrain.tune import trial
-from unitrain.tune.candidates import BUILT_IN, knobs
+from unitrain.tune.candidates import BUILT_IN, tunables
 from unitrain.tune.search import PAIRS, Found, Gain, ratio_of_pair, search
 from unitrain.tune.tuned_settings import FILE, Run, Tuned, forget, machine, torch_version, tuned_for
 
-SIZES = Knob("SIZE", "", "1", ("2", "3"))
-COLOURS = Knob("COLOUR", "", "red", ("green",))
+SIZES = Tunable("SIZE", "", "1", ("2", "3"))
+COLOURS = Tunable("COLOUR", "", "red", ("green",))
 
 
 class Machine:
@@ -65,7 +65,7 @@ def test_the_best_of_each_knob_are_combined(seed: int) -> None:
 
 
 def test_noise_is_no_gain() -> None:
-    harmless = Knob("NAME", "", "0", ("1", "2", "3"))
+    harmless = Tunable("NAME", "", "0", ("1", "2", "3"))
     claimed = 0
     for seed in range(200):
         machine = Machine(0.2, seed)
@@ -88,7 +88,7 @@ NOISES: dict[str, Callable[[int], float]] = {
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_noise_that_follows_time_gives_at_most_five_percent_false_gains(noise: str) -> None:
-    harmless = Knob("NAME", "", "0", ("1", "2", "3"))
+    harmless = Tunable("NAME", "", "0", ("1", "2", "3"))
     searches = 400
     claimed = 0
     for seed in range(searches):
@@ -132,10 +132,10 @@ def test_a_gain_takes_pairs_that_agree() -> None:
 
 
 def test_only_knobs_of_the_backend_are_turned() -> None:
-    assert knobs(registry.load("local").knobs, None, 4) == []
-    names = {one.variable for one in knobs(registry.load("ddp").knobs, None, 4)}
+    assert tunables(registry.load("local").tunables, None, 4) == []
+    names = {one.variable for one in tunables(registry.load("ddp").tunables, None, 4)}
     assert names == {"UNITRAIN_BUCKETS_MB", "UNITRAIN_BUCKET_VIEW"}
-    of_horovod = {one.variable: one for one in knobs(registry.load("horovod").knobs, 2, 4)}
+    of_horovod = {one.variable: one for one in tunables(registry.load("horovod").tunables, 2, 4)}
     assert {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", *names, "OMP_NUM_THREADS"} == set(of_horovod)
     assert of_horovod["OMP_NUM_THREADS"].others == ("1", "4", "8")
     for one in of_horovod.values():
@@ -318,7 +318,7 @@ def test_a_file_sets_nothing_but_tunables(script: Path) -> None:
         assert result.exit_code == 2
         assert f"unitrain-tuned.json sets {name}, which is not a setting that unitrain tune changes" in result.output
         assert CliRunner().invoke(program, ["launch", "--dry-run", "--untuned", "train.py"]).exit_code == 0
-    assert {knob.variable for name in ("ddp", "horovod") for knob in registry.load(name).knobs} < BUILT_IN
+    assert {tunable.variable for name in ("ddp", "horovod") for tunable in registry.load(name).tunables} < BUILT_IN
 
 
 def test_a_script_is_tuned(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import unitrain
 from unitrain.backends.base import StartOptions
 from unitrain.backends.local import LocalBackend
-from unitrain.bootstrap.environment import Placement
+from unitrain.bootstrap.environment import RankInfo
 from unitrain.cli import unitrain as command
 from unitrain.cli.available import available_here
 from unitrain.verify.difference import difference
@@ -305,7 +305,7 @@ def record(
     Request(steps=upto, as_ranks=as_ranks, float64=float64).write(folder)
     model, optimizer = made or make()
     config = unitrain.TrainConfig(**{"epochs": 9, "batch_size": 4, "progress": "off", **settings})
-    backend = LocalBackend.start(StartOptions(Placement("none", 0, 1, 0), device="cpu"))
+    backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
     monkeypatch.setenv(FOLDER, str(folder))
     try:
         trainer = unitrain.Trainer(model, optimizer, loss_fn or nn.MSELoss(), backend=backend, config=config)

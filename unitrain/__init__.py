@@ -30,7 +30,7 @@ _EXPORTS = {
     "JSONLinesLogger": "unitrain.loggers.json_lines",
     "Logger": "unitrain.loggers.logger",
     "MLflowLogger": "unitrain.loggers.mlflow",
-    "Placement": "unitrain.bootstrap.environment",
+    "RankInfo": "unitrain.bootstrap.environment",
     "PowerSGD": "unitrain.backends.compression_setting",
     "Profiler": "unitrain.callbacks.profiler",
     "TensorBoardLogger": "unitrain.loggers.tensorboard",
@@ -61,9 +61,9 @@ __all__ = [
     "JSONLinesLogger",
     "Logger",
     "MLflowLogger",
-    "Placement",
     "PowerSGD",
     "Profiler",
+    "RankInfo",
     "TensorBoardLogger",
     "TrainConfig",
     "Trainer",
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from unitrain.backends.compression_setting import PowerSGD
     from unitrain.backends.horovod import register_process_group
     from unitrain.backends.registry import available as available_backends
-    from unitrain.bootstrap.environment import Placement
+    from unitrain.bootstrap.environment import RankInfo
     from unitrain.callbacks.callback import Callback
     from unitrain.callbacks.early_stopping import EarlyStopping
     from unitrain.callbacks.gradient_watch import GradientWatch

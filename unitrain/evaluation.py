@@ -11,7 +11,7 @@ from torch import nn
 
 from unitrain.backends.base import Communicator, together
 from unitrain.data.prefetch import Prefetch
-from unitrain.data.sharding import EvaluationShare
+from unitrain.data.sharding import EvaluationShard
 from unitrain.metrics.means import Means
 from unitrain.metrics.user_metrics import Metric, UserMetrics
 from unitrain.modules.buffers import share_buffers
@@ -49,7 +49,7 @@ class Evaluation:
         """The results that there will be."""
         return ("loss", *self._metrics.names)
 
-    def evaluate(self, share: EvaluationShare) -> dict[str, float]:
+    def evaluate(self, share: EvaluationShard) -> dict[str, float]:
         """Return the mean of the loss and of every metric over all samples, the same on every rank."""
         device = self._communicator.device
         losses = Means(("loss",), device)
@@ -68,7 +68,7 @@ class Evaluation:
             together(self._communicator, evaluate_own)
         return {**losses.reduce(self._communicator), **self._metrics.reduce()}
 
-    def predict(self, share: EvaluationShare) -> Any:
+    def predict(self, share: EvaluationShard) -> Any:
         """Return the model's outputs for all samples, in the dataset's order, the same on every rank."""
         outputs = Outputs()
 
@@ -85,7 +85,7 @@ class Evaluation:
             together(self._communicator, predict_own)
         return outputs.gather(self._communicator, share.dealt)
 
-    def _batches(self, share: EvaluationShare, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
+    def _batches(self, share: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
         return self._prefetch(batches, ahead=share.fetches_apart)
 
     @contextmanager

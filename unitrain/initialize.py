@@ -61,22 +61,22 @@ def init(
     validation.instance("unitrain.init(backend)", backend, str, "the name of a backend", fix, optional=True)
     fix = "Use unitrain.init(transport='gloo'), or leave it out"
     validation.instance("unitrain.init(transport=...)", transport, str, "the name of a transport", fix, optional=True)
-    placement = environment.detect()
-    name = backend or environment.setting("UNITRAIN_BACKEND") or _IMPLIED[placement.launcher]
+    rank_info = environment.detect()
+    name = backend or environment.setting("UNITRAIN_BACKEND") or _IMPLIED[rank_info.launcher]
     backend_class = registry.load(name)
     transport = transport or environment.setting("UNITRAIN_TRANSPORT")
 
     from unitrain.backends.base import StartOptions
 
     end_workers_with_rank()
-    started = backend_class.start(StartOptions(placement, device, transport, timedelta(seconds=timeout_seconds)))
-    if (started.rank, started.size) != (placement.rank, placement.size):
+    started = backend_class.start(StartOptions(rank_info, device, transport, timedelta(seconds=timeout_seconds)))
+    if (started.rank, started.size) != (rank_info.rank, rank_info.size):
         # Otherwise N processes would each train alone and overwrite each other's results, all with exit code 0.
         raise LauncherMismatchError(
-            f"{placement.source} said rank {placement.rank} of {placement.size}, but backend {name!r} came up as "
+            f"{rank_info.source} said rank {rank_info.rank} of {rank_info.size}, but backend {name!r} came up as "
             f"rank {started.rank} of {started.size}. "
-            f"Believed was {', '.join(placement.evidence) or 'that no launcher has set a variable'}. "
-            f"Start it with: unitrain launch --backend {name} -np {placement.size} ..."
+            f"Believed was {', '.join(rank_info.evidence) or 'that no launcher has set a variable'}. "
+            f"Start it with: unitrain launch --backend {name} -np {rank_info.size} ..."
         )
     supervisor_client.follow(started.rank)
     return started

@@ -21,7 +21,7 @@ from unitrain.config import TrainConfig, check_alike, for_dry_run
 from unitrain.data.loading import Data
 from unitrain.data.order import Slice
 from unitrain.data.prefetch import Prefetch
-from unitrain.data.sharding import EvaluationShare, open_training_data
+from unitrain.data.sharding import EvaluationShard, open_training_data
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import ConfigError, Preempted
 from unitrain.evaluation import Evaluation, LossFunction
@@ -37,7 +37,7 @@ from unitrain.optim.loss_weighting import GlobalMean, read_training_loss
 from unitrain.optim.precision import Precision, allow_tf32
 from unitrain.optim.schedulers import BuildScheduler, EpochScheduler, PlannedScheduler
 from unitrain.optim.step import Forward, ForwardFunction, Update, backward, without_gradients
-from unitrain.progress.sync_point import RollCall
+from unitrain.progress.sync_point import SyncPoint
 from unitrain.progress.timing import Times
 from unitrain.progress.tracker import Tracker
 from unitrain.trainer_overrides import guest_of_this_run
@@ -135,7 +135,7 @@ class Trainer:
         }  # fmt: skip
         together(backend, lambda: trainer_arguments.check_results(self._evaluation.names[1:]))
         self.run = Run(config, backend, parts if self._average is None else {**parts, "average": self._average})
-        self._roll_call = RollCall(self.run, self._times, self._tracker)
+        self._roll_call = SyncPoint(self.run, self._times, self._tracker)
         self.run.prepare(backend.unwrap(model), optimizer, self._scheduler)
         self.model = backend.distributed_model(
             model, unused_parameters=config.unused_parameters, compression=config.compression
@@ -277,7 +277,7 @@ class Trainer:
 
         together(self.backend, check)
 
-    def _train_epoch(self, share: TrainingData, validation: Mapping[str, EvaluationShare]) -> dict[str, float]:
+    def _train_epoch(self, share: TrainingData, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
         config, cursor = self.config, self.run.cursor
         epoch, first_sample = cursor.epoch + 1, cursor.sample
@@ -370,18 +370,18 @@ class Trainer:
         self._loss.add(loss.value, part.samples, loss.tokens)
         self._callbacks.call("on_micro_step", self, batch, part, loss)
 
-    def _validate(self, validation: Mapping[str, EvaluationShare]) -> dict[str, float]:
+    def _validate(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         return {
             prefix + name: value
             for prefix, share in validation.items()
             for name, value in self._evaluation.evaluate(share).items()
         }
 
-    def _evaluation_share(self, data: Data, limit_batches: int | None = None) -> EvaluationShare:
+    def _evaluation_share(self, data: Data, limit_batches: int | None = None) -> EvaluationShard:
         config = self.config
         # A DataLoader has its own batch size; anything else is evaluated in batches as large as those of training.
         batch_size = None if isinstance(data, DataLoader) else config.eval_batch_size or self._train_batch_size
-        return EvaluationShare(
+        return EvaluationShard(
             data,
             self.backend,
             batch_size=batch_size,

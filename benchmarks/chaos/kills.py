@@ -137,8 +137,8 @@ def be_rank(attempt: Attempt, rank: int) -> None:
     os.dup2(log, 2)
     if attempt.backend != "local":
         place = {"RANK": rank, "WORLD_SIZE": attempt.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": attempt.size}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(attempt.port)}
-        environment.export({name: str(value) for name, value in place.items()} | meeting)
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(attempt.port)}
+        environment.export({name: str(value) for name, value in place.items()} | rendezvous)
     kill, folder = attempt.kill, attempt.run / "output"
     hooks: list[Callback] = [Notes(attempt.run / "notes", attempt.number, rank, attempt.size)]
     # With all ranks as victims, rank 0 is the first to go and the parent kills the rest at once.

@@ -66,7 +66,7 @@ def write(job: Job) -> Written:
     """Return mpiexec's line, which is typed on one host."""
     job.check_hosts_named(LAUNCHER)
     given, said = options_of(job, LAUNCHER)
-    variables = variables_of(job, LAUNCHER) | job.meeting  # MPICH gives its ranks no address
+    variables = variables_of(job, LAUNCHER) | job.rendezvous  # MPICH gives its ranks no address
     secrets = {name: value for name, value in variables.items() if looks_secret(name, value)}
     options = ["-n", str(job.size)]
     if job.hosts:

@@ -97,7 +97,7 @@ def write(job: Job) -> Written:
     several = len(job.counts) > 1
     variables = variables_of(job, LAUNCHER)
     if several or job.backend != "horovod" or job.address or job.port:
-        variables |= job.meeting  # DDP's ranks meet there, and Horovod's on several hosts
+        variables |= job.rendezvous  # DDP's ranks meet there, and Horovod's on several hosts
     options = ["-np", str(job.size)]
     if job.hosts:
         options += ["-H", listed(job.slots)]

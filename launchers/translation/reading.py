@@ -41,7 +41,7 @@ def read(line: str) -> Job:
     if RESTARTS.items() <= variables.items():
         variables = {name: value for name, value in variables.items() if name not in RESTARTS}
     backend = variables.pop("UNITRAIN_BACKEND", None) or job.backend or IMPLIED.get(launcher, "ddp")
-    address, port = _meeting(variables)
+    address, port = _rendezvous(variables)
     job = replace(
         job,
         environment=variables,
@@ -106,7 +106,7 @@ def _read_mpi(words: Sequence[str]) -> Job:
     return openmpi.read(words)
 
 
-def _meeting(variables: dict[str, str]) -> tuple[str | None, int | None]:
+def _rendezvous(variables: dict[str, str]) -> tuple[str | None, int | None]:
     """Take MASTER_ADDR and MASTER_PORT out of `variables`, and return them where they are known."""
     address, port = variables.pop("MASTER_ADDR", None), variables.pop("MASTER_PORT", None)
     return (

@@ -11,7 +11,7 @@ from unitrain.launchers.exports import looks_secret
 from unitrain.launchers.options import with_defaults
 from unitrain.launchers.srun import task_options
 from unitrain.launchers.translation.job import Job
-from unitrain.launchers.translation.srun import meeting
+from unitrain.launchers.translation.srun import rendezvous
 from unitrain.launchers.translation.words import expands, join, quote, shown
 from unitrain.launchers.translation.writing import Written, options_of, variables_of
 
@@ -60,7 +60,7 @@ def write(job: Job, directives: Sequence[str] = ()) -> Written:
     if job.hosts:
         usual.append(f"--nodelist={','.join(name.strip('[]') for name in job.hosts)}")
     asked = _merged(usual, [*given, *directives])
-    variables = {**variables_of(job, LAUNCHER), **meeting(job, said)}
+    variables = {**variables_of(job, LAUNCHER), **rendezvous(job, said)}
     if job.port is None:
         del variables["MASTER_PORT"]
     exports = [f"export {name}={quote(value)}" for name, value in variables.items()]

@@ -133,7 +133,7 @@ def write(job: Job) -> Written:
     asked = [*task_options(job.counts)]
     if job.hosts:
         asked = ["--nodelist", ",".join(name.strip("[]") for name in job.hosts), *asked]
-    variables = variables_of(job, LAUNCHER) | meeting(job, said)
+    variables = variables_of(job, LAUNCHER) | rendezvous(job, said)
     if job.directory is not None:
         asked += ["--chdir", job.directory]
     start = with_defaults(DEFAULTS, given)
@@ -146,11 +146,11 @@ def write(job: Job) -> Written:
     return Written([line], [*job.remarks, *said, *_uneven(job), *restarts(job)])
 
 
-def meeting(job: Job, said: list[str]) -> dict[str, str]:
+def rendezvous(job: Job, said: list[str]) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT, for which srun's ranks have no other source: on the first host that Slurm
     chooses, where the job names none. What is left out is said."""
     if job.hosts or len(job.counts) == 1:
-        return job.meeting
+        return job.rendezvous
     if job.address is not None:
         said.append(f"The address {job.address} is left out: the ranks meet on the first host that Slurm chooses.")
     return {"MASTER_ADDR": FIRST_HOST, "MASTER_PORT": str(job.port or DEFAULT_PORT)}

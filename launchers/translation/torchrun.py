@@ -27,7 +27,7 @@ SYNTAX = Syntax(
     | {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"},
 )
 _TOPICS = topics(
-    meeting="--standalone --rdzv-backend --rdzv-id --rdzv-conf --rdzv-endpoint --local-addr --node-rank --role",
+    rendezvous="--standalone --rdzv-backend --rdzv-id --rdzv-conf --rdzv-endpoint --local-addr --node-rank --role",
     output="--log-dir --redirects --tee --log-line-prefix-template --local-ranks-filter --duplicate-stdout-filters "
     "--duplicate-stderr-filters --logs-specs",
     grace="--signals-to-handle --shutdown-timeout",
@@ -85,9 +85,9 @@ def write(job: Job) -> Written:
         job.check_hosts_named(LAUNCHER)
     variables = {**(RESTARTS if job.max_restarts else {}), **variables_of(job, LAUNCHER)}
     names = job.hosts or [f"host {place}" for place, _ in enumerate(job.counts, start=1)]
-    meeting: dict[str, str] = {}
+    rendezvous: dict[str, str] = {}
     if len(job.counts) > 1:
-        meeting = {
+        rendezvous = {
             given.name: given.values[0] for one in job.others if (given := _own(one)) is not None and given.values
         }
         # What is not the same on each host, and what is written anew.
@@ -95,8 +95,8 @@ def write(job: Job) -> Written:
         kept = [one for one in job.others if (given := _own(one)) is None or given.name not in left]
         job = replace(job, others=tuple(kept))
     words, said = options_of(job, LAUNCHER)
-    if "--local-addr" in meeting and not job.max_restarts:
-        said.append(f"--local-addr {meeting['--local-addr']} is left out, because each host has its own.")
+    if "--local-addr" in rendezvous and not job.max_restarts:
+        said.append(f"--local-addr {rendezvous['--local-addr']} is left out, because each host has its own.")
     if len(job.counts) > 1 and job.max_restarts:
         # The static rendezvous of --master-addr ends with the first attempt.
         nodes = [
@@ -107,8 +107,10 @@ def write(job: Job) -> Written:
                 (job.address or job.hosts[0], job.port or DEFAULT_PORT),
                 is_first=place == 0,
                 own=job.hosts[place] if job.hosts else None,
-                job=meeting.get("--rdzv-id", "unitrain"),
-                settings=dict(part.partition("=")[::2] for part in meeting.get("--rdzv-conf", "").split(",") if part),
+                job=rendezvous.get("--rdzv-id", "unitrain"),
+                settings=dict(
+                    part.partition("=")[::2] for part in rendezvous.get("--rdzv-conf", "").split(",") if part
+                ),
             )
             for place, count in enumerate(job.counts)
         ]

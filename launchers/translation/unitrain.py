@@ -110,7 +110,7 @@ def write(job: Job) -> Written:
         if other.launcher != launcher and launcher not in other.passes:
             variables = {**other.variables, **variables}
     if len(job.counts) > 1 or job.address or job.port:
-        variables |= {} if usual == launcher == "horovodrun" else job.meeting
+        variables |= {} if usual == launcher == "horovodrun" else job.rendezvous
     secrets = {name: value for name, value in variables.items() if looks_secret(name, value)}
     options = [*(("--backend", job.backend) if job.backend else ())]
     if launcher != usual:

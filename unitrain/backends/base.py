@@ -49,8 +49,8 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends.compression_setting import Compression
-from unitrain.backends.tunables import Knob
-from unitrain.bootstrap.environment import Placement
+from unitrain.backends.tunables import Tunable
+from unitrain.bootstrap.environment import RankInfo
 from unitrain.errors import (
     CollectiveMismatchError,
     ConfigError,
@@ -72,7 +72,7 @@ class StartOptions:
     None for `device` or `transport` leaves the choice to the backend.
     """
 
-    placement: Placement
+    rank_info: RankInfo
     device: str | torch.device | None = None
     transport: str | None = None
     timeout: timedelta = timedelta(minutes=5)
@@ -128,9 +128,8 @@ class Backend(Communicator):
     """A communicator that also knows how gradients become global, and where its ranks run.
 
     `transport` is what moves the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` counts within a host,
-    `node_rank` numbers the hosts, and `knobs` are what `unitrain tune` may turn. Use it as a context manager: it shuts
-    down on a clean exit only, because shutting down while an exception leaves makes the launcher blame whichever rank
-    notices first.
+    `node_rank` numbers the hosts, and `tunables` are what `unitrain tune` may change. Use it as a context manager: it
+    shuts down on a clean exit only, because a shutdown during an exception makes the launcher blame another rank.
     """
 
     name: str
@@ -139,7 +138,7 @@ class Backend(Communicator):
     local_size: int
     node_rank: int
     num_nodes: int
-    knobs: tuple[Knob, ...] = ()
+    tunables: tuple[Tunable, ...] = ()
     _alone = 0  # how many blocks of on_rank_zero the caller is in
     _is_shut_down = False
 
@@ -233,7 +232,7 @@ class Backend(Communicator):
             self.abandon(error)
 
 
-class GradientMemory(ABC):
+class CompressionState(ABC):
     """What the compression of a model's gradients keeps from one reduction to the next, for a checkpoint.
 
     `loss_scale` returns what the losses of the running backward are multiplied by, or None where they are not: what is
@@ -260,12 +259,12 @@ class SupportsPowerSGD(ABC):
     """A backend that compresses by PowerSGD, whose memory a checkpoint must keep."""
 
     @abstractmethod
-    def gradient_memory(self, model: nn.Module) -> GradientMemory:
+    def compression_state(self, model: nn.Module) -> CompressionState:
         """Return the memory of the compression of `model`, which `distributed_model` returned. Raises ModelError where
         it has none."""
 
 
-def raise_together(communicator: Communicator, error: UnitrainError | None) -> None:
+def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) -> None:
     """Raise on every rank when any rank passes an error: the lowest such rank's, so that all ranks say the same.
 
     All ranks call it, with None where nothing is wrong. It is for what only some ranks can see, such as a folder.
@@ -307,7 +306,7 @@ def together(communicator: Communicator, make: Callable[[], ResultT]) -> ResultT
         made = make()
     except UnitrainError as error:
         problem = error
-    raise_together(communicator, problem)
+    raise_on_all_ranks(communicator, problem)
     return made
 
 

@@ -24,7 +24,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.checks import dtype_name
 from unitrain.backends.objects import pack, unpack
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError, UnitrainError
-from unitrain.monitoring.flight_recorder import Ledger
+from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.waiting import Waiting
 from unitrain.torch_compat import all_gather
 
@@ -40,7 +40,7 @@ _TAG = 0x756E69  # of messages between two ranks, none that a user is likely to 
 _SUM_HEADER = 4 * _PARTS + 1
 
 
-class Agreed(NamedTuple):
+class CheckedArguments(NamedTuple):
     """What the exchange found besides equality. `counts` is every rank's `Call.count`, for gathering operations and up
     to MOST_GATHERED ranks only; `root_count` that of the root.
 
@@ -54,16 +54,20 @@ class Agreed(NamedTuple):
     total: Tensor | None = None
 
 
-class Agreement:
+class ConsistencyCheck:
     """Counts the collectives that this rank of `backend` calls, and compares each with those of the other ranks.
 
     Its exchanges of CPU tensors use `group`, None for the default group.
     """
 
     def __init__(
-        self, backend: Backend, ledger: Ledger, waiting: Waiting, group: dist.ProcessGroup | None = None
+        self,
+        backend: Backend,
+        flight_recorder: FlightRecorder,
+        waiting: Waiting,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._backend, self._ledger, self._waiting, self._group = backend, ledger, waiting, group
+        self._backend, self._flight_recorder, self._waiting, self._group = backend, flight_recorder, waiting, group
         self._calls = 0
         self._point_to_point = _has_point_to_point(group)
         # Bounded in sum over ranks; 4 KB hold the statistics of a BatchNorm of 250 channels.
@@ -82,7 +86,7 @@ class Agreement:
         root: int = -1,
         check: Callable[[], None] | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Agreed:
+    ) -> CheckedArguments:
         """Return once every rank is about to do the same. All ranks call it.
 
         `check` raises what is wrong with the arguments on this rank. With `dtype`, a small `tensor` is transferred in
@@ -100,7 +104,7 @@ class Agreement:
         except (TensorError, ConfigError) as error:
             problem = error
         self._calls += 1
-        self._ledger.enter(call)
+        self._flight_recorder.enter(call)
         tensor = None if problem is not None or dtype is None else tensor
         exchange = self._gathered if self._backend.size <= MOST_GATHERED else self._summed
         agreed = exchange(call, tensor, dtype)
@@ -120,7 +124,7 @@ class Agreement:
         """Make `payload`, uint8 of the same size on every rank, the root's. All ranks call it."""
         self._wait(dist.broadcast(payload, root, group=self._group, async_op=True))
 
-    def _gathered(self, call: Call, tensor: Tensor | None, dtype: torch.dtype | None) -> Agreed | None:
+    def _gathered(self, call: Call, tensor: Tensor | None, dtype: torch.dtype | None) -> CheckedArguments | None:
         """Exchange rows; return None where they differ."""
         content = None if tensor is None or dtype is None else _small(tensor, dtype, self._row_bytes)
         row = torch.zeros(_HEADER + self._row_bytes // 8, dtype=torch.int64)
@@ -133,9 +137,9 @@ class Agreement:
         if fingerprints.count(call.fingerprint) < len(fingerprints):
             return None
         contents = rows[:, _HEADER:].view(torch.uint8)[:, : max(lengths)] if min(lengths) >= 0 else None
-        return Agreed(counts, counts[max(call.root, 0)], contents)
+        return CheckedArguments(counts, counts[max(call.root, 0)], contents)
 
-    def _summed(self, call: Call, tensor: Tensor | None, dtype: torch.dtype | None) -> Agreed | None:
+    def _summed(self, call: Call, tensor: Tensor | None, dtype: torch.dtype | None) -> CheckedArguments | None:
         """Exchange sums; return None where fingerprints differ."""
         size, rank = self._backend.size, self._backend.rank
         # Of an object that one rank sends, only that rank knows the bytes, and their sum is that number.
@@ -163,7 +167,7 @@ class Agreement:
             else:
                 every = self._gather(torch.tensor([call.count])).view(-1).tolist()
         total = vector[_SUM_HEADER : _SUM_HEADER + values.numel()] if values is not None and carried == size else None
-        return Agreed(every, counts_sum, total=total)
+        return CheckedArguments(every, counts_sum, total=total)
 
     def _sum_over_ranks(self, vector: Tensor) -> None:
         """Make `vector` its sum over ranks, with the same bits on all of them. All ranks call it.
@@ -212,7 +216,7 @@ class Agreement:
             if found is not None:
                 raise found
         raise CollectiveMismatchError(
-            f"{describe_disagreement([call for call, _ in told])} Call the same collectives in the same order on every "
+            f"{describe_mismatch([call for call, _ in told])} Call the same collectives in the same order on every "
             "rank, with the same shape and dtype, and none of them inside `if rank == 0`."
         )
 
@@ -295,7 +299,7 @@ class Call:
         return f"called {self.operation}({', '.join(arguments)}) as collective #{self.number}"
 
 
-def describe_disagreement(calls: Sequence[Call]) -> str:
+def describe_mismatch(calls: Sequence[Call]) -> str:
     """Return one sentence that tells who called what, ranks with the same call together."""
     ranks: dict[str, list[str]] = {}
     for rank, call in enumerate(calls):

@@ -30,26 +30,26 @@ class DDPBackend(ProcessGroupBackend):
         """Raise ConfigError for a transport that is unknown, that torch was built without, or that the device rules
         out, and for two ranks on one GPU."""
         checks.check_no_group()
-        placement = options.placement
-        device = choose_device(options.device, placement.local_rank)
+        rank_info = options.rank_info
+        device = choose_device(options.device, rank_info.local_rank)
         transport = options.transport or ("nccl" if device.type == "cuda" else "gloo")
         _check_transport(transport, device)
-        meeting = meet(placement, options.timeout)
-        check_gpus(meeting, device, options.device)
-        if (own := meeting.own_address) and (interface := interface_of(own)):
+        rendezvous = meet(rank_info, options.timeout)
+        check_gpus(rendezvous, device, options.device)
+        if (own := rendezvous.own_address) and (interface := interface_of(own)):
             environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(
             # CPU tensors, which the agreement before each collective is made of, always travel over Gloo.
             f"cpu:gloo,cuda:{transport}" if device.type == "cuda" else transport,
-            store=dist.PrefixStore("ddp", meeting.store),
-            rank=placement.rank,
-            world_size=placement.size,
+            store=dist.PrefixStore("ddp", rendezvous.store),
+            rank=rank_info.rank,
+            world_size=rank_info.size,
             timeout=options.timeout,
         )
         # In a group of their own, the exchanges before collectives do not wait for gradients that are being reduced,
         # and do not receive those of a rank that calls something else. NCCL's do not mix with Gloo's messages anyway.
         control = dist.new_group(backend="gloo", timeout=options.timeout) if transport != "nccl" else None
-        started = cls(meeting, device, transport, control)  # type: ignore[arg-type]
+        started = cls(rendezvous, device, transport, control)  # type: ignore[arg-type]
         if transport == "nccl":
             started._waits_on_stream = True
             group = dist.distributed_c10d._get_default_group()

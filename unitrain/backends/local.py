@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, GradientMemory, ReduceOp, StartOptions, SupportsPowerSGD
+from unitrain.backends.base import Backend, CompressionState, ReduceOp, StartOptions, SupportsPowerSGD
 from unitrain.backends.compression_setting import Compression
-from unitrain.backends.gradients.compression import Memories, compress_backward
+from unitrain.backends.gradients.compression import CompressionStates, compress_backward
 from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
 from unitrain.backends.gradients.unused_parameters import watch_first_backward
 from unitrain.bootstrap.devices import choose_device
@@ -34,17 +34,17 @@ class LocalBackend(Backend, SupportsPowerSGD):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._accumulating = self._has_accumulated = False
-        self._memories = Memories()
+        self._memories = CompressionStates()
         self._gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
         """Raise LauncherMismatchError when a launcher started more than this one process, ConfigError for a transport
         and, as where there are more, while an earlier one is in use."""
-        placement = options.placement
-        if placement.size > 1:
+        rank_info = options.rank_info
+        if rank_info.size > 1:
             raise LauncherMismatchError(
-                f"Backend 'local' is one process, but {placement.source} asked for {placement.size}. "
+                f"Backend 'local' is one process, but {rank_info.source} asked for {rank_info.size}. "
                 "Use --backend ddp or --backend horovod, or start it with: python script.py"
             )
         if options.transport not in (None, cls.transport):
@@ -114,7 +114,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
             gradients.track()
         return model
 
-    def gradient_memory(self, model: nn.Module) -> GradientMemory:
+    def compression_state(self, model: nn.Module) -> CompressionState:
         return self._memories.of(self.unwrap(model))
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, GradientMemory, ReduceOp, SupportsPowerSGD, together
+from unitrain.backends.base import Backend, CompressionState, ReduceOp, SupportsPowerSGD, together
 from unitrain.backends.compression_setting import Compression
-from unitrain.backends.consistency import Agreement
+from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.fork_safety import make_forks_safe
-from unitrain.backends.gradients.compression import Memories
+from unitrain.backends.gradients.compression import CompressionStates
 from unitrain.backends.gradients.ddp_wrapper import (
     BUCKET_VIEW,
     BUCKETS,
@@ -31,16 +31,16 @@ from unitrain.backends.gradients.ddp_wrapper import (
 )
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import check_before_step
-from unitrain.backends.gradients.reducer_group import GradientGroup
+from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.objects import NOTHING, broadcast_with_tensors, pack, unpack
 from unitrain.backends.ordered_keys import from_ordered_keys, ordered_keys, takes_keys
-from unitrain.backends.tunables import Knob
+from unitrain.backends.tunables import Tunable
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
-from unitrain.monitoring.flight_recorder import Ledger
+from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.waiting import Waiting
-from unitrain.monitoring.watchdog import Watch
+from unitrain.monitoring.watchdog import Watchdog
 from unitrain.torch_compat import all_gather, reduce_scatter
 
 _TORCH_OPS = {
@@ -58,11 +58,11 @@ LAST_RESORT = timedelta(seconds=30)
 class ProcessGroupBackend(Backend, SupportsPowerSGD):
     """A backend over torch.distributed's default group, which its subclass has initialised."""
 
-    knobs: tuple[Knob, ...] = (BUCKETS, BUCKET_VIEW)
+    tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW)
     _waits_on_stream = False  # whether it is a GPU's stream, and not the host, that waits for gradients
 
     def __init__(
-        self, meeting: Meeting, device: torch.device, transport: str, control: dist.ProcessGroup | None = None
+        self, rendezvous: Rendezvous, device: torch.device, transport: str, control: dist.ProcessGroup | None = None
     ) -> None:
         """`control` is the group of the consistency checks and small tensors, None for the default group."""
         make_forks_safe()
@@ -70,20 +70,20 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self.transport = transport
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self._meeting = meeting
-        self._ledger = Ledger()
+        self._rendezvous = rendezvous
+        self._flight_recorder = FlightRecorder()
         self._ended = False
         self._wrapped: WeakSet[GlobalGradients] = WeakSet()
         self._gradient_group: Any = None
-        self._memories = Memories()
-        own = meeting.seats[self.rank]
+        self._memories = CompressionStates()
+        own = rendezvous.seats[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
         # Whether the ranks must use several groups in one order.
         self._keeps_order = transport == "nccl"
-        self._watch = Watch(meeting, self._ledger) if self.size > 1 else None
-        self._waiting = Waiting(meeting, self._ledger, self._watch, polls=device.type == "cpu")
-        self._agree = Agreement(self, self._ledger, self._waiting, control)
+        self._watchdog = Watchdog(rendezvous, self._flight_recorder) if self.size > 1 else None
+        self._waiting = Waiting(rendezvous, self._flight_recorder, self._watchdog, polls=device.type == "cpu")
+        self._agree = ConsistencyCheck(self, self._flight_recorder, self._waiting, control)
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         dtype = _reduced_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check tells of what is no tensor
@@ -200,23 +200,23 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         if unused_parameters and self._gradient_group is None:
             # Ranks that leave different parameters out send their gradients earlier or later than other ranks do,
             # relative to the collectives that run inside their backward. Within one group those would meet each other.
-            self._gradient_group = dist.new_group(timeout=self._meeting.timeout)
+            self._gradient_group = dist.new_group(timeout=self._rendezvous.timeout)
             if self._waits_on_stream:
-                set_transport_timeout(self._gradient_group, self.device, self._meeting.timeout + LAST_RESORT)
+                set_transport_timeout(self._gradient_group, self.device, self._rendezvous.timeout + LAST_RESORT)
         own_group = self._gradient_group if unused_parameters else None
         wrapped = GlobalGradients(
             model,
             self.device,
-            self._meeting,
+            self._rendezvous,
             unused_parameters=unused_parameters,
             compressor=self._memories.compressor(compression, self.unwrap(model), self),
             group=own_group,
             buffers=ForwardBuffers(model, self) or None,
-            sent_in=GradientGroup(
+            sent_in=ReducerGroup(
                 own_group or dist.distributed_c10d._get_default_group(),
-                self._ledger,
+                self._flight_recorder,
                 self._waiting,
-                self._watch,
+                self._watchdog,
                 (lambda bucket: self._agree("gradients", bucket)) if debug else None,
                 on_stream=self._waits_on_stream,
                 at_end=own_group is not None and self._keeps_order,
@@ -225,7 +225,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self._wrapped.add(wrapped)
         return wrapped
 
-    def gradient_memory(self, model: nn.Module) -> GradientMemory:
+    def compression_state(self, model: nn.Module) -> CompressionState:
         return self._memories.of(self.unwrap(model))
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
@@ -248,12 +248,12 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         return getattr(inner, "_orig_mod", inner)
 
     def abandon(self, error: BaseException) -> None:
-        if self._watch is not None:
-            self._watch.fail(error)
+        if self._watchdog is not None:
+            self._watchdog.fail(error)
 
     def shutdown(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         # A group ends with the last that holds it, and Gloo's threads with the group. Those that are still there when
         # the interpreter goes abort the process now and then (pytorch#179291).
         for model in self._wrapped:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Knob:
+class Tunable:
     """An environment variable, what it is in a sentence, what it is by itself, and what else is worth a try."""
 
     variable: str

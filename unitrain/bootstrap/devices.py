@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from unitrain import validation
-from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ConfigError
 
 
@@ -42,12 +42,12 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
     return device
 
 
-def check_gpus(meeting: Meeting, device: torch.device, requested: str | torch.device | None) -> None:
+def check_gpus(rendezvous: Rendezvous, device: torch.device, requested: str | torch.device | None) -> None:
     """Raise ConfigError, on every rank alike, when two ranks compute on one GPU without having asked for it by its
     number. All ranks call it."""
     named = requested is not None and torch.device(requested).index is not None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" and not named else None
-    check_gpus_differ(meeting.exchange("gpu", [socket.gethostname(), gpu]))
+    check_gpus_differ(rendezvous.exchange("gpu", [socket.gethostname(), gpu]))
 
 
 def check_gpus_differ(told: Sequence[Sequence[str | None]]) -> None:

@@ -15,7 +15,7 @@ from unitrain.errors import EnvironmentVariableError
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankInfo:
     """Where a launcher put this process, in the words of DESIGN; what the launcher does not tell is None.
 
     `launcher` is "torchrun", "horovodrun", "mpirun" (Open MPI's), "mpiexec" (MPICH's, Intel MPI's, PALS'), "mpirun_rsh"
@@ -135,7 +135,7 @@ _TOLD_BESIDE = (
 )  # fmt: skip
 
 
-def detect(environ: Mapping[str, str] | None = None) -> Placement:
+def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Return where this process was put, by its environment or by `environ`.
 
     Raises EnvironmentVariableError for a variable that is missing, not a number, or contradicts another; so do RANK and
@@ -151,9 +151,9 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement:
         if variables.marker in environ:
             if variables.marker == "PET_NODE_RANK":
                 _check_one_process_a_pod(environ)
-            placement = _placement(variables, environ)
-            _check_no_other_spawner(placement, variables, environ)
-            return placement
+            rank_info = _placement(variables, environ)
+            _check_no_other_spawner(rank_info, variables, environ)
+            return rank_info
     if "PMIX_RANK" in environ:
         # A single process would take itself for the only one, and so would all others of the job.
         raise EnvironmentVariableError(
@@ -162,7 +162,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement:
             "env RANK=$PMIX_RANK WORLD_SIZE=<ranks> LOCAL_RANK=<number on its host> python ..., or clear it with: "
             "unset PMIX_RANK"
         )
-    return Placement("none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1)
+    return RankInfo("none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1)
 
 
 def setting(name: str) -> str | None:
@@ -268,19 +268,19 @@ def _check_one_process_a_pod(environ: Mapping[str, str]) -> None:
         )
 
 
-def _check_no_other_spawner(placement: Placement, variables: _Variables, environ: Mapping[str, str]) -> None:
+def _check_no_other_spawner(rank_info: RankInfo, variables: _Variables, environ: Mapping[str, str]) -> None:
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
-    if not rank or not size or (rank, size) == (str(placement.rank), str(placement.size)):
+    if not rank or not size or (rank, size) == (str(rank_info.rank), str(rank_info.size)):
         return
     raise EnvironmentVariableError(
-        f"RANK={rank} and WORLD_SIZE={size} contradict {variables.rank}={placement.rank} and "
-        f"{variables.size}={placement.size} of {placement.launcher}. Clear those that are left over: "
-        f"unset RANK WORLD_SIZE, or, where {placement.launcher} did not start this process itself: "
+        f"RANK={rank} and WORLD_SIZE={size} contradict {variables.rank}={rank_info.rank} and "
+        f"{variables.size}={rank_info.size} of {rank_info.launcher}. Clear those that are left over: "
+        f"unset RANK WORLD_SIZE, or, where {rank_info.launcher} did not start this process itself: "
         f"unset {variables.marker}"
     )
 
 
-def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:
+def _placement(variables: _Variables, environ: Mapping[str, str]) -> RankInfo:
     evidence: list[str] = []
 
     def number(name: str | None, default: int | None = None) -> int | None:
@@ -324,4 +324,4 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> Placement:
         )
         if variable is not None and variable in environ
     }
-    return Placement(variables.launcher, rank, size, local_rank, **optional, evidence=tuple(dict.fromkeys(evidence)))
+    return RankInfo(variables.launcher, rank, size, local_rank, **optional, evidence=tuple(dict.fromkeys(evidence)))

@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.environment import Placement
+from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.messages import MessageStore
 from unitrain.bootstrap.network import address_towards, is_loopback, listen
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
@@ -40,7 +40,7 @@ _served: list[TCPStore] = []  # rank 0's stores, kept alive as long as the proce
 
 
 @dataclass(frozen=True)
-class Seat:
+class NodePosition:
     """Where a rank sits, agreed by all ranks: its number on its host, and its host's number among the hosts."""
 
     local_rank: int
@@ -50,10 +50,10 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The ranks' meeting place: `store` is shared by all, `host` is an address by which all reach rank 0's host."""
 
-    placement: Placement
+    rank_info: RankInfo
     store: Store
     host: str
     timeout: timedelta
@@ -67,12 +67,12 @@ class Meeting:
         if missing := self.wait_for(key):
             names = ", ".join(map(str, missing))
             raise CollectiveTimeoutError(
-                f"{self.placement.size} ranks should meet for {key!r}, but after {self.timeout.total_seconds():g} s "
+                f"{self.rank_info.size} ranks should meet for {key!r}, but after {self.timeout.total_seconds():g} s "
                 f"{'rank' if len(missing) == 1 else 'ranks'} {names} had not come. "
                 "Look at the first error they logged, or give them more time: unitrain.init(timeout_seconds=...)."
             )
         posted = self._posted(key)
-        return [posted[rank] for rank in range(self.placement.size)]
+        return [posted[rank] for rank in range(self.rank_info.size)]
 
     @cached_property
     def messages(self) -> MessageStore:
@@ -85,20 +85,20 @@ class Meeting:
         The store appends all of them to one value, so that a rank sends and receives a number of requests that does not
         depend on the number of ranks.
         """
-        if self.store.add(f"{key}/{self.placement.rank}", 1) > 1:
+        if self.store.add(f"{key}/{self.rank_info.rank}", 1) > 1:
             return
-        self.messages.append(f"{key}/posted", json.dumps([self.placement.rank, value]))
-        if self.store.add(f"{key}/count", 1) == self.placement.size:
+        self.messages.append(f"{key}/posted", json.dumps([self.rank_info.rank, value]))
+        if self.store.add(f"{key}/count", 1) == self.rank_info.size:
             self.messages.set(f"{key}/complete", "1")
 
     def wait_for(self, key: str, timeout: timedelta | None = None) -> list[int]:
         """Wait until every rank has posted under `key`; return the ranks that have not done so in time."""
         deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
-        pause = max(_POLL_SECONDS, self.placement.size * _POLL_SECONDS_PER_RANK)
+        pause = max(_POLL_SECONDS, self.rank_info.size * _POLL_SECONDS_PER_RANK)
         while not self.messages.check([f"{key}/complete"]):
             if time.monotonic() > deadline:
                 posted = self._posted(key)
-                return [rank for rank in range(self.placement.size) if rank not in posted]
+                return [rank for rank in range(self.rank_info.size) if rank not in posted]
             time.sleep(pause)
         return []
 
@@ -106,18 +106,18 @@ class Meeting:
         return dict(json.loads(line) for line in self.messages.lines(f"{key}/posted"))
 
     @cached_property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[NodePosition]:
         """Every rank's seat, from what all ranks tell about themselves. All ranks ask for it.
 
         No launcher's own node number is trusted alone: Horovod's differs on uneven hosts, and Open MPI has none.
         """
         own = environment.setting("HOROVOD_HOSTNAME") or socket.gethostname()
-        told = self.exchange("seat", [own, self.placement.node_rank, self.placement.local_rank])
+        told = self.exchange("seat", [own, self.rank_info.node_rank, self.rank_info.local_rank])
         hosts = [(host, node_rank) for host, node_rank, _ in told]
         sizes = Counter(hosts)
         numbers = {host: number for number, host in enumerate(sizes)}
         return [
-            Seat(local_rank, sizes[host], numbers[host], len(numbers))
+            NodePosition(local_rank, sizes[host], numbers[host], len(numbers))
             for host, (_, _, local_rank) in zip(hosts, told, strict=True)
         ]
 
@@ -136,37 +136,37 @@ class Meeting:
         return address_towards(elsewhere[0]) if elsewhere else own
 
 
-def meet(placement: Placement, timeout: timedelta) -> Meeting:
+def meet(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Bring the ranks of any launcher together, and return when all have come. All ranks call it, equally often.
 
     Raises LauncherMismatchError where the launcher gives no address to meet at, CollectiveTimeoutError naming who is
     missing.
     """
-    reserve_descriptors(placement)
+    reserve_descriptors(rank_info)
     # Neither a restarted run nor a second meeting of the same processes may read the keys of the one before. The
     # number of restarts is torchrun's on this host: one that came later has seen fewer, but in no store that is shared.
     shared = environment.setting("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = (environment.setting("TORCHELASTIC_RESTART_COUNT") if shared else None) or "0"
     name = f"unitrain/{attempt}/{next(_meetings)}"
-    store, host = _shared_store(placement, timeout, name)
-    meeting = Meeting(placement, PrefixStore(name, store), host, timeout)
-    _ = meeting.seats  # to ask for them is to wait for all ranks
-    return meeting
+    store, host = _shared_store(rank_info, timeout, name)
+    rendezvous = Rendezvous(rank_info, PrefixStore(name, store), host, timeout)
+    _ = rendezvous.seats  # to ask for them is to wait for all ranks
+    return rendezvous
 
 
-def _shared_store(placement: Placement, timeout: timedelta, name: str) -> tuple[Store, str]:
-    if placement.launcher == "none" or (placement.size == 1 and environment.setting("MASTER_ADDR") is None):
+def _shared_store(rank_info: RankInfo, timeout: timedelta, name: str) -> tuple[Store, str]:
+    if rank_info.launcher == "none" or (rank_info.size == 1 and environment.setting("MASTER_ADDR") is None):
         return HashStore(), "127.0.0.1"
     if (host := environment.setting("MASTER_ADDR")) and (port := environment.setting("MASTER_PORT")):
         # torchrun may serve the store itself; otherwise rank 0 does.
-        serves = placement.rank == 0 and environment.setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        serves = rank_info.rank == 0 and environment.setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
             raise EnvironmentVariableError(
                 f"MASTER_PORT must be a port from 1 to 65535, got {port!r}. Use: export MASTER_PORT=29500"
             )
-        return tcp_store(host, int(port), placement, timeout, serves=serves), host
+        return tcp_store(host, int(port), rank_info, timeout, serves=serves), host
     if environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
-        return _store_through_horovodrun(placement, timeout, name)
+        return _store_through_horovodrun(rank_info, timeout, name)
     remedy = {
         "mpirun": "Use --backend horovod, which brings its own, or give one: "
         "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
@@ -176,26 +176,26 @@ def _shared_store(placement: Placement, timeout: timedelta, name: str) -> tuple[
         "jsrun": "Give one: jsrun -E MASTER_ADDR=<host of rank 0> -E MASTER_PORT=29500 ...",
         "srun": "Give one before srun: "
         'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500',
-    }.get(placement.launcher, "Give one to every rank: export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500")
+    }.get(rank_info.launcher, "Give one to every rank: export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500")
     raise LauncherMismatchError(
-        f"{placement.source} said rank {placement.rank} of {placement.size}, but gave no address to meet at. {remedy}"
+        f"{rank_info.source} said rank {rank_info.rank} of {rank_info.size}, but gave no address to meet at. {remedy}"
     )
 
 
-def reserve_descriptors(placement: Placement) -> None:
+def reserve_descriptors(rank_info: RankInfo) -> None:
     """Raise this process's soft limit of file descriptors to what its connections to the other ranks need.
 
     Raises ConfigError where the hard limit does not allow it.
     """
     # Rank 0 serves three connections of each rank to the store, one that reports the end of its process, and one of the
     # store's own users in torch. Besides, every rank has a connection to each other one in two groups, or in three.
-    others = placement.size - 1
-    least = (_SERVED_PER_RANK * (placement.rank == 0) + _GROUPS) * others + sum(1 for _ in Path("/dev/fd").iterdir())
+    others = rank_info.size - 1
+    least = (_SERVED_PER_RANK * (rank_info.rank == 0) + _GROUPS) * others + sum(1 for _ in Path("/dev/fd").iterdir())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = hard if hard != resource.RLIM_INFINITY else 2**20
     if limit < least:
         raise ConfigError(
-            f"Rank {placement.rank} of {placement.size} needs at least {least} file descriptors for its connections, "
+            f"Rank {rank_info.rank} of {rank_info.size} needs at least {least} file descriptors for its connections, "
             f"and the hard limit on this host is {limit}. Raise it before the launcher starts: ulimit -Hn {2 * least}, "
             "or LimitNOFILE= of the service that starts ranks on this host, such as slurmd or sshd."
         )
@@ -204,14 +204,14 @@ def reserve_descriptors(placement: Placement) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def tcp_store(host: str, port: int, placement: Placement, timeout: timedelta, *, serves: bool) -> TCPStore:
+def tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta, *, serves: bool) -> TCPStore:
     """Serve, or reach, the store at an address; who is missing is found out later, by name.
 
     The store that is served listens on one address if `host` determines it (`network.listen`). Raises ConfigError if
     rank 0 cannot listen there, CollectiveTimeoutError if no store answers in time.
     """
     if not serves:
-        return _reached_store(host, port, placement, timeout)
+        return _reached_store(host, port, rank_info, timeout)
     descriptor: int | None = None
     try:
         if port not in {store.port for store in _served}:
@@ -220,7 +220,7 @@ def tcp_store(host: str, port: int, placement: Placement, timeout: timedelta, *,
         store = TCPStore(
             host,
             port,
-            placement.size,
+            rank_info.size,
             is_master=True,
             timeout=timeout,
             wait_for_workers=False,
@@ -231,14 +231,14 @@ def tcp_store(host: str, port: int, placement: Placement, timeout: timedelta, *,
         in_use = "EADDRINUSE" in str(error) or "ddress already in use" in str(error)
         why = "another program listens there" if in_use else str(error).splitlines()[0]
         raise ConfigError(
-            f"Rank {placement.rank} could not listen at {host}:{port}: {why}. "
+            f"Rank {rank_info.rank} could not listen at {host}:{port}: {why}. "
             "Choose a free port of the host of rank 0 and set it for every rank: export MASTER_PORT=<port>"
         ) from error
     _served.append(store)
     return store
 
 
-def _reached_store(host: str, port: int, placement: Placement, timeout: timedelta) -> TCPStore:
+def _reached_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta) -> TCPStore:
     """Return a connection to rank 0's store. Raises CollectiveTimeoutError where no store answers in time."""
     deadline = time.monotonic() + timeout.total_seconds()
     reached: list[TCPStore] = []
@@ -260,7 +260,7 @@ def _reached_store(host: str, port: int, placement: Placement, timeout: timedelt
             accepted.set()
             left = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
             store = TCPStore(
-                host, port, placement.size, is_master=False, timeout=left, wait_for_workers=False, multi_tenant=True
+                host, port, rank_info.size, is_master=False, timeout=left, wait_for_workers=False, multi_tenant=True
             )
             store.set_timeout(timeout)
             reached.append(store)
@@ -278,21 +278,21 @@ def _reached_store(host: str, port: int, placement: Placement, timeout: timedelt
     if accepted.is_set():
         found = "the program that listens there does not answer as rank 0 does"
     raise CollectiveTimeoutError(
-        f"Rank {placement.rank} could not reach rank 0 at {host}:{port} within {timeout.total_seconds():g} s: {found}. "
+        f"Rank {rank_info.rank} could not reach rank 0 at {host}:{port} within {timeout.total_seconds():g} s: {found}. "
         "Look at the first error that rank 0 logged, or choose another address for every rank: "
         "export MASTER_ADDR=<host of rank 0> MASTER_PORT=<free port>"
     ) from error
 
 
-def _store_through_horovodrun(placement: Placement, timeout: timedelta, name: str) -> tuple[Store, str]:
+def _store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name: str) -> tuple[Store, str]:
     """horovodrun serves a key-value store over HTTP in which anybody may open a scope: rank 0 leaves its address
     there."""
     server = environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR") or ""
     key = name.replace("/", ".")  # a path there has two parts only, a scope and a key
     address = f"http://{server}:{environment.setting('HOROVOD_GLOO_RENDEZVOUS_PORT')}/unitrain/{key}"
-    if placement.rank == 0:
+    if rank_info.rank == 0:
         host = address_towards(server)
-        store = tcp_store(host, 0, placement, timeout, serves=True)
+        store = tcp_store(host, 0, rank_info, timeout, serves=True)
         own = json.dumps([host, store.port]).encode()
         _ask_horovodrun(urllib.request.Request(address, data=own, method="PUT"), "leave its address", timeout)
         return store, host
@@ -307,7 +307,7 @@ def _store_through_horovodrun(placement: Placement, timeout: timedelta, name: st
             "Clear what is left over: unset HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT"
         ) from None
     left = max(timeout - timedelta(seconds=time.monotonic() - began), timedelta(seconds=_POLL_SECONDS))
-    store = tcp_store(host, port, placement, left, serves=False)
+    store = tcp_store(host, port, rank_info, left, serves=False)
     store.set_timeout(timeout)
     return store, host
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from unitrain.backends.base import Communicator, broadcast_into, raise_together
+from unitrain.backends.base import Communicator, broadcast_into, raise_on_all_ranks
 from unitrain.checkpoint import files, job
 from unitrain.checkpoint.folder_lock import FolderLock
 from unitrain.data.batch_size import KeptBatch
@@ -42,7 +42,7 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
             remedy = fix if fix != WRITABLE or isinstance(caught, OSError) else _DAMAGED
             error = CheckpointError(f"Cannot {task}: {type(caught).__name__}: {caught}. {remedy}")
             error.__cause__ = caught
-    raise_together(communicator, error)
+    raise_on_all_ranks(communicator, error)
     return result
 
 
@@ -81,7 +81,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
     """
 
     def load() -> None:
-        found = files.newest_sound(path, required=True)
+        found = files.newest_valid(path, required=True)
         assert found is not None
         files.load_weights(found, model, average)
 
@@ -131,7 +131,7 @@ def restore(
     """
 
     def load() -> dict[str, Any] | None:
-        path = files.newest_sound(where, required=required)
+        path = files.newest_valid(where, required=required)
         return None if path is None else files.load(path, model, optimizer, scheduler)
 
     fix = "Read it with the versions of torch and unitrain that wrote it."
@@ -152,5 +152,5 @@ def restore(
                     f"{communicator.rank}. Build the scheduler that wrote it on every rank."
                 )
                 problem.__cause__ = error
-        raise_together(communicator, problem)
+        raise_on_all_ranks(communicator, problem)
     return training

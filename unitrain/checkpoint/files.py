@@ -87,7 +87,7 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def newest_sound(where: Path, *, required: bool) -> Path | None:
+def newest_valid(where: Path, *, required: bool) -> Path | None:
     """Return the newest checkpoint in `where` that is whole, or `where` itself; None without any unless `required`.
 
     What it passes over is logged. Raises CheckpointError where none is sound, or one is of a later format.

@@ -93,7 +93,7 @@ class Run:
         if not isinstance(read_compression(self._config.compression), PowerSGD):
             return
         feature = f"TrainConfig.compression {self._config.compression!r}"
-        memory = require(self._backend, SupportsPowerSGD, feature).gradient_memory(model)
+        memory = require(self._backend, SupportsPowerSGD, feature).compression_state(model)
         memory.loss_scale = loss_scale
         self._parts = {**self._parts, checkpointer.GRADIENTS: memory}
         if self._restored is not None:

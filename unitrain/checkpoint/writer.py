@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from unitrain.backends.base import Communicator, raise_together
+from unitrain.backends.base import Communicator, raise_on_all_ranks
 from unitrain.checkpoint import files
 from unitrain.checkpoint.checkpointer import PATIENCE_SECONDS, WRITABLE
 from unitrain.checkpoint.retention import Retention
@@ -66,7 +66,7 @@ class CheckpointWriter:
         while self._communicator.broadcast_object(self._is_writing()):
             pass
         self._busy, error, self._error = False, self._error, None
-        raise_together(self._communicator, error)
+        raise_on_all_ranks(self._communicator, error)
 
     def when_written(self, call: Callable[[], None]) -> None:
         """Call `call` once this process writes nothing: now, or in a thread after an exception in training. Any rank

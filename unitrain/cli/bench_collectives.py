@@ -85,11 +85,11 @@ def _contestants(
     num_processes: int | None, backends: str | None, device: str | None
 ) -> Iterator[tuple[list[Contestant], list[tuple[str, str]], bool]]:
     """Start the ranks, or take part as one; and say what cannot run, and whether this process is the one to tell."""
-    placement = environment.detect()
-    if placement.size > 1:
-        if num_processes not in (None, placement.size):
+    rank_info = environment.detect()
+    if rank_info.size > 1:
+        if num_processes not in (None, rank_info.size):
             raise ConfigError(
-                f"-np {num_processes} asks for other ranks than the {placement.size} that {placement.source} has "
+                f"-np {num_processes} asks for other ranks than the {rank_info.size} that {rank_info.source} has "
                 "started. Leave it out."
             )
         from unitrain.bench.contestants import LaunchedRanks
@@ -97,7 +97,7 @@ def _contestants(
         names = [one for one in names_of(backends or environment.setting("UNITRAIN_BACKEND")) if one != "local"]
         found, skipped = available_here(names)
         launched: list[Contestant] = [LaunchedRanks(name, device) for name in found]
-        yield launched, skipped, placement.rank == 0
+        yield launched, skipped, rank_info.rank == 0
         return
     from unitrain.bench.contestants import held
 

@@ -73,10 +73,10 @@ def train(
       unitrain bench train file.py:function
     """
     with told():
-        placement = environment.detect()
-        if placement.size > 1:
+        rank_info = environment.detect()
+        if rank_info.size > 1:
             raise ConfigError(
-                f"unitrain bench train starts ranks itself, but {placement.source} has started {placement.size}. "
+                f"unitrain bench train starts ranks itself, but {rank_info.source} has started {rank_info.size}. "
                 "Type it without a launcher."
             )
         function, usual = resolve(target)

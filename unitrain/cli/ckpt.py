@@ -100,7 +100,7 @@ def show(checkpoint: Path) -> None:
 
     from unitrain.checkpoint import files
 
-    path = files.newest_sound(checkpoint, required=True)
+    path = files.newest_valid(checkpoint, required=True)
     assert path is not None
     manifest = files.read_manifest(path)
     click.echo(json.dumps({"checkpoint": str(path), **manifest}, indent=2))

@@ -69,17 +69,17 @@ def _examine(timeout_seconds: float) -> dict[str, Any] | None:
     from unitrain.doctor.probes import Between, probe
 
     try:
-        placement = environment.detect()
+        rank_info = environment.detect()
         # First the meeting: who is missing should show before anything slow.
-        meeting = meet(placement, timedelta(seconds=timeout_seconds))
-        facts = gather(placement)
-        between = probe(meeting) if placement.size > 1 else None
-        gathered = meeting.exchange("doctor/told", [facts.as_json(), between and between.as_json()])
+        rendezvous = meet(rank_info, timedelta(seconds=timeout_seconds))
+        facts = gather(rank_info)
+        between = probe(rendezvous) if rank_info.size > 1 else None
+        gathered = rendezvous.exchange("doctor/told", [facts.as_json(), between and between.as_json()])
     except LauncherMismatchError as error:
         raise click.ClickException(f"{error} Or let unitrain launch it: unitrain doctor --launch ...") from error
     except UnitrainError as error:
         raise click.ClickException(str(error)) from error
-    if placement.rank != 0:
+    if rank_info.rank != 0:
         return None
     ranks = [Told(Facts.from_json(one), Between(**other) if other else None) for one, other in gathered]
     findings = judge(ranks)

@@ -377,7 +377,7 @@ def _tuned(launcher: str, spec: launchers.LaunchSpec, num_processes: int) -> dic
     if tuned is None:
         return {}
     own: set[str] = (
-        set() if backend in launchers.LAUNCHER_OF else {knob.variable for knob in registry.load(backend).knobs}
+        set() if backend in launchers.LAUNCHER_OF else {tunable.variable for tunable in registry.load(backend).tunables}
     )
     for name in tuned.variables:
         if name not in BUILT_IN | own:
@@ -431,10 +431,10 @@ def check_not_launched(fix: str) -> None:
             f"PET_NNODES={pods} says that this is one of {pods} pods of a job, but ranks would be started in this one "
             "only. Start the script with torchrun, which reads it, as in: torchrun train.py"
         )
-    placement = environment.detect(environment.without_pod())
-    if placement.launcher in ("torchrun", "horovodrun", "mpirun", "mpirun_rsh", "mpiexec", "jsrun"):
+    rank_info = environment.detect(environment.without_pod())
+    if rank_info.launcher in ("torchrun", "horovodrun", "mpirun", "mpirun_rsh", "mpiexec", "jsrun"):
         raise launchers.LaunchError(
-            f"{placement.launcher} has started this process already ({', '.join(placement.evidence)}). {fix}"
+            f"{rank_info.launcher} has started this process already ({', '.join(rank_info.evidence)}). {fix}"
         )
 
 

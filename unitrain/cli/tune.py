@@ -22,7 +22,7 @@ from unitrain.bootstrap import environment
 from unitrain.cli.launch import check_not_launched, check_script, check_started_once
 from unitrain.errors import ConfigError
 from unitrain.tune import tuned_settings
-from unitrain.tune.candidates import knobs, shown
+from unitrain.tune.candidates import shown, tunables
 from unitrain.tune.search import PAIRS, Found, Gain, ratio_of_pair, search
 from unitrain.tune.trial import VARIABLE, Request, Result
 from unitrain.verify import processes
@@ -132,8 +132,8 @@ def _look(trials: _Trials, first: Result, seconds: float, run_seconds: float) ->
         return result.seconds_per_step
 
     # What a backend lets be turned is about gradients that travel.
-    of_backend = registry.load(first.backend).knobs if first.size > 1 else ()
-    choices = knobs(of_backend, first.threads, first.cores_per_rank)
+    of_backend = registry.load(first.backend).tunables if first.size > 1 else ()
+    choices = tunables(of_backend, first.threads, first.cores_per_rank)
     return search(measure, choices, seconds, run_seconds=run_seconds)
 
 

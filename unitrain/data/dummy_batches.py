@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unitrain.backends.base import Communicator, raise_together
+from unitrain.backends.base import Communicator, raise_on_all_ranks
 from unitrain.config import Uneven
 from unitrain.data.batch import copy_batch
 from unitrain.data.batch_contents import Counted
@@ -179,7 +179,7 @@ class Lockstep:
         states = [counts.pop(0) for counts in table]
         if _FAILED in states:
             error, self._error = self._error, None
-            raise_together(self._communicator, error)
+            raise_on_all_ranks(self._communicator, error)
         if _NO_SPARE in states and _SPARE in states:
             # Seldom, and once in a run: for a rank that has had no batch of its own to stand in with.
             lent = self._communicator.broadcast_object(self._spare, root=states.index(_SPARE))

@@ -31,7 +31,7 @@ from unitrain.randomness import Stream, derive_seed
 _PLANNED = 256
 
 
-class TrainingShare(TrainingData):
+class TrainingShard(TrainingData):
     """This rank's part of training data that has indices. All ranks make it together.
 
     The order is that of the epoch, or what rank 0 draws from a DataLoader's own sampler. From its own batch_sampler
@@ -208,7 +208,7 @@ class TrainingShare(TrainingData):
         return bounds[first + (count - first) // per_step * per_step]
 
 
-class EvaluationShare:
+class EvaluationShard:
     """This rank's part of data that is evaluated, in its own order; empty on some ranks when there are few samples.
 
     All ranks make it together; iterating communicates nothing. `drop_last` of a DataLoader is not applied: every sample
@@ -324,7 +324,7 @@ def open_training_data(
     # Where the ranks do not make the same of it, they ask each other the same all the same, and find out.
     if comes_in_turn(data):
         return TrainingStream(data, communicator, stream=config.stream, **settings)
-    return TrainingShare(data, communicator, shuffle=config.shuffle, **settings)
+    return TrainingShard(data, communicator, shuffle=config.shuffle, **settings)
 
 
 def _open(

@@ -18,7 +18,7 @@ from typing import Any
 import unitrain
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import has_key
-from unitrain.bootstrap.environment import Placement
+from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.network import interfaces
 from unitrain.horovod_wheel import check
 from unitrain.torch_compat import transports
@@ -91,7 +91,7 @@ class Facts:
         return dataclasses.asdict(self)
 
 
-def gather(placement: Placement) -> Facts:
+def gather(rank_info: RankInfo) -> Facts:
     """Return what this process sees. It takes seconds: torch is imported, and on a host's first rank Horovod too."""
     import torch
 
@@ -102,10 +102,10 @@ def gather(placement: Placement) -> Facts:
     programs = {name: shutil.which(name, path=searched) for name in _PROGRAMS}
     return Facts(
         host=socket.gethostname(),
-        rank=placement.rank,
-        local_rank=placement.local_rank,
-        launcher=placement.launcher,
-        evidence=placement.evidence,
+        rank=rank_info.rank,
+        local_rank=rank_info.local_rank,
+        launcher=rank_info.launcher,
+        evidence=rank_info.evidence,
         machine=_machine(),
         name_leads_to=_resolved(socket.gethostname()),
         interfaces=interfaces(),
@@ -117,7 +117,7 @@ def gather(placement: Placement) -> Facts:
         transports=transports(),
         gpus=tuple(_gpus()),
         nvidia_driver=_DRIVER.exists(),
-        horovod=_horovod() if placement.local_rank == 0 else None,
+        horovod=_horovod() if rank_info.local_rank == 0 else None,
         cores=tuple(
             sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         ),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.bootstrap.network import address_towards
-from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.bootstrap.rendezvous import Rendezvous
 
 _CONNECT_SECONDS = 5.0
 
@@ -36,25 +36,28 @@ class Between:
         return vars(self)
 
 
-def probe(meeting: Meeting) -> Between:
+def probe(rendezvous: Rendezvous) -> Between:
     """Try what a job between these hosts needs. All ranks call it; no try takes longer than a few seconds."""
-    address = _address(meeting)
-    clock = _clock(meeting)
+    address = _address(rendezvous)
+    clock = _clock(rendezvous)
     return Between(
-        address=address, unreachable=_unreachable(meeting, address), clock=clock, shares_folder=_shares_folder(meeting)
+        address=address,
+        unreachable=_unreachable(rendezvous, address),
+        clock=clock,
+        shares_folder=_shares_folder(rendezvous),
     )
 
 
-def _address(meeting: Meeting) -> str:
+def _address(rendezvous: Rendezvous) -> str:
     """Return this host's address on the way to the others, which rank 0's host may take for itself by a loopback."""
-    own = address_towards(meeting.host)
-    others = [other for other in meeting.exchange("doctor/address", own) if not other.startswith("127.")]
+    own = address_towards(rendezvous.host)
+    others = [other for other in rendezvous.exchange("doctor/address", own) if not other.startswith("127.")]
     return address_towards(others[0]) if own.startswith("127.") and others else own
 
 
-def _clock(meeting: Meeting) -> float:
-    store, rank = meeting.store, meeting.placement.rank
-    meeting.exchange("doctor/ready", None)
+def _clock(rendezvous: Rendezvous) -> float:
+    store, rank = rendezvous.store, rendezvous.rank_info.rank
+    rendezvous.exchange("doctor/ready", None)
     if rank == 0:
         time.sleep(0.1)  # until the others wait
         store.set("doctor/time", repr(time.time()))
@@ -63,24 +66,24 @@ def _clock(meeting: Meeting) -> float:
     return time.time() - told
 
 
-def _unreachable(meeting: Meeting, address: str) -> dict[str, str]:
+def _unreachable(rendezvous: Rendezvous, address: str) -> dict[str, str]:
     """Let the first rank of every host listen, and all these try each other."""
-    first = meeting.placement.local_rank == 0
+    first = rendezvous.rank_info.local_rank == 0
     with contextlib.ExitStack() as stack:
         port = 0
         if first:
             listener = stack.enter_context(socket.create_server((address, 0), backlog=128))
             port = listener.getsockname()[1]
             threading.Thread(target=_answer, args=(listener,), daemon=True).start()
-        told = meeting.exchange("doctor/listens", [socket.gethostname(), address, port])
+        told = rendezvous.exchange("doctor/listens", [socket.gethostname(), address, port])
         failed: dict[str, str] = {}
         for rank, (host, other, port) in enumerate(told):
-            if first and port and rank != meeting.placement.rank:
+            if first and port and rank != rendezvous.rank_info.rank:
                 try:
                     socket.create_connection((other, port), timeout=_CONNECT_SECONDS).close()
                 except OSError as error:
                     failed[host] = f"{other}:{port}: {error}"
-        meeting.exchange("doctor/tried", None)
+        rendezvous.exchange("doctor/tried", None)
     return failed
 
 
@@ -90,17 +93,17 @@ def _answer(listener: socket.socket) -> None:
             listener.accept()[0].close()
 
 
-def _shares_folder(meeting: Meeting) -> bool:
+def _shares_folder(rendezvous: Rendezvous) -> bool:
     mark = Path.cwd() / f".unitrain-doctor-{secrets.token_hex(8)}"
     left = False
-    if meeting.placement.rank == 0:
+    if rendezvous.rank_info.rank == 0:
         with contextlib.suppress(OSError):
             mark.touch()
             left = True
-    told = meeting.exchange("doctor/left", [mark.name, left])
+    told = rendezvous.exchange("doctor/left", [mark.name, left])
     name, left = told[0]
     seen = left and (Path.cwd() / name).exists()
-    meeting.exchange("doctor/looked", None)
-    if meeting.placement.rank == 0:
+    rendezvous.exchange("doctor/looked", None)
+    if rendezvous.rank_info.rank == 0:
         mark.unlink(missing_ok=True)
     return bool(seen)

@@ -55,11 +55,11 @@ def run(
     TimeoutError after `timeout_seconds`; FunctionError for what cannot be copied. No process outlives the call, also
     where it is interrupted: processes that ranks have started and left behind are ended with the ranks.
     """
-    placement = environment.detect()
-    if placement.launcher not in _START_NO_RANKS:
+    rank_info = environment.detect()
+    if rank_info.launcher not in _START_NO_RANKS:
         raise ConfigError(
-            f"unitrain.run starts ranks itself, but {placement.launcher} has started this process already "
-            f"({', '.join(placement.evidence)}). Call the function as it is, or start the program with python."
+            f"unitrain.run starts ranks itself, but {rank_info.launcher} has started this process already "
+            f"({', '.join(rank_info.evidence)}). Call the function as it is, or start the program with python."
         )
     function_fix = "Pass the function and its arguments apart: unitrain.run(train, (0.1,), np=2)"
     validation.instance("unitrain.run(function)", function, cast("type", Callable), "a function", function_fix)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import Communicator, raise_together, values_if_different
+from unitrain.backends.base import Communicator, raise_on_all_ranks, values_if_different
 from unitrain.errors import ConfigError, MetricError
 
 # Of one metric, or of a metric inside it: how often it was updated, and its tensors and lists by name.
@@ -99,7 +99,7 @@ class TorchMetrics:
             everywhere = communicator.allgather_object(states)
         outcome, error = self._computed(everywhere, reduced) if root == communicator.rank else ({}, None)
         self.start()
-        raise_together(communicator, error)
+        raise_on_all_ranks(communicator, error)
         results: dict[str, dict[str, float]] = communicator.broadcast_object(outcome, root)
         return results
 

@@ -1,1 +1,1 @@
-"""Detection of hangs and failures: the watchdog, the liveness check between ranks, the flight recorder, and rank status."""
+"""Detection of hangs and failures: watchdog, liveness check between ranks, flight recorder, and rank status."""

@@ -46,7 +46,7 @@ class Line(NamedTuple):
     text: str
 
 
-class Ledger:
+class FlightRecorder:
     """The latest collectives and backwards of this rank, and the user's lines that they were called from.
 
     The training enters them, in any thread; any other thread may read. Entering takes about a microsecond.

@@ -24,33 +24,33 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import prove
 from unitrain.bootstrap.messages import MessageStore
 from unitrain.bootstrap.network import listen
-from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import AuthenticationError
 
 _JOIN_SECONDS = 10.0
 _PERIOD_MILLISECONDS = 500
 _HERE, _GOODBYE = b"+", b"."
-_open: WeakSet[Presence] = WeakSet()
+_open: WeakSet[LivenessCheck] = WeakSet()
 
 
-class Presence:
+class LivenessCheck:
     """This rank's connections; `on_loss` is called, in a thread, with the first rank whose process is gone without a
     goodbye. All ranks make one at the same time, then call `start`.
 
     Rank 0 has a connection to each, every other rank one to rank 0. A rank that cannot be reached is not missed.
     """
 
-    def __init__(self, meeting: Meeting, on_loss: Callable[[int], None]) -> None:
+    def __init__(self, rendezvous: Rendezvous, on_loss: Callable[[int], None]) -> None:
         self._on_loss = on_loss
         self._peers: dict[int, socket.socket] = {}
         self._closed = False
         self.left: set[int] = set()  # ranks that have closed their connection in order
-        self._store = MessageStore(dist.PrefixStore("presence", meeting.store), "presence")
+        self._store = MessageStore(dist.PrefixStore("presence", rendezvous.store), "presence")
         with contextlib.suppress(OSError, dist.DistError, AuthenticationError):
-            if meeting.placement.rank == 0:
-                self._meet_all(meeting)
+            if rendezvous.rank_info.rank == 0:
+                self._meet_all(rendezvous)
             else:
-                self._meet_first(meeting)
+                self._meet_first(rendezvous)
         _open.add(self)
         _see_to_ends()
 
@@ -94,9 +94,9 @@ class Presence:
         while self._peers:
             self._peers.popitem()[1].close()
 
-    def _meet_all(self, meeting: Meeting) -> None:
-        size, password = meeting.placement.size, secrets.token_hex(16)
-        with listen(meeting.host, 0) as server:
+    def _meet_all(self, rendezvous: Rendezvous) -> None:
+        size, password = rendezvous.rank_info.size, secrets.token_hex(16)
+        with listen(rendezvous.host, 0) as server:
             self._store.set("door", f"{server.getsockname()[1]} {password}")
             deadline = time.monotonic() + _JOIN_SECONDS
             while len(self._peers) < size - 1 and (left := deadline - time.monotonic()) > 0:
@@ -112,11 +112,11 @@ class Presence:
                         continue
                 peer.close()
 
-    def _meet_first(self, meeting: Meeting) -> None:
+    def _meet_first(self, rendezvous: Rendezvous) -> None:
         port, password = self._store.get("door").decode().split()
-        peer = socket.create_connection((meeting.host, int(port)), timeout=_JOIN_SECONDS)
+        peer = socket.create_connection((rendezvous.host, int(port)), timeout=_JOIN_SECONDS)
         prove(peer, environment.setting(environment.JOB_KEY), "presence", accepts=False)
-        peer.sendall(f"{password} {meeting.placement.rank:08d}".encode())
+        peer.sendall(f"{password} {rendezvous.rank_info.rank:08d}".encode())
         if _read(peer, 1) == _HERE.decode():
             self._peers[0] = peer
         else:
@@ -136,12 +136,12 @@ def _see_to_ends() -> None:
     DataLoader's worker, keeps its connections open."""
 
     def close() -> None:
-        for presence in list(_open):
-            presence.close()
+        for liveness_check in list(_open):
+            liveness_check.close()
 
     def forget() -> None:
-        for presence in list(_open):
-            presence.forget()
+        for liveness_check in list(_open):
+            liveness_check.forget()
 
     atexit.register(close)
     os.register_at_fork(after_in_child=forget)

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
-from unitrain.monitoring.flight_recorder import Ledger, Line, differences
+from unitrain.monitoring.flight_recorder import FlightRecorder, Line, differences
 
 _OURS = str(Path(__file__).parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -138,11 +138,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank is: `doing` is the rest of "rank 3 ...", `stack` its innermost frames, `ledger` what it did last."""
+    """Status of a rank: `doing` completes "rank 3 ...", `stack` has its innermost frames, `flight_recorder` its last calls."""
 
     doing: str = NO_ANSWER
     stack: list[str] = field(default_factory=list)
-    ledger: list[Line] = field(default_factory=list)
+    flight_recorder: list[Line] = field(default_factory=list)
 
     @property
     def waits(self) -> bool:
@@ -150,10 +150,10 @@ class Answer:
         return _waits(self.doing)
 
     @classmethod
-    def of_main_thread(cls, ledger: Ledger) -> Answer:
+    def of_main_thread(cls, flight_recorder: FlightRecorder) -> Answer:
         """Return where this process's main thread is now; any thread may ask."""
-        doing, stack = whereabouts(lambda: ledger.latest)
-        return cls(doing if _waits(doing) else doing + ledger.last, stack, ledger.lines())
+        doing, stack = whereabouts(lambda: flight_recorder.latest)
+        return cls(doing if _waits(doing) else doing + flight_recorder.last, stack, flight_recorder.lines())
 
     @property
     def loads_data(self) -> bool:
@@ -168,7 +168,7 @@ class Answer:
 
     def write(self) -> str:
         """Return it as text that `read` understands."""
-        return json.dumps([self.doing, self.stack, self.ledger])
+        return json.dumps([self.doing, self.stack, self.flight_recorder])
 
 
 def describe(answers: Mapping[int, Answer], ledgers: Mapping[int, Sequence[Line]]) -> list[str]:

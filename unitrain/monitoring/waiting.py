@@ -13,11 +13,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import CollectiveTimeoutError
-from unitrain.monitoring.flight_recorder import GradientWork, Ledger, differences, not_begun
+from unitrain.monitoring.flight_recorder import FlightRecorder, GradientWork, differences, not_begun
 from unitrain.monitoring.rank_status import name_ranks
-from unitrain.monitoring.watchdog import Watch
+from unitrain.monitoring.watchdog import Watchdog
 
 
 class Expectation:
@@ -80,8 +80,15 @@ _POLL_SECONDS = 0.005
 class Waiting:
     """Waits for works of the group, and raises CollectiveTimeoutError for those that do not end in time."""
 
-    def __init__(self, meeting: Meeting, ledger: Ledger, watch: Watch | None, *, polls: bool) -> None:
-        self._meeting, self._ledger, self._watch, self._polls = meeting, ledger, watch, polls
+    def __init__(
+        self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, watchdog: Watchdog | None, *, polls: bool
+    ) -> None:
+        self._rendezvous, self._flight_recorder, self._watchdog, self._polls = (
+            rendezvous,
+            flight_recorder,
+            watchdog,
+            polls,
+        )
 
     def wait_for_ranks(self, work: dist.Work | None, *, polls: bool | None = None) -> None:
         """Wait for `work`, which belongs to the ledger's latest entry; under NCCL, let the stream wait for it.
@@ -97,7 +104,7 @@ class Waiting:
             work.wait()
         except (RuntimeError, CollectiveTimeoutError) as error:
             if "imed out" not in str(error) and "imeout" not in str(error):
-                if self._watch is not None and (cause := self._watch.cause_of(error)) is not None:
+                if self._watchdog is not None and (cause := self._watchdog.cause_of(error)) is not None:
                     raise cause from error
                 raise
             raise CollectiveTimeoutError(self.who_is_missing()) from None  # the transport names no rank
@@ -107,22 +114,27 @@ class Waiting:
 
         That is the latest one, or `work`, where the host has begun more since then.
         """
-        point = self._ledger.meeting_point if work is None else work.key
-        key, rank = f"stuck/{point}", self._meeting.placement.rank
-        seconds = self._meeting.timeout.total_seconds()
-        told = f"Rank {rank} {self._ledger.sentence if work is None else work} and waited {seconds:g} s in vain"
+        point = self._flight_recorder.meeting_point if work is None else work.key
+        key, rank = f"stuck/{point}", self._rendezvous.rank_info.rank
+        seconds = self._rendezvous.timeout.total_seconds()
+        told = (
+            f"Rank {rank} {self._flight_recorder.sentence if work is None else work} and waited {seconds:g} s in vain"
+        )
         try:
-            self._meeting.post(key)
-            missing = self._meeting.wait_for(key, _STRAGGLER_PATIENCE)
+            self._rendezvous.post(key)
+            missing = self._rendezvous.wait_for(key, _STRAGGLER_PATIENCE)
         except RuntimeError:  # the store went with rank 0's process
             return f"{told}: rank 0 is gone. Look at the first error that rank 0 logged."
-        answers = self._watch.ask(missing) if self._watch is not None and missing else {}
-        missing = not_begun(work, missing, {rank: answer.ledger for rank, answer in answers.items()})
+        answers = self._watchdog.ask(missing) if self._watchdog is not None and missing else {}
+        missing = not_begun(work, missing, {rank: answer.flight_recorder for rank, answer in answers.items()})
         names = ", ".join(map(str, missing)) or "none, all came but too late"
         advice = "Look at what those ranks do"
         if loading := [one for one, answer in answers.items() if answer.loads_data]:
             advice = f"{name_ranks(loading).capitalize()} waits for data: look at its dataset"
-        ledgers = {rank: self._ledger.lines(), **{one: answer.ledger for one, answer in answers.items()}}
+        ledgers = {
+            rank: self._flight_recorder.lines(),
+            **{one: answer.flight_recorder for one, answer in answers.items()},
+        }
         return "\n".join(
             [
                 f"{told}; ranks that have not come: {names}. "

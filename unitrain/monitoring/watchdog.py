@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.messages import MessageStore
-from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import CollectiveTimeoutError, ModelError
-from unitrain.monitoring.flight_recorder import Ledger
-from unitrain.monitoring.liveness import Presence
+from unitrain.monitoring.flight_recorder import FlightRecorder
+from unitrain.monitoring.liveness import LivenessCheck
 from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import NO_ANSWER, Answer, Failure, describe
 from unitrain.monitoring.waiting import Expectation, Expectations
@@ -63,22 +63,22 @@ class _Departure(NamedTuple):
     entered: int | None = None
 
 
-class Watch:
+class Watchdog:
     """Watches over this rank's main thread until `stop`. All ranks make theirs at the same time.
 
-    `ledger` tells which collective the main thread waits in. A rank that fails calls `fail`, and for one that is killed
-    rank 0 does; the others then end by themselves, or are ended after a few seconds, wherever they are.
+    `flight_recorder` knows the collective that the main thread waits in. A rank that fails calls `fail`, and for one that is
+    killed rank 0 does; the others then end by themselves, or are ended after a few seconds, wherever they are.
     """
 
-    def __init__(self, meeting: Meeting, ledger: Ledger) -> None:
-        self._rank, self._size = meeting.placement.rank, meeting.placement.size
+    def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder) -> None:
+        self._rank, self._size = rendezvous.rank_info.rank, rendezvous.rank_info.size
         # A connection of its own: one that waits for an answer makes every other user of it wait too.
-        stores = [dist.PrefixStore("watch", meeting.store).clone() for _ in range(2)]
+        stores = [dist.PrefixStore("watch", rendezvous.store).clone() for _ in range(2)]
         self._store, self._own = (MessageStore(store, "watch", counters=[_ASKED]) for store in stores)
-        self._ledger = ledger
+        self._flight_recorder = flight_recorder
         self.counters = LoopCounters()
-        self._expectations = Expectations(meeting.timeout.total_seconds() + _MARGIN_SECONDS)
-        self._launcher, self._parent, self._process = meeting.placement.launcher, os.getppid(), os.getpid()
+        self._expectations = Expectations(rendezvous.timeout.total_seconds() + _MARGIN_SECONDS)
+        self._launcher, self._parent, self._process = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
         self._ended, self._learned = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._report: list[str] = []
@@ -91,8 +91,8 @@ class Watch:
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
         atexit.register(self._leave_at_exit)
         self._own.set(f"{_PROCESS}/{self._rank}", json.dumps([_processes_of(), self._process]))
-        self._thread = threading.Thread(target=self._watch, name="unitrain watch", daemon=True)
-        self._presence = Presence(meeting, self._tell_of)
+        self._thread = threading.Thread(target=self._watchdog, name="unitrain watch", daemon=True)
+        self._presence = LivenessCheck(rendezvous, self._tell_of)
         self._presence.start()
         self._thread.start()
 
@@ -169,7 +169,7 @@ class Watch:
         """Record for the other ranks `how` this one ends its part without an error."""
         if self._ended.is_set() or os.getpid() != self._process:
             return
-        told = json.dumps([self._rank, f"{how}{self._ledger.last}", self._ledger.entered])
+        told = json.dumps([self._rank, f"{how}{self._flight_recorder.last}", self._flight_recorder.entered])
         with contextlib.suppress(dist.DistError):  # rank 0's process went, and the store with it
             self._own.set(f"{_LEFT}/{self._rank}", told)
             self._own.compare_set(_LEFT, "", told)
@@ -196,8 +196,8 @@ class Watch:
 
         Such a wait cannot end; not every transport notices it.
         """
-        left, begun = self._departure(), self._ledger.entered
-        if left is None or left.rank == self._rank or not Answer.of_main_thread(self._ledger).waits:
+        left, begun = self._departure(), self._flight_recorder.entered
+        if left is None or left.rank == self._rank or not Answer.of_main_thread(self._flight_recorder).waits:
             self._waits_since = (begun, time.monotonic())
             return None
         if self._waits_since[0] != begun:
@@ -214,7 +214,9 @@ class Watch:
         for rank, answer in sorted(self._absent.items()):
             if not answer.waits:
                 why = f", and {NO_ANSWER}" if answer == Answer() else ""
-                return Failure(rank, f"it did not join {self._ledger.latest} of rank {self._rank} in time{why}")
+                return Failure(
+                    rank, f"it did not join {self._flight_recorder.latest} of rank {self._rank} in time{why}"
+                )
         return None
 
     def _continue_stopped(self, ranks: Sequence[int]) -> None:
@@ -260,7 +262,9 @@ class Watch:
 
     def _describe(self, answers: Mapping[int, Answer], ranks: Sequence[int]) -> list[str]:
         known = self._with_departures({rank: answers.get(rank, Answer()) for rank in ranks})
-        ledgers = {rank: answer.ledger for rank, answer in known.items()} | {self._rank: self._ledger.lines()}
+        ledgers = {rank: answer.flight_recorder for rank, answer in known.items()} | {
+            self._rank: self._flight_recorder.lines()
+        }
         return [f"unitrain: {self._first} (of {self._size} ranks)", *describe(known, ledgers)]
 
     def _answers(self, key: str, ranks: Sequence[int]) -> dict[int, Answer]:
@@ -276,7 +280,7 @@ class Watch:
                 time.sleep(0.02)
         return answers
 
-    def _watch(self) -> None:
+    def _watchdog(self) -> None:
         reachable = True
         while not self._ended.wait(_PERIOD_SECONDS):
             if os.getppid() != self._parent and self._launcher in _LEAVES_ORPHANS:
@@ -324,7 +328,7 @@ class Watch:
     def _here(self) -> Answer:
         if self._error is not None:
             return Answer(f"failed too: {_one_line(self._error)}")
-        return Answer.of_main_thread(self._ledger)
+        return Answer.of_main_thread(self._flight_recorder)
 
     def _tell_of(self, lost: int) -> None:
         """Say for a rank that is gone what it could not say itself. The thread that has noticed it calls this."""
@@ -348,7 +352,7 @@ class Watch:
         error = CollectiveTimeoutError(overdue.describe())
         if overdue.is_done():  # it came after all, or the main thread noticed itself
             return
-        stack = Answer.of_main_thread(self._ledger).stack
+        stack = Answer.of_main_thread(self._flight_recorder).stack
         self.fail(error)
         _say([f"unitrain: {error}", *stack, *self._report])
         os._exit(1)

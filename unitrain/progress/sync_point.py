@@ -23,7 +23,7 @@ from unitrain.progress.timing import Times
 from unitrain.progress.tracker import Tracker
 
 
-class RollCall:
+class SyncPoint:
     """Lets the ranks of a run agree on whether to stop, and hear which of them are slow. All ranks use it alike."""
 
     def __init__(self, run: Run, times: Times, tracker: Tracker) -> None:

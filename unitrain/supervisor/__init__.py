@@ -1,1 +1,1 @@
-"""Supervision of a job: `unitrain launch` starts it again when it fails and when its hosts change, and keeps what its ranks print."""
+"""Supervision of a job: restarts after failures, changes of its hosts, and the output of its ranks."""

@@ -19,7 +19,7 @@ _LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR
 
 def main(folder: Path, program: list[str]) -> None:
     """Become `program`, whose output a process beside it reads: so that a signal to this one is the program's."""
-    placement = environment.detect()
+    rank_info = environment.detect()
     folder.mkdir(parents=True, exist_ok=True)
     reading, writing = os.pipe()
     if os.fork() == 0:
@@ -27,8 +27,8 @@ def main(folder: Path, program: list[str]) -> None:
         for number in _LEFT_TO_THE_RANK:
             signal.signal(number, signal.SIG_IGN)
         # horovodrun has a number before each line itself.
-        prefix = "" if placement.launcher == "horovodrun" else f"[{placement.rank}] "
-        _pass_on(reading, folder / f"rank-{placement.rank}.log", prefix.encode())
+        prefix = "" if rank_info.launcher == "horovodrun" else f"[{rank_info.rank}] "
+        _pass_on(reading, folder / f"rank-{rank_info.rank}.log", prefix.encode())
         os._exit(0)
     os.close(reading)
     for stream in (1, 2):

@@ -35,8 +35,8 @@ _POLL_SECONDS = 0.02
 class Child:
     """A process that a nursery has forked, with what is asked of a `subprocess.Popen`."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
-        self._nursery, self.pid = nursery, pid
+    def __init__(self, fork_server: ForkServer, pid: int) -> None:
+        self._nursery, self.pid = fork_server, pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -55,7 +55,7 @@ class Child:
         return code
 
 
-class Nursery:
+class ForkServer:
     """The process that forks; it ends with the one that made it. Safe to use from several threads."""
 
     def __init__(self) -> None:

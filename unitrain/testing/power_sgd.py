@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Backend, GradientMemory, SupportsPowerSGD, require
+from unitrain.backends.base import Backend, CompressionState, SupportsPowerSGD, require
 from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
@@ -30,19 +30,19 @@ NO_MEMORY: tuple[Compression, ...] = ("none", "fp16")
 MATRICES = ("0.weight", "3.weight")  # of `build`, compressed under LOW_RANK; the rest are vectors
 
 
-def remembering(backend: Backend, model: nn.Module, settings: Compression) -> tuple[nn.Module, GradientMemory]:
+def remembering(backend: Backend, model: nn.Module, settings: Compression) -> tuple[nn.Module, CompressionState]:
     """Return the wrapped model and its memory."""
     wrapped = backend.distributed_model(model, compression=settings)
-    return wrapped, require(backend, SupportsPowerSGD, "PowerSGD").gradient_memory(wrapped)
+    return wrapped, require(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
 
 
-def errors(backend: Backend, memory: GradientMemory) -> dict[str, Tensor]:
+def errors(backend: Backend, memory: CompressionState) -> dict[str, Tensor]:
     """Return the mean over ranks of what they owe, on every rank."""
     state = backend.broadcast_object(memory.state_dict())
     return {name: of_all_ranks.mean(0) for name, of_all_ranks in state["errors"].items()}
 
 
-def plain(memory: GradientMemory) -> dict[str, Any]:
+def plain(memory: CompressionState) -> dict[str, Any]:
     """Return the state as a checkpoint gives it back."""
     file = io.BytesIO()
     torch.save(memory.state_dict(), file)
@@ -165,7 +165,7 @@ class Branches(nn.Module):
 def powersgd_leaves_alone_what_no_rank_uses(backend: Backend) -> None:
     model = Branches()
     wrapped = backend.distributed_model(model, unused_parameters=True, compression=LOW_RANK)
-    memory = require(backend, SupportsPowerSGD, "PowerSGD").gradient_memory(wrapped)
+    memory = require(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
 
     def step(part: int, weight: float = 1.0) -> None:
         model.zero_grad()
@@ -375,4 +375,4 @@ def only_powersgd_has_a_memory(backend: Backend) -> None:
     able = require(backend, SupportsPowerSGD, "PowerSGD")
     for compression in NO_MEMORY:
         model = backend.distributed_model(build(), compression=compression)
-        raises(ModelError, "not compressed by PowerSGD", lambda model=model: able.gradient_memory(model))
+        raises(ModelError, "not compressed by PowerSGD", lambda model=model: able.compression_state(model))

@@ -18,13 +18,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from unitrain.bootstrap import environment
-from unitrain.testing.fork_server import Child, Nursery
+from unitrain.testing.fork_server import Child, ForkServer
 
 _START_SECONDS = 120.0
 _STACK_SECONDS = 1.0
 _STOP_SECONDS = 20.0
 _LAST_WORDS_SECONDS = 15.0
-_nursery: Nursery | None = None
+_nursery: ForkServer | None = None
 
 
 class RankError(AssertionError):
@@ -139,7 +139,7 @@ class RankGroup:
         global _nursery
         if self._forks:
             if _nursery is None or not _nursery.lives:
-                _nursery = Nursery()
+                _nursery = ForkServer()
             return _nursery.fork(arguments, variables)
         program = [*self._command, sys.executable, "-m", "unitrain.testing.worker", *arguments]
         return subprocess.Popen(program, env=variables, start_new_session=True)

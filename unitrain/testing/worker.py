@@ -25,7 +25,7 @@ from unitrain.bootstrap import environment
 def main() -> None:
     """Report to the group that started this rank, then serve it."""
     host, port, backend_name, device, timeout_seconds = sys.argv[1:]
-    placement = environment.detect()
+    rank_info = environment.detect()
     with (
         tempfile.NamedTemporaryFile("w+", prefix="unitrain-stacks-") as stacks,
         closing(
@@ -33,7 +33,7 @@ def main() -> None:
         ) as parent,
     ):
         faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
-        parent.send((placement.rank, os.getpid(), stacks.name))
+        parent.send((rank_info.rank, os.getpid(), stacks.name))
         sys.path[:0] = parent.recv()
         _serve(parent, backend_name, device, float(timeout_seconds))
 

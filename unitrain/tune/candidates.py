@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from unitrain.backends.tunables import Knob
+from unitrain.backends.tunables import Tunable
 
 # The variables that the built-in backends can be tuned by.
 BUILT_IN = frozenset(
@@ -15,7 +15,7 @@ BUILT_IN = frozenset(
 )
 
 
-def knobs(of_backend: Sequence[Knob], threads: int | None, cores_per_rank: int) -> list[Knob]:
+def tunables(of_backend: Sequence[Tunable], threads: int | None, cores_per_rank: int) -> list[Tunable]:
     """Return what can be tuned: the backend's own, and the threads of a rank, which has so many by itself; None where a
     GPU computes."""
     found = list(of_backend)
@@ -23,7 +23,7 @@ def knobs(of_backend: Sequence[Knob], threads: int | None, cores_per_rank: int) 
         counts = {count for count in (1, cores_per_rank // 2, cores_per_rank, 2 * cores_per_rank) if count > 0}
         others = tuple(str(count) for count in sorted(counts - {threads}))
         if others:
-            found.append(Knob("OMP_NUM_THREADS", "threads of a rank", str(threads), others))
+            found.append(Tunable("OMP_NUM_THREADS", "threads of a rank", str(threads), others))
     return found
 
 

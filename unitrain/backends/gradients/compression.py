@@ -28,7 +28,7 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
 from unitrain.backends.gradients.outputs import gradient_tensors
 from unitrain.backends.gradients.power_sgd import LowRankGradients, Wait
-from unitrain.backends.gradients.reducer_group import GradientGroup
+from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.errors import ModelError
 from unitrain.torch_compat import all_gather
 
@@ -36,7 +36,7 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Compressor = Literal["none", "fp16", "bf16"] | LowRankGradients
 
 
-class Memories:
+class CompressionStates:
     """The memories of those models of a backend that are compressed by PowerSGD."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _Running(NamedTuple):
     future: torch.futures.Future[Tensor]
 
 
-def compress_buckets(model: DistributedDataParallel, compressor: Compressor, sent_in: GradientGroup) -> None:
+def compress_buckets(model: DistributedDataParallel, compressor: Compressor, sent_in: ReducerGroup) -> None:
     """Let `model` reduce its gradients as `compressor` says. All ranks call it, before the first backward."""
     reduction = _Reduction(compressor, model, sent_in)
     # A lambda, because DDP compares the annotations of anything else, which are strings here.
@@ -79,7 +79,7 @@ def compress_buckets(model: DistributedDataParallel, compressor: Compressor, sen
 class _Reduction:
     """The buckets of one backward, from the first that is ready to the end."""
 
-    def __init__(self, compressor: Compressor, model: DistributedDataParallel, sent_in: GradientGroup) -> None:
+    def __init__(self, compressor: Compressor, model: DistributedDataParallel, sent_in: ReducerGroup) -> None:
         self._compressor, self._size = compressor, dist.get_world_size()
         # Both let go of their group when the backend ends.
         self._model, self._sent_in = weakref.ref(model), weakref.ref(sent_in)
@@ -178,7 +178,7 @@ class _Reduction:
         assert model is not None
         return model.process_group
 
-    def _path(self) -> GradientGroup:
+    def _path(self) -> ReducerGroup:
         sent_in = self._sent_in()
         assert sent_in is not None
         return sent_in

@@ -29,21 +29,21 @@ from unitrain.backends.gradients.compression import Compressor, compress_buckets
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.outputs import gradient_tensors
-from unitrain.backends.gradients.reducer_group import GradientGroup
+from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import watch_first_backward
-from unitrain.backends.tunables import Knob
+from unitrain.backends.tunables import Tunable
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ConfigError, EnvironmentVariableError, ModelError
 from unitrain.monitoring.loop_counters import Forward
 
-BUCKETS = Knob(
+BUCKETS = Tunable(
     "UNITRAIN_BUCKETS_MB",
     "gradients travel in buckets: MiB of the first, and of the rest",
     "1,25",
     ("25,25", "1,5", "5,5", "1,100", "100,100"),
 )
-BUCKET_VIEW = Knob("UNITRAIN_BUCKET_VIEW", "gradients lie in the buckets (1), or are copied (0)", "1", ("0",))
+BUCKET_VIEW = Tunable("UNITRAIN_BUCKET_VIEW", "gradients lie in the buckets (1), or are copied (0)", "1", ("0",))
 
 _wrapped_models = 0
 
@@ -74,11 +74,11 @@ class GlobalGradients(DistributedDataParallel):
         self,
         model: nn.Module,
         device: torch.device,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         *,
         unused_parameters: bool,
         compressor: Compressor,
-        sent_in: GradientGroup,
+        sent_in: ReducerGroup,
         buffers: ForwardBuffers | None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -104,14 +104,14 @@ class GlobalGradients(DistributedDataParallel):
         sent_in.on_reduced = self._local.reduced
         global _wrapped_models
         _wrapped_models += 1
-        self._meeting, self._key, self._changes = meeting, f"model/{_wrapped_models}", 0
+        self._rendezvous, self._key, self._changes = rendezvous, f"model/{_wrapped_models}", 0
         if not unused_parameters:
             # Over the store, because ranks that wait for a missing gradient have collectives of this backward in
             # flight.
             watch_first_backward(
                 self,
                 model,
-                lambda names: meeting.exchange(f"{self._key}/unused", names),
+                lambda names: rendezvous.exchange(f"{self._key}/unused", names),
                 lambda: self.require_backward_grad_sync,
             )
 
@@ -186,7 +186,7 @@ class GlobalGradients(DistributedDataParallel):
         ):
             return  # what was frozen counts as unused, until it is trained again
         self._changes += 1
-        told = self._meeting.exchange(f"{self._key}/trains/{self._changes}", trains)
+        told = self._rendezvous.exchange(f"{self._key}/trains/{self._changes}", trains)
         names = [name for name, _ in self.module.named_parameters()]
         for rank, other in enumerate(told):
             if other != told[0]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Communicator, GradientMemory
+from unitrain.backends.base import Communicator, CompressionState
 from unitrain.backends.compression_setting import PowerSGD
 from unitrain.errors import CheckpointError
 
@@ -47,7 +47,7 @@ class _Change(NamedTuple):
     used: Tensor
 
 
-class LowRankGradients(GradientMemory):
+class LowRankGradients(CompressionState):
     """Reduces the gradients of `model`, the user's own, by PowerSGD; every rank the same of them, in the same order."""
 
     # Above that, rank 0 does not collect the errors of all ranks, but their mean, which is as large as the model.

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from unitrain.monitoring.flight_recorder import GradientWork, Ledger
+from unitrain.monitoring.flight_recorder import FlightRecorder, GradientWork
 from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.waiting import Expectation, Waiting
-from unitrain.monitoring.watchdog import Watch
+from unitrain.monitoring.watchdog import Watchdog
 
 
-class GradientGroup(dist.ProcessGroup):
+class ReducerGroup(dist.ProcessGroup):
     """`group`, whose works a backward waits for, never longer than the timeout; then CollectiveTimeoutError tells why.
 
     `agree` is called with whatever is about to be sent, where that is asked for. `on_reduced` is called at the end of
@@ -39,16 +39,22 @@ class GradientGroup(dist.ProcessGroup):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        ledger: Ledger,
+        flight_recorder: FlightRecorder,
         waiting: Waiting,
-        watch: Watch | None,
+        watchdog: Watchdog | None,
         agree: Callable[[Tensor], object] | None,
         *,
         on_stream: bool,
         at_end: bool = False,
     ) -> None:
         super().__init__(group.rank(), group.size())
-        self._group, self._ledger, self._waiting, self._watch, self._agree = group, ledger, waiting, watch, agree
+        self._group, self._flight_recorder, self._waiting, self._watchdog, self._agree = (
+            group,
+            flight_recorder,
+            waiting,
+            watchdog,
+            agree,
+        )
         self._on_stream, self.at_end = on_stream, at_end
         self._deferred: list[_DeferredWork] = []
         self._work = GradientWork("backward", 0)
@@ -56,7 +62,7 @@ class GradientGroup(dist.ProcessGroup):
         self._backward = -1
         self._backwards = self._bucketings = self._counted = 0
         self._begins = False
-        self.counters = watch.counters if watch is not None else LoopCounters()
+        self.counters = watchdog.counters if watchdog is not None else LoopCounters()
         self.on_reduced: Callable[[], None] = lambda: None
 
     def expect_backward(self) -> None:
@@ -65,7 +71,7 @@ class GradientGroup(dist.ProcessGroup):
 
     def check_other_ranks(self) -> None:
         """Raise the ModelError with which another rank has failed, if this rank knows of one."""
-        if self._watch is not None and (error := self._watch.model_error()) is not None:
+        if self._watchdog is not None and (error := self._watchdog.model_error()) is not None:
             raise error
 
     def begin(self, bucket: Tensor) -> None:
@@ -75,7 +81,7 @@ class GradientGroup(dist.ProcessGroup):
             self._works.clear()  # of a backward that an exception has ended
             self._deferred.clear()
             self._work = GradientWork("backward", self._backwards)
-            self._ledger.enter(self._work)
+            self._flight_recorder.enter(self._work)
             self._backwards += 1
         backward = torch._C._current_graph_task_id()
         if backward not in (-1, self._backward):
@@ -112,7 +118,7 @@ class GradientGroup(dist.ProcessGroup):
         try:
             work = self._group.allreduce(tensors, opts)
         except RuntimeError as error:  # Horovod refuses operations after another rank has ended
-            if self._watch is not None and (cause := self._watch.cause_of(error)) is not None:
+            if self._watchdog is not None and (cause := self._watchdog.cause_of(error)) is not None:
                 raise cause from error
             raise
         self.add(work)
@@ -121,7 +127,7 @@ class GradientGroup(dist.ProcessGroup):
     @torch.compiler.disable
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         bucketing = GradientWork("bucketing", self._bucketings)
-        self._ledger.enter(bucketing)
+        self._flight_recorder.enter(bucketing)
         self._bucketings += 1
         if self._agree is not None:
             self._agree(tensors[0])
@@ -170,9 +176,9 @@ class GradientGroup(dist.ProcessGroup):
             expectation.end()
 
     def _expect(self, is_done: Callable[[], bool], work: GradientWork) -> Expectation | None:
-        if self._watch is None:
+        if self._watchdog is None:
             return None
-        return self._watch.expect(is_done, partial(self._waiting.who_is_missing, work))
+        return self._watchdog.expect(is_done, partial(self._waiting.who_is_missing, work))
 
 
 class _DeferredWork(dist._Work):

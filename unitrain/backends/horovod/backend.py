@@ -17,7 +17,7 @@ from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.devices import check_gpus, choose_device
 from unitrain.bootstrap.network import interface_of
-from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import BackendUnavailableError, ConfigError
 
 
@@ -29,18 +29,18 @@ class HorovodBackend(ProcessGroupBackend):
     """
 
     name = "horovod"
-    knobs = (*ProcessGroupBackend.knobs, CYCLE, FUSION)
+    tunables = (*ProcessGroupBackend.tunables, CYCLE, FUSION)
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
         """Raise ConfigError for a transport that this Horovod does not use here and for two ranks on one GPU,
         BackendUnavailableError for a GPU where this Horovod moves tensors between CPUs only."""
         checks.check_no_group()
-        placement = options.placement
-        device = choose_device(options.device, placement.local_rank)
+        rank_info = options.rank_info
+        device = choose_device(options.device, rank_info.local_rank)
         _check_operations(device)
-        meeting = meet_with_horovod(placement, options.timeout)
-        check_gpus(meeting, device, options.device)
+        rendezvous = meet_with_horovod(rank_info, options.timeout)
+        check_gpus(rendezvous, device, options.device)
         transport = _transport(device)
         if options.transport not in (None, transport):
             raise ConfigError(
@@ -50,15 +50,15 @@ class HorovodBackend(ProcessGroupBackend):
         register_backend()
         dist.init_process_group(
             NAME,
-            store=dist.PrefixStore("horovod", meeting.store),
-            rank=placement.rank,
-            world_size=placement.size,
+            store=dist.PrefixStore("horovod", rendezvous.store),
+            rank=rank_info.rank,
+            world_size=rank_info.size,
             timeout=options.timeout,
         )
-        return cls(meeting, device, transport, _control_group(meeting, options.timeout))
+        return cls(rendezvous, device, transport, _control_group(rendezvous, options.timeout))
 
 
-def _control_group(meeting: Meeting, timeout: timedelta) -> dist.ProcessGroup | None:
+def _control_group(rendezvous: Rendezvous, timeout: timedelta) -> dist.ProcessGroup | None:
     """Return a Gloo group of all ranks for what is exchanged before collectives. All ranks call it.
 
     Horovod looks for work once per cycle, and in the order in which it was issued: an exchange of 1 KB takes it 1 ms,
@@ -66,7 +66,7 @@ def _control_group(meeting: Meeting, timeout: timedelta) -> dist.ProcessGroup | 
     """
     if not dist.is_gloo_available():
         return None
-    own = meeting.own_address
+    own = rendezvous.own_address
     interface = environment.setting("HOROVOD_GLOO_IFACE") or (interface_of(own) if own else None)
     if interface:
         environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})

@@ -33,7 +33,7 @@ from unitrain.backends.horovod.runtime import start_horovod, tell_torch_where
 from unitrain.backends.horovod.tensors import ALLTOALL_BYTES, Destination, as_bytes, combined, flat, pieces, reduction
 from unitrain.backends.horovod.work import Completions, HorovodWork, joined
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.rendezvous import Meeting
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import UnsupportedError
 
 NAME = "horovod"
@@ -63,14 +63,14 @@ def register_backend() -> None:
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> HorovodProcessGroup:
-    placement = environment.detect()
-    if size != placement.size:
+    rank_info = environment.detect()
+    if size != rank_info.size:
         raise UnsupportedError(
-            f"Horovod's process group is of all {placement.size} ranks, but a group of {size} was asked for. "
+            f"Horovod's process group is of all {rank_info.size} ranks, but a group of {size} was asked for. "
             "Use backend 'ddp' for groups of some of the ranks."
         )
     host = environment.setting("MASTER_ADDR") or "127.0.0.1"
-    start_horovod(placement, Meeting(placement, store, host, timeout))
+    start_horovod(rank_info, Rendezvous(rank_info, store, host, timeout))
     return HorovodProcessGroup(rank, size, timeout)
 
 

@@ -11,25 +11,25 @@ import torch.distributed as dist
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints that it is missing)
 
-from unitrain.backends.tunables import Knob
+from unitrain.backends.tunables import Tunable
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.environment import Placement
+from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.horovodrun import BoundRendezvousServer
 from unitrain.bootstrap.network import LOOPBACK, address_towards, answering, interface_of, own_addresses
-from unitrain.bootstrap.rendezvous import Meeting, Seat, meet, reserve_descriptors, tcp_store
+from unitrain.bootstrap.rendezvous import NodePosition, Rendezvous, meet, reserve_descriptors, tcp_store
 from unitrain.errors import BackendUnavailableError, LauncherMismatchError
 
-CYCLE = Knob(
+CYCLE = Tunable(
     "HOROVOD_CYCLE_TIME", "ms between two looks of Horovod at what is to be done", "0.5", ("0.1", "1", "2", "5")
 )
-FUSION = Knob(
+FUSION = Tunable(
     "HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod puts buckets together", "16777216", ("0", "134217728")
 )
 _ANSWER_SECONDS = 3.0  # a host answers without its processes; one lost packet is sent again after a second
 _servers: list[Any] = []  # rank 0's rendezvous server, kept alive as long as the process
 
 
-def start_horovod(placement: Placement, meeting: Meeting) -> None:
+def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
     """Initialise Horovod with the launcher's ranks, unless it is. All ranks call it.
 
     Raises BackendUnavailableError when this Horovod cannot do that, and LauncherMismatchError when it comes up with
@@ -44,70 +44,72 @@ def start_horovod(placement: Placement, meeting: Meeting) -> None:
             {
                 # Horovod's own limit is 30 s, and passing it aborts the process without an exception, or ends Horovod
                 # without saying whom it waited for: unitrain's own limit is to come first.
-                "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(meeting.timeout.total_seconds()) + 5),
-                **{knob.variable: knob.default for knob in chosen},
+                "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(rendezvous.timeout.total_seconds()) + 5),
+                **{tunable.variable: tunable.default for tunable in chosen},
             }
         )
-        if placement.launcher not in ("none", "horovodrun", "mpirun"):
-            _lead_to_each_other(placement, meeting)
+        if rank_info.launcher not in ("none", "horovodrun", "mpirun"):
+            _lead_to_each_other(rank_info, rendezvous)
         hvd.init()
-    if (hvd.rank(), hvd.size()) != (placement.rank, placement.size):
+    if (hvd.rank(), hvd.size()) != (rank_info.rank, rank_info.size):
         raise LauncherMismatchError(
-            f"{placement.source} said rank {placement.rank} of {placement.size}, but Horovod came up as "
+            f"{rank_info.source} said rank {rank_info.rank} of {rank_info.size}, but Horovod came up as "
             f"rank {hvd.rank()} of {hvd.size()}. "
             f"Do not call hvd.init() yourself; start with: unitrain launch --backend horovod "
-            f"-np {placement.size} ..."
+            f"-np {rank_info.size} ..."
         )
 
 
-def meet_with_horovod(placement: Placement, timeout: timedelta) -> Meeting:
+def meet_with_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Bring the ranks together with Horovod running; under mpirun it is Horovod that brings them together."""
-    if placement.launcher != "mpirun" or environment.setting("MASTER_ADDR"):
-        meeting = meet(placement, timeout)  # first, because Horovod aborts the process when it waits for ranks in vain
-        start_horovod(placement, meeting)
-        return meeting
-    reserve_descriptors(placement)
-    nowhere = Meeting(placement, dist.HashStore(), "127.0.0.1", timeout)
-    start_horovod(placement, nowhere)
-    store, host = _store_through_horovod(placement, timeout)
-    return Meeting(placement, dist.PrefixStore("unitrain", store), host, timeout)
+    if rank_info.launcher != "mpirun" or environment.setting("MASTER_ADDR"):
+        rendezvous = meet(
+            rank_info, timeout
+        )  # first, because Horovod aborts the process when it waits for ranks in vain
+        start_horovod(rank_info, rendezvous)
+        return rendezvous
+    reserve_descriptors(rank_info)
+    nowhere = Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timeout)
+    start_horovod(rank_info, nowhere)
+    store, host = _store_through_horovod(rank_info, timeout)
+    return Rendezvous(rank_info, dist.PrefixStore("unitrain", store), host, timeout)
 
 
-def tell_torch_where(placement: Placement) -> None:
+def tell_torch_where(rank_info: RankInfo) -> None:
     """Set the variables that torch's own rendezvous reads, where the launcher has not. All ranks call it.
 
     They are agreed over Horovod itself, which horovodrun and mpirun always let start.
     """
     environment.export_defaults(
-        {"RANK": str(placement.rank), "WORLD_SIZE": str(placement.size), "LOCAL_RANK": str(placement.local_rank)}
+        {"RANK": str(rank_info.rank), "WORLD_SIZE": str(rank_info.size), "LOCAL_RANK": str(rank_info.local_rank)}
         | {name: value for name in ("MASTER_ADDR", "MASTER_PORT") if (value := environment.setting(name))}
     )
-    if placement.launcher not in ("horovodrun", "mpirun", "none") or environment.setting("MASTER_ADDR"):
+    if rank_info.launcher not in ("horovodrun", "mpirun", "none") or environment.setting("MASTER_ADDR"):
         return
-    start_horovod(placement, Meeting(placement, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
-    host, port = _free_address(placement)
+    start_horovod(rank_info, Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
+    host, port = _free_address(rank_info)
     environment.export_defaults({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
 
 
-def _lead_to_each_other(placement: Placement, meeting: Meeting) -> None:
+def _lead_to_each_other(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
     """Do what horovodrun does for its workers: rank 0 serves the addresses, and every rank is told its place."""
     if not hvd.gloo_built():
         raise BackendUnavailableError(
-            f"This Horovod was built without Gloo, which it needs where {placement.source} said "
-            f"rank {placement.rank} of {placement.size}. "
+            f"This Horovod was built without Gloo, which it needs where {rank_info.source} said "
+            f"rank {rank_info.rank} of {rank_info.size}. "
             "Build it with both controllers: unitrain horovod build --force"
         )
-    seats = meeting.seats
-    address = meeting.own_address or address_towards(meeting.host)
+    seats = rendezvous.seats
+    address = rendezvous.own_address or address_towards(rendezvous.host)
     own = ""
-    if placement.rank == 0:
+    if rank_info.rank == 0:
         server = BoundRendezvousServer(address)
         port = server.start()
-        server.init([_slot(seats, rank) for rank in range(placement.size)])
+        server.init([_slot(seats, rank) for rank in range(rank_info.size)])
         _servers.append(server)
         own = f"{address}:{port}"
-    host, _, port_text = meeting.exchange("horovod_server", own)[0].rpartition(":")
-    slot = _slot(seats, placement.rank)
+    host, _, port_text = rendezvous.exchange("horovod_server", own)[0].rpartition(":")
+    slot = _slot(seats, rank_info.rank)
     environment.export(
         {
             environment.LED_BY_UNITRAIN: "1",
@@ -129,7 +131,7 @@ def _lead_to_each_other(placement: Placement, meeting: Meeting) -> None:
         environment.export_defaults({"HOROVOD_GLOO_IFACE": interface})
 
 
-def _slot(seats: list[Seat], rank: int) -> SlotInfo:
+def _slot(seats: list[NodePosition], rank: int) -> SlotInfo:
     """Return a rank's place in Horovod's terms: "cross" counts the ranks with the same local_rank on other hosts."""
     own = seats[rank]
     peers = [seat for seat in seats if seat.local_rank == own.local_rank]
@@ -144,21 +146,21 @@ def _slot(seats: list[Seat], rank: int) -> SlotInfo:
     )
 
 
-def _store_through_horovod(placement: Placement, timeout: timedelta) -> tuple[dist.Store, str]:
-    host, port = _free_address(placement)
-    served = tcp_store(host, port, placement, timeout, serves=True) if placement.rank == 0 else None
+def _store_through_horovod(rank_info: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:
+    host, port = _free_address(rank_info)
+    served = tcp_store(host, port, rank_info, timeout, serves=True) if rank_info.rank == 0 else None
     hvd.broadcast_object(None, 0, name="unitrain.served")  # the others connect once rank 0 listens
-    return served or tcp_store(host, port, placement, timeout, serves=False), host
+    return served or tcp_store(host, port, rank_info, timeout, serves=False), host
 
 
-def _free_address(placement: Placement) -> tuple[str, int]:
+def _free_address(rank_info: RankInfo) -> tuple[str, int]:
     """Return an address of rank 0 by which all ranks reach it, and a port that is free there. All ranks call it, with
     Horovod running."""
-    if placement.rank != 0:
+    if rank_info.rank != 0:
         return _agreed_address(None)
     # Which address the others reach is not known yet: this socket listens on all while they try, and takes no data.
-    with socket.create_server((LOOPBACK if placement.local_size == placement.size else "", 0)) as free:
-        return _agreed_address(free.getsockname()[1], [LOOPBACK] if placement.local_size == placement.size else None)
+    with socket.create_server((LOOPBACK if rank_info.local_size == rank_info.size else "", 0)) as free:
+        return _agreed_address(free.getsockname()[1], [LOOPBACK] if rank_info.local_size == rank_info.size else None)
 
 
 def _agreed_address(port: int | None, addresses: list[str] | None = None) -> tuple[str, int]:
