@@ -138,7 +138,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """Status of a rank: `doing` completes "rank 3 ...", `stack` has its innermost frames, `flight_recorder` its last calls."""
+    """Status of a rank: `doing` completes "rank 3 ...", `stack` has its innermost frames."""
 
     doing: str = NO_ANSWER
     stack: list[str] = field(default_factory=list)

@@ -66,8 +66,8 @@ class _Departure(NamedTuple):
 class Watchdog:
     """Watches over this rank's main thread until `stop`. All ranks make theirs at the same time.
 
-    `flight_recorder` knows the collective that the main thread waits in. A rank that fails calls `fail`, and for one that is
-    killed rank 0 does; the others then end by themselves, or are ended after a few seconds, wherever they are.
+    `flight_recorder` knows the collective that the main thread waits in. A rank that fails calls `fail`; for a
+    killed one rank 0 does; the others then end by themselves, or are ended after a few seconds, wherever they are.
     """
 
     def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder) -> None:
