@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Backend
-from unitrain.backends.consistency import Call
 from unitrain.backends.gradients.ddp_wrapper import GlobalGradients
+from unitrain.monitoring.collective_call import CollectiveCall
 from unitrain.monitoring.flight_recorder import FlightRecorder
-from unitrain.progress.sync_point import Stopping
+from unitrain.progress.stopping import Stopping
 
 STEP_SECONDS = 0.005
 PARTS = ("gradients", "ledger", "heartbeat", "signals")
@@ -43,7 +43,7 @@ def microseconds(backend: Backend) -> dict[str, float]:
         order = _models if number % 2 else _models[::-1]
         seconds = {id(model): _each(partial(_step, model), 1) for model in order}
         taken.append([seconds[id(model)] for model in _models])
-    flight_recorder, call = FlightRecorder(), Call(1, "allreduce", "mean", dtype=torch.float32, shape=(2,))
+    flight_recorder, call = FlightRecorder(), CollectiveCall(1, "allreduce", "mean", dtype=torch.float32, shape=(2,))
     watch: Any = backend._watch  # type: ignore[attr-defined]
     with Stopping(backend, max_seconds=None, signals=["SIGUSR1"]) as stopping:
         due = _each(lambda: stopping.due(0), _CALLS)

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from unitrain.backends import consistency
 from unitrain.backends.base import Backend
-from unitrain.backends.consistency import Call
 from unitrain.errors import CollectiveMismatchError
+from unitrain.monitoring.collective_call import CollectiveCall
 from unitrain.testing import RankGroup, collectives, gradients
 from unitrain.testing.cases import CASES as CONTRACT
 
@@ -165,23 +165,23 @@ def test_many_ranks_name_who_differs(many: RankGroup) -> None:
 
 def test_fingerprints_are_equal_where_calls_fit() -> None:
     float32 = torch.float32
-    one = Call(3, "allreduce", "sum", -1, float32, (2, 3))
-    assert one.fingerprint == Call(3, "allreduce", "sum", -1, float32, (2, 3)).fingerprint
+    one = CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3))
+    assert one.fingerprint == CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3)).fingerprint
     others = [
-        Call(4, "allreduce", "sum", -1, float32, (2, 3)),
-        Call(3, "reducescatter", "sum", -1, float32, (2, 3)),
-        Call(3, "allreduce", "mean", -1, float32, (2, 3)),
-        Call(3, "allreduce", "sum", -1, torch.float64, (2, 3)),
-        Call(3, "allreduce", "sum", -1, float32, (3, 2)),
-        Call(3, "allreduce", "sum", -1, float32, (2, 3, 1)),
-        Call(3, "allreduce", "sum", -1, float32, (2, 3), refused=True),
-        Call(3, "broadcast", "sum", 0, float32, (2, 3)),
+        CollectiveCall(4, "allreduce", "sum", -1, float32, (2, 3)),
+        CollectiveCall(3, "reducescatter", "sum", -1, float32, (2, 3)),
+        CollectiveCall(3, "allreduce", "mean", -1, float32, (2, 3)),
+        CollectiveCall(3, "allreduce", "sum", -1, torch.float64, (2, 3)),
+        CollectiveCall(3, "allreduce", "sum", -1, float32, (3, 2)),
+        CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3, 1)),
+        CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3), refused=True),
+        CollectiveCall(3, "broadcast", "sum", 0, float32, (2, 3)),
     ]
     found = {call.fingerprint for call in [one, *others]}
     assert len(found) == 1 + len(others)
     assert all(0 <= fingerprint < 2**63 for fingerprint in found)
-    uneven = [Call(0, "allgather", "", -1, float32, (rows, 3)) for rows in (0, 5)]
+    uneven = [CollectiveCall(0, "allgather", "", -1, float32, (rows, 3)) for rows in (0, 5)]
     assert uneven[0].fingerprint == uneven[1].fingerprint
-    assert uneven[0].fingerprint != Call(0, "allgather", "", -1, float32, (5, 4)).fingerprint
-    objects = [Call(0, "broadcast_object", "", 0, torch.uint8, (size,)) for size in (0, 5)]
+    assert uneven[0].fingerprint != CollectiveCall(0, "allgather", "", -1, float32, (5, 4)).fingerprint
+    objects = [CollectiveCall(0, "broadcast_object", "", 0, torch.uint8, (size,)) for size in (0, 5)]
     assert objects[0].fingerprint == objects[1].fingerprint

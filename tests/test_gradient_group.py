@@ -15,7 +15,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.bootstrap import environment
 from unitrain.monitoring.flight_recorder import FlightRecorder, GradientWork, not_begun
-from unitrain.monitoring.waiting import Expectations
+from unitrain.monitoring.pending_work import Expectations
 from unitrain.testing import RankGroup, compression, gradients, parameters
 
 

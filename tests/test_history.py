@@ -51,7 +51,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 def test_looks_go_on_where_epochs_are_shorter_than_their_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unitrain.progress.sync_point._AGREE_SECONDS", 0.1)
+    monkeypatch.setattr("unitrain.progress.stopping._AGREE_SECONDS", 0.1)
 
     class Slow(Callback):
         def on_step_end(self, trainer: Trainer) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from unitrain.backends.base import Backend
-from unitrain.backends.consistency import Call
 from unitrain.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError
+from unitrain.monitoring.collective_call import CollectiveCall
 from unitrain.monitoring.flight_recorder import FlightRecorder, GradientWork, Line, differences
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, loss_of
@@ -129,7 +129,7 @@ def test_a_ledger_knows_the_lines_that_called() -> None:
     flight_recorder = FlightRecorder()
     assert flight_recorder.last == ""
     for number in range(40):
-        flight_recorder.enter(Call(number, "barrier"))
+        flight_recorder.enter(CollectiveCall(number, "barrier"))
     flight_recorder.enter(GradientWork("backward", 7))
     assert flight_recorder.latest == "backward #7"
     assert flight_recorder.last.startswith("; its last was backward #7, at test_mismatches.py:")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unitrain.backends.local import LocalBackend
-from unitrain.progress.sync_point import Stopping
+from unitrain.progress.stopping import Stopping
 from unitrain.testing import run_ranks
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -14,7 +14,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 def test_it_is_about_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("unitrain.progress.sync_point.time.perf_counter", lambda: now)
+    monkeypatch.setattr("unitrain.progress.stopping.time.perf_counter", lambda: now)
     with Stopping(LOCAL, max_seconds=None, signals=()) as stopping:
         stopping.agree(0)
         stopping.begin(0)
@@ -32,7 +32,7 @@ def test_it_is_about_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_epochs_that_are_shorter_than_two_seconds_do_not_put_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("unitrain.progress.sync_point.time.perf_counter", lambda: now)
+    monkeypatch.setattr("unitrain.progress.stopping.time.perf_counter", lambda: now)
     with Stopping(LOCAL, max_seconds=None, signals=()) as stopping:
         due = []
         for step in range(1, 101):
@@ -49,7 +49,7 @@ def test_epochs_that_are_shorter_than_two_seconds_do_not_put_it_off(monkeypatch:
 
 def test_a_resumed_run_has_not_made_its_steps_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("unitrain.progress.sync_point.time.perf_counter", lambda: now)
+    monkeypatch.setattr("unitrain.progress.stopping.time.perf_counter", lambda: now)
     with Stopping(LOCAL, max_seconds=None, signals=()) as stopping:
         now += 1.0
         stopping.agree(5000)

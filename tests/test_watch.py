@@ -16,7 +16,8 @@ from launches import started
 
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.network import free_port
-from unitrain.monitoring.rank_status import call_site, name_ranks, whereabouts
+from unitrain.monitoring.rank_status import name_ranks
+from unitrain.monitoring.stack_inspection import call_site, whereabouts
 
 PROGRAM = """\
 import contextlib, os, sys, time

@@ -58,7 +58,7 @@ from unitrain.errors import (
     UnitrainError,
     UnsupportedError,
 )
-from unitrain.monitoring.rank_status import call_site as call_site
+from unitrain.monitoring.stack_inspection import call_site as call_site
 
 ReduceOp = Literal["mean", "sum", "min", "max", "product"]
 CapabilityT = TypeVar("CapabilityT")

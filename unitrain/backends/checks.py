@@ -12,6 +12,7 @@ from unitrain import validation
 from unitrain.backends.base import ReduceOp
 from unitrain.backends.compression_setting import Compression, read_compression
 from unitrain.errors import ConfigError, ModelError, TensorError, did_you_mean
+from unitrain.monitoring.collective_call import dtype_name
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 DTYPES = (
@@ -26,11 +27,6 @@ def check_no_group() -> None:
             "This process has a process group already, of an earlier unitrain.init() or an init_process_group() of "
             "its own. Use that one, or end it first: backend.shutdown() or torch.distributed.destroy_process_group()"
         )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check_tensor(tensor: Tensor) -> None:

@@ -4,16 +4,11 @@ Up to `MOST_GATHERED` ranks, the exchange is an allgather of short rows, which a
 are reduced in rank order, bit-equal on every transport. Above, it is a sum of a short vector: the fingerprints of all
 ranks are equal if and only if their variance is zero, and the same sum adds up small floating-point tensors. The
 arguments of all ranks are exchanged only where fingerprints differ.
-
-
-One rank's view of a collective: what it compares with other ranks before data is transferred.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -21,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unitrain.backends.base import Backend
-from unitrain.backends.checks import dtype_name
 from unitrain.backends.objects import pack, unpack
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError, UnitrainError
+from unitrain.monitoring.collective_call import CollectiveCall, describe_mismatch
 from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.waiting import Waiting
 from unitrain.torch_compat import all_gather
@@ -41,7 +36,7 @@ _SUM_HEADER = 4 * _PARTS + 1
 
 
 class CheckedArguments(NamedTuple):
-    """What the exchange found besides equality. `counts` is every rank's `Call.count`, for gathering operations and up
+    """Result of the exchange. `counts` is every rank's `CollectiveCall.count`, for gathering operations and up
     to MOST_GATHERED ranks only; `root_count` that of the root.
 
     If all ranks' tensors were small: their bytes, uint8 [ranks, bytes], padded with zeros, as `contents`, or their sum,
@@ -95,12 +90,12 @@ class ConsistencyCheck:
         """
         self._backend.refuse_alone(operation)
         problem: UnitrainError | None = None
-        call = Call(self._calls, operation, refused=True)
+        call = CollectiveCall(self._calls, operation, refused=True)
         try:
             if check is not None:
                 check()
             shape = tuple(tensor.shape) if tensor is not None else ()
-            call = Call(self._calls, operation, op, root, tensor.dtype if tensor is not None else None, shape)
+            call = CollectiveCall(self._calls, operation, op, root, tensor.dtype if tensor is not None else None, shape)
         except (TensorError, ConfigError) as error:
             problem = error
         self._calls += 1
@@ -124,7 +119,9 @@ class ConsistencyCheck:
         """Make `payload`, uint8 of the same size on every rank, the root's. All ranks call it."""
         self._wait(dist.broadcast(payload, root, group=self._group, async_op=True))
 
-    def _gathered(self, call: Call, tensor: Tensor | None, dtype: torch.dtype | None) -> CheckedArguments | None:
+    def _gathered(
+        self, call: CollectiveCall, tensor: Tensor | None, dtype: torch.dtype | None
+    ) -> CheckedArguments | None:
         """Exchange rows; return None where they differ."""
         content = None if tensor is None or dtype is None else _small(tensor, dtype, self._row_bytes)
         row = torch.zeros(_HEADER + self._row_bytes // 8, dtype=torch.int64)
@@ -139,7 +136,9 @@ class ConsistencyCheck:
         contents = rows[:, _HEADER:].view(torch.uint8)[:, : max(lengths)] if min(lengths) >= 0 else None
         return CheckedArguments(counts, counts[max(call.root, 0)], contents)
 
-    def _summed(self, call: Call, tensor: Tensor | None, dtype: torch.dtype | None) -> CheckedArguments | None:
+    def _summed(
+        self, call: CollectiveCall, tensor: Tensor | None, dtype: torch.dtype | None
+    ) -> CheckedArguments | None:
         """Exchange sums; return None where fingerprints differ."""
         size, rank = self._backend.size, self._backend.rank
         # Of an object that one rank sends, only that rank knows the bytes, and their sum is that number.
@@ -207,7 +206,7 @@ class ConsistencyCheck:
         for work in works:  # which do not tell that they have ended until they are waited for
             self._waiting.wait_for_ranks(work, polls=False)
 
-    def _raise_for_all(self, call: Call, problem: UnitrainError | None) -> NoReturn:
+    def _raise_for_all(self, call: CollectiveCall, problem: UnitrainError | None) -> NoReturn:
         """Raise the lowest refused rank's error, or what differs, on every rank. All ranks call it."""
         payload, _ = pack((call, problem))
         sizes = self._gather(torch.tensor([payload.numel()])).view(-1).tolist()
@@ -253,56 +252,3 @@ def _has_point_to_point(group: dist.ProcessGroup | None) -> bool:
 def _parts(number: int) -> list[int]:
     mask = (1 << _PART_BITS) - 1
     return [number >> _PART_BITS * at & mask for at in range(_PARTS)]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One rank's arguments of one collective. `shape` is [bytes] for objects; `refused` means invalid arguments."""
-
-    number: int
-    operation: str
-    op: str = ""
-    root: int = -1
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    refused: bool = False
-
-    @property
-    def fingerprint(self) -> int:
-        """A number below 2**63, equal on ranks whose calls can be parts of one collective and on no others.
-
-        An allgather may differ in dim 0, and objects in their bytes.
-        """
-        if self.operation in ("broadcast_object", "allgather_object"):
-            arguments: tuple[object, ...] = ()
-        else:
-            free = 1 if self.operation == "allgather" else 0
-            arguments = (self.dtype, len(self.shape), self.shape[free:])
-        told = repr((self.number, self.operation, self.op, self.root, self.refused, arguments))
-        return int.from_bytes(blake2b(told.encode(), digest_size=8).digest(), "little") >> 1
-
-    @property
-    def count(self) -> int:
-        """What may differ between ranks: the length of dim 0, 1 without dimensions, or the bytes of an object."""
-        return self.shape[0] if self.shape else 1
-
-    def __str__(self) -> str:
-        if self.refused:
-            return "was refused its arguments"
-        arguments = []
-        if self.dtype is not None:
-            arguments.append(f"{dtype_name(self.dtype)} {list(self.shape)}")
-        if self.op:
-            arguments.append(self.op)
-        if self.root > 0:
-            arguments.append(f"root={self.root}")
-        return f"called {self.operation}({', '.join(arguments)}) as collective #{self.number}"
-
-
-def describe_mismatch(calls: Sequence[Call]) -> str:
-    """Return one sentence that tells who called what, ranks with the same call together."""
-    ranks: dict[str, list[str]] = {}
-    for rank, call in enumerate(calls):
-        ranks.setdefault(str(call), []).append(str(rank))
-    told = "; ".join(f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(who)} {what}" for what, who in ranks.items())
-    return f"The ranks do not agree on a collective: {told}."

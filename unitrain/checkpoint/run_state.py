@@ -29,7 +29,7 @@ from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.modules.buffers import share_buffers
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
-from unitrain.progress.sync_point import Stopping
+from unitrain.progress.stopping import Stopping
 
 
 class Stateful(Protocol):

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from unitrain.backends.consistency import Call
-from unitrain.monitoring.rank_status import place, user_frame
+from unitrain.monitoring.collective_call import CollectiveCall
+from unitrain.monitoring.stack_inspection import place, user_frame
 
 _KEPT = 16
 _SHOWN = 4
@@ -53,12 +53,12 @@ class FlightRecorder:
     """
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[int, Call | GradientWork, str, int]] = deque(maxlen=_KEPT)
+        self._entries: deque[tuple[int, CollectiveCall | GradientWork, str, int]] = deque(maxlen=_KEPT)
         self._entered = 0
         # Where the user's frame was in the stack, by the type of the entry: in a loop it is there again.
         self._found: dict[type, _Found] = {}
 
-    def enter(self, what: Call | GradientWork) -> None:
+    def enter(self, what: CollectiveCall | GradientWork) -> None:
         """Note that this rank begins `what` now."""
         frame = self._user_frame(type(what))
         self._entries.append((self._entered, what, frame.f_code.co_filename, frame.f_lineno))
@@ -138,9 +138,9 @@ def not_begun(work: GradientWork | None, ranks: Sequence[int], ledgers: Mapping[
     return [rank for rank in ranks if all(line.key.strip() != work.key for line in ledgers.get(rank, ()))]
 
 
-def _key(what: Call | GradientWork) -> str:
+def _key(what: CollectiveCall | GradientWork) -> str:
     return what.key if isinstance(what, GradientWork) else f"collective {what.number}"
 
 
-def _name(what: Call | GradientWork) -> str:
+def _name(what: CollectiveCall | GradientWork) -> str:
     return str(what).removeprefix("called ").removeprefix("began ")

@@ -30,8 +30,8 @@ from unitrain.errors import CollectiveTimeoutError, ModelError
 from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.liveness import LivenessCheck
 from unitrain.monitoring.loop_counters import LoopCounters
+from unitrain.monitoring.pending_work import Expectation, Expectations
 from unitrain.monitoring.rank_status import NO_ANSWER, Answer, Failure, describe
-from unitrain.monitoring.waiting import Expectation, Expectations
 
 _PERIOD_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0

@@ -22,7 +22,8 @@ from torch.autograd import Variable
 
 from unitrain.monitoring.flight_recorder import FlightRecorder, GradientWork
 from unitrain.monitoring.loop_counters import LoopCounters
-from unitrain.monitoring.waiting import Expectation, Waiting
+from unitrain.monitoring.pending_work import Expectation
+from unitrain.monitoring.waiting import Waiting
 from unitrain.monitoring.watchdog import Watchdog
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unitrain.backends.checks import dtype_name
 from unitrain.backends.ordered_keys import from_ordered_keys, ordered_keys
 from unitrain.errors import UnsupportedError
+from unitrain.monitoring.collective_call import dtype_name
 
 # Horovod keeps counts and offsets of elements, and for an allgather those of bytes, in C's int: from 2^31 on it ends
 # the process or writes elsewhere. Larger tensors are sent in pieces, of which no operation moves more bytes than these.
