@@ -46,4 +46,4 @@ def module_command(name: str, package: str, python: str, remedy: str, *, planned
     if not planned and python == sys.executable and importlib.util.find_spec(package) is None:
         raise MissingLauncherError(f"Launcher {name!r} is not installed for {python}. {remedy}")
     # -P: without it, a file of the current folder could take the place of a module that the launcher imports.
-    return (python, "-P", "-m", f"unitrain.backends.{name}")
+    return (python, "-P", "-m", f"unitrain.bootstrap.{name}")
