@@ -1,6 +1,6 @@
 """What `unitrain tune` finds where two hosts are joined by a slow network, as clusters of old are.
 
-The hosts are two sets of namespaces on this machine, each with an sshd of its own (tests/hosts.py); what either sends
+The hosts are two sets of namespaces on this machine, each with its own sshd (tests/support/hosts.py); what either sends
 is held to so many bits a second by the kernel. `unitrain tune` is typed on the first of them, as a user would, and its
 words are the result: a gain is the median over pairs of runs, with the lowest and the highest. It needs root.
 

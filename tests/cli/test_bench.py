@@ -1,0 +1,163 @@
+"""`unitrain bench`: all that was asked for is measured, what is worked out of it is right, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from launches import SECONDS, started
+from requirements import needs_mpi
+from torch import Tensor
+
+from unitrain.bench import results, tables
+from unitrain.bench.bandwidth import OPERATIONS, bus_factor
+from unitrain.bench.collectives import _collective, actual_bytes
+from unitrain.cli import unitrain as command
+from unitrain.errors import ReportError
+
+BENCH = [sys.executable, "-m", "unitrain", "bench"]
+SIZES = (1024, 65536)
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(command, ["bench", *arguments])
+    assert result.exit_code in (1, 2), result.output
+    return result.output.rpartition("Error: ")[2].strip()
+
+
+def run(launch: list[str]) -> str:
+    """Run a command to its end; none of its processes is left."""
+    with started(launch) as job:
+        output = job.process.communicate(timeout=2 * SECONDS)[0]
+        assert job.process.returncode == 0, output
+        assert not job.living(), output
+    return output
+
+
+def check_rows(result: dict[str, Any], who: set[tuple[str, str]], operations: tuple[str, ...]) -> None:
+    """Every one of `who` has done every operation at every size in each of three rounds, and so have the floors."""
+    rows = result["rows"]
+    asked = {(*one, operation, size) for one in who for operation in operations for size in SIZES}
+    assert {(row["backend"], row["transport"], row["operation"], row["bytes"]) for row in rows} == asked
+    assert len(rows) == len(asked)
+    assert {(floor["name"], floor["bytes"]) for floor in result["floors"]} == {
+        (name, size) for name in ("memory copy", "tcp stream") for size in SIZES
+    }
+    for row in (*rows, *result["floors"]):
+        assert len(row["seconds"]) == 3
+        assert all(0 < seconds < 60 for seconds in row["seconds"])
+
+
+@pytest.mark.nightly
+@needs_mpi
+def test_collectives_of_every_backend_and_transport_in_turns(tmp_path: Path) -> None:
+    kept, page, picture = tmp_path / "here.json", tmp_path / "here.html", tmp_path / "here.png"
+    options = ["--sizes", "1KB,64K,1MB", "--max-bytes", "64KB", "--seconds", "0", "--device", "cpu"]
+    output = run([*BENCH, "collectives", *options, "--json", str(kept), "--output", str(page)])
+    result = results.read(kept, "collectives")
+    check_rows(result, {("ddp", "gloo"), ("horovod", "gloo"), ("horovod", "mpi")}, OPERATIONS)
+    assert (result["ranks"], result["num_nodes"], result["device"], result["skipped"]) == (2, 1, "cpu", [])
+    for heading in ("ddp gloo", "horovod gloo", "horovod mpi", "memory copy GB/s", "tcp stream GB/s"):
+        assert heading in output
+    # The page says what the table says, and has a chart of times and one of bandwidths for each operation.
+    text = page.read_text()
+    headings, rows = tables.texts(tables.collectives(result))
+    assert len(rows) == len(OPERATIONS) * len(SIZES)
+    assert all(f"<td>{cell}</td>" in text for row in rows for cell in row)
+    assert text.count("<svg") == 2 * len(OPERATIONS)
+    from unitrain.report.bench_charts import draw
+
+    draw(result, picture, headings, rows)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_collectives_under_a_launcher_use_its_ranks_for_both_backends(tmp_path: Path) -> None:
+    kept = tmp_path / "launched.json"
+    launch = [sys.executable, "-m", "unitrain", "launch", "--launcher", "torchrun", "-np", "3"]
+    script = str(Path(sys.executable).with_name("unitrain"))
+    asked = ["--backends", "ddp,horovod", "--operations", "allreduce", "--sizes", "1020,64KB", "--seconds", "0"]
+    output = run([*launch, script, "bench", "collectives", *asked, "--device", "cpu", "--json", str(kept)])
+    assert output.count("alg GB/s") == 2  # one rank tells, of two backends
+    result = json.loads(kept.read_text())
+    assert result["ranks"] == 3
+    assert {(row["backend"], row["bytes"]) for row in result["rows"]} == {
+        (backend, size) for backend in ("ddp", "horovod") for size in (1020, 65544)
+    }
+    assert {floor["name"] for floor in result["floors"]} == {"memory copy", "tcp stream"}
+
+
+def test_the_size_of_an_operation_is_that_of_the_whole_array() -> None:
+    """As nccl-tests count it: of an allgather its result, of the others their input."""
+    given: dict[str, Tensor] = {}
+
+    def take(operation: str) -> Any:
+        return lambda tensor, *_: given.setdefault(operation, tensor)
+
+    for ranks in (2, 3):
+        ranked = SimpleNamespace(
+            size=ranks, device=torch.device("cpu"), **{operation: take(operation) for operation in OPERATIONS}
+        )
+        size = actual_bytes(1000, ranks)
+        assert size == {2: 1000, 3: 1008}[ranks]
+        for operation in OPERATIONS:
+            _collective(ranked, operation, 1000)()  # type: ignore[arg-type]
+        assert {name: tensor.nbytes for name, tensor in given.items()} == {
+            "allreduce": size, "allgather": size // ranks, "reducescatter": size, "broadcast": size,
+        }  # fmt: skip
+        given.clear()
+
+
+def test_bus_bandwidth_is_what_the_busiest_link_carries() -> None:
+    """By the best possible algorithm: counted, as bytes out of a rank per byte of the array."""
+    for ranks in (2, 3, 4, 8):
+        part = 1 / ranks
+        ring = sum(part for _ in range(ranks - 1))  # a ring passes one part on in each step but the last
+        counted = {"reducescatter": ring, "allgather": ring, "allreduce": 2 * ring, "broadcast": 1.0}
+        assert all(math.isclose(bus_factor(name, ranks), sent) for name, sent in counted.items())
+
+
+def test_the_table_divides_bytes_by_median_seconds() -> None:
+    row = {"backend": "ddp", "transport": "gloo", "operation": "allreduce", "bytes": 3 << 20}
+    result = {
+        "ranks": 3, "num_nodes": 1, "device": "cpu", "rows": [{**row, "seconds": [9.0, 0.003, 0.001]}],
+        "floors": [{"name": "memory copy", "bytes": 3 << 20, "seconds": [0.0015] * 3}],
+    }  # fmt: skip
+    ((operation, size, seconds, algorithm, bus, floor),) = tables.texts(tables.collectives(result))[1]
+    assert (operation, size, seconds) == ("allreduce", "3 MB", "3 ms")
+    assert (algorithm, bus, floor) == ("1.05", "1.4", "2.1")  # 3 * 2^20 B / 3 ms, that * 4 / 3, and in half the time
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--sizes", "1KB,big"), "--sizes takes sizes such as 1KB, 64MB or 4096, got 'big'. Use --sizes 1MB"),
+        (("--sizes", "0"), "--sizes takes sizes such as 1KB, 64MB or 4096, got '0'. Use --sizes 1MB"),
+        (("--sizes", "4KB", "--max-bytes", "1KB"), "--max-bytes 1KB leaves none of the sizes 4KB. Use --max-bytes 1MB"),
+        (("--operations", "allreduced"), "Unknown operation 'allreduced'. Did you mean 'allreduce'? Available: "),
+        (("--backends", "hovorod"), "Unknown backend 'hovorod'. Did you mean 'horovod'?"),
+        (("--backends", "local"), "No backend with several ranks can run here. Use --backends ddp"),
+        (("--output", "x.jpg"), "--output draws a .png or an .html file, got 'x.jpg'. Use --output x.jpg.png"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_starts(arguments: tuple[str, ...], said: str) -> None:
+    assert refused("collectives", *arguments).startswith(said)
+
+
+def test_files_that_hold_no_result_are_named(tmp_path: Path) -> None:
+    for name, content in (("absent", None), ("broken", "{"), ("other", '{"kind": "x"}'), ("list", "[]")):
+        path = tmp_path / name
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(ReportError, match=rf"{name}.*unitrain bench collectives --json"):
+            results.read(path)
+    path = tmp_path / "train"
+    path.write_text('{"kind": "train", "rows": []}')
+    with pytest.raises(ReportError, match="is a result of unitrain bench train, not of unitrain bench collectives"):
+        results.read(path, "collectives")

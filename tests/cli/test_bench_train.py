@@ -1,0 +1,247 @@
+"""`unitrain bench train`: what is trained and counted, where a step's time is found, and how results are compared."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from launches import SECONDS, started
+from requirements import needs_mpi
+
+import unitrain
+from unitrain import factories
+from unitrain.backends.local import LocalBackend
+from unitrain.bench import comparison, results, tables
+from unitrain.bench.training import take_turn
+from unitrain.cli import unitrain as command
+from unitrain.errors import ConfigError, ReportError
+from unitrain.testing import RankGroup
+
+# Sleeps in every part of a step, milliseconds; the last rank also in backward, for which the others then wait.
+SLOW = """
+import os, time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import unitrain
+from unitrain import factories
+
+LAST = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
+
+class Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+    @staticmethod
+    def backward(context, gradient):
+        time.sleep(0.06 if LAST else 0)
+        return gradient
+
+class Model(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.03)
+        return Sleeps.apply(super().forward(x))
+
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        time.sleep(0.04)
+        super().step(closure)
+
+class Data(TensorDataset):
+    def __getitems__(self, indices):
+        time.sleep(0.02)
+        return [self[index] for index in indices]
+
+def make():
+    model = Model(4, 2)
+    return {
+        "model": model, "optimizer": Slow(model.parameters(), lr=0.1), "loss_fn": nn.MSELoss(),
+        "config": unitrain.TrainConfig(epochs=7, batch_size=3, output_dir="never", keep_last=1, resume=True),
+        "train_data": Data(torch.randn(12, 4), torch.randn(12, 2)),
+        "scheduler": torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD(model.parameters(), lr=0.1), 0.1, 3),
+    }
+
+def empty():
+    return {}
+"""
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW)
+    return f"{path}:make"
+
+
+def check_slow(parts: dict[str, float], backward: float, exposed: tuple[float, float]) -> None:
+    least = {"data": 0.02, "forward": 0.03, "backward": backward, "exposed": exposed[0], "optimizer": 0.04}
+    assert all(parts[part] >= seconds * 0.99 for part, seconds in least.items()), parts
+    assert parts["exposed"] <= exposed[1], parts
+
+
+def test_the_time_of_a_step_is_found_where_it_goes(slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    backend = LocalBackend(torch.device("cpu"))
+    for settings, batch in (({}, 3), ({"accumulate": 2}, 6)):
+        turn = take_turn(backend, slow, settings, None, 4)
+        times = 1 + (batch == 6)
+        assert turn.seconds >= times * (0.02 + 0.03 + 0.06) + 0.04
+        assert (turn.samples, turn.parameters) == (batch, 10)
+        assert turn.memory > 1 << 20
+        check_slow(turn.parts, 0.06 * times, (0, 0.02))
+    # A turn can be taken again, beyond the length of the user's scheduler, and nothing was written.
+    assert take_turn(backend, slow, {}, 4, 5).samples == 4
+    assert not Path("never").exists()
+
+
+def test_waiting_for_a_slow_rank_is_exposed_communication(slow: str) -> None:
+    with RankGroup("ddp", 2) as group:
+        first, last = group.run(take_turn, slow, {}, None, 6)
+    check_slow(last.parts, 0.06, (0, 0.04))
+    check_slow(first.parts, 0, (0.03, 0.5))
+    assert first.parts["backward"] < 0.05
+
+
+@pytest.mark.nightly
+@needs_mpi
+def test_training_on_every_backend_transport_and_setting(tmp_path: Path) -> None:
+    kept, page = tmp_path / "kept.json", tmp_path / "page.html"
+    options = ["--ranks", "1,2", "--steps", "4", "--seconds", "0", "--device", "cpu", "--setting", "accumulate=2"]
+    bench = [sys.executable, "-m", "unitrain", "bench", "train", "tiny"]
+    with started([*bench, *options, "--json", str(kept), "--output", str(page)]) as job:
+        output = job.process.communicate(timeout=3 * SECONDS)[0]
+        assert job.process.returncode == 0, output
+        assert not job.living(), output
+    result = results.read(kept, "train")
+    who = {("local", "none", 1), ("ddp", "gloo", 2), ("horovod", "gloo", 2), ("horovod", "mpi", 2)}
+    found = {(row["backend"], row["transport"], row["ranks"], row["setting"]): row for row in result["rows"]}
+    assert set(found) == {(*one, setting) for one in who for setting in (None, "accumulate=2")}
+    assert (result["parameters"], result["target"], result["skipped"]) == (64 * 64 * 2 + 128 + 650, "tiny", [])
+    for (_, _, ranks, setting), row in found.items():
+        assert row["samples"] == 32 * ranks * (2 if setting else 1)
+        assert len(row["seconds"]) == 3
+        assert all(len(row["parts"][part]) == 3 for part in results.PARTS)
+        assert min(row["seconds"]) > 0
+        assert all(seconds > 0 for part in ("forward", "backward", "optimizer") for seconds in row["parts"][part])
+    alone, two = found["local", "none", 1, None], found["ddp", "gloo", 2, None]
+    assert results.efficiency(result, alone) == 1
+    median = {row["ranks"]: results.middle(row["seconds"])[1] for row in (alone, two)}
+    assert results.efficiency(result, two) == pytest.approx(median[1] / median[2])
+    rows = tables.texts(tables.train(result))[1]
+    assert len(rows) == 8
+    text = page.read_text()
+    assert all(f"<td>{cell}</td>" in text for row in rows for cell in row)
+    assert text.count("<svg") == 3
+    # With itself it differs by nothing, and it is what a prediction needs.
+    same = CliRunner().invoke(command, ["bench", "compare", str(kept), str(kept)])
+    assert same.exit_code == 0, same.output
+    assert same.output.count("too few rounds") == 8
+    given = ["--latency", "1e-5", "--bandwidth", "1", "--algorithms", "ring", "--train", str(kept), "--ranks", "2"]
+    predicted = CliRunner().invoke(command, ["bench", "predict", *given])
+    assert predicted.exit_code == 0, predicted.output
+    assert "horovod mpi on 2 ranks: measured" in predicted.output
+    assert "horovod mpi, accumulate=2" not in predicted.output  # of which the model knows nothing
+
+
+def result_of(**seconds: list[float]) -> dict[str, Any]:
+    row = {"backend": "ddp", "transport": "gloo", "setting": None, "ranks": 2}
+    rows = [{**row, "backend": backend, "seconds": taken} for backend, taken in seconds.items()]
+    return {"kind": "train", "target": "tiny", "rows": rows}
+
+
+def test_results_differ_by_more_than_noise_or_not() -> None:
+    slow, fast = [2.0, 2.1, 2.2, 2.0, 2.1, 2.2, 2.3, 2.1], [1.0, 1.1, 1.2, 1.0, 1.1, 1.2, 1.3, 1.1]
+    before = result_of(ddp=[1.0, 1.1, 1.2, 1.3, 1.4, 1.2, 1.1, 1.3], horovod=slow, mpi=slow[:7], local=[1.0])
+    after = result_of(ddp=[1.3, 1.25, 1.2, 1.2, 1.4, 1.2, 1.1, 1.1], horovod=fast, mpi=fast[:7], other=[1.0])
+    (ddp, horovod, mpi), alone = comparison.compare(before, after)
+    assert (ddp.what, ddp.verdict) == ("tiny, ddp gloo, 2 ranks", "the same within noise")
+    assert (horovod.ratio, horovod.verdict) == (2.1 / 1.1, "faster")
+    assert (mpi.ratio, mpi.verdict) == (2.1 / 1.1, "too few rounds")
+    assert comparison.compare(after, before)[0][1].verdict == "slower"
+    assert alone == ["tiny, local gloo, 2 ranks", "tiny, other gloo, 2 ranks"]
+    with pytest.raises(ReportError, match="one has tiny, ddp gloo, 2 ranks, the other tiny, other gloo, 2 ranks"):
+        comparison.compare(result_of(ddp=[1.0]), result_of(other=[1.0]))
+    with pytest.raises(ReportError, match="of bench train and the second of bench collectives"):
+        comparison.compare(before, {"kind": "collectives", "rows": [], "ranks": 2})
+
+
+@pytest.mark.nightly
+def test_results_that_are_alike_are_rarely_called_different() -> None:
+    """In at most 5 % of comparisons, also if a result has many rows."""
+    generator = random.Random(0)
+
+    def drawn(rows: int, rounds: int) -> dict[str, Any]:
+        return result_of(
+            **{f"row{row}": [generator.lognormvariate(0, 0.1) for _ in range(rounds)] for row in range(rows)}
+        )
+
+    for rows, rounds in ((1, 8), (1, 20), (10, 8), (10, 12)):
+        comparisons = 400
+        wrong = sum(
+            any(
+                row.verdict != "the same within noise"
+                for row in comparison.compare(drawn(rows, rounds), drawn(rows, rounds))[0]
+            )
+            for _ in range(comparisons)
+        )
+        assert wrong <= 0.05 * comparisons + 13, (rows, rounds)  # three standard deviations
+
+
+def test_the_test_of_ranks_is_that_of_scipy() -> None:
+    from scipy.stats import mannwhitneyu
+
+    generator = random.Random(1)
+    for ones, others in ((8, 8), (8, 12), (15, 9)):
+        first = [generator.gauss(0, 1) for _ in range(ones)]
+        second = [generator.gauss(0.7, 1) for _ in range(others)]
+        expected = mannwhitneyu(first, second, method="exact").pvalue
+        assert comparison.probability_if_alike(first, second) == pytest.approx(expected, rel=1e-9)
+    assert comparison.probability_if_alike([1.0] * 8, [1.0] * 8) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("tinny", "Unknown model 'tinny'. Did you mean 'tiny'? Available: tiny, 25M, gpt, resnet18, resnet50, "),
+        ("absent.py:make", "There is no file 'absent.py'. Name the file of the function: file.py:function"),
+        ("tiny --setting precison=bf16", "got 'precison=bf16'. Did you mean 'precision'?"),
+        ("tiny --setting precision=bf17", "Unknown TrainConfig.precision 'bf17'. Did you mean 'bf16'?"),
+        ("tiny --ranks one", "--ranks takes numbers from 1, as in 1,2,4, got 'one' in 'one'. Use --ranks 1,2"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_anything_starts(arguments: str, said: str) -> None:
+    result = CliRunner().invoke(command, ["bench", "train", *arguments.split()])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_what_a_function_does_wrong_is_said_once(slow: str) -> None:
+    target = slow.replace(":make", ":empty")
+    result = CliRunner().invoke(command, ["bench", "train", target, "--ranks", "1", "--device", "cpu"])
+    assert result.exit_code == 1
+    told = result.output.splitlines()[-1]
+    assert told == f"Error: {target} returned no model, optimizer, loss_fn, config, train_data. " + (
+        "Trainer and fit need them."
+    )
+
+
+def test_every_model_that_comes_with_it_can_be_trained() -> None:
+    from unitrain.bench import models
+    from unitrain.bench.builtin import BUILT_IN, resolve
+
+    for name, (function, _) in BUILT_IN.items():
+        made = getattr(models, function)()
+        assert resolve(name)[0] == f"unitrain.bench.models:{function}"
+        inputs, target = (part.unsqueeze(0).expand(2, *part.shape) for part in made["train_data"][0])
+        loss = made["loss_fn"](made["model"](inputs), target)
+        loss.backward()
+        made["optimizer"].step()
+        assert isinstance(made["config"], unitrain.TrainConfig)
+    assert sum(parameter.numel() for parameter in models.mlp_25m()["model"].parameters()) == 24_549_642
+    with pytest.raises(ConfigError, match=r"There is no function 'nothing' in unitrain.bench.models"):
+        factories.made_by("unitrain.bench.models:nothing")

@@ -1,0 +1,363 @@
+"""`unitrain tune`: what it takes for a gain, and what becomes of one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from launches import started
+from torch import nn
+
+import unitrain
+from unitrain.backends import registry
+from unitrain.backends.tunables import Tunable
+from unitrain.bootstrap import environment
+from unitrain.cli import tune
+from unitrain.cli import unitrain as program
+from unitrain.errors import ConfigError, EnvironmentVariableError
+from unitrain.testing import RankGroup
+from unitrain.tune import trial
+from unitrain.tune.candidates import BUILT_IN, tunables
+from unitrain.tune.search import PAIRS, Found, Gain, ratio_of_pair, search
+from unitrain.tune.tuned_settings import FILE, Run, Tuned, forget, machine, torch_version, tuned_for
+
+SIZES = Tunable("SIZE", "", "1", ("2", "3"))
+COLOURS = Tunable("COLOUR", "", "red", ("green",))
+
+
+class Machine:
+    """Takes so long for a step, and disturbs every measurement by up to `noise` of it; a run takes ten seconds."""
+
+    def __init__(self, noise: float, seed: int = 0) -> None:
+        self.random, self.noise, self.now, self.runs = random.Random(seed), noise, 0.0, 0
+
+    def measure(self, settings: Mapping[str, str]) -> float:
+        self.now += 10
+        self.runs += 1
+        seconds = 1.0
+        seconds *= {"1": 1.0, "2": 0.9, "3": 0.8}[settings.get("SIZE", "1")]
+        seconds *= {"red": 1.0, "green": 0.9}[settings.get("COLOUR", "red")]
+        return seconds * self.random.uniform(1, 1 + self.noise)
+
+    def clock(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_of_each_knob_are_combined(seed: int) -> None:
+    machine = Machine(0.05, seed)
+    found = search(machine.measure, [SIZES, COLOURS], 1000, clock=machine.clock, seed=seed)
+    assert found.settings == {"SIZE": "3", "COLOUR": "green"}
+    assert found.gain is not None
+    assert abs(found.gain.median - 1 / 0.72) < 0.05
+    assert len(found.gain.ratios) == PAIRS
+    assert machine.now <= 1000
+
+
+def test_noise_is_no_gain() -> None:
+    harmless = Tunable("NAME", "", "0", ("1", "2", "3"))
+    claimed = 0
+    for seed in range(200):
+        machine = Machine(0.2, seed)
+        found = search(machine.measure, [harmless], 2000, clock=machine.clock, seed=seed)
+        claimed += bool(found.settings)
+    # A coin that is thrown eight times falls seven or more times on one side in 3.5 %, and few are thrown at all.
+    assert claimed <= 10
+
+
+# A machine that favors runs by their place in time, though no setting matters: name -> factor of the n-th run.
+NOISES: dict[str, Callable[[int], float]] = {
+    "every second run": lambda run: 1.0 if run % 2 else 1.02,
+    "two of four runs": lambda run: 1.0 if run % 4 in (1, 2) else 1.02,
+    "every third run": lambda run: 1.05 if run % 3 == 0 else 1.0,
+    "slower and slower": lambda run: 1.01**run,
+    "faster and faster": lambda run: 0.99**run,
+    "waves": lambda run: 1 + 0.05 * math.sin(run / 2),
+}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_noise_that_follows_time_gives_at_most_five_percent_false_gains(noise: str) -> None:
+    harmless = Tunable("NAME", "", "0", ("1", "2", "3"))
+    searches = 400
+    claimed = 0
+    for seed in range(searches):
+        runs = itertools.count()
+        found = search(lambda _, runs=runs: NOISES[noise](next(runs)), [harmless], 1e9, seed=seed)
+        claimed += bool(found.settings)
+    # 3.5 % are expected at most: 14 of 400, with a standard deviation of 3.7.
+    assert claimed <= 0.05 * searches + 5
+
+
+def test_both_orders_of_a_pair_occur_and_give_the_same_ratio() -> None:
+    order: list[str] = []
+
+    def seconds(name: str, value: float) -> float:
+        order.append(name)
+        return value
+
+    generator = random.Random(0)
+    ratios = {
+        ratio_of_pair(lambda: seconds("without", 3.0), lambda: seconds("within", 2.0), generator) for _ in range(32)
+    }
+    assert ratios == {1.5}
+    assert {"without", "within"} == set(order[::2]) == set(order[1::2])
+
+
+def test_no_more_time_is_taken_than_there_is() -> None:
+    machine = Machine(0.0)
+    found = search(machine.measure, [SIZES, COLOURS], 200, clock=machine.clock)
+    assert machine.now <= 200
+    assert found.left == 1
+    assert found.settings == {"SIZE": "3"}
+    assert search(machine.measure, [SIZES, COLOURS], found.seconds, clock=machine.clock).left == 0
+    assert search(machine.measure, [], 100, clock=machine.clock).gain is None
+
+
+def test_a_gain_takes_pairs_that_agree() -> None:
+    assert Gain([1.1] * 7 + [0.9]).clear
+    assert not Gain([1.1] * 6 + [0.9] * 2).clear
+    assert not Gain([1.1] * 7).clear
+    assert not Gain([1.005] * 8).clear
+
+
+def test_only_knobs_of_the_backend_are_turned() -> None:
+    assert tunables(registry.load("local").tunables, None, 4) == []
+    names = {one.variable for one in tunables(registry.load("ddp").tunables, None, 4)}
+    assert names == {"UNITRAIN_BUCKETS_MB", "UNITRAIN_BUCKET_VIEW"}
+    of_horovod = {one.variable: one for one in tunables(registry.load("horovod").tunables, 2, 4)}
+    assert {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", *names, "OMP_NUM_THREADS"} == set(of_horovod)
+    assert of_horovod["OMP_NUM_THREADS"].others == ("1", "4", "8")
+    for one in of_horovod.values():
+        assert one.default not in one.others
+
+
+def horovod_settings(backend: unitrain.Backend) -> tuple[str | None, ...]:
+    return tuple(environment.setting(name) for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings"),
+    [
+        ({}, ("0.5", "16777216")),
+        ({"HOROVOD_FUSION_THRESHOLD": "0"}, ("0.5", "0")),
+        ({"HOROVOD_AUTOTUNE": "1"}, (None,) * 2),
+    ],
+    ids=["by itself", "the user's", "Horovod's"],
+)
+def test_horovod_is_set_by_whoever_asks_to(variables: dict[str, str], settings: tuple[str | None, ...]) -> None:
+    with RankGroup("horovod", 1, variables=variables) as group:
+        assert group.run(horovod_settings) == [settings]
+
+
+def gradients(backend: unitrain.Backend) -> tuple[list[torch.Tensor], int]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]  # a MiB each
+    model = backend.distributed_model(nn.Sequential(*layers))
+    for _ in range(3):  # the second time buckets are in the order of the first backward, and then that shows
+        model.zero_grad()
+        model(torch.full((1, 512), 1.0 + backend.rank)).square().mean().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    buckets = model._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
+    return found, len(buckets.split(","))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_buckets_are_as_they_are_set_and_gradients_the_same(backend: str) -> None:
+    settings = {"UNITRAIN_BUCKETS_MB": "1,1", "UNITRAIN_BUCKET_VIEW": "0"}
+    with RankGroup(backend, 2) as plain, RankGroup(backend, 2, variables=settings) as small:
+        (expected, few), _ = plain.run(gradients)
+        (found, many), _ = small.run(gradients)
+    assert (few, many) == (2, 3)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("text", ["25", "0,25", "a,b", "1,2,3"])
+def test_a_bucket_size_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unitrain.backends.gradients.ddp_wrapper import _bucketing
+
+    monkeypatch.setenv("UNITRAIN_BUCKETS_MB", text)
+    with pytest.raises(EnvironmentVariableError, match=r"MiB of the first bucket .* Use UNITRAIN_BUCKETS_MB=1,25$"):
+        _bucketing()
+
+
+def tuned(script: Path | str, size: int = 2, **others: object) -> Tuned:
+    run = asdict(Run.here(str(script), ("--epochs", "3 0"), "ddp", size, 1))
+    found = {"variables": {"OMP_NUM_THREADS": "1", "UNITRAIN_BUCKETS_MB": "5,5"}, "gain": 1.2, "spread": (1.1, 1.3)}
+    return Tuned(**{**run, **found, **others})
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("UNITRAIN_BACKEND", "OMP_NUM_THREADS", "UNITRAIN_BUCKETS_MB"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "train.py").touch()
+    return tmp_path / "train.py"
+
+
+def planned(*options: str, args: Sequence[str] = ("--epochs", "3 0")) -> Result:
+    result = CliRunner().invoke(program, ["launch", "--dry-run", *options, "train.py", *args])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_launch_uses_what_is_kept_for_this_run_and_says_so(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(script).keep()
+    tuned(script, size=3).keep()
+    tuned(script).keep()
+    found = planned("-np", "2")
+    assert "UNITRAIN_BUCKETS_MB=5,5" in found.stdout
+    assert found.stderr.splitlines()[0] == (
+        "unitrain: unitrain-tuned.json sets OMP_NUM_THREADS=1 UNITRAIN_BUCKETS_MB=5,5: without, a step took 1.20 times "
+        "as long. Leave it out with: --untuned"
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    found = planned("-np", "2")
+    assert "OMP_NUM_THREADS" not in found.output, "what the user has set stays"
+    found = planned("-np", "2", "-x", "UNITRAIN_BUCKETS_MB=1,1")
+    assert "UNITRAIN_BUCKETS_MB=1,1" in found.stdout
+    assert FILE.name not in found.stderr, "nothing of the file is used"
+    for options in (["-np", "4"], ["-np", "2", "--backend", "horovod"], ["-np", "2", "--untuned"]):
+        found = planned(*options)
+        assert "BUCKETS" not in found.output
+        assert FILE.name not in found.stderr
+    run = Run.here("train.py", ("--epochs", "3 0"), "ddp", 2, 1)
+    forget(run)
+    assert tuned_for(run) == (None, [])
+    assert tuned_for(replace(run, num_processes=3)) == (tuned(script, size=3), [])
+    FILE.write_text("[{}]")
+    result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
+    assert "unitrain-tuned.json cannot be read" in result.output
+    with pytest.raises(ConfigError, match="Delete it"):
+        tuned_for(run)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        ({"torch": "2.1.0"}, f"they were found with torch 2.1.0, and torch {torch_version()} is installed"),
+        (
+            {"machine": "a CPU, 64 cores"},
+            f"they were found on another machine (a CPU, 64 cores), and this is: {machine()}",
+        ),
+        ({"num_nodes": 2}, "they were found on 2 hosts, and this run is on 1"),
+        ({"args": ()}, "they were found with no arguments, and this run has the arguments \"--epochs '3 0'\""),
+        (
+            {"args": ("--batch-size", "8"), "torch": "2.1.0"},
+            (
+                "they were found with the arguments '--batch-size 8', and this run has the arguments "
+                f"\"--epochs '3 0'\"; they were found with torch 2.1.0, and torch {torch_version()} is installed"
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_settings_of_another_torch_machine_or_arguments_are_not_used(
+    recorded: dict[str, object], said: str, script: Path
+) -> None:
+    tuned(script, **recorded).keep()
+    found = planned("-np", "2")
+    assert "BUCKETS" not in found.output
+    assert found.stderr.splitlines()[0] == (
+        f"unitrain: The settings in unitrain-tuned.json are not used: {said}. Find new ones with: unitrain tune, or "
+        "delete the file"
+    )
+    tuned(script).keep()
+    assert "UNITRAIN_BUCKETS_MB=5,5" in planned("-np", "2").stdout, "those of this run are found among others"
+
+
+def test_settings_of_an_earlier_version_are_not_used(script: Path) -> None:
+    entry = {"script": "train.py", "backend": "ddp", "num_processes": 2, "variables": {"OMP_NUM_THREADS": "1"}}
+    FILE.write_text(json.dumps([{**entry, "gain": 1.2, "spread": [1.1, 1.3], "torch": torch_version()}]))
+    found = planned("-np", "2", args=())
+    assert (
+        "an earlier version of unitrain found them, which did not record the arguments and the machine" in found.stderr
+    )
+    assert "sets OMP_NUM_THREADS" not in found.stderr
+    forget(Run.here("train.py", (), "ddp", 2, 1))
+    assert json.loads(FILE.read_text()) == []
+
+
+def test_a_gain_is_kept_for_the_run_that_was_timed(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = trial.Result(
+        seconds_per_step=0.1,
+        steps=10,
+        backend="ddp",
+        transport="gloo",
+        size=2,
+        num_nodes=1,
+        threads=1,
+        cores_per_rank=1,
+    )
+    gain = Gain([1.2] * PAIRS)
+    tune._tell(Found({"UNITRAIN_BUCKETS_MB": "5,5"}, gain), first, "train.py", ("--epochs", "3 0"))
+    assert "Kept in unitrain-tuned.json." in capsys.readouterr().out
+    assert "UNITRAIN_BUCKETS_MB=5,5" in planned("-np", "2").stdout
+    assert "are not used" in planned("-np", "2", args=("--epochs", "4")).stderr
+    tune._tell(Found({}, None), first, "train.py", ("--epochs", "3 0"))
+    assert json.loads(FILE.read_text()) == []
+
+
+def test_a_file_sets_nothing_but_tunables(script: Path) -> None:
+    """The file may have come with somebody else's script."""
+    for name in ("LD_PRELOAD", "PYTHONPATH", "PATH", "NCCL_NET_PLUGIN", "UNITRAIN_SUPERVISOR"):
+        tuned(script, size=1, args=(), variables={name: "x"}).keep()
+        result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
+        assert result.exit_code == 2
+        assert f"unitrain-tuned.json sets {name}, which is not a setting that unitrain tune changes" in result.output
+        assert CliRunner().invoke(program, ["launch", "--dry-run", "--untuned", "train.py"]).exit_code == 0
+    assert {tunable.variable for name in ("ddp", "horovod") for tunable in registry.load(name).tunables} < BUILT_IN
+
+
+def test_a_script_is_tuned(tmp_path: Path) -> None:
+    script = tmp_path / "digits.py"
+    shutil.copy(Path(__file__).parents[2] / "examples" / "digits.py", script)
+    command = [sys.executable, "-m", "unitrain", "tune", "--minutes", "0.001", "--seconds", "0.1"]
+    with started([*command, "--launch", "-np 2 --backend horovod", str(script), "--device", "cpu"]) as launch:
+        output = launch.output()
+        assert launch.living() == []
+    assert f"{script} on 2 ranks of horovod over " in output
+    assert "Nothing is clearly faster" in output
+    assert "There was no time for" in output
+
+
+def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('no data')")
+    command = [sys.executable, "-m", "unitrain", "tune", "--launch", "-np 1", str(script)]
+    with started(command) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 1
+    assert "Under 'as it is' the run ended with exit code 1 and timed no step. Its last words:" in output
+    assert "ValueError: no data" in output
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"script": "train.py"}',
+        '["train.py"]',
+        '[{"script": 1, "backend": "ddp", "num_processes": 1, "variables": {}, "gain": 1, "spread": [1, 1]}]',
+        '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": [], "gain": 1, "spread": [1, 1]}]',
+        '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": {}, "gain": "x", "spread": [1, 1]}]',
+        "[" * 100_000,
+    ],
+    ids=["object", "texts", "script", "variables", "gain", "deep"],
+)
+def test_a_file_with_other_content_is_a_clear_error(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "unitrain-tuned.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*\. Delete it"):
+        tuned_for(Run.here("train.py", (), "ddp", 1, 1), file)

@@ -1,0 +1,610 @@
+"""`unitrain verify`: the same numbers are found to be the same, and what is planted is found and named."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from launches import SECONDS, started
+from requirements import needs_mpi
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import unitrain
+from unitrain.backends.base import StartOptions
+from unitrain.backends.local import LocalBackend
+from unitrain.bootstrap.environment import RankInfo
+from unitrain.cli import unitrain as command
+from unitrain.cli.available import available_here
+from unitrain.verify.difference import difference
+from unitrain.verify.processes import last_words
+from unitrain.verify.record import FOLDER, Record, Request
+from unitrain.verify.samples import digest_of_samples
+from unitrain.verify.verdict import Group, Outcome, Row, Run, confirm, judge
+
+DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
+# Its argument is the mistake to make.
+SCRIPT = """
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import unitrain
+
+planted, *folder = sys.argv[1:]
+
+class Nudge(unitrain.Callback):
+    def on_step_end(self, trainer):
+        if "nudge" in planted and trainer.backend.rank == 1 and trainer.run.cursor.step == 3:
+            next(trainer.model.parameters()).data.add_(1e-3)
+
+with unitrain.init("ddp" if planted == "crash" else None, device="cpu") as backend:
+    if planted == "crash" and backend.size > 1:
+        raise RuntimeError("planted: not on this backend")
+    if planted == "hang" and backend.size > 1:
+        open(f"{folder[0]}/{backend.rank}", "w").close()
+        time.sleep(1000)
+    if planted == "hang":
+        sys.exit()
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(64, 6, generator=generator), torch.randint(0, 3, (64,), generator=generator)
+    if "shuffle" in planted:
+        generator.seed()
+        order = backend.broadcast_object(torch.randperm(64, generator=generator))
+        inputs, targets = inputs[order], targets[order]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5 * (planted == "dropout")), nn.Tanh(), nn.Linear(8, 3))
+    if planted == "rounding" and backend.name == "ddp":
+        weight, bias = model[0].weight, model[0].bias
+        model[0].forward = lambda x: (x[:, :3] @ weight[:, :3].T + bias) + x[:, 3:] @ weight[:, 3:].T
+    lr = 0.1 * (backend.size if planted == "rate" and backend.name == "horovod" else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    config = unitrain.TrainConfig(epochs=2, batch_size=8, progress="off")
+    trainer = unitrain.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, callbacks=[Nudge()]
+    )
+    trainer.fit(TensorDataset(inputs, targets))
+    raise AssertionError("the steps that were asked for are done, and the script goes on")
+"""
+FUNCTION = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import unitrain
+
+def regression():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    return {
+        "model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2), "loss_fn": nn.MSELoss(),
+        "config": unitrain.TrainConfig(epochs=3, batch_size=8, sync_batch_norm=True),
+        "train_data": TensorDataset(torch.randn(64, 6), torch.randn(64, 2)),
+    }
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def verify(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """Run `unitrain verify` and return its exit code, what it printed, and its report."""
+    report = folder / "report.json"
+    with started([sys.executable, "-m", "unitrain", "verify", "--cpu", "--json", str(report), *arguments]) as launch:
+        output = launch.process.communicate(timeout=3 * SECONDS)[0]
+        assert not launch.living(), output
+    assert report.exists(), output
+    return launch.process.returncode, output, json.loads(report.read_text())
+
+
+def rows(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the rows of the only group by backend and transport."""
+    (group,) = report["groups"]
+    return {(row["backend"], row["transport"]): row for row in group["rows"]}
+
+
+@needs_mpi
+def test_digits_gives_the_same_numbers_on_every_backend_and_transport(tmp_path: Path) -> None:
+    code, output, report = verify(tmp_path, str(DIGITS), "--output", str(tmp_path / "runs"))
+    assert code == 0, output
+    assert output.endswith("Verdict: the same numbers.\n")
+    found = rows(report)
+    assert {who: row["status"] for who, row in found.items()} == {
+        ("local", "none"): "reference",
+        ("ddp", "gloo"): "same numbers",
+        ("horovod", "gloo"): "same numbers",
+        ("horovod", "mpi"): "same numbers",
+    }
+    for (backend, _), row in found.items():
+        assert row["processes"] == (1 if backend == "local" else 2)
+        assert row["global_batch_sizes"] == [64] * 20
+        assert row["replicas_bit_equal"]
+        assert row["data"] == found["local", "none"]["data"]
+        assert len(set(row["data"])) == 20, "each step has samples of its own"
+        if backend != "local":
+            # AdamW enlarges the rounding of gradients that are near zero; then float64 decides.
+            assert row["difference"]["parameters"]["delta"] < 1e-4
+            assert row["difference"]["loss"]["delta"] < 1e-6
+    assert found["ddp", "gloo"]["losses"][0] > found["ddp", "gloo"]["losses"][-1] > 0
+    assert not (tmp_path / "runs").exists(), "what the user's runs leave is left alone"
+
+
+def test_a_learning_rate_that_one_backend_multiplies_is_named(script: str, tmp_path: Path) -> None:
+    code, output, report = verify(tmp_path, "--steps", "4", "--backends", "ddp,horovod", script, "rate")
+    assert code == 1
+    found = rows(report)
+    assert found["ddp", "gloo"]["status"] == "reference"
+    row = found["horovod", "gloo"]
+    assert row["status"] == "differs"
+    assert row["reasons"] == ["the learning rate of step 1 is 0.2 instead of 0.1"]
+    assert row["difference"]["first_data"] is None
+    assert row["difference"]["first_loss"] == 2, "the first loss is that of the same parameters"
+    assert "horovod over gloo, 2 ranks differs:\n  the learning rate of step 1 is 0.2 instead of 0.1.\n" in output
+
+
+def test_a_difference_by_rounding_is_settled_in_double_precision(script: str, tmp_path: Path) -> None:
+    options = ("--steps", "4", "--backends", "local,ddp", "--tolerance", "1e-12")
+    code, output, report = verify(tmp_path, *options, script, "rounding")
+    assert code == 0, output
+    assert "In float32 1 of 2 runs leave it open; float64 decides:" in output
+    row = rows(report)["ddp", "gloo"]
+    assert row["status"] == "same numbers"
+    assert row["difference"]["parameters"]["delta"] > 1e-12
+    assert row["reasons"][0].startswith("the difference is rounding: in float64 the parameters differ by ")
+
+
+def test_an_unseeded_shuffle_and_a_rank_of_its_own_are_named(script: str, tmp_path: Path) -> None:
+    code, output, report = verify(tmp_path, "--steps", "5", "--backends", "local,ddp", script, "shuffle and nudge")
+    assert code == 1
+    row = rows(report)["ddp", "gloo"]
+    assert row["difference"]["first_data"] == 1
+    assert not row["replicas_bit_equal"]
+    data, replica = row["reasons"]
+    assert data.startswith("step 1 has other samples. Seed whatever shuffles")
+    assert replica == "at the end 0.weight on rank 1 is not that of rank 0"
+    assert "other, step 1" in output
+    assert "rank 1 differs" in output
+
+
+def test_a_failing_run_shows_its_own_words_and_a_backend_that_the_script_chose_is_told(
+    script: str, tmp_path: Path
+) -> None:
+    code, output, report = verify(tmp_path, "--steps", "2", "--backends", "local,ddp", script, "crash")
+    assert code == 1
+    found = rows(report)
+    (crashed,) = [row for row in found.values() if row["processes"] == 2]
+    assert crashed["status"] == "failed"
+    assert crashed["reasons"] == ["it ended with exit code 1"]
+    assert crashed["output"][-1].endswith("RuntimeError: planted: not on this backend")
+    assert "  | [rank" in output
+    (local,) = [row for row in found.values() if row["processes"] == 1]
+    assert local["status"] == "failed"
+    assert local["reasons"][0].startswith("the script used backend 'ddp' all the same. Let it call unitrain.init()")
+
+
+def test_dropout_keeps_one_process_apart_and_not_the_backends(script: str, tmp_path: Path) -> None:
+    code, output, report = verify(tmp_path, "--steps", "6", script, "dropout")
+    assert code == 0, output
+    found = rows(report)
+    assert found["ddp", "gloo"]["status"] == "reference"
+    assert found["horovod", "gloo"]["status"] == "same numbers"
+    assert found["horovod", "gloo"]["difference"]["parameters"]["delta"] == 0
+    local = found["local", "none"]
+    assert local["status"] == "by design"
+    assert local["difference"]["parameters"]["delta"] > 1e-3
+    assert local["difference"]["first_data"] is None
+    assert "random numbers are drawn while it trains (torch), as for dropout" in local["reasons"][0]
+    assert output.endswith("Verdict: the same numbers, except where they differ by design.\n")
+
+
+def test_a_run_that_hangs_is_ended_and_tells_where(script: str, tmp_path: Path) -> None:
+    """`verify` itself sees to it that nothing lives on when it has ended. On one process the script does not train."""
+    options = ("--timeout-seconds", "25", "--backends", "local,ddp")
+    code, output, report = verify(tmp_path, *options, script, "hang", str(tmp_path))
+    assert code == 1
+    assert (tmp_path / "0").exists(), "the ranks had come to where they hang"
+    found = {row["backend"]: row for row in report["groups"][0]["rows"]}
+    assert found["ddp"]["reasons"][0].startswith("it was not done after 25 s, and was ended.")
+    line = SCRIPT.splitlines().index("        time.sleep(1000)") + 1
+    assert any(f"line {line} in <module>" in text for text in found["ddp"]["output"]), output
+    assert found["local"]["reasons"][0].startswith("it ended without training.")
+    assert output.endswith("Verdict: not the same numbers. Of 2 runs 2 failed.\n")
+
+
+def test_a_signal_to_verify_ends_the_run_at_hand(script: str, tmp_path: Path) -> None:
+    arguments = ["--backends", "ddp", script, "hang", str(tmp_path)]
+    with started([sys.executable, "-m", "unitrain", "verify", *arguments]) as launch:
+        deadline = time.monotonic() + SECONDS
+        while not (tmp_path / "1").exists() and launch.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(launch.living()) >= 4
+        launch.process.send_signal(signal.SIGTERM)
+        launch.wait_until_none_lives(15)
+        assert launch.process.returncode != 0
+
+
+def test_a_function_in_double_precision_on_three_ranks(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(FUNCTION)
+    target = f"{tmp_path / 'made.py'}:regression"
+    code, output, report = verify(tmp_path, "-np", "3", "--float64", "--backends", "local,ddp", target)
+    assert code == 0, output
+    row = rows(report)["ddp", "gloo"]
+    assert row["status"] == "same numbers"
+    assert 0 < row["difference"]["parameters"]["delta"] < 1e-8, "as only double precision is"
+    assert row["global_batch_sizes"][:3] == [24, 24, 16], "also where the last batch is shared unevenly"
+    assert report["tolerance"] == 1e-8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["-np", "2,x", "{script}"],
+            r"-np takes numbers of ranks from 1, as in -np 1,2,3, got 'x' in '2,x'. Use -np 2",
+        ),
+        (["--backends", "ddp,hovorod", "{script}"], "Unknown backend 'hovorod'. Did you mean 'horovod'?"),
+        (["{script}x"], "does not exist. Did you mean 'train.py'?"),
+        (["made:function", "--lr", "1"], "'made:function' is a function, which takes no arguments: --lr 1."),
+        (["--steps", "0", "{script}"], "0 is not in the range x>=1"),
+    ],
+    ids=["ranks", "backend", "script", "arguments", "steps"],
+)
+def test_a_bad_call_is_refused(arguments: list[str], said: str, script: str) -> None:
+    result = CliRunner().invoke(command, ["verify", *(one.format(script=script) for one in arguments)])
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+
+
+def test_what_cannot_run_here_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    controllers, skipped = available_here(["ddp", "horovod", "local"])
+    assert controllers == {"ddp": [None], "horovod": ["gloo"], "local": [None]}
+    ((what, why),) = skipped
+    assert what == "horovod over mpi"
+    assert why in ("mpirun is not on PATH.", "Horovod was built without it.")
+
+
+# From here on in this process, on one rank.
+
+
+def samples(count: int = 24) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(count, 6, generator=generator), torch.randn(count, 3, generator=generator))
+
+
+def make(seed: int = 0, lr: float = 0.1, width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def record(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    made: tuple[nn.Module, torch.optim.Optimizer] | None = None,
+    data: Dataset[Any] | DataLoader[Any] | None = None,
+    loss_fn: Any = None,
+    upto: int = 5,
+    as_ranks: int = 1,
+    float64: bool = False,
+    **settings: Any,
+) -> Record:
+    """Train on one rank as a script would that is verified, and return what was recorded."""
+    folder.mkdir()
+    Request(steps=upto, as_ranks=as_ranks, float64=float64).write(folder)
+    model, optimizer = made or make()
+    config = unitrain.TrainConfig(**{"epochs": 9, "batch_size": 4, "progress": "off", **settings})
+    backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
+    monkeypatch.setenv(FOLDER, str(folder))
+    try:
+        trainer = unitrain.Trainer(model, optimizer, loss_fn or nn.MSELoss(), backend=backend, config=config)
+        with pytest.raises(SystemExit) as ended:
+            trainer.fit(data or samples())
+        assert ended.value.code == 0
+    finally:
+        monkeypatch.delenv(FOLDER)
+        backend.shutdown()
+    found = Record.read(folder)
+    assert found is not None
+    return found
+
+
+def compared(*records: Record) -> Group:
+    outcomes = [Outcome(run=Run(backend="local", as_ranks=1, processes=1), seconds=0.0, record=one) for one in records]
+    return judge(1, outcomes, 1e-6, float64=False)
+
+
+def second(*records: Record) -> Row:
+    return compared(*records).rows[1]
+
+
+def test_what_is_recorded_is_what_plain_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = record(tmp_path / "a", monkeypatch, shuffle=False, upto=7, clip_norm=0.5)
+    model, optimizer = make()
+    inputs, targets = samples().tensors
+    losses = []
+    for step in range(7):
+        part = slice(step % 6 * 4, step % 6 * 4 + 4)
+        loss = nn.functional.mse_loss(model(inputs[part]), targets[part])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert found.losses() == losses
+    assert found.global_batch() == [4] * 7
+    assert found.learning_rates() == [[0.1]] * 7
+    data = found.data()
+    assert data[6] == data[0], "the second epoch begins with the samples of the first"
+    assert data[0] == digest_of_samples([inputs[:4], targets[:4]], 4) % 2**64
+    from safetensors.torch import load_file
+
+    ends = load_file(tmp_path / "a" / "end.safetensors")
+    assert set(ends) == {f"parameter {name}" for name, _ in model.named_parameters()} | {
+        f"state {name} momentum_buffer" for name, _ in model.named_parameters()
+    }
+    for name, parameter in model.named_parameters():
+        assert torch.equal(ends[f"parameter {name}"], parameter.detach())
+        assert torch.equal(ends[f"state {name} momentum_buffer"], optimizer.state[parameter]["momentum_buffer"])
+
+
+def test_one_process_is_as_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = record(tmp_path / "a", monkeypatch, batch_size=12)
+    as_three = record(tmp_path / "b", monkeypatch, as_ranks=3)
+    fixed = record(tmp_path / "c", monkeypatch, as_ranks=3, batch_size=4, global_batch_size=12)
+    loader = DataLoader(samples(), batch_size=4, shuffle=True)
+    loaded = record(tmp_path / "d", monkeypatch, as_ranks=3, data=loader, batch_size=None)
+    for found in (as_three, fixed, loaded):
+        assert found.global_batch() == own.global_batch() == [12] * 5
+        assert found.data() == own.data()
+        assert found.normalised() == [[4, 4, 4]] * 5
+        assert second(own, found).status == "same numbers"
+    assert own.normalised() == [[12]] * 5
+    assert (own.first.fixed_batch, fixed.first.fixed_batch) == (False, True)
+
+
+def test_one_process_normalises_over_as_many_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As several ranks do: each over its own, or all over those of all."""
+
+    def normalised() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    whole = record(tmp_path / "whole", monkeypatch, made=normalised(), batch_size=12)
+    synced = record(tmp_path / "all", monkeypatch, made=normalised(), as_ranks=3, sync_batch_norm=True)
+    own = record(tmp_path / "own", monkeypatch, made=normalised(), as_ranks=3)
+    assert [found.first.batch_statistics for found in (whole, synced, own)] == ["rank", "all", "rank"]
+    assert synced.normalised() == [[12]] * 5
+    assert own.normalised() == [[4, 4, 4]] * 5
+    assert second(whole, synced).status == "same numbers"
+    assert second(whole, own).status == "differs"
+
+
+def test_ranks_that_round_their_gradients_differ_by_design(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = record(tmp_path / "a", monkeypatch, compression="bf16", batch_size=12)
+    exact = record(tmp_path / "b", monkeypatch, batch_size=12)
+    assert (one.first.rounding, exact.first.rounding) == ("bf16", "none")
+    assert second(one, exact).status == "differs", "as many ranks round alike"
+    of_two = Record([replace(exact.first, size=2, rounding="bf16")], exact.folder)
+    rows = {row.status: row for row in compared(one, of_two).rows}
+    assert rows.keys() == {"reference", "by design"}
+    assert "each rank rounds its gradients to bf16 before they are added up" in rows["by design"].reasons[0]
+    unrounded = Record([replace(one.first, size=2, rounding="none")], one.folder)
+    assert {row.status for row in compared(exact, unrounded).rows} == {"reference", "differs"}
+
+
+def test_tokens_weigh_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        kept = target > 0
+        return ((output - target) ** 2 * kept).sum(), kept.sum()
+
+    whole = record(tmp_path / "a", monkeypatch, batch_size=12, loss_fn=summed)
+    parts = record(tmp_path / "b", monkeypatch, as_ranks=3, loss_fn=summed)
+    assert whole.losses() == pytest.approx(parts.losses(), rel=1e-6)
+    assert second(whole, parts).status == "same numbers"
+
+
+def test_each_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = record(tmp_path / "reference", monkeypatch)
+    causes: dict[str, tuple[dict[str, Any], str]] = {
+        "seed": ({"made": make(seed=1)}, "0.weight starts from other values. Seed before the model is built"),
+        "model": ({"made": make(width=5)}, "parameter 0.bias is not in both, or not of the same shape"),
+        "rate": ({"made": make(lr=0.2)}, "the learning rate of step 1 is 0.2 instead of 0.1"),
+        "order": ({"seed": 1}, "step 1 has other samples. Seed"),
+        "batch": ({"batch_size": 5}, "step 1 has other samples (5 and 4 of them). Seed"),
+        "length": ({"epochs": None, "steps": 3}, "it ended after 3 steps, the reference after 5"),
+        "clipping": ({"clip_norm": 0.01}, "the reason is not known: both runs have the same initial"),
+    }
+    for name, (changes, reason) in causes.items():
+        row = second(reference, record(tmp_path / name, monkeypatch, **changes))
+        assert row.status == "differs", name
+        assert row.reasons[0].startswith(reason), (name, row.reasons)
+        assert len(row.reasons) == 1, (name, row.reasons)
+    assert second(reference, record(tmp_path / "same", monkeypatch, max_seconds=1e-9)).status == "same numbers"
+
+
+def test_a_run_that_is_not_finite_or_does_not_train_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = record(tmp_path / "a", monkeypatch, show_every=100, upto=3)
+    inputs, targets = samples().tensors
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))  # of the first epoch
+    broken = TensorDataset(inputs, torch.where(torch.isin(torch.arange(24), order[:6])[:, None], targets, float("nan")))
+    nans = [record(tmp_path / name, monkeypatch, data=broken, show_every=100, upto=3) for name in ("b", "c")]
+    still = [record(tmp_path / name, monkeypatch, made=make(lr=0.0), upto=3) for name in ("d", "e")]
+    for pair, reason in ((nans, "the loss of step 2 is nan"), (still, "no parameter has changed after 3 steps")):
+        for outcomes in (pair, [reference, pair[0]]):
+            row = second(*outcomes)
+            assert row.status == "failed"
+            assert row.reasons[0].startswith(reason)
+    assert compared(reference, nans[0]).rows[0].status == "reference"
+
+
+def test_a_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the difference is far below the tolerance; float32 may leave it open, float64 decides."""
+
+    def scaled(factor: float) -> Any:
+        return lambda output, target: factor * nn.functional.mse_loss(output, target)
+
+    def adamw() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = make()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    for rate in (1e-1, 1e-4, 1e-7):
+        for float64 in (False, True):
+            right, again, wrong = (
+                record(
+                    tmp_path / f"{rate} {float64} {number}",
+                    monkeypatch,
+                    made=make(lr=rate),
+                    loss_fn=scaled(factor),
+                    float64=float64,
+                )
+                for number, factor in enumerate((1.0, 1.0, 1.01))
+            )
+            # The same loss everywhere: what remains is the gradient.
+            for one, other, same in ((right, again, True), (right, wrong, False)):
+                found = difference(other, one, 1e-8 if float64 else 1e-6, float64=float64)
+                assert found.parameters.within == same or not found.parameters.resolved, (rate, float64)
+                assert not same or found.parameters.delta == 0
+                if float64:
+                    assert found.parameters.resolved
+                    assert found.parameters.within == same, rate
+                assert found.state.within == same, (rate, float64, "momentum is that of the gradient")
+    state = difference(
+        record(tmp_path / "wrong", monkeypatch, made=adamw(), loss_fn=scaled(10.0)),
+        record(tmp_path / "right", monkeypatch, made=adamw()),
+        1e-6,
+        float64=False,
+    ).state
+    assert not state.within
+
+
+def test_double_precision_decides_what_rounding_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def both(name: str, *, float64: bool, wrong: bool) -> Group:
+        runs = [
+            record(
+                tmp_path / f"{name} {number} {float64}",
+                monkeypatch,
+                made=make(lr=1e-3),
+                # Rounded sums in another order, or gradients that are wrong.
+                loss_fn=(lambda output, target: (output - target).flip(0).square().mean() * (1.01 if wrong else 1.0))
+                if number
+                else nn.MSELoss(),
+                float64=float64,
+            )
+            for number in range(2)
+        ]
+        outcomes = [
+            Outcome(run=Run(backend=name, as_ranks=1, processes=1), seconds=0.0, record=one)
+            for name, one in zip(("local", "ddp"), runs, strict=True)
+        ]
+        return judge(1, outcomes, 1e-8 if float64 else 0.0, float64=float64)
+
+    for wrong, status in ((False, "same numbers"), (True, "differs")):
+        first = both(f"{wrong}", float64=False, wrong=wrong)
+        assert first.rows[1].status == "differs"
+        assert first.rows[1].needs_float64
+        last = confirm(first, both(f"{wrong}", float64=True, wrong=wrong)).rows[1]
+        assert last.status == status
+        said = (
+            "the difference is rounding: in float64" if status == "same numbers" else "it is not rounding: in float64"
+        )
+        assert last.reasons[-1].startswith(said)
+
+
+def test_what_is_derived_from_the_number_of_ranks_keeps_one_process_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = record(tmp_path / "a", monkeypatch), record(tmp_path / "b", monkeypatch, made=make(lr=0.2))
+    of_two = Record([replace(two.first, size=2)], two.folder)
+    outcomes = [
+        Outcome(run=Run(backend=name, as_ranks=2, processes=processes), seconds=0.0, record=found)
+        for name, processes, found in (("local", 1, one), ("ddp", 2, of_two), ("horovod", 2, of_two))
+    ]
+    rows = {row.outcome.run.backend: row for row in judge(2, outcomes, 1e-6, float64=False).rows}
+    assert {name: row.status for name, row in rows.items()} == {
+        "local": "by design",
+        "ddp": "reference",
+        "horovod": "same numbers",
+    }
+    assert rows["local"].reasons == [
+        "the script derives its learning rate from the number of ranks (1 here and 2 in the reference): in step 1 it "
+        "is 0.1 instead of 0.2"
+    ]
+    # Derived on one backend only, it is a difference.
+    unscaled = Record([replace(one.first, size=2)], one.folder)
+    outcomes[1] = replace(outcomes[1], record=unscaled)
+    rows = {row.outcome.run.backend: row for row in judge(2, outcomes, 1e-6, float64=False).rows}
+    assert rows["horovod"].status == "differs"
+    assert rows["horovod"].reasons == ["the learning rate of step 1 is 0.2 instead of 0.1"]
+
+
+def test_an_option_after_the_script_is_warned_of(script: str, tmp_path: Path) -> None:
+    code, output, _ = verify(tmp_path, "--backends", "local", "--steps", "1", script, "none", "--steps", "5", "--lr=1")
+    assert code == 1, "nothing to compare with"
+    assert (
+        f"Warning: --steps follows {script}, so it is passed to the script. Options of `unitrain verify` precede the "
+        f"script: unitrain verify --steps ... {script}" in output
+    )
+
+
+def test_double_precision_reaches_data_model_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        seen.update({output.dtype, target.dtype})
+        return nn.functional.mse_loss(output, target)
+
+    record(tmp_path / "a", monkeypatch, float64=True, loss_fn=loss_fn, precision="bf16")
+    assert seen == {torch.float64}
+
+
+def test_samples_have_one_digest_however_they_are_cut_up() -> None:
+    inputs, targets = samples().tensors
+    batch = {"b": [inputs, targets.bool()], "a": targets.to(torch.bfloat16), "names": [str(n) for n in range(24)]}
+
+    def part(of: slice | Tensor) -> int:
+        indices = torch.arange(24)[of]
+        cut = {
+            "b": [inputs[of], targets.bool()[of]],
+            "a": targets.to(torch.bfloat16)[of],
+            "names": [str(n) for n in indices.tolist()],
+        }
+        return digest_of_samples(cut, len(indices))
+
+    whole = digest_of_samples(batch, 24)
+    assert whole == part(torch.randperm(24)) == part(slice(0, 7)) + part(slice(7, 24))
+    assert whole != part(slice(0, 23)) + part(slice(0, 1))
+    changed = {**batch, "names": [*batch["names"][:23], "x"]}  # type: ignore[misc]
+    assert digest_of_samples(changed, 24) != whole
+    swapped = digest_of_samples([inputs, targets.flip(0)], 24)
+    assert swapped != digest_of_samples([inputs, targets], 24), "which target an input has counts"
+    # What does not tell its samples apart is digested as a whole.
+    graph = [inputs, torch.tensor([[0, 1], [1, 2]])]
+    assert digest_of_samples(graph, 3) == digest_of_samples(graph, 3) != digest_of_samples([inputs, inputs], 3)
+
+
+def test_last_words_leave_out_the_launcher() -> None:
+    told = "[0]<stderr>:Traceback\n[0]<stderr>:\n[0]<stderr>:ValueError: x\n"
+    assert last_words(f"{told}Process 0 exit with status code 1.\nTraceback\n") == [
+        "[0]<stderr>:Traceback",
+        "[0]<stderr>:ValueError: x",
+    ]
+    torchrun = "W1121 12:31:16.246000 28654 torch/distributed/elastic/multiprocessing/api.py:1028] Sending\n"
+    assert last_words(f"ValueError: x\n{torchrun}ChildFailedError") == ["ValueError: x"]
+    assert last_words(f"ValueError: x\n{'-' * 74}\nPrimary job  terminated") == ["ValueError: x"]
+    assert last_words("Process 0 exit with status code 1.\n") == ["Process 0 exit with status code 1."]
+    assert last_words("\n".join(map(str, range(40))), most=2) == ["38", "39"]

@@ -1,0 +1,39 @@
+"""The whole contract once more on Horovod as its own launcher starts it, with each of its two controllers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from requirements import needs_mpi
+
+from unitrain.backends.base import Backend
+from unitrain.bootstrap import environment
+from unitrain.testing import RankGroup
+from unitrain.testing.cases import CASES
+from unitrain.testing.test_contract import collectives, gradients, optimizers, parameters
+
+__all__ = ["collectives", "gradients", "optimizers", "parameters"]
+HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
+
+
+def controller(backend: Backend) -> tuple[str, bool, bool]:
+    import horovod.torch as hvd
+
+    return backend.transport, hvd.gloo_enabled(), hvd.mpi_enabled()
+
+
+@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=needs_mpi)])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+    with RankGroup("horovod", 2, command=[HOROVODRUN, "-np", "2", f"--{request.param}"]) as group:
+        expected = ("gloo", True, False) if request.param == "gloo" else ("mpi", False, True)
+        assert group.run(controller) == [expected] * 2
+        yield group
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_contract(ranks: RankGroup, case: object) -> None:
+    ranks.run(case, timeout_seconds=120)  # type: ignore[arg-type]

@@ -1,0 +1,88 @@
+"""A process may join its peers again after it has left them, on the same backend or another one, but not before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from requirements import needs_mpi
+
+import unitrain
+from unitrain.backends.base import Backend
+from unitrain.bootstrap import environment
+from unitrain.errors import ConfigError
+from unitrain.testing import RankGroup
+from unitrain.testing.models import batch, build, loss_of
+
+BIN = Path(sys.executable).parent
+TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
+HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "--gloo"]
+MPIRUN = ["mpirun", "-np", "2", "--oversubscribe"]
+
+
+def sums(backend: Backend) -> float:
+    """Use what a run uses: collectives, and gradients."""
+    model = build()
+    loss_of(backend.distributed_model(model)(batch(backend.rank))).backward()
+    return float(backend.allreduce(torch.tensor(float(backend.rank)), "sum"))
+
+
+def a_second_beside_the_first(backend: Backend) -> str:
+    try:
+        unitrain.init(backend.name, device="cpu")
+    except ConfigError as error:
+        backend.barrier()  # and the first still works
+        return str(error)
+    raise AssertionError("there are two")
+
+
+def again_and_again(backend: Backend, names: Sequence[str]) -> list[float]:
+    backend.shutdown()
+    found = []
+    for name in names:
+        with unitrain.init(name, device="cpu", timeout_seconds=30) as later:
+            backend.shutdown()  # a second time, which must not end what came after it
+            found.append(sums(later))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "command"),
+    [
+        ("ddp", []),
+        ("ddp", TORCHRUN),
+        ("ddp", HOROVODRUN),
+        ("horovod", TORCHRUN),
+        ("horovod", HOROVODRUN),
+        pytest.param("horovod", MPIRUN, marks=needs_mpi),
+    ],
+    ids=["ddp", "ddp-torchrun", "ddp-horovodrun", "horovod-torchrun", "horovod-horovodrun", "horovod-mpirun"],
+)
+def test_ranks_join_again_after_they_left(backend: str, command: list[str]) -> None:
+    environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+    names = [backend] * 3 if command == MPIRUN else ["horovod", "ddp", backend]  # MPI gives ddp no address
+    with RankGroup(backend, 2, command=command) as group:
+        for told in group.run(a_second_beside_the_first):
+            assert told == (
+                "This process has a process group already, of an earlier unitrain.init() or an init_process_group() of "
+                "its own. Use that one, or end it first: backend.shutdown() or "
+                "torch.distributed.destroy_process_group()"
+            )
+        assert group.run(sums) == [1.0, 1.0]
+        assert group.run(again_and_again, names) == [[1.0] * 3] * 2
+
+
+def test_one_process_joins_again_after_it_left() -> None:
+    with unitrain.init("local") as backend:
+        assert a_second_beside_the_first(backend) == (
+            "This process has a backend already, of an earlier unitrain.init(). "
+            "Use that one, or end it first: backend.shutdown()"
+        )
+    with unitrain.init("local") as backend:
+        assert sums(backend) == 0.0
+    forgotten = unitrain.init("local")
+    del forgotten
+    unitrain.init("local").shutdown()

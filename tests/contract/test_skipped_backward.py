@@ -1,0 +1,138 @@
+"""Ranks of which one leaves a backward out, or steps on its own gradients: all raise ModelError within seconds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from launches import started_ranks
+from torch.distributed import HashStore
+
+from unitrain.monitoring.loop_counters import LoopCounters
+
+PROGRAM = """\
+import sys, time
+import torch
+from torch import nn
+import unitrain
+from unitrain.errors import ModelError
+
+FAULT = sys.argv[1]
+
+def own_loop(backend):
+    torch.manual_seed(0)
+    inner = nn.Linear(3, 1)
+    model = backend.distributed_model(inner)
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(inner.parameters(), lr=0.1), model)
+    for number in range(400):
+        time.sleep(0.01)
+        fails = number == 50 and backend.rank == 1
+        if fails:
+            print("fault", time.time(), flush=True)
+        optimizer.zero_grad()
+        if backend.rank == 0:  # ranks may differ in what they use of a model
+            with torch.no_grad():
+                model(torch.ones(2, 3))
+            loss = model(torch.ones(2, 3)).sum() + model(torch.zeros(2, 3)).sum()
+        else:
+            loss = model(torch.ones(2, 3)).sum()
+        if fails and FAULT == "continues":
+            continue
+        if not (fails and FAULT == "skips"):
+            loss.backward()
+        if fails and FAULT == "adds":
+            inner(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+with unitrain.init(device="cpu", timeout_seconds=60) as backend:
+    try:
+        own_loop(backend)
+    except ModelError:
+        print("raised", time.time(), flush=True)
+        raise
+"""
+
+
+TEXT = {
+    "skips": r"before the end of backward #\d+, rank 0 had run \d+ optimizer steps and rank 1 had run \d+\. One",
+    "continues": r"rank 0 had run 0 forwards without a backward and rank 1 had run 1\. One",
+    "adds": r"gradients that are not reduced over ranks: 2 parameters, weight, bias\. Call",
+}
+
+
+@pytest.mark.parametrize("fault", TEXT)
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_a_fault_of_one_rank_is_a_model_error_on_all(backend: str, fault: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    with started_ranks(script, backend, 2, fault) as processes:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    together = "\n".join(outputs)
+    assert all(process.returncode for process in processes), together
+    (began,) = re.findall(r"fault (\S+)", together)
+    for output in outputs:
+        raised = re.findall(r"raised (\S+)", output)
+        assert len(raised) == 1, together
+        assert float(raised[0]) - float(began) < 5, together  # two seconds, and more on a busy machine
+        assert re.search(TEXT[fault], output), together
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_ranks_that_use_their_forwards_differently_are_in_step(backend: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    with started_ranks(script, backend, 2, "none") as processes:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(outputs)
+
+
+def _count(counters: LoopCounters, times: int) -> None:
+    for _ in range(times):
+        counters.forward().reached()
+        counters.backward()
+        counters.step()
+
+
+def test_counts_are_compared_at_the_same_backward() -> None:
+    store = HashStore()
+    first, other = LoopCounters(), LoopCounters()
+    assert other.compare(store, 3) is None
+    _count(first, 5000)
+    first.publish(store)
+    _count(other, 4990)
+    assert other.compare(store, 3) is None  # not there yet
+    _count(first, 1)
+    other.step()
+    _count(other, 10)
+    found = other.compare(store, 3)
+    assert found is not None
+    assert "before the end of backward #5000, rank 0 had run 4999 optimizer steps and rank 3 had run 5000" in found
+
+
+def test_forwards_may_go_unused_or_be_more_but_not_both() -> None:
+    for forwards, unused, differs in ((3, 0, False), (2, 1, False), (3, 1, True)):
+        store = HashStore()
+        first, other = LoopCounters(), LoopCounters()
+        _count(first, 1)
+        _count(other, 1)
+        for counters, runs, without in ((first, 2, 0), (other, forwards, unused)):
+            made = [counters.forward() for _ in range(runs)]
+            for forward in made[without:]:
+                forward.reached()
+                forward.reached()
+            counters.backward()
+        first.publish(store)
+        assert (other.compare(store, 1) is not None) == differs
+
+
+def test_forwards_before_the_first_backward_are_not_compared() -> None:
+    """One rank may summarize or draw the model before training."""
+    store = HashStore()
+    first, other = LoopCounters(), LoopCounters()
+    other.forward()
+    for counters in (first, other):
+        counters.forward().reached()
+        counters.backward()
+    first.publish(store)
+    assert other.compare(store, 1) is None

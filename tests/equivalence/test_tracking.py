@@ -1,0 +1,470 @@
+"""What the Trainer gives to loggers: the numbers of plain torch, once per step, from rank 0, whatever a logger does."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import logger_output
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import unitrain
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.data.order import epoch_order
+from unitrain.errors import CallbackError, ConfigError, LoggerError, MissingDependencyError, Preempted, TensorError
+from unitrain.loggers import background
+from unitrain.loggers.logger import Logger, Start, imported
+from unitrain.testing import RankGroup
+from unitrain.verify.record import FOLDER, Request
+
+LOCAL = LocalBackend(torch.device("cpu"))
+STEPS, EPOCHS, RATE, CLIP = 4, 3, 0.1, 0.05
+READERS = {
+    "csv": logger_output.from_csv,
+    "jsonl": logger_output.from_json_lines,
+    "tensorboard": lambda folder: logger_output.from_tensorboard(folder / "tensorboard"),
+    "wandb": logger_output.from_wandb,
+    "mlflow": logger_output.from_mlflow,
+}
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(46, 6, generator=generator), torch.randint(3, (46,), generator=generator))
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+def trainer(backend: Backend, loggers: Any, *callbacks: unitrain.Callback, **settings: Any) -> unitrain.Trainer:
+    """Return a Trainer of four steps per epoch, on any number of ranks."""
+    model, optimizer = make()
+    chosen = {"epochs": EPOCHS, "show_every": 1, "progress": "off", **settings}
+    if "steps" in chosen:
+        del chosen["epochs"]
+    config = unitrain.TrainConfig(batch_size=12 // backend.size, **chosen)
+    loss_fn = nn.functional.cross_entropy
+    return unitrain.Trainer(
+        model, optimizer, loss_fn, backend=backend, config=config, callbacks=callbacks, loggers=loggers
+    )
+
+
+def vector(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+class Speaks(unitrain.Callback):
+    """Logs the first weight after every step, and an image of the first layer after every epoch; may fail once."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+
+    def on_step_end(self, trainer: unitrain.Trainer) -> None:
+        trainer.log(weight=next(trainer.model.parameters())[0, 0])
+        if trainer.run.cursor.step == self.fails_at:
+            raise KeyError("a mistake")
+
+    def on_epoch_end(self, trainer: unitrain.Trainer, results: dict[str, float]) -> None:
+        trainer.log_image("layer", next(trainer.model.parameters()).detach().abs(), caption="weights")
+
+
+class Kept(Logger):
+    """Keeps what it is told in memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def start(self, start: Start) -> None:
+        self.calls.append(("start", start.step))
+        self.description = start.description
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.calls.append(("log", step, dict(values)))
+
+    def image(self, name: str, image: Any, step: int, caption: str | None) -> None:
+        self.calls.append(("image", step, name, image.shape, caption))
+
+    def finish(self, status: str) -> None:
+        self.calls.append(("finish", status))
+
+
+class FailsInPrepare(Logger):
+    def prepare(self, output_dir: Path | None) -> None:
+        raise OSError("no room")
+
+
+class NeedsAPackage(Logger):
+    def prepare(self, output_dir: Path | None) -> None:
+        imported("no_such_package", self, "nothing")
+
+
+class FailsInStart(Kept):
+    def start(self, start: Start) -> None:
+        raise ConnectionError("nobody there")
+
+
+class FailsInLog(Kept):
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        super().log(values, step)
+        if step == 2:
+            raise SystemExit("enough")
+
+
+class Hangs(Kept):
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        threading.Event().wait(60)
+
+
+class HangsInStart(Kept):
+    def start(self, start: Start) -> None:
+        threading.Event().wait(60)
+
+
+class HangsInFinish(Kept):
+    def finish(self, status: str) -> None:
+        threading.Event().wait(60)
+
+
+def interrupted_and_resumed(backend: Backend, folder: Path) -> None:
+    """Fail in step 7, after a checkpoint at step 4, and go on from there to the end."""
+    for fails_at in (7, None):
+        made = trainer(
+            backend,
+            ["csv", "jsonl", "tensorboard", unitrain.WandbLogger(mode="offline"), "mlflow"],
+            Speaks(fails_at),
+            output_dir=folder,
+            resume=True,
+            asynchronous_checkpoints=False,
+            clip_norm=CLIP,
+            lr_scaling="linear",
+            reference_batch_size=6,
+            warmup_steps=5,
+        )
+        if fails_at is None:
+            made.fit(data())
+        else:
+            with pytest.raises(CallbackError, match="a mistake"):
+                made.fit(data())
+
+
+def told() -> list[str]:
+    """Return a list in which the warnings about loggers come up."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(background.__name__).addHandler(handler)
+    return lines
+
+
+def with_bad_loggers(backend: Backend) -> tuple[Tensor, Tensor, float, list[str], list[tuple[Any, ...]], str]:
+    """Return the parameters with loggers that fail and without any, how long it took, what was said and logged."""
+    background._CALL_SECONDS, background._END_SECONDS = 0.3, dict.fromkeys(("finished", "stopped", "failed"), 1.0)
+    warnings, good, late = told(), Kept(), FailsInLog()
+
+    class Waits(unitrain.Callback):
+        def on_step_end(self, trainer: unitrain.Trainer) -> None:
+            time.sleep(0.1)
+
+    without = trainer(backend, [])
+    without.fit(data())
+    started = time.perf_counter()
+    made = trainer(backend, [FailsInStart(), late, Hangs(), HangsInFinish(), good], Waits())
+    made.fit(data())
+    seconds = time.perf_counter() - started
+    try:
+        trainer(backend, [FailsInPrepare()])
+    except LoggerError as error:
+        said = str(error)
+    assert [step for kind, step, *_ in late.calls if kind == "log"] == ([1, 2] if backend.rank == 0 else [])
+    parameters = [vector(backend.unwrap(one.model)) for one in (made, without)]
+    return (*parameters, seconds, sorted(warnings), good.calls, said)  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module", params=["ddp", "horovod"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(request.param, 2) as group:
+        yield group
+
+
+def expected() -> dict[tuple[str, int], float]:
+    """Train with plain torch; return what is to be logged, by name and step."""
+    model, optimizer = make()
+    inputs, targets = data().tensors
+    points: dict[tuple[str, int], float] = {}
+
+    def factor(step: int) -> float:
+        return 1 + min(1.0, step / 5)  # from batches of 6 to batches of 12
+
+    for epoch in range(EPOCHS):
+        order, losses = epoch_order(46, seed=0, epoch=epoch, shuffle=True), 0.0
+        for indices in order.split(12):
+            step = epoch * STEPS + math.ceil((1 + (order == indices[0]).nonzero().item()) / 12)
+            loss = nn.functional.cross_entropy(model(inputs[indices]), targets[indices])
+            optimizer.zero_grad()
+            loss.backward()
+            points["gradient_norm", step] = nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
+            optimizer.param_groups[0]["lr"] = RATE * factor(step - 1)
+            optimizer.step()
+            losses += loss.item() * len(indices)
+            points["loss", step], points["learning_rate", step] = loss.item(), RATE * factor(step)
+            points["weight", step] = next(model.parameters())[0, 0].item()
+        points["epoch", step], points["train_loss", step] = epoch + 1, losses / 46
+    return points
+
+
+def test_every_step_is_logged_once_as_plain_torch_computes_it(ranks: RankGroup, tmp_path: Path) -> None:
+    logger_output.put_mlflow_database(tmp_path)
+    ranks.run(interrupted_and_resumed, tmp_path, timeout_seconds=250)
+    wanted = expected()
+    assert len(wanted) == 12 * 4 + 3 * 2
+    for kind, read in READERS.items():
+        points = read(tmp_path)
+        names = [(name, step) for name, step, _ in points]
+        speeds = {(name, step): value for name, step, value in points if name.endswith("samples_per_second")}
+        assert sorted(names) == sorted([*wanted, *speeds]), kind
+        assert {step for name, step in speeds if name == "samples_per_second"} == set(range(1, 13))
+        assert {step for name, step in speeds if name == "epoch_samples_per_second"} == {4, 8, 12}
+        assert all(value > 0 for value in speeds.values())
+        for name, step, value in points:
+            if (name, step) in wanted:
+                assert value == pytest.approx(wanted[name, step], rel=2e-6, abs=2e-6), (kind, name, step)
+    images = logger_output.events(tmp_path / "tensorboard").Images("layer")
+    assert [(image.step, image.width, image.height) for image in images] == [(step, 6, 8) for step in (4, 8, 12)]
+    first, second = logger_output.wandb_starts(tmp_path)
+    assert first[0] == second[0]
+    ends = [
+        one.exit.exit_code for start in (first, second) for one in start[1] if one.WhichOneof("record_type") == "exit"
+    ]
+    assert ends == [1, 0]
+    _, (run,) = logger_output.mlflow_runs(tmp_path)
+    assert (run.info.status, run.data.params["size"], run.data.params["config.clip_norm"]) == (
+        "FINISHED",
+        "2",
+        str(CLIP),
+    )
+    assert run.data.params["backend"] == ranks.backend
+
+
+def test_a_logger_that_fails_or_hangs_is_told_and_changes_nothing(ranks: RankGroup) -> None:
+    first, second = ranks.run(with_bad_loggers, timeout_seconds=60)
+    for parameters, without, seconds, _, _, said in (first, second):
+        assert torch.equal(parameters, without)
+        assert 1.2 < seconds < 6.0
+        assert said.startswith("FailsInPrepare cannot be used: OSError: no room. ")
+    assert first[3] == [
+        "FailsInLog failed in 'log': SystemExit: enough. The run goes on without it.",
+        "FailsInStart failed in 'start': ConnectionError: nobody there. The run goes on without it.",
+        "Hangs has been busy with 'log' for more than 0.3 s. The run goes on without it.",
+        "HangsInFinish did not come to an end with the run. The run goes on without it.",
+    ]
+    assert [call[1] for call in first[4]] == [
+        0,
+        *(step for step in range(1, 13) for _ in range(2 if step % 4 == 0 else 1)),
+        "finished",
+    ]
+    assert (second[3], second[4]) == ([], [])
+
+
+def test_how_a_run_ended_is_told(tmp_path: Path) -> None:
+    class Ends(unitrain.Callback):
+        def __init__(self, how: str) -> None:
+            self.how = how
+
+        def on_step_end(self, trainer: unitrain.Trainer) -> None:
+            if trainer.run.cursor.step != 2:
+                return
+            if self.how == "signal":
+                signal.raise_signal(signal.SIGUSR1)
+            elif self.how == "stop":
+                trainer.stop("enough")
+            elif self.how == "error":
+                raise ValueError("a mistake")
+
+    for how, error, status in (
+        ("end", None, "finished"),
+        ("stop", None, "stopped"),
+        ("signal", Preempted, "stopped"),
+        ("error", CallbackError, "failed"),
+    ):
+        kept = Kept()
+        made = trainer(LOCAL, [kept], Ends(how), output_dir=tmp_path / how)
+        if error is None:
+            made.fit(data())
+        else:
+            with pytest.raises(error):
+                made.fit(data())
+        assert kept.calls[-1] == ("finish", status), how
+        assert kept.description["model"] == "Sequential"
+
+
+class StopsAt(unitrain.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: unitrain.Trainer) -> None:
+        if trainer.run.cursor.step == self.step:
+            trainer.stop("enough")
+
+
+def test_what_is_logged_between_runs_goes_on_in_their_files(tmp_path: Path) -> None:
+    kept = Kept()
+    made = trainer(LOCAL, [kept, "csv", "tensorboard"], StopsAt(2), output_dir=tmp_path, steps=3)
+    with pytest.raises(ConfigError, match=r"^trainer\.log was called before fit, .* Call it from a callback"):
+        made.log(early=1)
+    made.fit(data())
+    count = len(kept.calls)
+    made.log(test_accuracy=torch.tensor(0.5), samples=46)
+    made.log_image("picture", torch.rand(5, 4, 3))
+    made.fit(data())
+    assert kept.calls[count:-3] == [
+        ("start", 2),
+        ("log", 2, {"test_accuracy": 0.5, "samples": 46.0}),
+        ("image", 2, "picture", (5, 4, 3), None),
+        ("finish", "finished"),
+        ("start", 2),
+    ]
+    assert kept.calls[-1] == ("finish", "finished")
+    count = len(kept.calls)
+    made.fit(data())  # has nothing left to do
+    assert len(kept.calls) == count
+    for read in (logger_output.from_csv(tmp_path), logger_output.from_tensorboard(tmp_path / "tensorboard")):
+        points = [(name, step) for name, step, _ in read if name in ("loss", "test_accuracy")]
+        assert sorted(points) == [*(("loss", step) for step in (1, 2, 3)), ("test_accuracy", 2)]
+    (image,) = logger_output.events(tmp_path / "tensorboard").Images("picture")
+    assert (image.step, image.width, image.height) == (2, 4, 5)
+
+
+SCRIPT = """
+import sys
+import test_tracking as tests
+import unitrain
+
+wandb = unitrain.WandbLogger(mode="offline")
+made = tests.trainer(tests.LOCAL, [wandb, tests.HangsInStart()], output_dir=sys.argv[1], steps=1)
+tests.background._END_SECONDS = {"finished": 5.0}
+made.fit(tests.data())
+made.log(late=7)
+"""
+
+
+def test_what_is_logged_last_is_there_when_the_program_ends(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(script, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("HangsInStart did not come to an end with the run. The run goes on without it.") == 1
+    assert logger_output.from_wandb(tmp_path)[-1] == ("late", 1, 7.0)
+    assert len(logger_output.wandb_starts(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("loggers", "kind", "said"),
+    [
+        ("csv", ConfigError, r"^The Trainer's loggers must be a list, got 'csv'\. Use loggers=\['csv'\]\.$"),
+        (["tensorbord"], ConfigError, r"^Unknown logger 'tensorbord'\. Did you mean 'tensorboard'\? Available: csv, "),
+        ([3], ConfigError, r"^A logger must be a unitrain\.Logger or a name, got 3\. Use Trainer\(loggers="),
+        (["csv", "csv"], ConfigError, r"^The Trainer's loggers name 'csv' twice\. Name each once\.$"),
+        (["jsonl"], ConfigError, r"^JSONLinesLogger has no folder to write to, .* Use JSONLinesLogger\(folder="),
+        ([NeedsAPackage()], MissingDependencyError, r'^NeedsAPackage needs .* pip install "\.\[nothing\]"$'),
+    ],
+)
+def test_a_logger_that_cannot_be_used_is_refused(loggers: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        trainer(LOCAL, loggers)
+
+
+def test_what_cannot_be_logged_is_refused() -> None:
+    made = trainer(LOCAL, [], steps=1)
+    made.fit(data())
+    for value in ("high", None, torch.zeros(2)):
+        with pytest.raises(ConfigError, match=r"^trainer\.log takes numbers by name, got accuracy="):
+            made.log(accuracy=value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r'"step" is filled in\.$'):
+        made.log(step=3)
+    for image in (torch.zeros(2, 3, 5, 5), torch.zeros(5, 5, dtype=torch.int64), [[1.0]]):
+        with pytest.raises(TensorError, match=r"^An image to log is a tensor \[height, width\]"):
+            made.log_image("image", image)  # type: ignore[arg-type]
+
+
+class Tables(Logger):
+    """Keeps histograms and tables."""
+
+    def __init__(self) -> None:
+        self.histograms: list[tuple[str, int, Any, Any]] = []
+        self.tables: list[tuple[str, int, Any, Any]] = []
+
+    def histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
+        self.histograms.append((name, step, counts, edges))
+
+    def table(self, name: str, columns: Any, rows: Any, step: int) -> None:
+        self.tables.append((name, step, columns, rows))
+
+
+def test_histograms_are_those_of_the_global_gradients_and_the_weights_they_belong_to(tmp_path: Path) -> None:
+    import numpy as np
+
+    kept = Tables()
+    made = trainer(LOCAL, [kept], unitrain.Histograms(every=2), shuffle=False, steps=3)
+    made.fit(data())
+    assert [(name, step) for name, step, _, _ in kept.histograms] == [
+        (f"{kind}/{name}", 1)
+        for name in ("0.weight", "0.bias", "2.weight", "2.bias")
+        for kind in ("parameters", "gradients")
+    ]
+    model, optimizer = make()
+    inputs, targets = data().tensors
+    for part in (slice(0, 12), slice(12, 24)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[part]), targets[part]).backward()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optimizer.step()
+    found = {name: (counts, edges) for name, _, counts, edges in kept.histograms}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        for kind, values in (("parameters", before[name]), ("gradients", parameter.grad)):
+            counts, edges = found[f"{kind}/{name}"]
+            assert counts.sum() == values.numel()
+            np.testing.assert_allclose(edges[[0, -1]], [values.min(), values.max()], rtol=1e-5)
+    made.log_histogram("odd", torch.tensor([1.0, math.nan, math.inf, 2.0]))
+    made.log_table("worst", ["label", "predicted"], [[7, "one"], (None, True)])
+    made.fit(data())  # waits for what is logged after a run
+    assert kept.histograms[-1][2].sum() == 2
+    assert kept.tables == [("worst", 3, ["label", "predicted"], [[7, "one"], [None, True]])]
+    for columns, rows, said in (
+        ("label", [], "takes the names of its columns, got 'label'"),
+        (["a"], [[1, 2]], r"Row 0 of trainer.log_table\('t'\) is \[1, 2\], and the columns are \['a'\]"),
+        (["a"], [[torch.ones(1)]], "has a Tensor. Use numbers, strings, booleans or None"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            made.log_table("t", columns, rows)
+    with pytest.raises(TensorError, match="takes a tensor of any shape, got list"):
+        made.log_histogram("h", [1.0])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Histograms.every must be a number of steps from 1 on, got 0"):
+        unitrain.Histograms(every=0)
+
+
+def test_a_run_that_is_verified_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Request(steps=2, as_ranks=1).write(tmp_path)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr("atexit.register", lambda *_: None)  # of a backend that is shut down then
+    kept = Kept()
+    with pytest.raises(SystemExit):
+        trainer(LOCAL, [kept, "csv"], Speaks(), output_dir=tmp_path / "output").fit(data())
+    assert kept.calls == []
+    assert not list(tmp_path.rglob("metrics.csv"))

@@ -1,0 +1,175 @@
+"""A job whose ranks are killed, and whose hosts come and go, goes on, and ends where an undisturbed one ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+
+import elastic_training
+import pytest
+from elastic_training import EPOCHS, GLOBAL_BATCH, SAMPLES
+from hosts import SECONDS, hosts
+from launches import started
+from requirements import needs_hosts, needs_mpi, needs_slurm
+from slurm import slurm
+
+from unitrain.testing import RankGroup
+
+SCRIPT = elastic_training.__file__
+LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
+VARIABLES = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+STEPS = EPOCHS * SAMPLES // GLOBAL_BATCH
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The parameters that one process comes to."""
+    with RankGroup("local", 1) as group:
+        (parameters,) = group.run(elastic_training.train, tmp_path_factory.mktemp("undisturbed"))
+    return list(parameters)
+
+
+def discovery(folder: Path) -> Path:
+    """Return a script that says there are as many slots here as the file `slots` has."""
+    script = folder / "discover"
+    script.write_text(f'#!/bin/sh\necho "localhost:$(cat {folder}/slots)"\n')
+    script.chmod(0o755)
+    return script
+
+
+def wait_until(folder: Path, size: int, step: int) -> None:
+    """Wait until a job with so many ranks has done so many steps."""
+    deadline = time.monotonic() + SECONDS
+    at = folder / "at-0"
+    while True:
+        found = [int(word) for word in at.read_text().split()] if at.exists() else []
+        if len(found) == 2 and found[0] >= step and found[1] == size:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no step {step} of {size} ranks within {SECONDS} s")
+        time.sleep(0.1)
+
+
+def check(folder: Path, expected: list[float], sizes: list[int], lost: int) -> None:
+    """Check that the run has gone through these numbers of ranks, repeated at most `lost` steps, and come to its end
+    with every sample trained on once an epoch."""
+    size, parameters = json.loads((folder / "parameters.json").read_text())
+    assert parameters == pytest.approx(expected, rel=0, abs=1e-9)
+    assert size == sizes[-1]
+    ranks = [
+        [json.loads(line) for line in file.read_text().splitlines()] for file in sorted(folder.glob("taken-*.txt"))
+    ]
+    gone_through = [size for _, size, _ in ranks[0]]
+    assert [one for at, one in enumerate(gone_through) if at == 0 or gone_through[at - 1] != one] == sizes
+    assert len(gone_through) - STEPS <= lost
+    # What was done again counts as it was done last, by as many ranks as there were then.
+    last = {step: size for step, size, _ in ranks[0]}
+    assert sorted(last) == list(range(1, STEPS + 1))
+    taken = [{step: samples for step, size, samples in lines if last[step] == size} for lines in ranks]
+    for epoch in range(EPOCHS):
+        steps = range(epoch * STEPS // EPOCHS + 1, (epoch + 1) * STEPS // EPOCHS + 1)
+        trained = [[sample for rank in taken for sample in rank.get(step, [])] for step in steps]
+        assert {len(samples) for samples in trained} == {GLOBAL_BATCH}
+        assert sorted(chain.from_iterable(trained)) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher"),
+    [
+        ("ddp", "torchrun"),
+        ("horovod", "horovodrun"),
+        pytest.param("ddp", "mpirun", marks=[needs_mpi, pytest.mark.nightly]),
+    ],
+)
+def test_slots_that_are_added_are_used_and_a_killed_rank_costs_a_few_steps(
+    backend: str, launcher: str, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"2": {"7": "slots 3"}, "3": {"33": "kill 1"}}))
+    (tmp_path / "slots").write_text("2")
+    options = ["--elastic", "1:3", "--max-restarts", "1", "--host-discovery-script", str(discovery(tmp_path))]
+    command = [*LAUNCH, "--backend", backend, "--launcher", launcher, *options, SCRIPT, str(tmp_path), "1"]
+    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        output, _ = launch.process.communicate(timeout=2 * SECONDS)  # three launches, one after the other
+        launch.wait_until_none_lives(10)
+    assert launch.process.returncode == 0, output
+    assert "there are slots for 3 ranks instead of 2: the job is asked to save and end" in output
+    assert output.count("it is started again, 1 of 1") == 1, output  # that there are more slots is no failure
+    check(tmp_path, undisturbed, [2, 3], lost=5)
+
+
+@pytest.mark.nightly
+@needs_hosts
+def test_hosts_come_and_go(tmp_path: Path, undisturbed: list[float]) -> None:
+    """One that does not answer is taken in when it does; one that vanishes is noticed, though nobody tells."""
+    (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow grown"}, "3": {"20": "slow shrunk"}}))
+    options = ["--backend", "horovod", "--elastic", "1:3", "--max-restarts", "1", "-H", "h1:1,h2:1,h3:1"]
+    (tmp_path / "hosts").mkdir()
+    with hosts(3, tmp_path / "hosts", own_name_is_loopback=True) as (first, second, third):
+        third.unplug()
+        with first.start([*LAUNCH, *options, SCRIPT, str(tmp_path), "1"], VARIABLES) as launch:
+            try:
+                wait_until(tmp_path, size=2, step=6)
+                third.plug_in()
+                wait_until(tmp_path, size=3, step=21)
+                (tmp_path / "grown").touch()
+                second.kill()
+                wait_until(tmp_path, size=2, step=25)
+                output, _ = launch.communicate(timeout=SECONDS)
+            finally:
+                first.end_all()
+        third.wait_until_none_lives(10)
+    assert launch.returncode == 0, output
+    assert "there are slots for 3 ranks instead of 2" in output
+    assert "the host of rank 1 does not answer any more" in output
+    check(tmp_path, undisturbed, [2, 3, 2], lost=5)
+
+
+@pytest.mark.nightly
+@needs_hosts
+def test_torchrun_on_several_hosts_goes_on_with_those_that_are_left(tmp_path: Path, undisturbed: list[float]) -> None:
+    """By the lines that `unitrain launch` prints for each host, and by torchrun's own agents. That a host has vanished
+    shows when it is waited for in vain."""
+    (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow shrunk"}, "1": {"10": "slow grown"}}))
+    (tmp_path / "hosts").mkdir()
+    options = ["--elastic", "1:3", "--max-restarts", "2", "-H", "h1:1,h2:1,h3:1", SCRIPT, str(tmp_path), "1", "15"]
+    told = subprocess.run([*LAUNCH, *options], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert told.returncode == 2, told.stderr
+    lines = {line.split()[1]: line.partition(": ")[2] for line in told.stderr.splitlines() if line.startswith("  on h")}
+    with hosts(3, tmp_path / "hosts", own_name_is_loopback=True) as (first, second, third), ExitStack() as ended:
+        agents = []
+        for host in (first, second):
+            agents.append(ended.enter_context(host.start(["sh", "-c", lines[f"{host.name}:"]], VARIABLES)))
+            ended.callback(host.end_all)
+        wait_until(tmp_path, size=2, step=6)
+        second.kill()
+        wait_until(tmp_path, size=1, step=11)
+        (tmp_path / "shrunk").touch()
+        agents.append(ended.enter_context(third.start(["sh", "-c", lines["h3:"]], VARIABLES)))
+        ended.callback(third.end_all)
+        wait_until(tmp_path, size=2, step=12)
+        outputs = [agents[place].communicate(timeout=SECONDS)[0] for place in (0, 2)]
+    assert [agents[0].returncode, agents[2].returncode] == [0, 0], outputs
+    check(tmp_path, undisturbed, [2, 1, 2], lost=5)
+
+
+@needs_slurm
+def test_a_killed_rank_under_srun(tmp_path: Path, undisturbed: list[float]) -> None:
+    """On two hosts, from the second of which the ranks reach the launch too."""
+    (tmp_path / "plan.json").write_text(json.dumps({"2": {"12": "kill 1"}}))
+    (tmp_path / "hosts").mkdir()
+    (tmp_path / "slurm").mkdir()
+    line = ["salloc", "-N", "2", "-n", "2", *LAUNCH, "--launcher", "srun", "--max-restarts", "1"]
+    with (
+        hosts(2, tmp_path / "hosts", own_name_is_loopback=True) as both,
+        slurm(both, tmp_path / "slurm") as given,
+    ):
+        done = both[0].run([*line, SCRIPT, str(tmp_path)], VARIABLES | given)
+    assert done.returncode == 0, done.stdout
+    assert "it is started again, 1 of 1" in done.stdout
+    assert "cannot reach unitrain launch" not in done.stdout
+    check(tmp_path, undisturbed, [2], lost=5)

@@ -1,0 +1,375 @@
+"""A machine that is about to be taken away: all ranks stop at one step, save, exit with 75, and are gone on from."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launches import Launch, started
+
+from unitrain.config import TrainConfig
+from unitrain.errors import ConfigError, Preempted
+from unitrain.progress.preemption import Preemption
+
+BIN = Path(sys.executable).parent
+DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
+EPOCHS = ["--epochs", "12", "--device", "cpu"]
+
+
+def command(launcher: str, output: Path, *more: str) -> list[str]:
+    start = {
+        "none": [sys.executable],
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
+        "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2", sys.executable],
+    }[launcher]
+    return [*start, DIGITS, *EPOCHS, "--output", str(output), *more]
+
+
+def wait_for(path: Path, seconds: float = 150) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)
+
+
+def final(text: str) -> str:
+    (line,) = re.findall(r"final val_accuracy=\d\.\d{4} val_loss=\d\.\d{4}", text)
+    return str(line)
+
+
+def run(arguments: list[str]) -> str:
+    with started(arguments, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 0, output
+    return final(output)
+
+
+def a_rank_of(launch: Launch) -> int:
+    """Return the process of one of horovodrun's ranks, and not of the launcher or a shell between the two."""
+    for pid in launch.living():
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        ranked = b"HOROVOD_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+        if ranked and words[0].endswith(b"python") and DIGITS.encode() in words:
+            return pid
+    raise LookupError("no rank is there")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run(command("torchrun", tmp_path_factory.mktemp("whole") / "run"))
+
+
+# Who gets the signal, and what then comes back: torchrun and horovodrun end with codes of their own.
+CASES = {
+    "none": (signal.SIGTERM, "launcher", {75}),
+    "torchrun": (signal.SIGTERM, "launcher", {1}),
+    "horovodrun": (signal.SIGUSR1, "one rank", {1, 75}),
+}
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("none", marks=pytest.mark.nightly), "torchrun", "horovodrun"])
+def test_a_signal_saves_and_the_run_goes_on_from_there(launcher: str, tmp_path: Path, uninterrupted: str) -> None:
+    number, target, codes = CASES[launcher]
+    with started(command(launcher, tmp_path / "run"), {"OMP_NUM_THREADS": "1"}) as launch:
+        wait_for(tmp_path / "run" / "history.jsonl")
+        time.sleep(0.3)
+        pid = launch.process.pid if target == "launcher" else a_rank_of(launch)
+        os.kill(pid, number)
+        output = launch.output()
+        launch.wait_until_none_lives(10)
+    assert launch.process.returncode in codes, output
+    assert re.search(rf"stopped after step \d+: {number.name} came to rank \d", output), output
+    assert "Traceback" not in output.split("stopped after step")[0]
+    done = len((tmp_path / "run" / "history.jsonl").read_text().splitlines())
+    assert 1 < done < 12
+    resumed = run(command("torchrun" if launcher == "none" else launcher, tmp_path / "run", "--resume"))
+    if launcher != "none":  # one process steps over smaller batches, so it is another run
+        assert resumed == uninterrupted
+
+
+def test_ranks_save_and_end_where_their_launcher_is_killed(tmp_path: Path) -> None:
+    launch_command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", DIGITS, "--epochs", "1000"]
+    with started([*launch_command, "--device", "cpu", "--output", str(tmp_path)], {"OMP_NUM_THREADS": "1"}) as launch:
+        wait_for(tmp_path / "history.jsonl")
+        launch.process.kill()
+        output = launch.output()  # which is complete when the last rank has closed it
+        launch.wait_until_none_lives(30)
+    assert re.search(r"rank \d of 2 ends, because torchrun is gone", output), output
+    assert re.search(r"stopped after step \d+: SIGTERM came to rank \d", output), output
+    (step,) = re.findall(r"stopped after step (\d+)", output)
+    assert (tmp_path / f"step-{int(step):09d}" / "manifest.json").exists()
+
+
+WARNED = """
+import os, sys, time
+from pathlib import Path
+
+from unitrain.lifecycle.preemption import Preemption
+
+folder = Path(sys.argv[1])
+rank = next(os.environ[name] for name in ("RANK", "HOROVOD_RANK") if name in os.environ)
+with Preemption(["SIGUSR1", "SIGTERM"]) as preemption:
+    with (folder / f"started-{rank}").open("a") as started:
+        started.write("x")
+    end = time.monotonic() + 60
+    while preemption.received is None and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(1)  # as long as a checkpoint takes
+    (folder / f"saved-{rank}").write_text(str(preemption.received))
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "received", "code"),
+    [
+        (["--launcher", "torchrun"], "SIGUSR1", 75),
+        (["--launcher", "horovodrun"], "SIGUSR1", 75),
+        (["--launcher", "torchrun", "--launcher-args", "--max-restarts 1"], "SIGTERM", 1),
+    ],
+    ids=["torchrun", "horovodrun", "torchrun with restarts"],
+)
+@pytest.mark.parametrize("target", ["launcher", "every process"])
+def test_ranks_save_after_a_warning(options: list[str], received: str, code: int, target: str, tmp_path: Path) -> None:
+    """A scheduler warns with SIGUSR1, whose default action ends a launcher and with it the ranks that save."""
+    script = tmp_path / "train.py"
+    script.write_text(WARNED)
+    with started(
+        [sys.executable, "-m", "unitrain", "launch", "-np", "2", *options, str(script), str(tmp_path)]
+    ) as launch:
+        for rank in (0, 1):
+            wait_for(tmp_path / f"started-{rank}")
+        for pid in [launch.process.pid] if target == "launcher" else launch.living():
+            os.kill(pid, signal.SIGUSR1)
+        output = launch.output()
+        launch.wait_until_none_lives(10)
+    assert launch.process.returncode == code, output
+    for rank in (0, 1):
+        assert (tmp_path / f"started-{rank}").read_text() == "x", output
+        told = (tmp_path / f"saved-{rank}").read_text()
+        assert told == received or target == "every process", output
+
+
+NO_RANK = """
+import os, signal, sys
+from unitrain.backends.forwarding import forward_warnings
+
+forward_warnings("NO_SUCH_VARIABLE")
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_warning_that_reaches_no_rank_is_reported() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_RANK], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "unitrain: SIGUSR1 reaches no rank: none runs on this host\n"
+
+
+WORKERS = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import unitrain
+
+
+class Forever(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.ones(3), torch.ones(1)
+
+
+class Counts:
+    def __len__(self):
+        return 1 << 20
+
+    def __getitem__(self, index):
+        return torch.ones(3), torch.ones(1)
+
+
+class Ready(unitrain.Callback):
+    def on_step_end(self, trainer):
+        Path(sys.argv[1], "ready").touch()
+
+
+with unitrain.init(device="cpu") as backend:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = unitrain.TrainConfig(
+        epochs=None, steps=10**9, batch_size=2, num_workers=2, shuffle=False, output_dir=sys.argv[1], progress="off"
+    )
+    loss = nn.functional.mse_loss
+    trainer = unitrain.Trainer(model, optimizer, loss, backend=backend, config=config, callbacks=[Ready()])
+    trainer.fit(Forever() if sys.argv[2] == "stream" else Counts())
+"""
+
+
+@pytest.mark.parametrize(("kind", "number"), [("stream", signal.SIGTERM), ("items", signal.SIGUSR1)])
+def test_a_signal_to_every_process_counts_once(kind: str, number: signal.Signals, tmp_path: Path) -> None:
+    """As a scheduler sends it: to the ranks, and to the workers of their DataLoaders."""
+    with started([sys.executable, "-c", WORKERS, str(tmp_path), kind], {"OMP_NUM_THREADS": "1"}) as launch:
+        wait_for(tmp_path / "ready")
+        assert len(launch.living()) > 2
+        os.killpg(launch.process.pid, number)
+        output = launch.output()
+    assert launch.process.returncode == 75, output
+    assert list(tmp_path.glob("*/manifest.json"))
+
+
+LIVING_WORKERS = """
+import sys
+import threading
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import unitrain
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.ones(3), torch.ones(1)
+
+
+class Fails(unitrain.Callback):
+    def on_step_end(self, trainer):
+        raise ValueError("stopped by the test")
+
+
+kind, output = sys.argv[1:]
+data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+loader = DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True)
+if kind != "persistent workers":
+    loader = DataLoader(Endless(), batch_size=2, num_workers=2)
+held = []
+with unitrain.init(device="cpu") as backend:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = unitrain.TrainConfig(epochs=2, output_dir=output, progress="off")
+    callbacks = [] if kind == "persistent workers" else [Fails()]
+    trainer = unitrain.Trainer(
+        model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks
+    )
+    try:
+        trainer.fit(loader)
+    except unitrain.UnitrainError as error:
+        held.append(error)  # its traceback holds the iterator, and therefore the workers
+    alive = [one.name for one in threading.enumerate() if one.name == "unitrain preemption"]
+    print("fit has ended", alive, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["persistent workers", "an exception"])
+def test_fit_ends_while_workers_of_a_data_loader_live(kind: str, tmp_path: Path) -> None:
+    """They are forked while signals are handled, and have copies of the connection that signals are passed on by."""
+    with started([sys.executable, "-c", LIVING_WORKERS, kind, str(tmp_path)], {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+    assert "fit has ended []" in output, output
+    # torch raises an error in this process when a worker ends by a signal, also by one that ends it on purpose at exit.
+    assert "is killed by signal" not in output, output
+
+
+FORKED = """
+import os, signal, time
+from unitrain.lifecycle.preemption import Preemption
+with Preemption(["SIGTERM"]) as preemption:
+    with Preemption([]):
+        child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        print(preemption.received, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_process_that_leaves_it_does_not_end_it_for_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "SIGTERM\n"
+
+
+TWICE = """
+import sys, time
+from unitrain.lifecycle.preemption import Preemption
+with Preemption(["SIGTERM"]) as preemption:
+    print("ready", flush=True)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        if preemption.received:
+            print(preemption.received, flush=True)
+            preemption.received = preemption.received
+            time.sleep(0.05)
+"""
+
+
+def test_a_later_signal_ends_at_once() -> None:
+    """Signals that follow within three seconds are part of the same notice: a scheduler sends one to every process."""
+    process = subprocess.Popen([sys.executable, "-c", TWICE], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "SIGTERM\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "SIGTERM\n"
+        time.sleep(3.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_the_user_handles_is_left_alone() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with Preemption(["SIGUSR1", "SIGUSR2"]) as preemption:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.1)
+            assert (heard, preemption.received) == ([signal.SIGUSR1], None)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(0.1)
+            assert preemption.received == "SIGUSR2"
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert not [one for one in threading.enumerate() if one.name == "unitrain preemption"]
+
+
+def test_outside_of_the_main_thread_nothing_is_handled() -> None:
+    found = []
+
+    def body() -> None:
+        with Preemption(["SIGUSR2"]):
+            found.append(signal.getsignal(signal.SIGUSR2))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]
+
+
+def test_it_ends_the_program_with_75() -> None:
+    assert Preempted("SIGTERM came").code == 75
+    assert not issubclass(Preempted, Exception)  # `except Exception` does not keep the program alive
+
+
+def test_no_such_signal() -> None:
+    with pytest.raises(ConfigError, match=r"preemption_signals has 'SIGTREM'.*Did you mean 'SIGTERM'\?"):
+        TrainConfig(epochs=1, preemption_signals=("SIGTREM",))
+    with pytest.raises(ConfigError, match="'SIGKILL', which is no signal that a program can handle"):
+        TrainConfig(epochs=1, preemption_signals=("SIGKILL",))

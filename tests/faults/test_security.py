@@ -1,0 +1,326 @@
+"""What other users of a host, and other hosts, can read of a job or do to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hosts import Host
+from launches import SECONDS, started
+from requirements import needs_hosts, needs_mpi
+
+from unitrain.backends import objects
+from unitrain.bootstrap import authentication, horovodrun
+from unitrain.bootstrap.messages import MessageStore
+from unitrain.errors import AuthenticationError
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
+VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+SECRET = "value-that-no-process-listing-shows"
+# Its argument: the folder in which each rank writes what it sees, and waits for a file named "end".
+SCRIPT = """
+import json, os, sys, time
+
+names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+rank = int(next(os.environ[name] for name in names if name in os.environ))
+told = dict(prefix=sys.prefix, variables=dict(os.environ))
+with open(f"{sys.argv[1]}/{rank}.part", "w") as file:
+    json.dump(told, file)
+os.rename(f"{sys.argv[1]}/{rank}.part", f"{sys.argv[1]}/{rank}.json")
+while not os.path.exists(f"{sys.argv[1]}/end"):
+    time.sleep(0.05)
+"""
+# Does the same with a backend, and fails on rank 1 where the file "end" says so.
+TRAINING = (
+    "import unitrain\nbackend = unitrain.init(device='cpu', timeout_seconds=60)\n"
+    + SCRIPT
+    + """
+if rank == 1 and open(f"{sys.argv[1]}/end").read():
+    raise ValueError("a failure of its own")
+backend.barrier()
+backend.shutdown()
+"""
+)
+LAUNCHERS = [
+    pytest.param(["--backend", "ddp"], id="torchrun"),
+    pytest.param(["--backend", "horovod"], id="horovodrun"),
+    pytest.param(["--backend", "horovod", "--mpi"], id="horovodrun with mpi", marks=needs_mpi),
+    pytest.param(["--launcher", "mpirun"], id="mpirun", marks=needs_mpi),
+]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def wait_for_ranks(folder: Path, count: int) -> list[dict[str, dict[str, str]]]:
+    deadline = time.monotonic() + SECONDS
+    while len(found := sorted(folder.glob("*.json"))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return [json.loads(path.read_text()) for path in found]
+
+
+@contextlib.contextmanager
+def command_lines() -> Iterator[set[str]]:
+    """Collect the command lines of all processes of this machine, on all its hosts, until the context ends."""
+    found: set[str] = set()
+    ended = threading.Event()
+
+    def collect() -> None:
+        while not ended.is_set():
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    found.add(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_ranks_run_in_the_environment_of_the_launch(backend: str, script: str, tmp_path: Path) -> None:
+    """An environment that uses the packages of another one, without programs such as torchrun of its own."""
+    own = tmp_path / "environment"
+    venv.create(own, symlinks=True)
+    (packages,) = own.glob("lib/python*/site-packages")
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "others.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in others))
+    command = [str(own / "bin" / "python"), "-m", "unitrain", "launch", "-np", "2", "--backend", backend]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with started([*command, script, str(tmp_path)], {"PATH": path}) as launch:
+        told = wait_for_ranks(tmp_path, 2)
+        (tmp_path / "end").touch()
+        said = launch.output()
+    assert [one["prefix"] for one in told] == [str(own), str(own)], said
+    assert launch.process.returncode == 0, said
+
+
+def check_secret(lines: set[str], told: list[dict[str, dict[str, str]]], names: tuple[str, ...]) -> None:
+    for one in told:
+        assert {name: one["variables"].get(name) for name in names} == dict.fromkeys(names, SECRET)
+    assert any("train.py" in line for line in lines)
+    assert not [line for line in lines if SECRET in line]
+
+
+@pytest.mark.parametrize("options", LAUNCHERS)
+def test_no_command_line_shows_a_variable_on_one_host(options: list[str], script: str, tmp_path: Path) -> None:
+    secrets = {"WANDB_API_KEY": SECRET, "NOTES": SECRET}
+    with command_lines() as lines, started([*LAUNCH, "-np", "2", *options, script, str(tmp_path)], secrets) as launch:
+        told = wait_for_ranks(tmp_path, 2)
+        (tmp_path / "end").touch()
+        said = launch.output()
+    check_secret(lines, told, ("WANDB_API_KEY", "NOTES"))
+    assert launch.process.returncode == 0, said
+
+
+@needs_hosts
+@pytest.mark.parametrize("options", LAUNCHERS)
+def test_no_command_line_shows_a_variable_on_two_hosts(
+    options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
+) -> None:
+    command = [*LAUNCH, *options, "-H", "h1:1,h2:1", "-x", "WANDB_API_KEY", script, str(tmp_path)]
+    secrets = {"WANDB_API_KEY": SECRET, "UNITRAIN_NOTES": SECRET}
+    with command_lines() as lines, two_hosts[0].start(command, VARIABLES | secrets) as process:
+        told = wait_for_ranks(tmp_path, 2)
+        (tmp_path / "end").touch()
+        said, _ = process.communicate(timeout=SECONDS)
+    check_secret(lines, told, tuple(secrets))
+    assert process.returncode == 0, said
+
+
+def listeners(host: Host) -> set[str]:
+    """Return the addresses at which the Python processes of a host listen."""
+    found = host.run(["ss", "-ltnpH"]).stdout.splitlines()
+    return {line.split()[3].rpartition(":")[0] for line in found if "python" in line or "pt_elastic" in line}
+
+
+BACKENDS = [
+    pytest.param(["--backend", "ddp"], id="ddp under torchrun"),
+    pytest.param(["--backend", "horovod"], id="horovod under horovodrun"),
+    pytest.param(["--backend", "horovod", "--launcher", "torchrun"], id="horovod under torchrun"),
+    pytest.param(["--backend", "ddp", "--launcher", "horovodrun"], id="ddp under horovodrun"),
+    pytest.param(["--backend", "ddp", "--launcher", "mpirun"], id="ddp under mpirun", marks=needs_mpi),
+]
+
+
+@needs_hosts
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_job_listens_where_its_ranks_are(
+    options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
+) -> None:
+    """On the loopback interface on one host, on the addresses of the hosts on two."""
+    Path(script).write_text(TRAINING)
+    for number, (hosts, expected) in enumerate(((["-np", "2"], []), (["-H", "h1:1,h2:1"], two_hosts))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        command = [*LAUNCH, *options, *hosts, "--max-restarts", "1", script, str(folder)]
+        with two_hosts[0].start(command, VARIABLES) as process:
+            wait_for_ranks(folder, 2)
+            found = listeners(two_hosts[0])
+            (folder / "end").touch()
+            said, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, said
+        assert found <= {"127.0.0.1", *(host.address for host in expected)}
+        assert found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(fails: bool, script: str, tmp_path: Path) -> None:
+    Path(script).write_text(TRAINING)
+    with started([*LAUNCH, "-np", "2", script, str(tmp_path)]) as launch:
+        (told, _) = wait_for_ranks(tmp_path, 2)
+        variables = told["variables"]
+        store = torch.distributed.TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), is_master=False)
+        store.set("unitrain/0/0/watch/failed", json.dumps([0, "a forged failure"]))
+        time.sleep(8)  # a rank that knows of a failure ends after five seconds
+        (tmp_path / "end").write_text("fail" if fails else "")
+        said = launch.output()
+    assert "a forged failure" not in said
+    assert (launch.process.returncode != 0) is fails, said
+    assert ("rank 1 failed first: ValueError: a failure of its own" in said) is fails
+
+
+class Harm:
+    """An object that creates a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return (open, (str(self._file), "w"))
+
+
+def test_an_object_of_another_program_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_JOB_KEY", authentication.new_key())
+    packed, _ = objects.pack({"lr": 0.1})
+    assert objects.unpack(packed, torch.device("cpu")) == {"lr": 0.1}
+    harm = pickle.dumps(Harm(tmp_path / "harm"))
+    for forged in (harm + b"p", harm + b"p" + bytes(authentication.SIGNATURE_BYTES), b""):
+        content = torch.frombuffer(bytearray(forged), dtype=torch.uint8) if forged else torch.empty(0).to(torch.uint8)
+        with pytest.raises(AuthenticationError, match="is not read: its signature is not valid"):
+            objects.unpack(content, torch.device("cpu"))
+    assert not (tmp_path / "harm").exists()
+    monkeypatch.setenv("UNITRAIN_JOB_KEY", authentication.new_key())
+    with pytest.raises(AuthenticationError):
+        objects.unpack(packed, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("key", [None, "0123"])
+def test_messages_of_ranks(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if key is not None:
+        monkeypatch.setenv("UNITRAIN_JOB_KEY", key)
+    store = torch.distributed.HashStore()
+    messages = MessageStore(store, "watch", counters=["asked"])
+    assert not messages.check(["failed"])
+    assert messages.compare_set("failed", "", "first") == b"first"
+    assert messages.compare_set("failed", "", "second") == b"first"
+    assert (messages.get("failed"), messages.add("asked", 2)) == (b"first", 2)
+    assert messages.check(["failed", "asked"])
+    messages.append("posted", "[0, 1]")
+    store.append("posted", "u[1, 2]\n")
+    messages.append("posted", "[1, 3]")
+    assert messages.lines("posted") == (["[0, 1]", "[1, 3]"] if key else ["[0, 1]", "[1, 2]", "[1, 3]"])
+    assert messages.lines("nothing") == []
+
+
+def test_a_message_of_another_program_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_JOB_KEY", "0123")
+    store = torch.distributed.HashStore()
+    messages = MessageStore(store, "watch")
+    messages.set("heard/1", "an answer")
+    for forged in (b"text", b"", store.get("heard/1"), bytes(range(128, 256))):  # the third is of another key
+        store.set("failed", forged.decode("latin-1"))
+        assert not messages.check(["failed"])
+        with pytest.raises(AuthenticationError, match="'watch/failed' was not written by a process of this job"):
+            messages.get("failed")
+    assert messages.compare_set("failed", "", "real") == b"real"
+    assert messages.get("failed") == b"real"
+
+
+def test_a_process_without_the_key_of_the_others_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()
+    messages = MessageStore(store, "start")
+    for first, second, reason in (
+        ("0123", None, "it is signed, and this process has no key"),
+        (None, "0123", "it is not signed"),
+        ("0123", "4567", "its signature is not valid"),
+    ):
+        for key, action in ((first, lambda: messages.set("seat", "[0, 1]")), (second, lambda: messages.get("seat"))):
+            monkeypatch.delenv("UNITRAIN_JOB_KEY", raising=False)
+            if key is not None:
+                monkeypatch.setenv("UNITRAIN_JOB_KEY", key)
+            with contextlib.nullcontext() if key == first else pytest.raises(AuthenticationError, match=reason):
+                action()
+
+
+def test_nobody_who_connects_without_the_key_obtains_a_signature() -> None:
+    def ends(key_here: str, key_there: str) -> list[BaseException | None]:
+        results: list[BaseException | None] = [None, None]
+        pair = socket.socketpair()
+
+        def prove(at: int, key: str, accepts: bool) -> None:
+            pair[at].settimeout(10)
+            try:
+                authentication.prove(pair[at], key, "supervision", accepts=accepts)
+            except (AuthenticationError, OSError) as error:
+                results[at] = error
+                pair[at].close()
+
+        threads = [threading.Thread(target=prove, args=one) for one in ((0, key_here, True), (1, key_there, False))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for one in pair:
+            one.close()
+        return results
+
+    assert ends("a key", "a key") == [None, None]
+    accepting, connecting = ends("a key", "another")
+    assert isinstance(accepting, AuthenticationError)
+    assert isinstance(connecting, ConnectionError)
+
+
+def test_horovodrun_passes_variables_to_another_host_on_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from a folder whose name a shell would take apart. This ssh runs the command here, without variables."""
+    folder = tmp_path / "my $(touch harm) runs"
+    folder.mkdir()
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec env -i /bin/sh -c "$last"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("NOTES", f"{SECRET} 'and'\n\"more\"")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.chdir(folder)
+    rank = "import os; print(os.getcwd(), os.environ['NOTES'], 'CUDA_VISIBLE_DEVICES' in os.environ)"
+    command = f"cd {folder} > /dev/null 2>&1 ; env HOROVOD_RANK=1 {shlex.join([sys.executable, '-c', rank])}"
+    remote = horovodrun._remote_command(shlex.quote(command), "h2")
+    assert SECRET not in remote
+    done = subprocess.run(["/bin/sh", "-c", remote], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{folder} {os.environ['NOTES']} False\n"
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,185 @@
+"""No wait is longer than its stated time, and it says who is missing; a failing rank ends the others."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launches import started
+from requirements import needs_mpi
+
+from unitrain.backends.base import Backend
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.network import free_port
+from unitrain.errors import CollectiveTimeoutError
+from unitrain.testing import RankError, RankGroup
+from unitrain.testing.models import batch, build, loss_of
+
+BACKENDS = ("ddp", "horovod")
+TIMEOUT = 4.0
+
+
+def absent_from_a_collective(backend: Backend) -> tuple[str, float]:
+    backend.barrier()
+    if backend.rank == 1:
+        time.sleep(4 * TIMEOUT)
+        return "", 0.0
+    began = time.monotonic()
+    try:
+        backend.allreduce(torch.ones(2))
+    except CollectiveTimeoutError as error:
+        return str(error), time.monotonic() - began
+    raise AssertionError("the collective went through")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_timeout_names_the_absent_rank(backend: str) -> None:
+    with RankGroup(backend, 3, backend_timeout_seconds=TIMEOUT) as group:
+        results = group.run(absent_from_a_collective)
+    for rank in (0, 2):
+        text, seconds = results[rank]
+        assert f"Rank {rank} called allreduce(float32 [2], mean)" in text
+        assert "ranks that have not come: 1." in text
+        assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 8
+
+
+def test_a_group_that_cannot_start_says_so_at_once() -> None:
+    began = time.monotonic()
+    with RankGroup("ddp", 2, command=["false"]) as group, pytest.raises(RankError) as caught:
+        group.run(absent_from_a_collective)
+    assert str(caught.value) == "Ranks 0, 1 of 2 on ddp did not start: a process ended with exit code 1."
+    assert time.monotonic() - began < 10
+
+
+def fails_or_stays(backend: Backend, failing: int) -> None:
+    if backend.rank == failing:
+        raise ValueError("gives up")
+    time.sleep(300)
+
+
+@pytest.mark.parametrize(
+    ("failing", "seconds", "told"), [(0, 60.0, "1 s after that failure"), (2, 2.0, "after 2 s")], ids=["fails", "none"]
+)
+def test_a_group_says_how_long_it_has_waited(
+    failing: int, seconds: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unitrain.testing.ranks._LAST_WORDS_SECONDS", 1.0)
+    with RankGroup("ddp", 2) as group, pytest.raises(RankError) as caught:
+        group.run(fails_or_stays, failing, timeout_seconds=seconds)
+    assert f"Rank 1 was still busy {told}:" in str(caught.value)
+
+
+def absent_from_backward(backend: Backend, settings: dict[str, Any], before: int) -> tuple[str, float]:
+    model = backend.distributed_model(build(), **settings)
+    for _ in range(before):
+        loss_of(model(batch(backend.rank))).backward()
+    if backend.rank == 1:
+        time.sleep(4 * TIMEOUT)
+        return "", 0.0
+    began = time.monotonic()
+    try:
+        loss_of(model(batch(backend.rank))).backward()
+    except CollectiveTimeoutError as error:
+        return str(error), time.monotonic() - began
+    raise AssertionError("backward went through")
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "before", "began"),
+    [
+        ("ddp", {}, 2, "backward #2"),
+        ("ddp", {}, 1, "bucketing #0"),  # which DDP does once, in the second forward
+        ("ddp", {"unused_parameters": True}, 1, "backward #1"),
+        ("horovod", {}, 2, "backward #2"),
+        ("horovod", {"compression": "bf16"}, 2, "backward #2"),
+    ],
+    ids=["ddp", "ddp, second", "ddp, unused parameters", "horovod", "horovod, compressed"],
+)
+def test_a_timeout_in_backward_names_the_absent_rank(
+    backend: str, settings: dict[str, Any], before: int, began: str
+) -> None:
+    with RankGroup(backend, 2, backend_timeout_seconds=TIMEOUT) as group:
+        text, seconds = group.run(absent_from_backward, settings, before)[0]
+    assert f"Rank 0 began {began} and waited {TIMEOUT:g} s in vain; ranks that have not come: 1. " in text
+    last = rf"its last was backward #{before - 1}, at test_timeouts.py:\d+: loss_of"
+    assert re.search(rf"^Rank 1 is at test_timeouts.py:\d+: time.sleep.*; {last}", text, re.M)
+    assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 8
+
+
+SCRIPT = """
+import sys, time, torch, unitrain
+
+with unitrain.init(timeout_seconds=5, device="cpu") as backend:
+    backend.barrier()
+    if backend.rank == 1:
+        if sys.argv[1] == "sleeps":
+            time.sleep(300)
+        print("fault", time.time(), flush=True)
+        raise SystemExit("rank 1 gives up") if sys.argv[1] == "exits" else ValueError("rank 1 fails")
+    for _ in range(1000):
+        backend.allreduce(torch.ones(2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher", "fault"),
+    [
+        *itertools.product(["ddp"], ["torchrun"], ["raises", "exits", "sleeps"]),
+        *itertools.product(["horovod"], ["horovodrun", "torchrun"], ["raises", "exits", "sleeps"]),
+        pytest.param("horovod", "mpirun", "raises", marks=needs_mpi),
+        pytest.param("ddp", "mpirun", "raises", marks=needs_mpi),
+    ],
+)
+def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tmp_path: Path) -> None:
+    script = tmp_path / "faulty.py"
+    script.write_text(SCRIPT)
+    began = time.monotonic()
+    command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "--launcher", launcher, "-np", "2"]
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+    with started([*command, str(script), fault], variables) as launch:
+        output = launch.output()
+        ended = time.time()
+        assert launch.process.returncode != 0, output
+        launch.wait_until_none_lives(5)
+    seconds = time.monotonic() - began
+    expected = {
+        "raises": "ValueError: rank 1 fails",
+        "exits": "rank 1 gives up",
+        "sleeps": "ranks that have not come: 1",
+    }[fault]
+    assert expected in output, output
+    assert seconds < 60, f"{seconds:.0f} s\n{output}"
+    if fault != "sleeps":  # nobody waits for the timeout of a collective
+        (told,) = re.findall(r"fault (\d+\.\d+)", output)
+        # mpirun itself takes twice the four seconds that it gives to ranks, whether any is left or not.
+        assert ended - float(told) < (15 if launcher == "mpirun" else 10), f"{ended - float(told):.0f} s\n{output}"
+
+
+@pytest.mark.parametrize("options", [[], ["-O"]], ids=["python", "python -O"])
+def test_ranks_that_never_start_are_named(options: list[str]) -> None:
+    """Rank 0 of two, alone: the other process was never started."""
+    program = "import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)"
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    began = time.monotonic()
+    finished = subprocess.run(
+        [sys.executable, *options, "-c", program],
+        env=environment.inherited() | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == 1
+    assert "CollectiveTimeoutError" in finished.stderr, finished.stderr
+    assert "2 ranks should meet for 'seat', but after 3 s rank 1 had not come." in finished.stderr, finished.stderr
+    assert time.monotonic() - began < 40

@@ -1,0 +1,236 @@
+"""Ranks that learn of each other's failures: all end within seconds, and one report says where each of them was."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launches import started, started_ranks
+
+from unitrain.monitoring.rank_status import name_ranks
+from unitrain.monitoring.stack_inspection import call_site, whereabouts
+
+PROGRAM = """\
+import contextlib, os, sys, time
+import torch
+from torch import nn
+import unitrain
+
+FAULT = sys.argv[1]
+
+class EarlyReturn(Exception):
+    pass
+
+class Items:
+    def __init__(self, rank):
+        self.rank = rank
+    def __getitem__(self, index):
+        if self.rank == 1 and index > 30:
+            print("fault", time.time(), flush=True)
+            if FAULT == "raises":
+                raise ValueError("item 31 is broken")
+            if FAULT == "is killed":
+                os.kill(os.getpid(), 9)
+            if FAULT == "exits":
+                sys.exit("enough of this")
+            if FAULT.startswith("exits with 0"):
+                sys.exit(0)
+            if FAULT == "returns":
+                raise EarlyReturn
+            if FAULT == "is interrupted":
+                raise KeyboardInterrupt
+            if FAULT == "is stopped":
+                os.kill(os.getpid(), 19)
+            time.sleep(300)
+        return torch.ones(3), torch.ones(1)
+
+def busy(seconds):
+    time.sleep(seconds)
+
+def own_loop(backend):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = backend.distributed_model(model)
+    items = Items(backend.rank)
+    for number in range(60):
+        if number > 30 and backend.rank == 2:
+            busy(300)
+        inputs, targets = items[number]
+        nn.functional.mse_loss(model(inputs), targets).backward()
+
+if FAULT.endswith("outside of the block"):
+    own_loop(unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])))
+with unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])) as backend:
+    with contextlib.suppress(EarlyReturn):
+        own_loop(backend)
+"""
+
+
+LAST = "its last was backward #30, at train.py:46: nn.functional.mse_loss(model(inputs), targets).backward()"
+LEFT = "unitrain: rank 1 failed first: it ended its part while other ranks still needed it: "
+# What is told of rank 1, and how long a collective waits.
+FAULTS = {
+    "raises": ("unitrain: rank 1 failed first: ValueError: item 31 is broken", 60.0),
+    "exits": ("unitrain: rank 1 failed first: SystemExit: enough of this", 60.0),
+    "is killed": ("unitrain: rank 1 failed first: its process is gone: it was killed, or ended without a word", 60.0),
+    "returns": (f"{LEFT}it called shutdown(), or left its `with unitrain.init()` block; {LAST}", 60.0),
+    "exits with 0": (f"{LEFT}it called shutdown(), or left its `with unitrain.init()` block; {LAST}", 60.0),
+    "exits with 0 outside of the block": (f"{LEFT}its process exited; {LAST}", 60.0),
+    "is interrupted": ("unitrain: rank 1 failed first: KeyboardInterrupt", 60.0),
+    "is stopped": ("unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time, and gives no", 15.0),
+    "hangs": (f"  rank 1 is at train.py:31: time.sleep(300); {LAST}", 15.0),
+}
+
+SIMILAR = ("exits", "exits with 0", "exits with 0 outside of the block", "is interrupted")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.nightly] if fault in SIMILAR else []) for fault in FAULTS]
+)
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_a_fault_ends_all_ranks_and_is_told_once(backend: str, fault: str, tmp_path: Path) -> None:
+    told, timeout = FAULTS[fault]
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    with started_ranks(script, backend, 3, fault, str(timeout)) as processes:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        ended = time.time()
+    together = "\n".join(outputs)
+    succeeds = told.startswith(LEFT)
+    assert [process.returncode == 0 for process in processes] == [False, succeeds, False], together
+    assert together.count(told) == 1, together
+    assert "rank 0 failed first" not in together, together
+    # Of ranks that nobody waits for, and that never come to wait themselves, somebody has to know where they are.
+    assert f"  rank 2 is at train.py:35: time.sleep(seconds); {LAST}" in together, together
+    (began,) = re.findall(r"fault (\S+)", together)
+    assert ended - float(began) < (timeout if timeout < 60 else 0) + 25, together
+    assert together.count("Traceback (most recent call last)") <= 2, together  # with what caused it
+
+
+KILLED = """\
+import os, time, unitrain
+
+with unitrain.init(device="cpu", timeout_seconds=60) as backend:
+    backend.barrier()
+    if backend.rank == 0:
+        if os.fork() == 0:  # as a worker that does not notice, and has the connections of its parent
+            os.close(1)
+            os.close(2)
+            time.sleep(15)
+            os._exit(0)
+        os.kill(os.getpid(), 9)
+    began = time.time()
+    try:
+        time.sleep(300)
+    finally:
+        os.abort()
+"""
+
+
+def test_a_rank_that_is_killed_is_missed_within_seconds(tmp_path: Path) -> None:
+    """Rank 0, whose process serves what the ranks meet at; no launcher looks after them, and nobody waits for it."""
+    script = tmp_path / "train.py"
+    script.write_text(KILLED)
+    with started_ranks(script, "ddp", 3) as processes:
+        processes[0].wait(60)
+        began = time.monotonic()
+        outputs = [process.communicate(timeout=60)[0] for process in processes[1:]]
+        seconds = time.monotonic() - began
+    for rank, output in enumerate(outputs, start=1):
+        assert processes[rank].returncode == 1, output
+        told = f"unitrain: rank {rank} of 3 is at train.py:14: time.sleep(300); its last was barrier() as collective #0"
+        assert told in output, output
+        assert "and is ended, because rank 0 failed first: its process is gone" in output
+    assert seconds < 10
+
+
+STUCK = """\
+import sys, time
+from datetime import timedelta
+import torch
+from torch.distributed.distributed_c10d import _get_default_group
+import unitrain
+from unitrain.testing.models import batch, build, loss_of
+
+with unitrain.init(device="cpu", timeout_seconds=3) as backend:
+    model = backend.distributed_model(build())
+    for number in range(3):
+        if number == 2:
+            _get_default_group()._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=300))
+            if backend.rank == 1:
+                time.sleep(300)
+        loss_of(model(batch(backend.rank))).backward()
+"""
+
+
+def test_the_watch_ends_a_backward_that_its_transport_would_not(tmp_path: Path) -> None:
+    """As with NCCL, where no exception can reach whoever waits; here Gloo is told to wait for much longer."""
+    script = tmp_path / "train.py"
+    script.write_text(STUCK)
+    began = time.monotonic()
+    with started_ranks(script, "ddp", 3) as processes:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1, 1]
+    for rank in (0, 2):
+        told = f"unitrain: Rank {rank} began backward #2 and waited 3 s in vain; ranks that have not come: 1. "
+        assert told in outputs[rank], outputs[rank]
+        assert (
+            "\nRank 1 is at train.py:14: time.sleep(300); its last was backward #1, at train.py:15: loss_of"
+            in outputs[rank]
+        )
+    assert time.monotonic() - began < 60
+
+
+def test_the_launcher_shows_the_error_that_came_first(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "-np", "3", str(script), "raises", "60"]
+    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+        launch.wait_until_none_lives(10)
+    assert launch.process.returncode == 1
+    summary = output.split("Root Cause (first observed failure):")[1]
+    assert "rank      : 1 " in summary
+    assert "traceback : rank 1 of 3 ended with ValueError: item 31 is broken, at " in summary
+    assert output.count("Traceback (most recent call last)") == 2, output  # of rank 1, and of torchrun itself
+
+
+def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:
+    """torchrun's SIGTERM does not end it, and torchrun waits 30 seconds before it sends SIGKILL."""
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "-np", "2", str(script), "is stopped"]
+    with started([*command, "15"], {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+        ended = time.time()
+    (began,) = re.findall(r"fault (\S+)", output)
+    assert ended - float(began) < 15 + 20, output
+    assert "unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time" in output, output
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"), [([3], "rank 3"), ([0, 1, 2, 5], "each of ranks 0-2, 5"), ([1, 3], "each of ranks 1, 3")]
+)
+def test_ranks_are_named_in_few_words(ranks: list[int], named: str) -> None:
+    assert name_ranks(ranks) == named
+
+
+def test_where_a_thread_is() -> None:
+    found: list[str] = []
+
+    def look() -> None:
+        time.sleep(0.3)
+        found.append(whereabouts(lambda: "nothing")[0])
+
+    for body in (lambda: time.sleep(1), lambda: threading.Event().wait(1)):
+        thread = threading.Thread(target=look)
+        thread.start()
+        body()
+        thread.join()
+    assert re.fullmatch(r"is at test_watchdog.py:\d+: .*time.sleep\(1\).*", found[0])
+    assert re.fullmatch(r"is in Event.wait, at test_watchdog.py:\d+: .*Event\(\)\.wait\(1\).*", found[1])
+    assert re.fullmatch(r"test_watchdog.py:\d+: assert re.fullmatch.*call_site.*", call_site(sys._getframe()))

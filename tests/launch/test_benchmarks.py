@@ -1,0 +1,156 @@
+"""The benchmarks run, and write the tables that the README links to; their figures are nobody's test."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import Host
+from requirements import needs_hosts
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RATIO = r"\*\*\d+\.\d{3}\*\* \[\d+\.\d{3}, \d+\.\d{3}\]"
+
+
+def run(script: str, *arguments: str | Path) -> str:
+    command = [sys.executable, BENCHMARKS / script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.nightly
+def test_step_overhead(tmp_path: Path) -> None:
+    shown = run("step_overhead.py", "--model", "trial", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "step_overhead.md").read_text()
+    assert table.strip() in shown
+    for backend, against in (("ddp", "DistributedDataParallel"), ("horovod", "hvd.DistributedOptimizer")):
+        row = rf"^\| {backend} \| trial \| {re.escape(against)} \| {RATIO} \| {RATIO} \| "
+        assert re.search(row, table, re.M)
+    kept = json.loads((tmp_path / "step_overhead.json").read_text())
+    for ways in kept["seconds_per_step"].values():
+        assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in ways["trial"].values())
+
+
+@pytest.mark.nightly
+def test_peers(tmp_path: Path) -> None:
+    """Whichever of them are installed: the others are named, and no part of the rest."""
+    shown = run("peers.py", "--backend", "ddp", "--model", "trial", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "peers.md").read_text()
+    assert table.strip() in shown
+    rows = {row[1]: row[2:] for row in re.findall(r"^\| (ddp) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.M)}
+    packages = {"Lightning Fabric": "lightning", "Lightning Trainer": "lightning", "Accelerate": "accelerate"}
+    by_hand = {"DistributedDataParallel": "sys", "unitrain, own loop": "sys", "unitrain, Trainer": "sys"}
+    packages |= {"ignite": "ignite", **by_hand}
+    assert set(rows) == set(packages)
+    for way, (milliseconds, against) in rows.items():
+        if importlib.util.find_spec(packages[way]) is None:
+            assert (milliseconds, against) == ("not installed", "")
+        else:
+            assert float(milliseconds) > 0
+            assert re.fullmatch(RATIO if way != "unitrain, Trainer" else "1", against)
+
+
+def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
+    small = ["--model", "resnet18", "--batch-size", "2", "--steps", "1", "--rounds", "1"]
+    run("gpu_check.py", "--device", "cpu", *small, "--output", tmp_path)
+    table = (tmp_path / "gpu_check.md").read_text()
+    for backend in ("local", "ddp", "horovod"):
+        assert f"| {backend} | collectives equal to their definition | 126 | ok |" in table
+        assert f"| {backend} | prefetched batches equal to the loader's | 200 | ok |" in table
+        assert f"| {backend} | with and without prefetch, largest difference | 0.0e+00 | ok |" in table
+        for precision in ("fp32", "bf16", "fp16"):
+            assert re.search(rf"^\| {backend} \| {precision}, 20 steps, .* \| ok \|$", table, re.M)
+
+
+@pytest.mark.nightly
+def test_control_plane(tmp_path: Path) -> None:
+    shown = run("control_plane.py", "--repeats", "2", "--size", "2", "--size", "128", "--output", tmp_path)
+    table = (tmp_path / "control_plane.md").read_text()
+    assert table.strip() in shown
+    assert table.count(", now | ") == table.count(", 0.1.0 | ") == 4
+    costs = json.loads((tmp_path / "control_plane.json").read_text())["seconds_and_bytes"]["128"]
+    assert costs["check, 0.1.0"][1] == 128 * 1160
+    assert costs["check"][1] == 7 * 1160
+    assert costs["model"][1] < costs["model, 0.1.0"][1] / 10
+
+
+@pytest.mark.nightly
+def test_compression(tmp_path: Path) -> None:
+    chosen = ["--backend", "horovod", "--model", "trial", "--way", "PowerSGD, rank 1"]
+    shown = run("compression.py", *chosen, "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "compression.md").read_text()
+    assert table.strip() in shown
+    assert re.search(rf"^\| PowerSGD, rank 1 \| {RATIO} \|$", table, re.M)
+
+
+@pytest.mark.nightly
+def test_allreduce(tmp_path: Path) -> None:
+    shown = run("allreduce.py", "--size", "1 KB", "--size", "4 x 25 MB", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "allreduce.md").read_text()
+    assert table.strip() in shown
+    for way in ("torch.distributed", "horovod.torch", "unitrain, ddp", "unitrain, horovod"):
+        assert re.search(rf"^\| {way} \| {RATIO} \| {RATIO} \|$", table, re.M)
+
+
+@pytest.mark.nightly
+def test_overlap(tmp_path: Path) -> None:
+    shown = run("overlap.py", "--model", "trial", "--rounds", "3", "--output", tmp_path)
+    table = (tmp_path / "overlap.md").read_text()
+    assert table.strip() in shown
+    for backend in ("ddp", "horovod"):
+        assert re.search(rf"^\| {backend} \| 1 \| \*\*\d+%\*\* \[.*\] \| {RATIO} \| ", table, re.M)
+        events = json.loads((tmp_path / f"overlap_{backend}.trace.json").read_text())["traceEvents"]
+        assert {(event["pid"], event["tid"]) for event in events} == {
+            (f"rank {rank}", row) for rank in (0, 1) for row in ("compute", "bucket 0")
+        }
+        assert all(event["dur"] > 0 for event in events)
+
+
+@pytest.mark.nightly
+def test_feature_costs(tmp_path: Path) -> None:
+    features = [
+        "ema_decay",
+        "compression PowerSGD",
+        "sync_batch_norm",
+        "channels_last",
+        "accumulate",
+        "accumulate, communicating every time",
+    ]
+    chosen = ["--backend", "ddp", "--model", "trial", *(word for name in features for word in ("--feature", name))]
+    shown = run("feature_costs.py", *chosen, "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "feature_costs.md").read_text()
+    assert table.strip() in shown
+    for feature in features:
+        assert re.search(rf"^\| {feature} \| {RATIO} \|$", table, re.M)
+    for model in ("nothing", "nothing, with BatchNorm", "nothing, with convolutions"):
+        assert re.search(rf"^\| {model} \| \d+\.\d\d ms \|$", table, re.M)
+    assert re.search(rf"^- ddp, trial: {RATIO}$", table, re.M)
+
+
+@pytest.mark.nightly
+def test_watch_cost(tmp_path: Path) -> None:
+    shown = run("watch_cost.py", "--backend", "ddp", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "watch_cost.md").read_text()
+    assert table.strip() in shown
+    microseconds = r"-?\d+\.\d\d \[-?\d+\.\d\d, -?\d+\.\d\d\]"
+    assert re.search(rf"^\| ddp (\| {microseconds} ){{4}}\| \*\*-?\d+\.\d\d%\*\* \|$", table, re.M), table
+    assert re.search(
+        rf"^Until `save` of 100 MB returns / a plain copy of the same state: {RATIO}, that is ", table, re.M
+    )
+
+
+@needs_hosts
+def test_the_slow_network_is_as_slow_as_it_was_asked_to_be(
+    two_hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    slow_down = importlib.import_module("slow_network").slow_down
+    slow_down(two_hosts[0], "1gbit")
+    shown = two_hosts[0].run(["tc", "qdisc", "show", "dev", "eth0"]).stdout
+    assert re.search(r"qdisc tbf .* rate 1Gbit ", shown), shown

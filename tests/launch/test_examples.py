@@ -1,0 +1,61 @@
+"""The examples run as their reader would run them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_mnist import small_mnist
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FINAL = re.compile(r"final val_accuracy=(\d\.\d{4}) val_loss=(\d+\.\d{4})\n")
+
+
+def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, EXAMPLES / script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def final(done: subprocess.CompletedProcess[str]) -> tuple[float, float]:
+    """Return the accuracy and loss of the only line on standard output."""
+    assert done.returncode == 0, done.stderr
+    match = FINAL.fullmatch(done.stdout)
+    assert match, done.stdout
+    return float(match[1]), float(match[2])
+
+
+def test_digits_learns_and_its_own_loop_gives_the_same_numbers() -> None:
+    tutorial = final(run("digits.py", "--epochs", "5"))
+    assert tutorial[0] >= 0.96
+    assert final(run("own_loop.py", "--epochs", "5")) == tutorial
+
+
+def test_digits_resumes_to_the_same_numbers(tmp_path: Path) -> None:
+    whole = final(run("digits.py", "--epochs", "2", "--accumulate", "2"))
+    half = run("digits.py", "--epochs", "1", "--accumulate", "2", "--output", tmp_path)
+    assert final(half) != whole
+    assert final(run("digits.py", "--epochs", "2", "--accumulate", "2", "--output", tmp_path, "--resume")) == whole
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_mnist(tmp_path_factory.mktemp("data"))
+
+
+def test_mnist_learns(mnist: Path) -> None:
+    accuracy, _ = final(run("mnist.py", "--data", mnist, "--epochs", "6", "--batch-size", "16"))
+    assert accuracy >= 0.8
+
+
+def test_mnist_trains_a_resnet(mnist: Path) -> None:
+    final(run("mnist.py", "--data", mnist, "--model", "resnet18", "--epochs", "1", "--batch-size", "64"))
+
+
+def test_mnist_says_where_to_get_the_data(tmp_path: Path) -> None:
+    done = run("mnist.py", "--data", tmp_path / "nothing")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: There is no MNIST in '")
+    assert done.stderr.endswith("Fetch it with: --data " + str(tmp_path / "nothing") + " --download\n")

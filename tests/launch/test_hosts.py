@@ -1,0 +1,69 @@
+"""The hosts that other tests run on are hosts: apart from each other, reached over ssh, and gone without a trace."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from hosts import Host, hosts
+from requirements import needs_hosts
+
+pytestmark = needs_hosts
+SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=2"]
+
+
+def test_hosts_have_names_networks_and_processes_of_their_own(two_hosts: list[Host]) -> None:
+    first, second = two_hosts
+    for host, other in ((first, second), (second, first)):
+        told = host.run(["sh", "-c", "hostname; pwd; echo $HOME $OWN; getent hosts h1 h2; ls /dev/shm"], {"OWN": "1"})
+        assert told.stdout.split() == [
+            host.name, str(Path.cwd()), str(host.home), "1", "10.77.0.1", "h1", "10.77.0.2", "h2",
+        ]  # fmt: skip
+        done = host.run([*SSH, other.name, "hostname; pwd"])
+        assert done.stdout.splitlines()[-2:] == [other.name, str(other.home)]
+    assert socket.gethostname() not in ("h1", "h2")
+
+
+def test_what_runs_on_a_host_is_seen_and_ended(two_hosts: list[Host]) -> None:
+    first, second = two_hosts
+    first.run([*SSH, "h2", "sleep 300 >/dev/null 2>&1 &"])
+    (command,) = second.living().values()
+    assert "sleep 300" in command
+    with pytest.raises(TimeoutError, match=r"still on h2 after 0\.2 s: .*sleep 300"):
+        second.wait_until_none_lives(0.2)
+    second.end_all()
+    assert second.living() == first.living() == {}
+    with pytest.raises(TimeoutError, match=r"on h1 was ended after 0\.5 s, having said:\nhere"):
+        first.run(["sh", "-c", "echo here; sleep 300"], seconds=0.5)
+    assert first.living() == {}
+
+
+def test_a_host_without_its_cable_or_without_power_answers_nobody(two_hosts: list[Host]) -> None:
+    first, second = two_hosts
+    second.unplug()
+    assert first.run([*SSH, "h2", "hostname"]).returncode == 255
+    second.plug_in()
+    assert first.run([*SSH, "h2", "hostname"]).returncode == 0
+    with second.start(["sleep", "300"]) as running:
+        second.kill()
+    assert running.returncode != 0
+    assert second.living() == {}
+    assert first.run([*SSH, "h2", "hostname"]).returncode == 255
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    with hosts(3, tmp_path, own_name_is_loopback=True) as three:
+        assert three[2].run(["getent", "hosts", "h1", "h3"]).stdout.split()[::2] == ["10.77.0.1", "127.0.1.1"]
+        running = three[1].start(["sleep", "300"])
+        while not any("sleep" in command for command in three[1].living().values()):
+            assert running.poll() is None
+            time.sleep(0.05)
+        firsts = [host.first for host in three]
+    assert running.communicate(timeout=10) == ("", None)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in firsts) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in firsts)
+    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()

@@ -1,0 +1,225 @@
+"""Every backend under every launcher, started for real, by `unitrain launch` and by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import SECONDS, started
+from requirements import needs_mpi
+
+BIN = Path(sys.executable).parent
+PYTHON = sys.executable
+UNITRAIN = [str(BIN / "unitrain"), "launch", "-np", "2"]
+TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "--gloo", PYTHON]
+MPIRUN = ["mpirun", "-np", "2", "--oversubscribe", PYTHON]
+# Its arguments: the folder to tell in, how it ends, and the backend, if one is asked for.
+SCRIPT = """
+import json, os, sys, time
+import torch
+import unitrain
+
+folder, end, *backend = sys.argv[1:]
+with unitrain.init(*backend, device="cpu", timeout_seconds=60) as backend:
+    total = backend.allreduce(torch.tensor([backend.rank + 1.0, 10.0]), op="sum")
+    told = dict(
+        rank=backend.rank, size=backend.size, local_rank=backend.local_rank, local_size=backend.local_size,
+        node_rank=backend.node_rank, num_nodes=backend.num_nodes, backend=backend.name, transport=backend.transport,
+        total=total.tolist(), pid=os.getpid(), threads=torch.get_num_threads(),
+    )
+    with open(f"{folder}/{backend.rank}", "w") as file:
+        json.dump(told, file)
+    os.rename(f"{folder}/{backend.rank}", f"{folder}/{backend.rank}.json")
+    backend.barrier()
+    if end == "fails" and backend.rank == 1:
+        sys.exit(7)
+    if end != "returns":
+        time.sleep(300)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def told_by_ranks(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def check_two_ranks(folder: Path, backend: str, transport: str) -> list[dict[str, Any]]:
+    """Hold what both ranks told to what any launcher must bring about, and return it."""
+    told = told_by_ranks(folder)
+    common = {
+        "size": 2, "local_size": 2, "node_rank": 0, "num_nodes": 1, "backend": backend, "transport": transport,
+        "total": [3.0, 20.0],
+    }  # fmt: skip
+    apart = [{"rank": rank, "local_rank": rank} for rank in (0, 1)]
+    assert [{key: one[key] for key in (*common, "rank", "local_rank")} for one in told] == [
+        common | own for own in apart
+    ]
+    assert told[0]["pid"] != told[1]["pid"]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "transport"),
+    [
+        ([], "ddp", "gloo"),
+        (["--backend", "ddp", "--launcher", "horovodrun"], "ddp", "gloo"),
+        (["--backend", "horovod"], "horovod", "gloo"),
+        pytest.param(["--backend", "horovod", "--mpi"], "horovod", "mpi", marks=needs_mpi),
+        (["--backend", "horovod", "--launcher", "torchrun"], "horovod", "gloo"),
+        pytest.param(["--backend", "ddp", "--launcher", "mpirun"], "ddp", "gloo", marks=needs_mpi),
+        pytest.param(["--backend", "horovod", "--launcher", "mpirun"], "horovod", "mpi", marks=needs_mpi),
+    ],
+    ids=[
+        "ddp", "ddp under horovodrun", "horovod", "horovod with mpi", "horovod under torchrun", "ddp under mpirun",
+        "horovod under mpirun",
+    ],
+)  # fmt: skip
+def test_a_launch_does_what_it_prints(
+    options: list[str], backend: str, transport: str, script: str, tmp_path: Path
+) -> None:
+    command = [*UNITRAIN, *options, script, str(tmp_path), "returns"]
+    with started([*command[:2], "--dry-run", *command[2:]]) as launch:
+        printed = launch.output()
+    assert not told_by_ranks(tmp_path), "a dry run starts nothing"
+    with started(command) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 0, output
+    port = re.compile(r"(?<=MASTER_PORT=)\d+")  # a free one, at each launch another
+    assert port.sub("N", output).startswith(port.sub("N", printed)), output
+    told = check_two_ranks(tmp_path, backend, transport)
+    assert {one["threads"] for one in told} == {max(1, len(os.sched_getaffinity(0)) // 2)}
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_a_module_runs_under_every_launcher(
+    backend: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with --log-dir, which runs another program in each rank first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    Path(script).rename(tmp_path / "package" / "train.py")
+    options = ["--backend", backend, "--log-dir", str(tmp_path / "logs"), "-m", "package.train"]
+    with started([*UNITRAIN, *options, str(tmp_path), "returns"]) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 0, output
+    check_two_ranks(tmp_path, backend, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("command", "backend", "transport"),
+    [
+        (TORCHRUN, "ddp", "gloo"),
+        (HOROVODRUN, "horovod", "gloo"),
+        pytest.param(MPIRUN, "horovod", "mpi", marks=needs_mpi),
+        pytest.param([*UNITRAIN, "--launcher", "mpirun", "--backend", "ddp"], "ddp", "gloo", marks=needs_mpi),
+    ],
+    ids=["torchrun", "horovodrun", "mpirun", "unitrain's mpirun"],
+)
+def test_a_launcher_ends_with_the_rank_that_fails(
+    command: list[str], backend: str, transport: str, script: str, tmp_path: Path
+) -> None:
+    """The backend is the launcher's own when none is asked for."""
+    with started([*command, script, str(tmp_path), "fails"]) as launch:
+        output = launch.output()
+        check_two_ranks(tmp_path, backend, transport)
+        assert launch.process.returncode != 0, output
+        launch.wait_until_none_lives(10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--backend", "ddp"], id="torchrun"),
+        pytest.param(["--backend", "horovod"], id="horovodrun"),
+        pytest.param(["--backend", "horovod", "--mpi"], id="horovodrun with mpi", marks=needs_mpi),
+        pytest.param(["--backend", "horovod", "--launcher", "mpirun"], id="mpirun", marks=needs_mpi),
+    ],
+)
+def test_a_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tmp_path: Path) -> None:
+    with started([*UNITRAIN, *options, script, str(tmp_path), "stays"]) as launch:
+        deadline = time.monotonic() + SECONDS
+        while len(told_by_ranks(tmp_path)) < 2 and launch.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks = {one["pid"] for one in told_by_ranks(tmp_path)}
+        assert len(ranks) == 2
+        assert ranks < set(launch.living())
+        launch.process.send_signal(signal.SIGTERM)
+        launch.wait_until_none_lives(15)
+        output = launch.output()
+        assert launch.process.returncode != 0, output
+
+
+@pytest.mark.nightly
+def test_a_launch_in_a_container_that_was_given_a_rank(script: str, tmp_path: Path) -> None:
+    """As Kubernetes' PyTorchJob does: that rank is the container's, not its processes'."""
+    for backend in ("ddp", "horovod"):
+        folder = tmp_path / backend
+        folder.mkdir()
+        command = [*UNITRAIN, "--backend", backend, script, str(folder), "returns"]
+        with started(command, {"RANK": "0", "WORLD_SIZE": "1"}) as launch:
+            output = launch.output()
+        assert launch.process.returncode == 0, output
+        check_two_ranks(folder, backend, "gloo")
+
+
+def test_one_process_without_a_launcher(script: str, tmp_path: Path) -> None:
+    for folder, command in (("plain", [PYTHON]), ("launched", [UNITRAIN[0], "launch", "--backend", "local"])):
+        (tmp_path / folder).mkdir()
+        with started([*command, script, str(tmp_path / folder), "returns"]) as launch:
+            output = launch.output()
+        assert launch.process.returncode == 0, output
+        (told,) = told_by_ranks(tmp_path / folder)
+        assert (told["backend"], told["rank"], told["size"], told["total"]) == ("local", 0, 1, [1.0, 10.0])
+
+
+def test_local_with_two_ranks_is_refused(script: str, tmp_path: Path) -> None:
+    with started([*TORCHRUN, script, str(tmp_path), "returns", "local"]) as launch:
+        output = launch.output()
+    assert launch.process.returncode != 0
+    assert (
+        "LauncherMismatchError: Backend 'local' is one process, but torchrun asked for 2. "
+        "Use --backend ddp or --backend horovod, or start it with: python script.py"
+    ) in output
+
+
+LEAVES = """
+import os
+import torch
+import unitrain
+
+with unitrain.init(device="cpu") as backend:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(optimizer, wrapped)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+left = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+assert not [name for name in left if "gloo" in name], left
+wrapped(torch.ones(1, 2) * backend.rank).sum().backward()  # the user's model still works, alone
+assert model.weight.grad.unique().tolist() == [backend.rank], model.weight.grad
+"""
+
+
+def test_no_thread_of_the_group_is_left_after_it(tmp_path: Path) -> None:
+    """One that is still there when the interpreter goes may abort the process, with the job done."""
+    script = tmp_path / "train.py"
+    script.write_text(LEAVES)
+    with started([*TORCHRUN, str(script)]) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 0, output

@@ -1,0 +1,239 @@
+"""Every launcher with every backend, on one host and on two, as a user types it: the same places, the same numbers.
+
+A cell is one launch of `short_digits.py` on hosts of its own (`hosts.py`), two ranks on one host or three on two. The
+numbers are compared with the same steps in plain torch.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts import Host, hosts
+from requirements import needs_hosts, needs_mpi, needs_mpich, needs_slurm
+from short_digits import GLOBAL_BATCH, LEARNING_RATE, SEED, STEPS, digits, network, numbers
+from slurm import slurm
+from torch import nn
+
+from unitrain.data.order import epoch_order
+
+pytestmark = needs_hosts
+BIN = Path(sys.executable).parent
+SCRIPT = str(Path(__file__).parents[1] / "support" / "short_digits.py")
+VARIABLES = {
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+MEET = {"MASTER_ADDR": "h1", "MASTER_PORT": "29511"}
+COUNTS = pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.nightly), 2], ids=["one host", "two hosts"]
+)
+# The ranks of each host.
+SHARES = {1: (2,), 2: (2, 1)}
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[float]:
+    """The numbers that every cell must come to: the same steps in plain torch, on the whole batch."""
+    images, targets = digits().tensors
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    steps: list[torch.Tensor] = []
+    for epoch in range(STEPS):
+        steps += epoch_order(len(images), seed=SEED, epoch=epoch, shuffle=True).split(GLOBAL_BATCH)
+    for samples in steps[:STEPS]:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[samples]), targets[samples]).backward()
+        optimizer.step()
+    return numbers(model)
+
+
+@pytest.fixture
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Two hosts on which finding each other is hardest: each takes its own name for 127.0.1.1, and no way leads out."""
+    with hosts(2, tmp_path_factory.mktemp("hosts"), own_name_is_loopback=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def allocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], dict[str, str]]]:
+    """Two such hosts with Slurm, and the variables that its programs need."""
+    with (
+        hosts(2, tmp_path_factory.mktemp("hosts"), own_name_is_loopback=True) as found,
+        slurm(found, tmp_path_factory.mktemp("slurm")) as variables,
+    ):
+        yield found, variables
+
+
+def check(
+    folder: Path, launcher: str, backend: str, transport: str, shares: tuple[int, ...], numbers: list[float]
+) -> None:
+    """Hold what all ranks told to where the launcher was to put them, and to the reference."""
+    told: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    if launcher == "none":  # where MPI can be had, Horovod takes it for one process too, which sends nothing
+        transport = told[0]["transport"]
+    size = sum(shares)
+    places = [(node, local) for node, share in enumerate(shares) for local in range(share)]
+    common = {
+        "launcher": launcher, "backend": backend, "transport": transport, "size": size, "num_nodes": len(shares),
+        "total": [size * (size + 1) / 2, 10.0 * size],
+    }  # fmt: skip
+    assert [{key: value for key, value in one.items() if key != "numbers"} for one in told] == [
+        {
+            **common, "rank": rank, "node_rank": node, "host": f"h{node + 1}", "local_rank": local,
+            "local_size": shares[node],
+        }
+        for rank, (node, local) in enumerate(places)
+    ]  # fmt: skip
+    for one in told:
+        torch.testing.assert_close(torch.tensor(one["numbers"]), torch.tensor(numbers), rtol=0, atol=1e-6)
+
+
+def exported(*names: str) -> list[str]:
+    return [word for name in (*VARIABLES, *names) for word in ("-x", name)]
+
+
+def typed(launcher: str, backend: str, count: int) -> tuple[list[str], dict[str, str]]:
+    """Return what a user types before the script and its arguments, and what he exports before that."""
+    size = str(sum(SHARES[count]))
+    slots = ",".join(f"h{number}:{slots}" for number, slots in enumerate(SHARES[count], 1))
+    python = sys.executable
+    match launcher:
+        case "none":
+            return [python], {}
+        case "horovodrun --gloo" | "horovodrun --mpi":
+            controller = launcher.split()[1]
+            meet = MEET if backend == "ddp" and controller == "--mpi" else {}
+            return [str(BIN / "horovodrun"), "-np", size, "-H", slots, "--disable-cache", controller, python], meet
+        case "mpirun":
+            meet = MEET if backend == "ddp" else {}
+            given = [*exported(*meet), "--bind-to", "none", "--map-by", "slot"]
+            return ["mpirun.openmpi", "-np", size, "-H", slots, *given, python], meet
+        case "mpiexec":
+            return ["mpiexec.mpich", "-n", size, "-hosts", slots, python], MEET
+    raise AssertionError(launcher)
+
+
+@COUNTS
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "horovodrun --gloo",
+        pytest.param("horovodrun --mpi", marks=needs_mpi),
+        pytest.param("mpirun", marks=needs_mpi),
+        pytest.param("mpiexec", marks=needs_mpich),
+    ],
+)
+def test_launchers_that_are_typed_once(
+    launcher: str, backend: str, count: int, both: list[Host], tmp_path: Path, reference: list[float]
+) -> None:
+    command, variables = typed(launcher, backend, count)
+    done = both[0].run([*command, SCRIPT, str(tmp_path), backend], VARIABLES | variables)
+    assert done.returncode == 0, done.stdout
+    over_mpi = backend == "horovod" and launcher in ("mpirun", "horovodrun --mpi")
+    seen = {"horovodrun --gloo": "horovodrun", "horovodrun --mpi": "mpirun"}.get(launcher, launcher)
+    check(tmp_path, seen, backend, "mpi" if over_mpi else "gloo", SHARES[count], reference)
+    for host in both:
+        host.wait_until_none_lives(10)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_no_launcher(backend: str, both: list[Host], tmp_path: Path, reference: list[float]) -> None:
+    done = both[0].run([sys.executable, SCRIPT, str(tmp_path), backend], VARIABLES)
+    assert done.returncode == 0, done.stdout
+    check(tmp_path, "none", backend, "gloo", (1,), reference)
+
+
+@COUNTS
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_torchrun_on_each_host(
+    backend: str, count: int, both: list[Host], tmp_path: Path, reference: list[float]
+) -> None:
+    agents = []
+    for number, share in enumerate(SHARES[count]):
+        where = ["--nnodes", str(count), "--node-rank", str(number), "--master-addr", "h1", "--master-port", "29511"]
+        options = where if count > 1 else ["--standalone"]
+        command = [str(BIN / "torchrun"), *options, "--nproc-per-node", str(share)]
+        agents.append(both[number].start([*command, SCRIPT, str(tmp_path), backend], VARIABLES))
+    outputs = [agent.communicate(timeout=100)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * count, outputs
+    check(tmp_path, "torchrun", backend, "gloo", SHARES[count], reference)
+
+
+@needs_slurm
+@pytest.mark.parametrize(
+    ("options", "launcher", "backend"),
+    [([], "torchrun", "ddp"), (["--backend", "horovod", "--launcher", "srun"], "srun", "horovod")],
+    ids=["torchrun", "srun"],
+)
+def test_in_a_batch_job_nothing_is_typed_of_its_hosts(
+    options: list[str],
+    launcher: str,
+    backend: str,
+    allocated: tuple[list[Host], dict[str, str]],
+    tmp_path: Path,
+    reference: list[float],
+) -> None:
+    both, given = allocated
+    line = [sys.executable, "-m", "unitrain", "launch", *options, SCRIPT, str(tmp_path), backend]
+    said, ended = tmp_path / "said", tmp_path / "ended"
+    job = ["sbatch", "-N", "2", "-n", "3", "-o", str(said), "--wrap", f"{shlex.join(line)}; echo $? >{ended}"]
+    assert both[0].run(job, VARIABLES | given).returncode == 0
+    deadline = time.monotonic() + 90
+    while not (ended.exists() and ended.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ended.exists(), said.read_text()
+    assert ended.read_text() == "0\n", said.read_text()
+    check(tmp_path, launcher, backend, "gloo", SHARES[2], reference)
+
+
+@needs_slurm
+@COUNTS
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_in_an_allocation_of_slurms(
+    launcher: str,
+    backend: str,
+    count: int,
+    allocated: tuple[list[Host], dict[str, str]],
+    tmp_path: Path,
+    reference: list[float],
+) -> None:
+    both, given = allocated
+    rest = [SCRIPT, str(tmp_path), backend]
+    if launcher == "srun":
+        command = ["srun", "-N", str(count), "-n", str(sum(SHARES[count])), sys.executable, *rest]
+    else:
+        agent = (
+            f"exec {BIN}/torchrun --nnodes {count} --nproc-per-node $((2 - SLURM_NODEID)) --node-rank $SLURM_NODEID "
+            f'--master-addr h1 --master-port 29511 "$@"'
+        )
+        command = [
+            "srun",
+            "-N",
+            str(count),
+            "-n",
+            str(count),
+            "--cpus-per-task=2",
+            "bash",
+            "-c",
+            agent,
+            "torchrun",
+            *rest,
+        ]
+    # Within the time after which `run` ends everything on the host: Slurm's daemons serve the other tests too.
+    command = ["timeout", "--kill-after=5", "85", *command]
+    done = both[0].run(command, VARIABLES | given | (MEET if launcher == "srun" else {}))
+    assert done.returncode == 0, done.stdout
+    check(tmp_path, launcher, backend, "gloo", SHARES[count], reference)

@@ -1,0 +1,301 @@
+"""`unitrain launch` on two hosts: typed once it starts all ranks, says at once what is wrong, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from hosts import Host
+from requirements import needs_hosts, needs_mpi
+
+pytestmark = needs_hosts
+ROOT = str(Path(__file__).parents[2])
+PYTHON = sys.executable
+LAUNCH = [PYTHON, "-m", "unitrain", "launch"]
+VARIABLES = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+# Its arguments: the folder to tell in, and how it ends. It needs no torch, and is there at once.
+SCRIPT = """
+import json, os, socket, sys, time
+
+folder, end = sys.argv[1:]
+names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+rank = int(next(os.environ[name] for name in names if name in os.environ))
+sizes = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
+size = int(next(os.environ[name] for name in sizes if name in os.environ))
+keys = ("HF_TOKEN", "GLOO_SOCKET_IFNAME", "MASTER_PORT")
+told = dict(rank=rank, size=size, host=socket.gethostname(), **{key: os.environ.get(key) for key in keys})
+with open(f"{folder}/{rank}.part", "w") as file:
+    json.dump(told, file)
+os.rename(f"{folder}/{rank}.part", f"{folder}/{rank}.json")
+while len([name for name in os.listdir(folder) if name.endswith(".json")]) < size:
+    time.sleep(0.05)
+if end == "fails" and rank == size - 1:
+    sys.exit("this rank fails")
+if end != "returns":
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def told_by_ranks(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def wait_for_ranks(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while len(told_by_ranks(folder)) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def command_lines(hosts: list[Host]) -> str:
+    return "\n".join(line for host in hosts for line in host.living().values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--backend", "ddp"], id="torchrun"),
+        pytest.param(["--backend", "ddp", "--launcher", "mpirun"], id="mpirun", marks=needs_mpi),
+    ],
+)
+def test_one_line_starts_the_ranks_of_all_hosts(
+    options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
+) -> None:
+    """A secret reaches every rank, and no command line on any host shows it."""
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("# both of them\nh1 slots=2\nh2:1\n")
+    command = [*LAUNCH, *options, "--hostfile", str(hostfile), "--interface", "eth0", "-x", "HF_TOKEN"]
+    variables = VARIABLES | {"HF_TOKEN": "not-for-others"}
+    with two_hosts[0].start([*command, script, str(tmp_path), "stays"], variables) as process:
+        wait_for_ranks(tmp_path, 3, process)
+        lines = command_lines(two_hosts)
+        two_hosts[0].end_all()
+        said, _ = process.communicate()
+    assert [(one["host"], one["size"]) for one in told_by_ranks(tmp_path)] == [("h1", 3), ("h1", 3), ("h2", 3)], said
+    assert {one["HF_TOKEN"] for one in told_by_ranks(tmp_path)} == {"not-for-others"}
+    assert {one["GLOO_SOCKET_IFNAME"] for one in told_by_ranks(tmp_path)} == {"eth0"}
+    assert "not-for-others" not in lines
+    assert "train.py" in lines
+    for host in two_hosts:
+        host.wait_until_none_lives(15)
+
+
+def test_a_dry_run_prints_what_runs_where(two_hosts: list[Host], script: str) -> None:
+    done = two_hosts[0].run([*LAUNCH, "--dry-run", "-H", "h1:2,h2:1", script, "."], VARIABLES)
+    first, second = done.stdout.splitlines()
+    assert first.startswith("on h1: TORCH_")
+    assert second.startswith("on h2: TORCH_")
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr h1 --master-port 29500" in second
+
+
+def test_two_launches_at_once_do_not_meet(two_hosts: list[Host], script: str, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    launched = []
+    for folder in folders:
+        folder.mkdir()
+        launched.append(two_hosts[0].start([*LAUNCH, "-H", "h1:1,h2:1", script, str(folder), "returns"], VARIABLES))
+    said = [process.communicate(timeout=90)[0] for process in launched]
+    assert [process.returncode for process in launched] == [0, 0], said
+    told = [told_by_ranks(folder) for folder in folders]
+    assert [[one["host"] for one in ranks] for ranks in told] == [["h1", "h2"]] * 2
+    assert told[0][0]["MASTER_PORT"] != told[1][0]["MASTER_PORT"]
+
+
+ENDS = [
+    pytest.param(["--backend", "ddp"], id="torchrun"),
+    pytest.param(["--backend", "horovod"], id="horovodrun"),
+    pytest.param(["--launcher", "mpirun"], id="mpirun", marks=needs_mpi),
+]
+
+
+def fails_itself(hosts: list[Host], process: subprocess.Popen[str]) -> None:
+    """The rank on the second host exits with 1."""
+
+
+def kill_launch(hosts: list[Host], process: subprocess.Popen[str]) -> None:
+    """Kill what was typed, which can pass nothing on."""
+    (number,) = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    hosts[0].signal(number, signal.SIGKILL)
+
+
+def ask_launch_to_end(hosts: list[Host], process: subprocess.Popen[str]) -> None:
+    (number,) = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    hosts[0].signal(number, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("fault", [fails_itself, kill_launch, ask_launch_to_end], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("options", ENDS)
+def test_no_rank_outlives_its_launch_on_any_host(
+    options: list[str],
+    fault: Callable[[list[Host], subprocess.Popen[str]], None],
+    two_hosts: list[Host],
+    script: str,
+    tmp_path: Path,
+) -> None:
+    end = "fails" if fault is fails_itself else "stays"
+    with two_hosts[0].start([*LAUNCH, *options, "-H", "h1:1,h2:1", script, str(tmp_path), end], VARIABLES) as process:
+        wait_for_ranks(tmp_path, 2, process)
+        fault(two_hosts, process)
+        for host in two_hosts:
+            host.wait_until_none_lives(20)
+        said, _ = process.communicate(timeout=20)
+    assert process.returncode != 0, said
+    if fault is fails_itself:
+        assert "this rank fails" in said
+
+
+def test_a_launch_ends_when_a_host_dies(two_hosts: list[Host], script: str, tmp_path: Path) -> None:
+    with two_hosts[0].start([*LAUNCH, "-H", "h1:1,h2:1", script, str(tmp_path), "stays"], VARIABLES) as process:
+        wait_for_ranks(tmp_path, 2, process)
+        two_hosts[1].kill()
+        two_hosts[0].wait_until_none_lives(60)
+        said, _ = process.communicate(timeout=10)
+    assert "unitrain: h2 failed first, with exit code 255: the connection to it broke" in said
+    assert process.returncode == 255
+
+
+def unreachable(hosts: list[Host], script: Path) -> str:
+    hosts[1].unplug()
+    return (
+        "Host 'h2' cannot be reached: ssh: connect to host h2 port 22: No route to host. Leave it out of the hosts, or "
+        "try: ssh h2 hostname"
+    )
+
+
+def another_key(hosts: list[Host], script: Path) -> str:
+    known = hosts[0].home / ".ssh" / "known_hosts"
+    first, second = (line.split(" ", 1) for line in known.read_text().splitlines())
+    known.write_text(f"{second[0]} {first[1]}\n")
+    return (
+        "Host 'h2' shows another ssh key than the one that is known here, and ssh refuses it. Where it was installed "
+        "anew, forget the old one: ssh-keygen -R h2"
+    )
+
+
+def closed(hosts: list[Host], script: Path) -> str:
+    (hosts[1].home / ".ssh" / "authorized_keys").unlink()
+    return (
+        "Host 'h2' does not let you in without a password: root@h2: Permission denied (publickey). Give it your key: "
+        "ssh-copy-id h2"
+    )
+
+
+def no_script(hosts: list[Host], script: Path) -> str:
+    assert hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", str(script.parent)]).returncode == 0
+    return (
+        f"Script '{script}' is not on h2. Start from a folder that all hosts share, or copy it: "
+        f"scp {script} h2:{script}"
+    )
+
+
+def no_python(hosts: list[Host], script: Path) -> str:
+    assert hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", str(Path(PYTHON).parent)]).returncode == 0
+    return f"'{PYTHON}' does not run on h2: "
+
+
+def other_torch(hosts: list[Host], script: Path) -> str:
+    (own,) = [file.locate() for file in metadata.files("torch") or [] if file.match("torch-*.dist-info/METADATA")]
+    version = metadata.version("torch")
+    other = script.parent / "METADATA"
+    other.write_text(Path(str(own)).read_text().replace(f"Version: {version}", "Version: 2.6.0", 1))
+    assert hosts[1].run(["mount", "--bind", str(other), str(own)]).returncode == 0
+    return (
+        f"torch is {version} on h1, but 2.6.0 on h2. Install the same there: ssh h2 {PYTHON} -m pip install "
+        f"torch=={version}"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [unreachable, another_key, closed, no_script, no_python, other_torch], ids=lambda wrong: wrong.__name__
+)
+def test_what_is_wrong_with_a_host_is_said_before_anything_starts(
+    wrong: Callable[[list[Host], Path], str], two_hosts: list[Host], script: str, tmp_path: Path
+) -> None:
+    expected = wrong(two_hosts, Path(script))
+    began = time.monotonic()
+    done = two_hosts[0].run([*LAUNCH, "-H", "h1:1,h2:1", script, str(tmp_path), "returns"], VARIABLES)
+    assert time.monotonic() - began < 20
+    assert done.returncode == 2
+    assert f"Error: {expected}" in done.stdout
+    assert not told_by_ranks(tmp_path)
+    assert two_hosts[0].living() == {}
+    two_hosts[1].wait_until_none_lives(5)
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "expected"),
+    [
+        (
+            ["-H", "h1:1,h7:1"], {},
+            "Host 'h7' is not known here: ssh: Could not resolve hostname h7: ",
+        ),
+        (
+            ["-H", "h1:1,h2:1", "-np", "3"], {},
+            "3 processes were asked for, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H h1:2",
+        ),
+        (
+            ["-H", "h1:1,h2:1", "--interface", "ib0"], {},
+            "--interface ib0: h1 has no such interface, but eth0. Leave it out, and the one that leads to the other "
+            "hosts is taken, or name one that all have",
+        ),
+        (
+            ["-H", "h1:1,h2:1"], {"MASTER_PORT": "22"},
+            "MASTER_PORT is 22, but on h1 another program listens there. Clear it, and a free one is taken: "
+            "unset MASTER_PORT",
+        ),
+        (
+            ["-H", "localhost:1,h2:1"], {},
+            "Ranks on 2 hosts meet on the first, but 'localhost' is another host on each. Name it as the others reach "
+            "it, as in: -H h1:1",
+        ),
+    ],
+    ids=["unknown name", "slots", "interface", "port", "localhost"],
+)  # fmt: skip
+def test_what_is_wrong_with_a_request(
+    options: list[str], variables: dict[str, str], expected: str, two_hosts: list[Host], script: str
+) -> None:
+    done = two_hosts[0].run([*LAUNCH, *options, script, ".", "returns"], VARIABLES | variables)
+    assert f"Error: {expected}" in done.stdout
+    assert done.returncode == 2
+    for host in two_hosts:
+        host.wait_until_none_lives(5)
+
+
+FAILS_ONCE = """
+import os, sys
+
+folder, = sys.argv[1:]
+again = os.path.exists(f"{folder}/failed")
+open(f"{folder}/{os.environ['RANK']}.{again}", "w").close()
+if not again and os.environ["RANK"] == "1":
+    open(f"{folder}/failed", "w").close()
+    sys.exit(3)
+"""
+
+
+def test_a_job_on_two_hosts_is_started_again(two_hosts: list[Host], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ONCE)
+    command = [*LAUNCH, "--max-restarts", "1", "-H", "h1:1,h2:1", str(script), str(tmp_path)]
+    done = two_hosts[0].run(command, VARIABLES, seconds=200)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("it is started again, 1 of 1") == 1
+    assert (tmp_path / "0.True").exists()
+    assert (tmp_path / "1.True").exists()
+    for host in two_hosts:
+        host.wait_until_none_lives(5)

@@ -1,0 +1,230 @@
+"""`unitrain launch` on a real Slurm of two hosts: in steps and interactive shells, and when Slurm warns the job."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Host, hosts
+from requirements import needs_hosts, needs_open_mpi, needs_slurm
+from slurm import slurm
+
+pytestmark = [needs_hosts, needs_slurm]
+ROOT = str(Path(__file__).parents[2])
+LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
+
+
+@pytest.fixture(scope="module")
+def allocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], dict[str, str]]]:
+    with (
+        hosts(2, tmp_path_factory.mktemp("hosts")) as found,
+        slurm(found, tmp_path_factory.mktemp("slurm")) as variables,
+    ):
+        yield found, variables | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+
+
+RANK = """
+import os, socket, sys
+from pathlib import Path
+
+rank = next(os.environ[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if name in os.environ)
+Path(sys.argv[1], rank).write_text(socket.gethostname())
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(RANK)
+    return path
+
+
+def in_shell(step: list[str], *commands: list[str]) -> list[str]:
+    """Return what types the commands into a shell that is a step of an allocation and has a terminal."""
+    typed = "; ".join(map(shlex.join, commands))
+    # The other tasks of `srun --pty` have no terminal, so that their shells end at once.
+    allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", *step]
+    line = shlex.join([*allocate, "bash", "-c", f"[ -t 0 ] || exit 0; {typed}"])
+    return ["script", "--quiet", "--return", "--command", line, "/dev/null"]
+
+
+def test_a_shell_in_a_step_uses_all_hosts(
+    script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    found, variables = allocated
+    launch = [*LAUNCH, "-np", "3", str(script), str(tmp_path)]
+    one_task = ["srun", "--nodes=1", "--ntasks=1", "--nodelist=h2", "--pty"]
+    done = found[0].run(in_shell(one_task, launch), variables)
+    assert done.returncode == 0, done.stdout
+    # Its own host is the first.
+    assert [(tmp_path / name).read_text() for name in "012"] == ["h2", "h2", "h1"]
+
+
+PLANS = {
+    "one task": ["srun", "--nodes=1", "--ntasks=1", "--pty"],
+    "all tasks": ["srun", "--pty"],
+    "interactive step": ["srun", "--interactive", "--preserve-env", "--pty"],  # by salloc with use_interactive_step
+}
+
+
+@pytest.mark.parametrize("step", PLANS)
+def test_every_kind_of_shell_uses_all_tasks(
+    step: str, script: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    found, variables = allocated
+    plans = [
+        [*LAUNCH, "--dry-run", *more, str(script)] for more in ([], ["--backend", "horovod"], ["--launcher", "srun"])
+    ]
+    done = found[0].run(in_shell(PLANS[step], *plans), variables)
+    assert done.returncode == 0, done.stdout
+    shares = re.findall(r"on (h.): .* --nproc-per-node (\d)", done.stdout)
+    assert shares == [("h1", "2"), ("h2", "2")], done.stdout
+    assert "-np 4 -H h1:2,h2:2" in done.stdout
+    assert "--nodelist h1,h2 --nodes 2 --ntasks 4 --ntasks-per-node 2" in done.stdout
+
+
+@needs_open_mpi
+def test_launchers_of_the_scheduler_start_ranks_from_a_step(
+    script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    """The step, whose shell they are typed into, has all cores."""
+    found, variables = allocated
+    launches = []
+    for launcher in ("mpirun", "srun"):
+        (tmp_path / launcher).mkdir()
+        launches.append([*LAUNCH, "--launcher", launcher, str(script), str(tmp_path / launcher)])
+    done = found[0].run(in_shell(["srun", "--pty"], *launches), variables)
+    assert done.returncode == 0, done.stdout
+    assert [(tmp_path / "mpirun" / rank).read_text() for rank in "0123"] == ["h1", "h1", "h2", "h2"], done.stdout
+    assert sorted((tmp_path / "srun" / rank).read_text() for rank in "0123") == ["h1", "h1", "h2", "h2"], done.stdout
+
+
+def test_several_tasks_do_not_start_a_job_each(
+    script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    found, variables = allocated
+    srun = ["srun", "--nodes=2", "--ntasks=2"]
+    done = found[0].run([*srun, *LAUNCH, "-np", "2", str(script), str(tmp_path)], variables)
+    assert done.returncode == 2, done.stdout
+    assert "srun has started this command in each of 2 tasks, and each would start ranks of its own." in done.stdout
+    assert not (tmp_path / "0").exists()
+    named = found[0].run([*srun, *LAUNCH, "--dry-run", "-np", "2", "-H", "localhost:2", str(script)], variables)
+    assert named.returncode == 0, named.stdout
+    assert named.stdout.count("--standalone --nproc-per-node 2") == 2
+
+
+WARNED = """
+import os, sys, time
+from pathlib import Path
+
+from unitrain.lifecycle.preemption import Preemption
+
+name = os.environ["RANK"]
+with Preemption(["SIGUSR1", "SIGTERM"]) as preemption:
+    Path(sys.argv[1], f"started-{name}").touch()
+    end = time.monotonic() + 60
+    while preemption.received is None and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(1)  # as long as a checkpoint takes
+    Path(sys.argv[1], f"saved-{name}").write_text(preemption.received or "nothing")
+sys.exit(75)
+"""
+BATCH = """#!/bin/bash
+#SBATCH --signal=B:USR1@120
+trap 'kill -USR1 $!' USR1
+{launch} &
+wait $!
+wait $!
+echo $? > {folder}/code
+"""
+
+
+@pytest.mark.parametrize("target", ["the steps", "the script"])
+def test_ranks_save_when_slurm_warns_the_job(
+    target: str, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    """The steps get the signal with `--signal=USR1`: torchrun on each host, and its ranks. The script gets it with B:,
+    and has to pass it on."""
+    found, variables = allocated
+    (tmp_path / "train.py").write_text(WARNED)
+    launch = [*LAUNCH, "-np", "2", str(tmp_path / "train.py"), str(tmp_path)]
+    batch = tmp_path / "batch"
+    batch.write_text(BATCH.format(launch=shlex.join(launch), folder=tmp_path))
+
+    def wait_for(name: str) -> None:
+        deadline = time.monotonic() + 60
+        while not ((path := tmp_path / name).exists() and (name.startswith("started") or path.read_text())):
+            assert time.monotonic() < deadline, (name, (tmp_path / "log").read_text())
+            time.sleep(0.1)
+
+    submit = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/log", str(batch)]
+    job = found[0].run(submit, variables).stdout.strip()
+    wait_for("started-0")
+    wait_for("started-1")
+    to = ["--batch"] if target == "the script" else []
+    done = found[0].run(["scancel", *to, "--signal=USR1", job], variables)
+    assert done.returncode == 0, done.stdout
+    wait_for("code")
+    log = (tmp_path / "log").read_text()
+    assert (tmp_path / "code").read_text() == "75\n", log
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGUSR1", "SIGUSR1"], log
+
+
+LOCAL = """
+import os, socket
+import unitrain
+
+def host():
+    return socket.gethostname()
+
+for launcher in ("torchrun", "horovodrun", "mpirun"):
+    print(launcher, unitrain.run(host, np=2, launcher=launcher))
+try:
+    unitrain.run(host, np=2, launcher="srun")
+except unitrain.UnitrainError as error:
+    print(error)
+"""
+
+
+@needs_open_mpi
+def test_functions_run_on_this_host_of_an_allocation(
+    tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    found, variables = allocated
+    script = tmp_path / "program.py"
+    script.write_text(LOCAL)
+    allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"]
+    done = found[0].run([*allocate, sys.executable, str(script)], variables)
+    assert done.returncode == 0, done.stdout
+    for launcher in ("torchrun", "horovodrun", "mpirun"):
+        assert f"{launcher} ['h1', 'h1']\n" in done.stdout
+    assert "unitrain.run starts ranks on this machine only, but srun starts them on h1, h2." in done.stdout
+
+
+VERIFIED = """
+import socket
+from pathlib import Path
+
+with Path(__file__).with_name("hosts").open("a") as hosts:
+    hosts.write(socket.gethostname() + " ")
+
+def training():
+    raise SystemExit("no training")
+"""
+
+
+def test_verify_runs_on_this_host_of_an_allocation(
+    tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    found, variables = allocated
+    (tmp_path / "verified.py").write_text(VERIFIED)
+    verify = ["verify", "--backends", "ddp", "-np", "2", "--cpu", f"{tmp_path}/verified.py:training"]
+    allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"]
+    done = found[0].run([*allocate, sys.executable, "-m", "unitrain", *verify], variables)
+    assert done.returncode == 1, done.stdout
+    assert (tmp_path / "hosts").read_text().split() == ["h1", "h1"], done.stdout

@@ -1,0 +1,176 @@
+"""Loggers, each with its real package and read back with that: what a run and its resumption leave behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import logger_output
+import numpy as np
+import pytest
+
+from unitrain.loggers.background import Background
+from unitrain.loggers.csv import CSVLogger
+from unitrain.loggers.json_lines import JSONLinesLogger
+from unitrain.loggers.logger import Logger, Start
+from unitrain.loggers.mlflow import MLflowLogger
+from unitrain.loggers.tensorboard import TensorBoardLogger
+from unitrain.loggers.wandb import WandbLogger
+
+LOGGERS: dict[str, tuple[Callable[[], Logger], Callable[[Path], logger_output.Points]]] = {
+    "csv": (CSVLogger, logger_output.from_csv),
+    "json lines": (JSONLinesLogger, logger_output.from_json_lines),
+    "tensorboard": (TensorBoardLogger, lambda folder: logger_output.from_tensorboard(folder / "tensorboard")),
+    "wandb": (lambda: WandbLogger(mode="offline"), logger_output.from_wandb),
+    "mlflow": (MLflowLogger, logger_output.from_mlflow),
+}
+# What was logged after the checkpoint is taken back, or is left as the first start has logged it.
+REWOUND = ("csv", "json lines", "tensorboard")
+DESCRIPTION = {"size": 2, "config": {"batch_size": 8, "output_dir": Path("somewhere")}}
+
+
+@pytest.fixture(autouse=True)
+def _mlflow_database(tmp_path: Path) -> None:
+    logger_output.put_mlflow_database(tmp_path)
+
+
+def run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -> None:
+    """Log the steps after `first`, an "even" one also in every second; and an image after the last."""
+    logger.prepare(folder)
+    background = Background(logger, Start(first, folder, DESCRIPTION))
+    for step in range(first + 1, last + 1):
+        background.call("log", {"loss": step + offset}, step)
+        if step % 2 == 0:
+            background.call("log", {"even": step + offset, "rate": 0.1}, step)
+    background.call("image", "picture", np.full((5, 4, 3), 200, dtype=np.uint8), last, "grey")
+    background.wait(background.finish("finished"))
+    assert not background.left_out
+
+
+def expected(steps: dict[int, float]) -> logger_output.Points:
+    points = []
+    for step, offset in steps.items():
+        points.append(("loss", step, step + offset))
+        points += [("even", step, step + offset), ("rate", step, 0.1)] if step % 2 == 0 else []
+    return sorted(points)
+
+
+def rounded(points: logger_output.Points) -> logger_output.Points:
+    return sorted((name, step, round(value, 6)) for name, step, value in points)  # events are float32
+
+
+@pytest.mark.parametrize("kind", LOGGERS)
+def test_a_resumed_run_has_every_step_once(kind: str, tmp_path: Path) -> None:
+    make, read = LOGGERS[kind]
+    run(make(), tmp_path, 0, 6, offset=0.25)
+    assert rounded(read(tmp_path)) == expected(dict.fromkeys(range(1, 7), 0.25))
+    run(make(), tmp_path, 4, 8, offset=0.75)
+    again = 0.75 if kind in REWOUND else 0.25
+    steps = {**dict.fromkeys(range(1, 5), 0.25), 5: again, 6: again, 7: 0.75, 8: 0.75}
+    assert rounded(read(tmp_path)) == expected(steps)
+
+
+@pytest.mark.parametrize("kind", LOGGERS)
+def test_a_run_that_begins_again_is_another_one(kind: str, tmp_path: Path) -> None:
+    make, read = LOGGERS[kind]
+    run(make(), tmp_path, 0, 3, offset=0.25)
+    run(make(), tmp_path, 0, 2, offset=0.75)
+    second = expected(dict.fromkeys(range(1, 3), 0.75))
+    found = rounded(read(tmp_path))
+    assert found == (second if kind in REWOUND else sorted(expected(dict.fromkeys(range(1, 4), 0.25)) + second))
+    if kind == "wandb":
+        assert len({name for name, _ in logger_output.wandb_starts(tmp_path)}) == 2
+    if kind == "mlflow":
+        assert len(logger_output.mlflow_runs(tmp_path)[1]) == 2
+
+
+@pytest.mark.parametrize("kind", LOGGERS)
+def test_what_is_no_number_is_logged_and_harms_nothing(kind: str, tmp_path: Path) -> None:
+    make, read = LOGGERS[kind]
+    logger = make()
+    logger.prepare(tmp_path)
+    logger.start(Start(0, tmp_path, DESCRIPTION))
+    logger.log({"loss": math.nan, "rate": math.inf}, 1)
+    logger.log({"loss": 0.5, "strange # name": 1.0}, 2)
+    logger.finish("failed")
+    found = read(tmp_path)
+    assert [value for name, step, value in found if (name, step) == ("loss", 2)] == [0.5]
+    assert any(math.isnan(value) for name, step, value in found if (name, step) == ("loss", 1))
+    assert [value for name, _, value in found if name.startswith("strange")] == [1.0]
+
+
+def test_tensorboard_has_images_and_the_description(tmp_path: Path) -> None:
+    run(TensorBoardLogger(tmp_path), tmp_path, 0, 2, offset=0.0)
+    found = logger_output.events(tmp_path)
+    (image,) = found.Images("picture")
+    assert (image.step, image.width, image.height) == (2, 4, 5)
+    texts = [found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]]
+    assert sorted(found.Tags()["tensors"]) == ["picture/text_summary", "run/text_summary"]
+    assert any('"batch_size": 8' in text for text in texts)
+    assert "grey" in texts
+
+
+def test_wandb_has_images_the_description_and_one_id(tmp_path: Path) -> None:
+    run(WandbLogger("things", name="mine", mode="offline"), tmp_path, 0, 3, offset=0.0)
+    run(WandbLogger("things", name="mine", mode="offline"), tmp_path, 2, 4, offset=0.0)
+    (name, records), (again, _) = logger_output.wandb_starts(tmp_path)
+    assert name == again
+    (started,) = [one.run for one in records if one.WhichOneof("record_type") == "run"]
+    assert (started.project, started.display_name) == ("things", "mine")
+    config = {item.key: item.value_json for item in started.config.update}
+    assert config["size"] == "2"
+    assert '"batch_size": 8' in config["config"].replace('":8', '": 8')
+    (ended,) = [one.exit for one in records if one.WhichOneof("record_type") == "exit"]
+    assert ended.exit_code == 0
+    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/picture_*.png"))) == 2
+
+
+def test_wandb_and_tensorboard_have_tables_and_histograms(tmp_path: Path) -> None:
+    counts, edges = np.array([1, 0, 3]), np.array([0.0, 1.0, 2.0, 3.0])
+    for logger in (WandbLogger("things", mode="offline"), TensorBoardLogger()):
+        logger.prepare(tmp_path)
+        logger.start(Start(0, tmp_path, DESCRIPTION))
+        logger.histogram("weights", counts, edges, 4)
+        logger.table("worst", ["label", "a|b"], [[7, "x"], [None, 1.5]], 4)
+        logger.finish("finished")
+    ((_, records),) = logger_output.wandb_starts(tmp_path)
+    items = {
+        ".".join(item.nested_key or [item.key]): json.loads(item.value_json)
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+        for item in record.history.item
+    }
+    nested = {key.partition(".")[2]: value for key, value in items.items() if key.startswith("weights.")}
+    histogram = items.get("weights") or nested
+    assert (histogram["values"], histogram["bins"]) == (counts.tolist(), edges.tolist())
+    (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/worst_*.table.json")
+    table = json.loads(file.read_text())
+    assert (table["columns"], table["data"]) == (["label", "a|b"], [[7, "x"], [None, 1.5]])
+    found = logger_output.events(tmp_path / "tensorboard")
+    (shown,) = found.Histograms("weights")
+    assert (shown.step, shown.histogram_value.num, list(shown.histogram_value.bucket)) == (4, 4, [1, 0, 3])
+    text = found.Tensors("worst/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.splitlines() == ["| label | a\\|b |", "|---|---|", "| 7 | x |", "| None | 1.5 |"]
+
+
+def test_mlflow_has_images_parameters_and_one_run(tmp_path: Path) -> None:
+    run(MLflowLogger(run_name="mine"), tmp_path, 0, 3, offset=0.0)
+    run(MLflowLogger(run_name="mine"), tmp_path, 2, 4, offset=0.0)
+    client, (found,) = logger_output.mlflow_runs(tmp_path)
+    assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
+    assert found.data.params == {"size": "2", "config.batch_size": "8", "config.output_dir": "somewhere"}
+    images = [file.path for file in client.list_artifacts(found.info.run_id, "images") if file.path.endswith(".png")]
+    assert len(images) == 2
+    assert list(tmp_path.glob("mlflow/*/artifacts/images/*.png"))
+
+
+def test_csv_and_json_lines_drop_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    for kind, name in (("csv", "metrics.csv"), ("json lines", "metrics.jsonl")):
+        make, read = LOGGERS[kind]
+        run(make(), tmp_path, 0, 12, offset=0.5)
+        whole = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(whole[:-1] if kind == "json lines" else whole[: whole.rindex("12") + 1])
+        run(make(), tmp_path, 11, 12, offset=0.5)
+        assert rounded(read(tmp_path)) == expected(dict.fromkeys(range(1, 13), 0.5))

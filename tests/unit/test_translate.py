@@ -1,0 +1,1016 @@
+"""From one launcher's line to another's: what is read, what is written, and that nothing is lost without a word."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from requirements import needs_open_mpi
+
+from unitrain.cli import unitrain as command
+from unitrain.cli.launch import launch
+from unitrain.launchers import LaunchError
+from unitrain.launchers.translation import (
+    TARGETS,
+    Job,
+    horovodrun,
+    mpich,
+    openmpi,
+    read,
+    srun,
+    torchrun,
+    unitrain,
+    write,
+)
+from unitrain.launchers.translation.options import Syntax
+from unitrain.launchers.translation.words import assignments, join, split
+
+LINES = sorted(set(TARGETS) - {"sbatch", "kubernetes"})
+
+
+def lines(line: str, target: str) -> list[str]:
+    return [one.shell() for one in write(read(line), target).lines]
+
+
+def remarks(line: str, target: str) -> str:
+    return "\n".join(write(read(line), target).remarks)
+
+
+def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: object) -> Job:
+    return Job(**{"program": program, "hosts": tuple(hosts.split()), "backend": "ddp", **more})  # type: ignore[arg-type]
+
+
+# --- what a line says ---
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "horovodrun -np 16 -H a:8,b:8 python train.py",
+            job(("python", "train.py"), counts=(8, 8), hosts="a b", backend="horovod"),
+        ),
+        ("horovodrun -np 3 -H a:2,b:2 --gloo python t.py", job(counts=(2, 1), hosts="a b", backend="horovod")),
+        ("horovodrun -H a:2,b:2 python t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
+        ("torchrun t.py -np 3", job(("python", "t.py", "-np", "3"))),
+        ("torchrun --standalone --nproc_per_node=4 t.py", job(counts=(4,))),
+        ("torchrun --nproc-per-node 4 -m pkg.train -v", job(("python", "-m", "pkg.train", "-v"), counts=(4,))),
+        ("torchrun --nproc 2 --no-python ./run.sh a", job(("./run.sh", "a"), counts=(2,))),
+        ("/v/bin/python -m torch.distributed.run --nproc-per-node 2 t.py", job(("/v/bin/python", "t.py"), counts=(2,))),
+        (
+            "python3 -m torch.distributed.run --nproc_per_node 2 --master_port 1234 t.py",
+            job(("python3", "t.py"), counts=(2,), port=1234),
+        ),
+        (
+            "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr a --master-port 29500 t.py",
+            job(counts=(8, 8), address="a"),
+        ),
+        (
+            "torchrun --nnodes 2:2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint a:29400 t.py",
+            job(counts=(8, 8), address="a", port=29400),
+        ),
+        ("torchrun --nproc-per-node 2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", job(counts=(2,))),
+        ("torchrun --max-restarts=3 t.py", job(max_restarts=3)),
+        (
+            "/v/bin/python -P -m unitrain.bootstrap.torchrun --standalone --nproc-per-node 2 t.py",
+            job(("/v/bin/python", "t.py"), counts=(2,)),
+        ),
+        (
+            "/v/bin/python -P -m unitrain.bootstrap.horovodrun -np 2 --gloo /v/bin/python t.py",
+            job(("/v/bin/python", "t.py"), counts=(2,), backend="horovod"),
+        ),
+        (
+            "mpirun -np 4 -H a:2,b:2 -x A -x B=c --wdir /data python t.py",
+            job(
+                counts=(2, 2),
+                hosts="a b",
+                forwarded=("A",),
+                environment={"B": "c"},
+                directory="/data",
+                backend="horovod",
+            ),
+        ),
+        ("mpirun --n 4 -host a,a,b,b python t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
+        ("mpirun -np 4 -H localhost:4 python t.py", job(counts=(4,), backend="horovod")),
+        ("mpirun -np 16 --map-by ppr:8:node python t.py", job(counts=(8, 8), backend="horovod")),
+        ("mpirun -np 6 -npernode 4 python t.py", job(counts=(4, 2), backend="horovod")),
+        ("mpirun -N 2 -H a:8,b:8 python t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
+        ("orterun -np 2 -bind-to none -map-by slot python t.py", job(counts=(2,), backend="horovod")),
+        (
+            "mpiexec -n 4 -genv A 1 -genv MASTER_ADDR a -hosts a,b -ppn 2 python t.py",
+            job(counts=(2, 2), hosts="a b", environment={"A": "1"}, backend="horovod"),
+        ),
+        (
+            "mpiexec -n 4 -hosts a:2,b:2 -genvlist A,B -wdir /d python t.py",
+            job(counts=(2, 2), hosts="a b", forwarded=("A", "B"), directory="/d", backend="horovod"),
+        ),
+        (
+            "srun -N 2 -n 5 -w n[01-02] -D /d --export=ALL,A=1,B python t.py",
+            job(counts=(3, 2), hosts="n01 n02", directory="/d", environment={"A": "1"}, forwarded=("B",)),
+        ),
+        ("srun -n8 --ntasks-per-node=4 -K1 --wait=0 python t.py", job(counts=(4, 4))),
+        (
+            "unitrain launch -np 4 --max-restarts 2 -x A=1 -x B t.py -v",
+            job(("python", "t.py", "-v"), counts=(4,), max_restarts=2, environment={"A": "1"}, forwarded=("B",)),
+        ),
+        ("unitrain launch --launcher mpirun -H a:2,b:2 t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
+        ("python t.py", job()),
+        ("PET_NNODES=2 PET_MASTER_ADDR=a torchrun --nproc-per-node 2 t.py", job(counts=(2, 2), address="a")),
+        ("python -m torch.distributed.launch --use_env --nproc_per_node=2 t.py", job(counts=(2,))),
+        ("A=1 env B='2 3' UNITRAIN_BACKEND=ddp horovodrun -np 1 python t.py", job(environment={"A": "1", "B": "2 3"})),
+        ("cd '/my data' && MASTER_PORT=1234 torchrun t.py", job(directory="/my data", port=1234)),
+        ("torchrun \\\n  --nproc-per-node 2 \\\n  t.py  # the small one\n", job(counts=(2,))),
+    ],
+    ids=str,
+)
+def test_a_line_is_read(line: str, expected: Job) -> None:
+    assert read(line) == expected
+
+
+def test_hosts_may_be_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# ours\na slots=2\n\nb slots = 2 max_slots=4\n")
+    for line in (f"mpirun -np 4 --hostfile {file} python t.py", f"horovodrun -np 4 -hostfile {file} python t.py"):
+        assert (read(line).hosts, read(line).counts) == (("a", "b"), (2, 2))
+    file.write_text("a:2\nb:2\n")
+    assert read(f"mpiexec -n 4 -f {file} python t.py").counts == (2, 2)
+    with pytest.raises(LaunchError) as caught:
+        read(f"horovodrun -np 4 --hostfile {file}s python t.py")
+    assert str(caught.value) == (
+        f"--hostfile {file}s cannot be read: No such file or directory. Go to its folder, or name the hosts: "
+        "--hosts node1:4,node2:4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        # As srun of Slurm 22.05.8 does on two nodes with four GPUs each. There --gpus without --nodes is refused.
+        ("--gpus=4 --ntasks-per-gpu=1 -N 2", (2, 2)),
+        ("--gpus-per-node=2 --ntasks-per-gpu=1", (2,)),
+        ("--gpus=8 --ntasks-per-gpu=1", (8,)),
+        ("-G a100:4 --ntasks-per-gpu=2", (8,)),
+        ("-G a100:2,h100:2 --ntasks-per-gpu=1", (4,)),
+        ("--gres=gpu:2 --ntasks-per-gpu=2", (4,)),
+        ("--gres=gpu:a100:2,license:1 --ntasks-per-gpu=1", (2,)),
+        ("--gres=gpu --ntasks-per-gpu=3", (3,)),
+        ("-n 4 --ntasks-per-gpu=2", (4,)),
+        ("-w a,b --gpus=4 --ntasks-per-gpu=1", (2, 2)),
+    ],
+    ids=str,
+)
+def test_tasks_of_srun_follow_from_its_gpus(options: str, counts: tuple[int, ...]) -> None:
+    found = read(f"srun {options} python t.py")
+    assert found.counts == counts
+    asked = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
+    assert set(asked) <= {word for other in found.others for word in other.passes.get("sbatch", ())}
+
+
+def test_tasks_that_srun_does_not_name_are_said() -> None:
+    assert read("srun -N 2 python t.py").counts == (1, 1)
+    assert "srun's line does not say how many tasks it starts" in remarks("srun -N 2 python t.py", "sbatch")
+    assert "does not say" not in remarks("srun -N 2 --ntasks-per-node 2 python t.py", "sbatch")
+    assert "on how many hosts 8 tasks run" in remarks("srun --gpus=8 --ntasks-per-gpu=1 python t.py", "sbatch")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        # What mpirun of Open MPI 4.1.4 does on three hosts with two cores each.
+        ("a max_slots=8 slots=3\nb slots=1 max-slots=2\n", "", [("a", 3), ("b", 1)]),
+        ("a max_slots=3\nb max-slots=1\n", "", [("a", 3), ("b", 1)]),
+        ("a\na\na\nb slots=2\n", "", [("a", 3), ("b", 2)]),
+        ("a slots=2\nb\n", "-np 4", [("a", 2), ("b", 2)]),
+        ("a slots=2\nb\nc\n", "-np 3", [("a", 2), ("b", 1)]),
+        ("a slots=4\nb\n", "-np 4", [("a", 4)]),
+        ("a\nb\n", "-np 1", [("a", 1)]),
+        ("a\n", "-np 8", [("a", 8)]),
+        ("a\nb\n", "-np 4 -N 2", [("a", 2), ("b", 2)]),
+        ("a\nb\n", "-np 3 --map-by node", [("a", 2), ("b", 1)]),
+        ("a slots=1\nb\nc\n", "-np 4 --map-by node", [("a", 1), ("b", 2), ("c", 1)]),
+        ("a slots=1\nb slots=4\n", "-H b:2", [("b", 2)]),
+    ],
+    ids=str,
+)
+def test_a_hostfile_of_open_mpi(text: str, options: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    found = read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
+    assert list(zip(found.hosts, found.counts, strict=True)) == expected
+
+
+@pytest.mark.parametrize("options", ["", "-np 3", "--map-by node"])
+def test_processes_that_only_the_hosts_know_must_be_written(options: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\nb\n")
+    with pytest.raises(LaunchError) as caught:
+        read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
+    assert str(caught.value) == (
+        "The hostfile has no slots for 'a': mpirun starts as many processes there as it has cores, which only that "
+        "host knows. Write their number into the file, as in: a slots=8"
+    )
+
+
+def mapped(options: str) -> list[tuple[str, int]]:
+    """Return the hosts and processes of the map that Open MPI's mpirun makes, without starting anything."""
+    environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = ["mpirun", "--do-not-launch", "--display-map", "--bind-to", "none", *options.split(), "true"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    nodes = re.findall(r"Data for node: (\w+)\t.*Num procs: (\d+)", done.stdout)
+    return [(name, int(count)) for name, count in nodes]
+
+
+@needs_open_mpi
+def test_processes_are_placed_as_open_mpi_places_them() -> None:
+    generator = random.Random(0)
+    for number in range(4):
+        slots = [generator.randint(1, 6) for _ in range(generator.randint(2, 5))]
+        size = generator.randint(1, sum(slots))
+        hosts = ",".join(f"{name}:{count}" for name, count in zip("abcde", slots, strict=False))
+        options = f"-H {hosts} -np {size} --map-by {'slot' if number == 0 else 'node'}"
+        found = read(f"mpirun {options} python t.py")
+        assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
+    for options in ("-H a:1,b:4 -np 5 --bynode", "-H a:1,b:2 -np 6 --map-by node:oversubscribe",
+                    "-H a:1,b:4,c:2 -np 9 --bynode --oversubscribe"):  # fmt: skip
+        found = read(f"mpirun {options} python t.py")
+        assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
+
+
+def test_cores_that_limit_processes_are_named(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb\nc\n")
+    assert "mpirun starts at most as many processes on b, c as there are cores, which are not known." in (
+        remarks(f"mpirun --hostfile {tmp_path}/hosts -np 4 --map-by node python t.py", "torchrun")
+    )
+
+
+def test_modifiers_of_a_mapping_are_not_lost() -> None:
+    for option in ("--map-by slot:PE=4", "--map-by ppr:2:node:PE=4", "--map-by node:oversubscribe"):
+        line = f"mpirun -np 2 -H a:2,b:2 {option} python t.py"
+        assert f"{option} of mpirun is left out: " in remarks(line, "torchrun")
+        assert option in lines(line, "mpirun")[0]
+
+
+DISCOVERED = "horovodrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh --reset-limit 5 python t.py"
+
+
+def test_hosts_that_a_program_discovers_are_not_taken_for_this_one() -> None:
+    assert lines(DISCOVERED, "unitrain") == [
+        "unitrain launch --backend horovod --elastic 2:8 --host-discovery-script ./hosts.sh --max-restarts 5 t.py"
+    ]
+    assert "hvd.elastic is not used" in remarks(DISCOVERED, "unitrain")
+    (same,) = lines(DISCOVERED, "horovodrun")
+    assert "--host-discovery-script ./hosts.sh" in same
+    assert " -H " not in same
+    (again,) = lines("unitrain launch --elastic 1:3 --host-discovery-script ./hosts.sh t.py", "unitrain")
+    assert again == "unitrain launch --backend ddp --elastic 1:3 --host-discovery-script ./hosts.sh t.py"
+    for target in sorted(set(TARGETS) - {"horovodrun", "unitrain"}):
+        with pytest.raises(LaunchError) as caught:
+            write(read(DISCOVERED), target)
+        assert str(caught.value) == (
+            f"The hosts of the job are what './hosts.sh' prints while it runs, and {target} has them from the start. "
+            "Name them, as in: --hosts node1:4,node2:4"
+        )
+    code, out, said = run(DISCOVERED, "--to", "mpiexec", "--hosts", "a:2,b:2")
+    assert code == 0
+    assert out.startswith("mpiexec -n 4 -hosts a:2,b:2 ")
+    assert "--host-discovery-script ./hosts.sh of horovodrun is left out: " in said
+
+
+def test_options_of_unitrain_launch_have_counterparts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    line = f"unitrain launch --backend horovod --hostfile {tmp_path}/hosts --interface eth1 -m pkg.t --epochs 3"
+    assert lines(line, "horovodrun") == [
+        "horovodrun -np 4 -H a:2,b:2 --gloo --network-interfaces eth1 --disable-cache python -m pkg.t --epochs 3"
+    ]
+    (mpirun,) = lines(line, "mpirun")
+    assert "-x GLOO_SOCKET_IFNAME=eth1 " in mpirun
+    assert "-mca btl_tcp_if_include eth1 " in mpirun
+    assert mpirun.endswith(" python -m pkg.t --epochs 3")
+    assert lines(line, "torchrun")[1].startswith("UNITRAIN_BACKEND=horovod GLOO_SOCKET_IFNAME=eth1 ")
+    assert lines(line, "unitrain") == [
+        "unitrain launch --backend horovod -np 4 -H a:2,b:2 --interface eth1 -m pkg.t --epochs 3"
+    ]
+    for option in ("--log-dir logs", "--untuned", "--elastic-timeout 5", "--elastic 2:8"):
+        line = f"unitrain launch {option} t.py"
+        assert f" {option} " in lines(line, "unitrain")[0]
+        assert f"{option} of unitrain launch is left out: " in remarks(line, "torchrun")
+    assert read("unitrain launch --elastic 2:8 -H a:4,b:2 t.py").counts == (4, 2)
+    assert read("unitrain launch --elastic 2:4 t.py").counts == (4,)
+    assert lines("torchrun --nproc-per-node 2 -m pkg.t -v", "unitrain") == [
+        "unitrain launch --backend ddp -np 2 -m pkg.t -v"
+    ]
+    assert "The hosts are those of the allocation" in remarks("unitrain launch --launcher srun -np 8 t.py", "mpirun")
+
+
+# --- what is written ---
+
+
+def test_torchrun_is_typed_on_each_host() -> None:
+    written = write(read("horovodrun -np 12 -H a:8,b:8 python train.py --lr 0.1"), "torchrun")
+    common = "--master-addr a --master-port 29500 train.py --lr 0.1"
+    assert [(line.host, line.shell()) for line in written.lines] == [
+        ("a", f"UNITRAIN_BACKEND=horovod torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 {common}"),
+        ("b", f"UNITRAIN_BACKEND=horovod torchrun --nnodes 2 --node-rank 1 --nproc-per-node 4 {common}"),
+    ]
+
+
+def test_torchruns_that_restart_on_several_hosts_can_meet_again() -> None:
+    """The static rendezvous of --master-addr ends with the first attempt: c10d is needed, served by the first host."""
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    given = "--rdzv-backend c10d --rdzv-endpoint a:29400 --rdzv-id 7 --rdzv-conf is_host=1,timeout=900 --local-addr b"
+    for line, job_id in (
+        (f"torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 3 {given} --tee 3 t.py --lr 1", "7"),
+        ("unitrain launch --hosts a:4,b:4 --max-restarts 3 -x MASTER_PORT=29400 t.py --lr 1", "unitrain"),
+    ):
+        job = replace(read(line), hosts=("a", "b"))
+        written = write(job, "torchrun")
+        for place, (host, one) in enumerate(zip("ab", written.lines, strict=True)):
+            words = split(one.shell())
+            assert words[:2] == ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"]
+            found = get_args_parser().parse_args(words[2:])
+            assert (parse_min_max_nnodes(found.nnodes), found.nproc_per_node) == ((2, 2), "4")
+            assert (found.max_restarts, found.rdzv_backend, found.rdzv_endpoint) == (3, "c10d", "a:29400")
+            assert (found.rdzv_id, found.local_addr, one.host) == (job_id, host, host)
+            conf = dict(pair.split("=") for pair in found.rdzv_conf.split(","))
+            assert conf["is_host"] == ("true" if place == 0 else "false")
+            assert conf.get("timeout") == ("900" if job_id == "7" else None)
+            assert found.tee == ("3" if job_id == "7" else "0")
+            assert (found.training_script, found.training_script_args) == ("t.py", ["--lr", "1"])
+        assert "The rendezvous numbers the hosts" in "\n".join(written.remarks)
+    (one,) = lines("torchrun --nproc-per-node 2 --max-restarts 3 t.py", "torchrun")
+    assert "--standalone --nproc-per-node 2 --max-restarts 3 t.py" in one
+
+
+def test_the_address_of_one_host_is_not_given_to_all() -> None:
+    line = "torchrun --nnodes 2 --master-addr a --local-addr b --rdzv-conf timeout=9 t.py"
+    assert all("--local-addr" not in one and "--rdzv-conf timeout=9" in one for one in lines(line, "torchrun"))
+    assert "--local-addr b is left out, because each host has its own." in remarks(line, "torchrun")
+    line = "torchrun --nnodes 2 --master-addr a --rdzv-backend etcd-v2 --rdzv-endpoint e:2379 t.py"
+    assert read(line).address == "a", "etcd runs on another host"
+    assert all("e:2379" not in one for one in lines(line, "torchrun"))
+    assert "--rdzv-backend etcd-v2 is left out" in remarks(line, "torchrun")
+
+
+@pytest.mark.parametrize(
+    ("line", "target", "expected"),
+    [
+        (
+            "torchrun --nproc-per-node 2 -m pkg.t",
+            "horovodrun",
+            "UNITRAIN_BACKEND=ddp horovodrun -np 2 --gloo python -m pkg.t",
+        ),
+        (
+            "horovodrun -np 2 python -u t.py",
+            "torchrun",
+            "UNITRAIN_BACKEND=horovod torchrun --standalone --nproc-per-node 2 t.py",
+        ),
+        (
+            "horovodrun -np 2 /v/bin/python t.py",
+            "torchrun",
+            "UNITRAIN_BACKEND=horovod /v/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 t.py",
+        ),
+        (
+            "horovodrun -np 2 python -O t.py",
+            "torchrun",
+            "UNITRAIN_BACKEND=horovod torchrun --standalone --nproc-per-node 2 --no-python python -O t.py",
+        ),
+        (
+            "horovodrun -np 2 ./run.sh",
+            "torchrun",
+            "UNITRAIN_BACKEND=horovod torchrun --standalone --nproc-per-node 2 --no-python ./run.sh",
+        ),
+        (
+            "horovodrun -np 2 -H a,b --cycle-time-ms 1 --fusion-threshold-mb 32 python t.py",
+            "mpiexec",
+            (
+                "mpiexec -n 2 -hosts a:1,b:1 -genv HOROVOD_FUSION_THRESHOLD 33554432 -genv HOROVOD_CYCLE_TIME 1 "
+                "-genv MASTER_ADDR a -genv MASTER_PORT 29500 python t.py"
+            ),
+        ),
+        (
+            "horovodrun -np 2 -H a,b -p 2222 -i key python t.py",
+            "mpirun",
+            (
+                "mpirun -np 2 -H a:1,b:1 -x PATH -x MASTER_ADDR=a -x MASTER_PORT=29500 --bind-to none --map-by "
+                "slot -mca odls_base_sigkill_timeout 4 -mca plm_rsh_args '-p 2222 -i key -o "
+                "StrictHostKeyChecking=accept-new' python t.py"
+            ),
+        ),
+        (
+            "torchrun --nproc-per-node 2 t.py",
+            "mpirun",
+            (
+                "mpirun -np 2 -H localhost:2 -x UNITRAIN_BACKEND=ddp -x MASTER_ADDR=127.0.0.1 -x "
+                "MASTER_PORT=29500 --bind-to none --map-by slot -mca odls_base_sigkill_timeout 4 python t.py"
+            ),
+        ),
+        (
+            "HF_TOKEN=abc torchrun t.py",
+            "mpirun",
+            (
+                "HF_TOKEN=abc mpirun -np 1 -H localhost:1 -x HF_TOKEN -x UNITRAIN_BACKEND=ddp -x "
+                "MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500 --bind-to none --map-by slot -mca "
+                "odls_base_sigkill_timeout 4 python t.py"
+            ),
+        ),
+        (
+            "mpirun -np 2 python t.py",
+            "srun",
+            (
+                "UNITRAIN_BACKEND=horovod MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 srun --nodes 1 --ntasks 2 "
+                "--ntasks-per-node 2 --kill-on-bad-exit=1 --export ALL --wait 0 python t.py"
+            ),
+        ),
+        (
+            "mpirun -np 2 -mca odls_base_sigkill_timeout 60 python t.py",
+            "torchrun",
+            "UNITRAIN_BACKEND=horovod torchrun --standalone --nproc-per-node 2 --shutdown-timeout 60 t.py",
+        ),
+        (
+            "torchrun --nproc-per-node 2 --max-restarts 3 t.py",
+            "unitrain",
+            "unitrain launch --backend ddp -np 2 --max-restarts 3 t.py",
+        ),
+        (
+            "horovodrun -np 2 -H a,b --mpi -p 22 python t.py",
+            "unitrain",
+            "unitrain launch --backend horovod -np 2 -H a:1,b:1 --mpi --launcher-args '-p 22' t.py",
+        ),
+        (
+            "srun -N 2 -w a,b python t.py",
+            "unitrain",
+            (
+                "unitrain launch --backend ddp --launcher mpirun -np 2 -H a:1,b:1 -x MASTER_ADDR=a -x "
+                "MASTER_PORT=29500 t.py"
+            ),
+        ),
+        ("cd /data && mpirun -np 1 python t.py", "horovodrun", "cd /data && horovodrun -np 1 --gloo python t.py"),
+        (
+            "srun -n 2 -D /data python t.py",
+            "mpiexec",
+            (
+                "mpiexec -n 2 -genv UNITRAIN_BACKEND ddp -genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 29500 "
+                "-wdir /data python t.py"
+            ),
+        ),
+        (
+            """torchrun t.py "$HOME/a b" 'c $d' *.txt ~ $ARGS e\\ f""",
+            "horovodrun",
+            """UNITRAIN_BACKEND=ddp horovodrun -np 1 --gloo python t.py "$HOME"'/a b' 'c $d' *.txt ~ $ARGS 'e f'""",
+        ),
+    ],
+    ids=str,
+)
+def test_one_line_becomes_another(line: str, target: str, expected: str) -> None:
+    assert lines(line, target) == [expected]
+
+
+def test_a_shell_takes_what_is_written_for_what_was_typed() -> None:
+    line = """torchrun t.py "$WHERE/a b" 'c $d' "e\\"f" g\\ h "" ~ "it's" `echo x` $(echo "y z") "$(echo "p q")" """
+    environ = {"PATH": os.environ["PATH"], "HOME": "/root", "WHERE": "over there"}
+    shown = [
+        subprocess.check_output(["bash", "-c", f"printf '%s|' {text}"], env=environ, text=True)
+        for text in (line.partition("t.py")[2], lines(line, "horovodrun")[0].partition("t.py")[2])
+    ]
+    assert shown[0] == shown[1]
+    assert "over there/a b|c $d|" in shown[0]
+
+
+# What bash expands or reads as another text, and what looks like it.
+PIECES = [
+    "shard-", "a", ",", "..", "{0..9}", "{1..9..3}", "{01..3}", "{c..a}", "{a,b}", "{a,{b,c}}", "{,x}", "{", "}", "{}",
+    "{a}", "{a..1}", "{a,'b c'}", "{'a,b'}", "{a\\,b}", '{"a":1,"b":2}', "'{a,b}'", '"{a,b}"', "\\{", "$WHERE",
+    "${WHERE}", r"$'\t'", r"$'it\'s'", r"$'\x41\101\u00e9\U1F600'", r"$'\xc3\xa9'", r"$'\xe9'", r"$'a\0b'",
+    r"$'\q\?\\\e\cA'", '$"hi there"', "\"$'x'\"", "~", "=", "*.none", "'$'",
+]  # fmt: skip
+
+
+def test_braces_and_quoted_escapes_mean_the_same_to_bash() -> None:
+    generator = random.Random(0)
+    typed = [*PIECES, *("".join(generator.choices(PIECES, k=generator.randint(2, 4))) for _ in range(400))]
+    typed += ["$", "a$", "$WHERE'a b'", "{$WHERE,$(echo p q)}"]
+    written = [join(split(f"p {words}")[1:]) for words in typed]
+    shown = [
+        subprocess.run(
+            ["bash", "-c", "\n".join(f"printf '<%s>' {words}; echo" for words in lines)],
+            env={"PATH": os.environ["PATH"], "HOME": "/root", "WHERE": "over", "LC_ALL": "C.UTF-8"},
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=60,
+        ).stdout
+        for lines in (typed, written)
+    ]
+    assert shown[0] == shown[1]
+    assert b"<shard-0><shard-1>" in shown[0] or b"<0><1><2>" in shown[0]
+    assert lines(r"torchrun t.py --files shard-{0..9} --sep $'\t'", "mpirun")[0].endswith(
+        "t.py --files shard-{0..9} --sep '\t'"
+    )
+    with pytest.raises(
+        LaunchError, match=r"'shard-\{0..9\}' is for a shell to expand, and a container's command has none"
+    ):
+        write(read("torchrun t.py shard-{0..9}"), "kubernetes")
+    assert "{}" in (write(read("torchrun t.py {}"), "kubernetes").text or "")
+    with pytest.raises(LaunchError, match=r"opened and not closed"):
+        read("torchrun t.py $'a")
+
+
+# --- nothing is dropped without a word ---
+
+# An option of each kind that another launcher may lack.
+UNLIKE = {
+    "torchrun": "torchrun --nproc-per-node 2 --rdzv-id 7 --tee 3 --shutdown-timeout 9 --numa-binding node t.py",
+    "horovodrun": "horovodrun -np 2 --output-filename logs --start-timeout 60 --verbose --min-np 1 python t.py",
+    "mpirun": "mpirun -np 2 --report-bindings --tag-output --rankfile r --mca btl ^openib --mca orte_x 1 python t.py",
+    "mpiexec": "mpiexec -n 2 -bind-to core -prepend-rank -iface eth1 -rmk pbs python t.py",
+    "unitrain launch": "unitrain launch --elastic 2:2 --log-dir logs --untuned --elastic-timeout 9 t.py",
+    "srun": "srun -n 2 -N 1 --mem=4G -l --cpu-bind=none --mpi=pmix --distribution=cyclic python t.py",
+}
+
+
+def commands(manifest: object) -> Iterator[list[str]]:
+    """Yield the commands of all containers."""
+    if isinstance(manifest, dict):
+        yield from [manifest["command"]] if "command" in manifest else []
+    if isinstance(manifest, dict | list):
+        for below in manifest.values() if isinstance(manifest, dict) else manifest:
+            yield from commands(below)
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+@pytest.mark.parametrize("launcher", sorted(UNLIKE))
+def test_every_option_comes_back_or_is_named(launcher: str, target: str) -> None:
+    line = UNLIKE[launcher]
+    job = read(line)
+    assert len(job.others) >= 4
+    written = write(job, target)
+    result = (written.text or "") + "\n".join(one.shell() for one in written.lines)
+    if target == "kubernetes":
+        result = "\n".join(join(words) for words in commands(yaml.safe_load(result)))
+    for other in job.others:
+        kept = [join(other.words), *(join(words) for words in other.passes.values())]
+        named = [
+            remark for remark in written.remarks if remark.startswith(f"{join(other.words)} of {launcher} is left ")
+        ]
+        assert named or any(words in result for words in kept), (other, result, written.remarks)
+        if target == launcher:
+            assert join(other.words) in result
+            assert not named
+        for remark in named:
+            assert re.search(r"is left out: [^.]+\..*$", remark), remark
+
+
+def test_what_is_said_is_what_to_do() -> None:
+    assert remarks("torchrun --tee 3 t.py", "mpirun") == (
+        "--tee 3 of torchrun is left out: use --output-filename FOLDER, or --tag-output."
+    )
+    assert remarks("horovodrun -np 2 --output-filename logs python t.py", "kubernetes").startswith(
+        "--output-filename logs of horovodrun is left out: use kubectl logs."
+    )
+    assert remarks("torchrun --max-restarts 3 t.py", "srun") == (
+        "--max-restarts 3 is left out: let unitrain start the job again, with: unitrain launch --max-restarts 3 ..."
+    )
+    assert remarks("torchrun --nnodes 1:2 --nproc-per-node 2 --master-addr a t.py", "srun").startswith(
+        "--nnodes 1:2 may run on fewer hosts than 2: the job is written for all 2."
+    )
+    assert remarks("horovodrun -np 1 -H a:1,b:1 python t.py", "horovodrun") == (
+        "b of the hosts would get no process, and is left out."
+    )
+    assert "dealt" in remarks("mpirun -np 4 -H a:2,b:2 --map-by node python t.py", "torchrun").replace("deals", "dealt")
+    for target, said in (("mpirun", ""), ("torchrun", "OMPI_MCA_btl=tcp,self is left out: it is about that launcher")):
+        line = "OMPI_MCA_btl=tcp,self mpirun -np 2 python t.py"
+        assert remarks(line, target).startswith(said)
+        assert lines(line, target)[0].startswith("OMPI_MCA_btl=tcp,self mpirun -np 2 -H") == (not said)
+    assert remarks("python -m torch.distributed.launch t.py", "unitrain") == (
+        "torch.distributed.launch gives the script --local-rank=N: let it read LOCAL_RANK instead."
+    )
+    assert "set A on each host." in remarks("mpirun -np 2 -H a,b -x A python t.py", "torchrun")
+
+
+# --- and back again ---
+
+NAMES = st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True)
+WORDS = st.text(st.characters(exclude_characters="\ue000\ue001\x00", exclude_categories=("Cs",)), max_size=8).filter(
+    lambda word: word not in (":", "env")
+)
+PORTS = st.none() | st.integers(1024, 65535).filter(lambda port: port != 29500)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    several = draw(st.booleans())
+    hosts = tuple(draw(st.lists(NAMES.filter(lambda name: name != "localhost"), min_size=2, max_size=4, unique=True)))
+    counts = tuple(draw(st.lists(st.integers(1, 16), min_size=len(hosts), max_size=len(hosts))))
+    python = draw(st.sampled_from(["python", "/opt/v/bin/python3.11"]))
+    start = draw(st.sampled_from([("train.py",), ("-m", "pkg.train"), ("-O", "train.py")]))
+    return Job(
+        program=(python, *start, *draw(st.lists(WORDS, max_size=3))),
+        counts=counts if several else counts[:1],
+        hosts=hosts if several else (),
+        backend=draw(st.sampled_from(["ddp", "horovod", "mine"])),
+        environment=draw(st.dictionaries(st.sampled_from(["A", "LEVEL", "NCCL_DEBUG"]), WORDS, max_size=2)),
+        port=draw(PORTS),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs(), st.sampled_from(LINES))
+def test_a_job_that_is_written_is_read_as_the_same(job: Job, target: str) -> None:
+    if target == "unitrain":
+        job = replace(job, program=("python", "train.py", *job.program[3:]))
+    if target == "srun":
+        job = replace(job, counts=(job.counts[0],) * len(job.counts))  # Slurm deals them out evenly
+        # The value of --export ends at a comma, so they go before srun.
+    if target == "horovodrun":
+        job = replace(job, port=None)  # its ranks meet where it says
+    if target == "mpirun" and job.backend == "horovod" and len(job.counts) == 1:
+        job = replace(job, port=None)
+    if target == "unitrain" and (job.backend == "horovod" or job.port is None):
+        job = replace(job, port=None)
+    for line in write(job, target).lines:
+        found = read(line.shell())
+        # torchrun's lines name the first host alone.
+        expected = replace(job, hosts=(), address=job.hosts[0]) if target == "torchrun" and job.hosts else job
+        if target == "torchrun" and len(set(job.counts)) > 1:
+            expected = replace(expected, counts=found.counts)
+        assert replace(found, remarks=()) == expected, line.shell()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(WORDS, max_size=5))
+def test_words_survive_a_line(words: list[str]) -> None:
+    assert split(join(words)) == words
+    assert split(shlex.join(words)) == words
+    assert assignments([f"A={word}" for word in words]) == ({"A": words[-1]} if words else {}, [])
+
+
+# --- lines that cannot be read ---
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "'' starts nothing. Give the line that starts the job, as in: 'torchrun train.py'"),
+        (
+            "deepspeed train.py",
+            (
+                "'deepspeed' is no launcher that can be translated. Give a line of one of these: torchrun, "
+                "horovodrun, mpirun, mpiexec, srun, python and unitrain launch."
+            ),
+        ),
+        (
+            "torchrun --nproc-per-nod3 2 t.py",
+            (
+                "torchrun has no option '--nproc-per-nod3'. Did you mean '--nproc-per-node'? Options of the "
+                "program go after the program."
+            ),
+        ),
+        (
+            "torchrun --nproc-per-node gpu t.py",
+            (
+                "--nproc-per-node gpu counts what the host has that torchrun runs on, which only that host "
+                "knows. Write the number, as in: --nproc-per-node 8"
+            ),
+        ),
+        (
+            "torchrun --nproc-per-node $N t.py",
+            (
+                "--nproc-per-node must be a whole number from 1, got '$N'. Write the number itself, as in: "
+                "--nproc-per-node 2"
+            ),
+        ),
+        (
+            "torchrun --nproc-per-node 0 t.py",
+            (
+                "--nproc-per-node must be a whole number from 1, got '0'. Write the number itself, as in: "
+                "--nproc-per-node 2"
+            ),
+        ),
+        ("torchrun --standalone", "The line of torchrun names no program to run. End it as in: python train.py"),
+        ("torchrun --nproc-per-node", "--nproc-per-node of torchrun lacks its value. Write it after --nproc-per-node"),
+        (
+            "torchrun --standalone=1 t.py",
+            "--standalone of torchrun takes no value, got '--standalone=1'. Write: --standalone",
+        ),
+        ("horovodrun python t.py", "horovodrun's line does not say how many processes it starts. Add -np N to it"),
+        (
+            "horovodrun -np 4 -H a:1,b:1 python t.py",
+            "4 processes were asked for, but the hosts have 2 slots. Use -np 2, or give them more: -H a:3",
+        ),
+        (
+            "horovodrun -np 4 -H a:x python t.py",
+            "Host 'a:x' must have a whole number of slots from 1, got 'x'. Use: -H a:1",
+        ),
+        ("mpirun python t.py", "mpirun's line does not say how many processes it starts. Add -np N to it"),
+        (
+            "mpirun -np 1 python a.py : -np 1 python b.py",
+            (
+                "mpirun's line starts several programs, with a ':' between them, which no other launcher does. "
+                "Start one script, which looks at its rank"
+            ),
+        ),
+        (
+            "mpirun -np 2 -nonsense python t.py",
+            "mpirun has no option '-nonsense'. Options of the program go after the program.",
+        ),
+        *(
+            (
+                f"srun {options}python t.py",
+                (
+                    "srun's line does not say how many tasks it starts: in a batch script that is what its #SBATCH "
+                    "lines ask for. Add their number to it, as in: srun --ntasks 8"
+                ),
+            )
+            for options in ("", "--cpus-per-task 4 --gpus 8 ")
+        ),
+        (
+            "srun --ntasks-per-gpu 1 python t.py",
+            (
+                "srun's line has --ntasks-per-gpu and does not say how many GPUs there are, which only the allocation "
+                "knows. Add the number of tasks, as in: srun --ntasks 8"
+            ),
+        ),
+        (
+            "srun -N 2 --gpus-per-node 2 --ntasks-per-gpu 1 python t.py",
+            (
+                "How many tasks srun starts for --nodes 2 --gpus-per-node 2 --ntasks-per-gpu depends on the version of "
+                "Slurm. Add their number to the line, as in: srun --ntasks 4"
+            ),
+        ),
+        ("srun -N 2 -w a python t.py", "--nodelist a names 1 hosts, and the job has 2. Name all, or none"),
+        ("python", "python is given no script. End the line as in: python train.py"),
+        ("torchrun t.py 'a", "' in \"'a\" is opened and not closed. Close it, or put a \\ before it"),
+        (
+            "torchrun t.py | tee log",
+            (
+                "The line goes on with '| tee log' where its command has ended. Give the one command that starts "
+                "the job, without pipes and redirections, and quote it whole, as in: unitrain translate "
+                "'horovodrun -np 2 python train.py' --to torchrun"
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_a_line_that_cannot_be_meant(line: str, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read(line)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "target", "message"),
+    [
+        (
+            "srun -N 2 --ntasks-per-node 4 python t.py",
+            "torchrun",
+            "torchrun needs the names of all 2 hosts, and the line has none. Name them, as in: --hosts node1:4,node2:4",
+        ),
+        (
+            "torchrun --nnodes 2 --nproc-per-node 4 --master-addr a t.py",
+            "horovodrun",
+            (
+                "horovodrun needs the names of all 2 hosts, and the line has none but 'a'. Name them, as in: "
+                "--hosts a:4,node2:4"
+            ),
+        ),
+        (
+            "mpirun -np 2 ./run.sh",
+            "unitrain",
+            (
+                "unitrain launch runs a Python script, and the job runs: ./run.sh. Make it one, or choose "
+                "another launcher, as in: --to torchrun"
+            ),
+        ),
+        (
+            "torchrun t.py",
+            "horovod",
+            (
+                "Unknown target 'horovod'. Did you mean 'horovodrun'? Available: torchrun, horovodrun, mpirun, "
+                "mpiexec, srun, sbatch, kubernetes, unitrain."
+            ),
+        ),
+        (
+            "HF_TOKEN=abc torchrun t.py",
+            "sbatch",
+            (
+                "HF_TOKEN=... would be written into the script, and looks secret. Leave it out, and set it where "
+                "sbatch is typed, which hands it on: export HF_TOKEN=..."
+            ),
+        ),
+        *(
+            (
+                line,
+                "kubernetes",
+                (
+                    f"{word!r} is for a shell to expand, and a container's command has none. Write its value in its "
+                    "place, or start a script of your own: bash -c '...'"
+                ),
+            )
+            for line, word in (
+                ("cd $HOME/runs && torchrun t.py", "$HOME/runs"),
+                ("torchrun --log-dir $HOME/logs t.py", "$HOME/logs"),
+            )
+        ),
+        (
+            "srun -n 2 -o $HOME/%j.out python t.py",
+            "sbatch",
+            (
+                "'--output=$HOME/%j.out' is for a shell to expand, and a #SBATCH line has none. Write its value in its "
+                "place"
+            ),
+        ),
+        (
+            "torchrun t.py $HOME",
+            "kubernetes",
+            (
+                "'$HOME' is for a shell to expand, and a container's command has none. Write its value in its "
+                "place, or start a script of your own: bash -c '...'"
+            ),
+        ),
+        (
+            "horovodrun -np 3 -H a:2,b:1 python t.py",
+            "kubernetes",
+            (
+                "MPIJob starts equally many processes on each host, and these get 2, 1. Use as many slots on "
+                "each, as in: -np 4 with 2 slots a host"
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_a_job_that_a_launcher_cannot_have(line: str, target: str, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        write(read(line), target)
+    assert str(caught.value) == message
+
+
+# --- the tables know every option ---
+
+
+def missing(syntax: Syntax, options: Sequence[tuple[Sequence[str], int]]) -> list[str]:
+    """Return the options, by their spellings and number of values, that a table does not know as such."""
+    return [
+        spelled
+        for spellings, arity in options
+        for spelled in spellings
+        if max(syntax.arity.get(syntax.aliases.get(spelled, spelled), -2), 0 if arity == 0 else -2) != arity
+    ]
+
+
+def arities(parser: argparse.ArgumentParser) -> list[tuple[Sequence[str], int]]:
+    def arity(action: argparse.Action) -> int:
+        return action.nargs if isinstance(action.nargs, int) else 1
+
+    return [(action.option_strings, arity(action)) for action in parser._actions if action.option_strings]
+
+
+def test_torchruns_options_are_all_known() -> None:
+    from torch.distributed.run import get_args_parser
+
+    known = arities(get_args_parser())
+    assert len(known) > 30
+    assert not missing(torchrun.SYNTAX, known)
+
+
+def test_horovodruns_options_are_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod.runner import launch
+
+    found: list[argparse.ArgumentParser] = []
+
+    def caught(self: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        found.append(self)
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", caught)
+    with pytest.raises(SystemExit):
+        launch.parse_args()
+    known = arities(found[0])
+    assert len(known) > 50
+    assert not missing(horovodrun.SYNTAX, known)
+
+
+@pytest.mark.parametrize("tuning", [*horovodrun._VALUES, *horovodrun._SWITCHES, "--fusion-threshold-mb", "--tcp"])
+def test_what_tunes_horovod_says_the_same_to_any_launcher(tuning: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod.runner import launch
+    from horovod.runner.common.util import config_parser
+
+    value = [] if horovodrun.SYNTAX.arity[tuning] == 0 else ["INFO" if tuning == "--log-level" else "1"]
+    beside = ["--autotune"] if tuning.startswith("--autotune-") else []
+    beside = ["--timeline-filename", "f"] if tuning.endswith("timeline-mark-cycles") else beside
+    monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "1", *beside, tuning, *value, "python", "t.py"])
+    asked: dict[str, str] = {}
+    config_parser.set_env_from_args(asked, launch.parse_args())
+    job = read(f"horovodrun -np 1 {join([*beside, tuning, *value])} python t.py")
+    told = {name: value for other in job.others for name, value in other.variables.items()}
+    assert told
+    assert {name: as_number(value) for name, value in told.items()} == {name: as_number(asked[name]) for name in told}
+
+
+def as_number(text: str) -> object:
+    return float(text) if re.fullmatch(r"[0-9.]+", text) else text
+
+
+@needs_open_mpi
+def test_open_mpis_options_are_all_known() -> None:
+    environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    told = subprocess.check_output(["mpirun", "--help", "unsupported"], env=environ, text=True, timeout=60)
+    known = [
+        ([f"--{name.lstrip('-')}" if len(name.lstrip("-")) > 1 else name for name in line.split()[0].split("|")],
+         len(re.findall(r"<arg\d+>", line)))
+        for line in told.splitlines()
+        if re.match(r" {0,3}-", line)
+    ]  # fmt: skip
+    assert len(known) > 80
+    assert not [
+        name
+        for spellings, arity in known
+        for name in spellings
+        if openmpi.SYNTAX.take([name, *["x"] * arity, "program"])[0][0].values != ("x",) * arity
+    ]
+
+
+def test_options_of_unitrain_launch_are_all_known() -> None:
+    known = [
+        ((*option.opts, *option.secondary_opts), 0 if option.is_flag else 1)
+        for option in launch.params
+        if isinstance(option, click.Option)
+    ]
+    assert len(known) > 15
+    assert not missing(unitrain.SYNTAX, known)
+
+
+def test_hydras_and_sruns_options_are_taken_as_their_help_says() -> None:
+    """MPICH 4.0.2 and Slurm 22.05."""
+    taken, program = mpich.SYNTAX.take(
+        shlex.split(
+            "-genv A 1 -genvlist A,B -genvnone -f hosts -ppn 2 -bind-to core -launcher ssh -prepend-rank -n 2 ./a -n"
+        )
+    )
+    assert [one.name for one in taken][-1] == "-n"
+    assert program == ("./a", "-n")
+    taken, program = srun.SYNTAX.take(
+        shlex.split(
+            "-N2 -n 4 --exclusive -K --immediate=5 -G4 --gpus-per-task 1 -J name -lu ./a -l".replace("-lu", "-l -u")
+        )
+    )
+    assert program == ("./a", "-l")
+    assert {one.name: one.values for one in taken}["--immediate"] == ("5",)
+    assert not unitrain.SYNTAX.take(["--gloo", "t.py"])[0][0].values
+
+
+# --- the command ---
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(command, ["translate", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_command_prints_what_can_be_pasted() -> None:
+    code, out, said = run(
+        "horovodrun -np 4 -H a:2,b:2 --verbose python train.py", "--to", "torchrun", "--backend", "ddp"
+    )
+    assert code == 0
+    common = "--nproc-per-node 2 --master-addr a --master-port 29500 train.py"
+    first, second = (f"torchrun --nnodes 2 --node-rank {number} {common}" for number in range(2))
+    assert out.splitlines() == ["# on a", first, "# on b", second]
+    assert said.startswith("note: --verbose of horovodrun is left out: ")
+    assert run("--to", "horovodrun", "--", "torchrun", "t.py", "a b")[1] == (
+        "UNITRAIN_BACKEND=ddp horovodrun -np 1 --gloo python t.py 'a b'\n"
+    )
+    assert run("srun -N 2 python t.py", "--to", "mpiexec", "--hosts", "a:1,b:1")[1].startswith(
+        "mpiexec -n 2 -hosts a:1,b:1"
+    )
+    assert run("torchrun t.py", "--to", "sbatch")[1].startswith("#!/bin/bash\n#SBATCH --job-name=t\n")
+
+
+def test_the_command_refuses_in_a_sentence() -> None:
+    code, _, said = run("torchrun t.py", "--to", "horovodru")
+    assert code == 2
+    assert said.endswith("mpiexec, srun, sbatch, kubernetes, unitrain.\n")
+    assert "Unknown backend 'dpd'. Did you mean 'ddp'?" in run("torchrun t.py", "--to", "srun", "--backend", "dpd")[2]
+
+
+def test_a_batch_script_quotes_values_and_has_no_marks_of_the_translation() -> None:
+    """Slurm expands nothing in a #SBATCH line, and ends a value at a space."""
+    text = write(read("cd $HOME/runs && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
+    assert "cd $HOME/runs || exit\n" in text
+    assert "--chdir" not in text
+    assert text.isascii()
+    text = write(read("cd '/data/my runs' && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
+    assert "#SBATCH --chdir='/data/my runs'\n" in text
+    injected = read("torchrun t.py")
+    for value in ("/data\n#SBATCH --uid=0", "/data\r"):
+        with pytest.raises(LaunchError, match="cannot be written into a #SBATCH line, which ends with the line"):
+            write(replace(injected, directory=value), "sbatch")
