@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from unitrain.backends.base import Backend
 from unitrain.testing import run_ranks
 
-PAGES = sorted((Path(__file__).parents[2] / "docs").glob("from_*.md"))
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "migrating").glob("*.md"))
 Told = dict[str, tuple[dict[str, float], list[float]]]  # by page: results and parameters
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -55,13 +55,13 @@ def on_each(backend: Backend, programs: dict[str, str]) -> dict[str, Told]:
 
 def test_what_is_after_gives_the_same_on_one_rank_and_two(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = {page.stem: _BLOCK.findall(page.read_text(encoding="utf-8")) for page in PAGES}
-    assert sorted(blocks) == ["from_accelerate", "from_ddp", "from_horovod", "from_ignite", "from_lightning"]
+    assert sorted(blocks) == ["accelerate", "ddp", "horovod", "ignite", "lightning"]
     for before, _ in blocks.values():
         compile(before, "before", "exec")
     programs = {name: after for name, (_, after) in blocks.items()}
     monkeypatch.setenv("UNITRAIN_BACKEND", "local")
     reference = after_moving(programs)
-    assert reference["from_lightning"][0]["val_accuracy"] > 0.5
+    assert reference["lightning"][0]["val_accuracy"] > 0.5
     for told in run_ranks(on_each, 2, args=(programs,), backend="ddp"):
         for backend in told:
             for name, (results, parameters) in reference.items():
