@@ -42,7 +42,7 @@ _EXPORTS = {
     "differentiable_allgather": "unitrain.modules.differentiable_allgather",
     "init": "unitrain.initialize",
     "register_process_group": "unitrain.backends.horovod",
-    "require": "unitrain.backends.base",
+    "require": "unitrain.backends.capabilities",
     "run": "unitrain.functions.run",
     "share_buffers": "unitrain.modules.buffers",
     "sync_batch_norm": "unitrain.modules.sync_batch_norm",
@@ -81,7 +81,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from unitrain.backends.base import Backend, Communicator, require
+    from unitrain.backends.base import Backend, Communicator
+    from unitrain.backends.capabilities import require
     from unitrain.backends.compression_setting import PowerSGD
     from unitrain.backends.horovod import register_process_group
     from unitrain.backends.registry import available as available_backends

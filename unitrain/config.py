@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from unitrain import validation
-from unitrain.backends.base import Communicator, values_if_different
+from unitrain.backends.base import Communicator
 from unitrain.backends.compression_setting import Compression, read_compression
+from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, did_you_mean
 
 SchedulerUnit = Literal["step", "epoch"]
@@ -109,7 +110,7 @@ class TrainConfig:
     num_workers: int = 0
     stream: StreamKind = "shared"
     uneven: Uneven = "weight"
-    unused_parameters: bool = False
+    find_unused_parameters: bool = False
     sync_batch_norm: bool = False
     ema_decay: float | None = None
     channels_last: bool = False
@@ -248,7 +249,14 @@ _CHOICES: dict[str, Any] = {
     "lr_scaling": LrScaling,
     "keep_best_mode": BestMode,
 }
-_SWITCHES = ("shuffle", "unused_parameters", "sync_batch_norm", "channels_last", "asynchronous_checkpoints", "dry_run")
+_SWITCHES = (
+    "shuffle",
+    "find_unused_parameters",
+    "sync_batch_norm",
+    "channels_last",
+    "asynchronous_checkpoints",
+    "dry_run",
+)
 # Settings without effect where no output_dir is set, which is an error where they differ from their defaults.
 CHECKPOINT_SETTINGS = (
     "checkpoint_every",
@@ -273,7 +281,7 @@ def for_dry_run(config: TrainConfig) -> TrainConfig:
 
 def check_alike(config: TrainConfig, communicator: Communicator) -> None:
     """Raise ConfigError on every rank when `config` is not the same on all of them. All ranks call it."""
-    configs = values_if_different(communicator, config) or []
+    configs = gather_if_different(communicator, config) or []
     for field in fields(config):
         values = [getattr(one, field.name) for one in configs]
         if any(value != values[0] for value in values):

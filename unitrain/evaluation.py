@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unitrain.backends.base import Communicator, together
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.data.prefetch import Prefetch
 from unitrain.data.sharding import EvaluationShard
 from unitrain.metrics.means import Means
@@ -65,7 +66,7 @@ class Evaluation:
             self._metrics.add_up()
 
         with self._evaluating():
-            together(self._communicator, evaluate_own)
+            call_on_all_ranks(self._communicator, evaluate_own)
         return {**losses.reduce(self._communicator), **self._metrics.reduce()}
 
     def predict(self, share: EvaluationShard) -> Any:
@@ -82,7 +83,7 @@ class Evaluation:
                 outputs.add(output, samples)
 
         with self._evaluating():
-            together(self._communicator, predict_own)
+            call_on_all_ranks(self._communicator, predict_own)
         return outputs.gather(self._communicator, share.dealt)
 
     def _batches(self, share: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:

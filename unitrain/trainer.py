@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from unitrain import trainer_arguments
-from unitrain.backends.base import Backend, together
+from unitrain.backends.base import Backend
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import load_weights
 from unitrain.checkpoint.run_state import Run, Stateful
@@ -30,7 +31,7 @@ from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
 from unitrain.modules.compiled import compile_forward
 from unitrain.modules.memory_format import use_channels_last
-from unitrain.modules.sync_batch_norm import standing_in, sync_batch_norm
+from unitrain.modules.sync_batch_norm import exclude_from_statistics, sync_batch_norm
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.optim.loss_weighting import GlobalMean, read_training_loss
@@ -79,7 +80,7 @@ class Trainer:
     ) -> None:
         trainer_arguments.check_backend("Trainer(backend=...)", backend)
         backend.check_running("Trainer")
-        together(
+        call_on_all_ranks(
             backend,
             lambda: trainer_arguments.check_trainer(model, optimizer, loss_fn, config, scheduler, metrics, callbacks),
         )
@@ -97,9 +98,9 @@ class Trainer:
         else:
             self._scheduler = PlannedScheduler(scheduler, optimizer)
         self._epoch_scheduler = EpochScheduler(self._scheduler, config)
-        self._precision = together(backend, lambda: Precision(config.precision, backend.device))
-        self._callbacks = together(backend, lambda: Callbacks(callbacks))
-        self._forward = together(backend, lambda: Forward(forward))
+        self._precision = call_on_all_ranks(backend, lambda: Precision(config.precision, backend.device))
+        self._callbacks = call_on_all_ranks(backend, lambda: Callbacks(callbacks))
+        self._forward = call_on_all_ranks(backend, lambda: Forward(forward))
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._tracker = Tracker(config, backend, loggers)
@@ -117,13 +118,13 @@ class Trainer:
         if config.channels_last:
             use_channels_last(model)
         if config.sync_batch_norm:
-            together(backend, lambda: sync_batch_norm(model, backend))
-        self._average = together(backend, lambda: WeightAverage.of(backend.unwrap(model), config.ema_decay))
+            call_on_all_ranks(backend, lambda: sync_batch_norm(model, backend))
+        self._average = call_on_all_ranks(backend, lambda: WeightAverage.of(backend.unwrap(model), config.ema_decay))
         self.averaged_model = None if self._average is None else self._average.model
         if config.compile:
             compile_forward(model, self.averaged_model, mode=config.compile)
         evaluated = model if self.averaged_model is None else self.averaged_model
-        self._evaluation = together(
+        self._evaluation = call_on_all_ranks(
             backend,
             lambda: Evaluation(
                 evaluated, self._forward, loss_fn, metrics or {}, self._precision, self._prefetch, backend
@@ -133,12 +134,12 @@ class Trainer:
         parts: dict[str, Stateful] = {
             "precision": self._precision, "callbacks": self._callbacks, "loss": self._loss, "weighting": self._mean,
         }  # fmt: skip
-        together(backend, lambda: trainer_arguments.check_results(self._evaluation.names[1:]))
+        call_on_all_ranks(backend, lambda: trainer_arguments.check_results(self._evaluation.names[1:]))
         self.run = Run(config, backend, parts if self._average is None else {**parts, "average": self._average})
         self._roll_call = SyncPoint(self.run, self._times, self._tracker)
         self.run.prepare(backend.unwrap(model), optimizer, self._scheduler)
         self.model = backend.distributed_model(
-            model, unused_parameters=config.unused_parameters, compression=config.compression
+            model, find_unused_parameters=config.find_unused_parameters, compression=config.compression
         )
         if self._average is not None:
             self._average.begin()
@@ -275,7 +276,7 @@ class Trainer:
             for name, value in data.items():
                 trainer_arguments.check_data(f"Trainer.{method}({name})", value)
 
-        together(self.backend, check)
+        call_on_all_ranks(self.backend, check)
 
     def _train_epoch(self, share: TrainingData, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
@@ -357,12 +358,12 @@ class Trainer:
 
     def _micro_step(self, batch: Any, part: Slice) -> None:
         """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""
-        stands_in = nullcontext() if part.samples else standing_in(self.model)
+        stands_in = nullcontext() if part.samples else exclude_from_statistics(self.model)
         with stands_in, nullcontext() if part.closes_step else self.backend.no_sync(self.model):
             with self._precision.autocast():
                 loss = read_training_loss(self.loss_fn(*self._forward(self.model, batch)))
             weighted = self._mean.weighted(loss, part)
-            if self.config.unused_parameters and not part.samples:
+            if self.config.find_unused_parameters and not part.samples:
                 weighted = without_gradients(weighted)  # else each parameter is reached by every rank anyway
             start = self._times.watched(self._precision.scale(weighted))
             backward(start, *(self._mean.beside() + self._prefetch.beside() if part.closes_step else ()))

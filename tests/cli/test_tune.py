@@ -20,7 +20,7 @@ from torch import nn
 
 import unitrain
 from unitrain.backends import registry
-from unitrain.backends.tunables import Tunable
+from unitrain.backends.capabilities import Tunable
 from unitrain.bootstrap import environment
 from unitrain.cli import tune
 from unitrain.cli import unitrain as program
@@ -137,7 +137,7 @@ def test_only_knobs_of_the_backend_are_turned() -> None:
     assert names == {"UNITRAIN_BUCKETS_MB", "UNITRAIN_BUCKET_VIEW"}
     of_horovod = {one.variable: one for one in tunables(registry.load("horovod").tunables, 2, 4)}
     assert {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", *names, "OMP_NUM_THREADS"} == set(of_horovod)
-    assert of_horovod["OMP_NUM_THREADS"].others == ("1", "4", "8")
+    assert of_horovod["OMP_NUM_THREADS"].alternatives == ("1", "4", "8")
     for one in of_horovod.values():
         assert one.default not in one.others
 

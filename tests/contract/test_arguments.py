@@ -264,8 +264,8 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "model(inputs).",
     ),
     "unused_parameters that is a text": (
-        lambda p: p.backend.distributed_model(p.model, unused_parameters="yes"),  # type: ignore[arg-type]
-        "distributed_model(unused_parameters=...) must be True or False, got 'yes'.",
+        lambda p: p.backend.distributed_model(p.model, find_unused_parameters="yes"),  # type: ignore[arg-type]
+        "distributed_model(find_unused_parameters=...) must be True or False, got 'yes'.",
         "=True",
     ),
     "distributed_optimizer of a class": (

@@ -117,7 +117,7 @@ def other_data_within_an_epoch(backend: Backend, folder: str) -> None:
     _train(backend, 10, epochs=None, steps=3, output_dir=folder, resume=True)
 
 
-def unused_parameters(backend: Backend, _: str) -> None:
+def parameters_unused(backend: Backend, _: str) -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "spare": nn.Linear(3, 1)})
     model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -174,11 +174,11 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "Go on with the same data",
     ),
     (
-        unused_parameters,
+        parameters_unused,
         "2 parameters got no gradient on every rank: spare.weight, spare.bias",
-        "unused_parameters=True",
+        "find_unused_parameters=True",
     ),
-    (parameters_unused_later, "In the last backward, parameters", "unused_parameters=True"),
+    (parameters_unused_later, "In the last backward, parameters", "find_unused_parameters=True"),
 ]
 
 

@@ -19,7 +19,7 @@ import unitrain
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import CollectiveMismatchError, ModelError
-from unitrain.modules.sync_batch_norm import standing_in
+from unitrain.modules.sync_batch_norm import exclude_from_statistics
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -220,7 +220,7 @@ def check_deep(backend: Backend) -> None:
         model, twin = Deep(), Deep()
         model.norm[5] = nn.SyncBatchNorm(160).double()
         unitrain.sync_batch_norm(model, backend)
-        wrapped = backend.distributed_model(model, unused_parameters=unused)
+        wrapped = backend.distributed_model(model, find_unused_parameters=unused)
         for step in range(5):
             parts = [
                 torch.randn(6, 160, generator=torch.Generator().manual_seed(10 * step + rank)).double()
@@ -273,7 +273,7 @@ def check_stand_in(backend: Backend) -> None:
     stands_in = backend.rank == backend.size - 1
     model = unitrain.sync_batch_norm(nn.BatchNorm1d(4).double(), backend)
     x = (torch.randn(3, 4).double() + 100 * backend.rank).requires_grad_()
-    with standing_in(model) if stands_in else nullcontext():
+    with exclude_from_statistics(model) if stands_in else nullcontext():
         (model(x).sin().sum() * (0.0 if stands_in else 1.0)).backward()
     whole = backend.allgather(x.detach())[:-3].clone().requires_grad_()
     twin = nn.BatchNorm1d(4).double()

@@ -278,7 +278,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tokens": {"loss_fn": summed},
     "uneven": {"count": 4 * ROWS - 7},
     "freezing": {"callbacks": [Freezing()]},
-    "used at times": {"kind": AtTimes, "unused_parameters": True, "accumulate": 2},
+    "used at times": {"kind": AtTimes, "find_unused_parameters": True, "accumulate": 2},
     "loss scaling": {"precision": "fp16", "accumulate": 2, "callbacks": [Overflow(4)]},
     "bf16": {"precision": "bf16"},
 }
@@ -473,10 +473,12 @@ def test_settings_that_cannot_be_meant(settings: dict[str, Any], told: str) -> N
 class Refusing(LocalBackend):
     """As a backend of somebody else's, which compresses nothing."""
 
-    def distributed_model(self, model: nn.Module, *, unused_parameters: bool = False, compression: Any = "none") -> Any:
+    def distributed_model(
+        self, model: nn.Module, *, find_unused_parameters: bool = False, compression: Any = "none"
+    ) -> Any:
         if compression != "none":
             raise UnsupportedError(f"Backend 'mine' does not compress, got compression {compression!r}.")
-        return super().distributed_model(model, unused_parameters=unused_parameters)
+        return super().distributed_model(model, find_unused_parameters=find_unused_parameters)
 
 
 def test_a_backend_may_refuse() -> None:

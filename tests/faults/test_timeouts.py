@@ -96,7 +96,7 @@ def absent_from_backward(backend: Backend, settings: dict[str, Any], before: int
     [
         ("ddp", {}, 2, "backward #2"),
         ("ddp", {}, 1, "bucketing #0"),  # which DDP does once, in the second forward
-        ("ddp", {"unused_parameters": True}, 1, "backward #1"),
+        ("ddp", {"find_unused_parameters": True}, 1, "backward #1"),
         ("horovod", {}, 2, "backward #2"),
         ("horovod", {"compression": "bf16"}, 2, "backward #2"),
     ],

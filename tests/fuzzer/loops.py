@@ -172,7 +172,7 @@ def run(backend: Any, case: Case) -> dict[str, Any]:
         compression: Any = "none"
         if case["compression"] == "full":
             compression = unitrain.PowerSGD(rank=8, start_step=0, min_compression_rate=1e-3)
-        wrapped = backend.distributed_model(model, unused_parameters=case["unused"], compression=compression)
+        wrapped = backend.distributed_model(model, find_unused_parameters=case["unused"], compression=compression)
         optimizer = backend.distributed_optimizer(make_optimizer(model), wrapped)
         for number in range(len(case["steps"])):
             run_step(case, number, backend.rank, model, wrapped, lambda: backend.no_sync(wrapped))

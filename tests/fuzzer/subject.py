@@ -200,7 +200,7 @@ def config_of(case: Case, segment: Case, folder: str) -> unitrain.TrainConfig:
         shuffle=case["shuffle"],
         uneven=case["uneven"],
         stream="own" if case["source"] == "own" else "shared",
-        unused_parameters=bool({"unused", "branch", "late", "embedding"} & set(case["features"])),
+        find_unused_parameters=bool({"unused", "branch", "late", "embedding"} & set(case["features"])),
         sync_batch_norm="sync_norm" in case["features"],
         clip_norm=case["clip"],
         ema_decay=case["ema"],

@@ -61,7 +61,7 @@ FORBIDDEN = [
     (
         "unitrain/backends/base.py",
         ["unitrain.backends"],
-        ["unitrain.monitoring.rank_status", "unitrain.backends.tunables", "unitrain.backends.compression_setting"],
+        ["unitrain.monitoring.rank_status", "unitrain.backends.capabilities", "unitrain.backends.compression_setting"],
     ),
     ("unitrain/backends/* -unitrain/backends/horovod*.py", ["unitrain.backends.horovod.backend"], []),
     ("unitrain/backends/* -unitrain/backends/ddp.py", ["unitrain.backends.ddp"], []),
@@ -71,7 +71,7 @@ FORBIDDEN = [
         "unitrain/* examples/* -unitrain/backends/* -unitrain/initialize.py -unitrain/commands/* -unitrain/testing/* "
         "-unitrain/functions/* -unitrain/doctor/* -unitrain/bench/* -unitrain/trainer_arguments.py",
         ["unitrain.backends"],
-        ["unitrain.backends.base", "unitrain.backends.tunables", "unitrain.backends.compression_setting"],
+        ["unitrain.backends.base", "unitrain.backends.capabilities", "unitrain.backends.compression_setting"],
     ),
     ("unitrain/bench/*", ["unitrain.backends"], ["unitrain.backends.base", "unitrain.bootstrap.network"]),
     # What is measured and worked out of it is nobody's else to know; figures alone can be read without torch.
@@ -134,7 +134,7 @@ FORBIDDEN = [
     (
         "unitrain/tuning/* -unitrain/tune/timer.py",
         ["torch", "unitrain"],
-        ["unitrain.tune", "unitrain.errors", "unitrain.backends.tunables"],
+        ["unitrain.tune", "unitrain.errors", "unitrain.backends.capabilities"],
     ),
     ("unitrain/verify/* -unitrain/verify/recorder.py", ["unitrain.callbacks", "unitrain.data", "unitrain.config"], []),
     ("unitrain/verify/*", ["unitrain.checkpoint", "unitrain.optim", "unitrain.progress", "unitrain.metrics"], []),

@@ -212,7 +212,7 @@ def test_an_optimizer_of_a_part_sees_nothing_of_the_rest(precision: str) -> None
         optimizer = momentum(model[3].parameters())  # type: ignore[index]
         Trainer(
             model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL,
-            config=settings(clip_norm=0.05, unused_parameters=True, precision=precision),
+            config=settings(clip_norm=0.05, find_unused_parameters=True, precision=precision),
         ).fit(samples())  # fmt: skip
         results.append([parameter.detach().clone() for parameter in model.parameters()])
         assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,4 +1,19 @@
-"""Backends: what moves tensors between ranks and makes gradients global. Read `base.py` first.
+"""Backends communicate tensors between ranks and reduce gradients. Read `base.py` first.
 
-Nothing is imported here, so that a backend costs nothing until it is asked for by name (`registry.py`).
+base                 the interface: `Communicator` and `Backend`, with the contract of both
+lifecycle            the part of the interface that every backend shares: on_rank_zero, shutdown, failures
+capabilities         features that only some backends provide, such as PowerSGD state; `require`; tunables
+registry             backend names and their classes, including those of installed packages
+local                one process without communication, the reference of the others
+ddp                  torch.distributed with NCCL or Gloo
+horovod/             Horovod as a torch.distributed process group
+process_group        collectives and models of both, over any torch.distributed process group
+consistency          the check before every collective that all ranks pass the same arguments
+checks               validation of arguments, the same on every backend
+synchronized_errors  an error on one rank raised on all ranks
+tensors, objects     tensors as bytes and ordered keys; Python objects as tensors
+compression_setting  the values of `compression=`
+gradients/           DDP's reducer, its corrections, and the end of a backward
+
+This package imports no module by itself, so a backend is loaded only when its name is requested.
 """

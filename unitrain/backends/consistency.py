@@ -88,7 +88,7 @@ class ConsistencyCheck:
         that dtype with the exchange. Raises the lowest such rank's error, or CollectiveMismatchError if the arguments
         differ, on every rank.
         """
-        self._backend.refuse_alone(operation)
+        self._backend.check_collective_allowed(operation)
         problem: UnitrainError | None = None
         call = CollectiveCall(self._calls, operation, refused=True)
         try:

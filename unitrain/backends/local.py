@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, CompressionState, ReduceOp, StartOptions, SupportsPowerSGD
+from unitrain.backends.base import Backend, ReduceOp, StartOptions
+from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.compression import CompressionStates, compress_backward
 from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
@@ -62,46 +63,46 @@ class LocalBackend(Backend, SupportsPowerSGD):
         return started
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        self.refuse_alone("allreduce")
+        self.check_collective_allowed("allreduce")
         checks.check_reduce(tensor, op)
         return tensor.detach().clone()
 
     def allgather(self, tensor: Tensor) -> Tensor:
-        self.refuse_alone("allgather")
+        self.check_collective_allowed("allgather")
         checks.check_tensor(tensor)
         return tensor.detach().reshape(tensor.shape or (1,)).clone()
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        self.refuse_alone("reducescatter")
+        self.check_collective_allowed("reducescatter")
         checks.check_reduce(tensor, op)
         checks.check_divides(tensor, self.size)
         return tensor.detach().clone()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        self.refuse_alone("broadcast")
+        self.check_collective_allowed("broadcast")
         checks.check_tensor(tensor)
         checks.check_root(root, self.size)
         return tensor.detach().clone()
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        self.refuse_alone("broadcast_object")
+        self.check_collective_allowed("broadcast_object")
         checks.check_root(root, self.size)
         return obj
 
     def allgather_object(self, obj: Any) -> list[Any]:
-        self.refuse_alone("allgather_object")
+        self.check_collective_allowed("allgather_object")
         return [obj]
 
     def barrier(self) -> None:
-        self.refuse_alone("barrier")
+        self.check_collective_allowed("barrier")
 
     def distributed_model(
-        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression = "none"
+        self, model: nn.Module, *, find_unused_parameters: bool = False, compression: Compression = "none"
     ) -> nn.Module:
         self.check_running("distributed_model")
         checks.check_model(model, compression, self.device)
-        validation.switch("distributed_model(unused_parameters=...)", unused_parameters)
-        if not unused_parameters:
+        validation.switch("distributed_model(find_unused_parameters=...)", find_unused_parameters)
+        if not find_unused_parameters:
             watch_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
         compressor = self._memories.compressor(compression, self.unwrap(model), self)
         if compressor != "none":

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import Communicator, as_bytes
+from unitrain.backends.base import Communicator
+from unitrain.backends.tensors import as_bytes
 from unitrain.bootstrap.authentication import SIGNATURE_BYTES, has_key, sign, verify
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
@@ -75,6 +76,20 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, Tensor) and obj.device.type == "cuda":
             raise _OnGPUError
         return None
+
+
+def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
+    """Set `tensors`, of any dtypes, to rank 0's in place, in one broadcast. All ranks call it."""
+    if not tensors:
+        return
+    # As bytes, one broadcast serves every dtype without rounding.
+    pieces = [as_bytes(tensor).to(communicator.device) for tensor in tensors]
+    shared = communicator.broadcast(torch.cat(pieces))
+    if communicator.rank == 0:
+        return
+    for tensor, piece in zip(tensors, torch.split(shared, [piece.numel() for piece in pieces]), strict=True):
+        # The clone is aligned, so that it can be viewed as any dtype.
+        tensor.detach().copy_(piece.clone().view(tensor.dtype).reshape(tensor.shape))
 
 
 def broadcast_with_tensors(communicator: Communicator, obj: Any) -> Any:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, CompressionState, ReduceOp, SupportsPowerSGD, together
+from unitrain.backends.base import Backend, ReduceOp
+from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, Tunable
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.fork_safety import make_forks_safe
@@ -33,8 +34,8 @@ from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.objects import NOTHING, broadcast_with_tensors, pack, unpack
-from unitrain.backends.ordered_keys import from_ordered_keys, ordered_keys, takes_keys
-from unitrain.backends.tunables import Tunable
+from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.backends.tensors import from_ordered_keys, needs_keys, ordered_keys
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
@@ -92,7 +93,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             result = _reduced(agreed.contents.view(dtype), op).view(tensor.shape)
         elif agreed.total is not None:
             result = agreed.total.to(dtype).view(tensor.shape)
-        elif op in ("min", "max") and takes_keys(dtype, op):
+        elif op in ("min", "max") and needs_keys(dtype, op):
             keys = ordered_keys(_widened(tensor, dtype), op)
             self._waiting.wait_for_ranks(dist.all_reduce(keys, _TORCH_OPS[op], async_op=True))
             result = from_ordered_keys(keys, dtype)
@@ -129,12 +130,12 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
 
         self._agree("reducescatter", tensor, op=op, check=check)
         whole = _widened(tensor, _reduced_dtype(tensor.dtype, op))
-        if op in ("min", "max") and takes_keys(tensor.dtype, op):
+        if op in ("min", "max") and needs_keys(tensor.dtype, op):
             whole = ordered_keys(whole, op)
         result = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         if result.numel():
             self._waiting.wait_for_ranks(reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
-        if takes_keys(tensor.dtype, op):
+        if needs_keys(tensor.dtype, op):
             result = from_ordered_keys(result, tensor.dtype)
         return self._finish(result, tensor.dtype, op)
 
@@ -184,31 +185,31 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self._agree("barrier")
 
     def distributed_model(
-        self, model: nn.Module, *, unused_parameters: bool = False, compression: Compression = "none"
+        self, model: nn.Module, *, find_unused_parameters: bool = False, compression: Compression = "none"
     ) -> nn.Module:
         def check() -> None:
             checks.check_model(model, compression, self.device)
-            validation.switch("distributed_model(unused_parameters=...)", unused_parameters)
+            validation.switch("distributed_model(find_unused_parameters=...)", find_unused_parameters)
 
         self.check_running("distributed_model")
-        together(self, check)
-        debug = together(self, environment.debugs)
+        call_on_all_ranks(self, check)
+        debug = call_on_all_ranks(self, environment.debugs)
         check_same_settings(
-            self, unused_parameters=unused_parameters, compression=compression, **{environment.DEBUG: debug}
+            self, find_unused_parameters=find_unused_parameters, compression=compression, **{environment.DEBUG: debug}
         )
         check_same_model(self, model)
-        if unused_parameters and self._gradient_group is None:
+        if find_unused_parameters and self._gradient_group is None:
             # Ranks that leave different parameters out send their gradients earlier or later than other ranks do,
             # relative to the collectives that run inside their backward. Within one group those would meet each other.
             self._gradient_group = dist.new_group(timeout=self._rendezvous.timeout)
             if self._waits_on_stream:
                 set_transport_timeout(self._gradient_group, self.device, self._rendezvous.timeout + LAST_RESORT)
-        own_group = self._gradient_group if unused_parameters else None
+        own_group = self._gradient_group if find_unused_parameters else None
         wrapped = GlobalGradients(
             model,
             self.device,
             self._rendezvous,
-            unused_parameters=unused_parameters,
+            find_unused_parameters=find_unused_parameters,
             compressor=self._memories.compressor(compression, self.unwrap(model), self),
             group=own_group,
             buffers=ForwardBuffers(model, self) or None,
@@ -230,7 +231,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
-        together(self, lambda: checks.check_optimizer(optimizer, self.unwrap(model)))
+        call_on_all_ranks(self, lambda: checks.check_optimizer(optimizer, self.unwrap(model)))
         state = broadcast_with_tensors(self, optimizer.state_dict())
         if self.rank != 0:
             optimizer.load_state_dict(state)
@@ -247,7 +248,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         inner = model.module if isinstance(model, GlobalGradients) else model
         return getattr(inner, "_orig_mod", inner)
 
-    def abandon(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         if self._watchdog is not None:
             self._watchdog.fail(error)
 

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from unitrain import validation
-from unitrain.backends.base import together
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback
 from unitrain.errors import ConfigError
 
@@ -36,7 +36,7 @@ class Profiler(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Make the folder, and begin at once where nothing is to be skipped."""
-        self._folder = together(trainer.backend, lambda: self._make_folder(trainer.config.output_dir))
+        self._folder = call_on_all_ranks(trainer.backend, lambda: self._make_folder(trainer.config.output_dir))
         self._done = 0
         if self.skip == 0:
             self._begin(trainer)

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from unitrain.backends.base import Communicator, broadcast_into, raise_on_all_ranks
+from unitrain.backends.base import Communicator
+from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.checkpoint import files, job
 from unitrain.checkpoint.folder_lock import FolderLock
 from unitrain.data.batch_size import KeptBatch
@@ -89,7 +91,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
     with torch.no_grad():
         for module in [model] if average is None else [model, average]:
             for tensor in (*module.parameters(), *module.buffers()):
-                broadcast_into(communicator, [tensor])  # one by one, to hold no second copy of the model
+                broadcast_tensors(communicator, [tensor])  # one by one, to hold no second copy of the model
 
 
 def take_folder(folder: Path, lock: FolderLock, communicator: Communicator) -> None:

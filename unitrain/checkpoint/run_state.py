@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain import randomness
-from unitrain.backends.base import Backend, SupportsPowerSGD, require
+from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsPowerSGD, require
 from unitrain.backends.compression_setting import PowerSGD, read_compression
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import checkpointer, files, job

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from unitrain.backends.base import Communicator, raise_on_all_ranks
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.checkpoint import files
 from unitrain.checkpoint.checkpointer import PATIENCE_SECONDS, WRITABLE
 from unitrain.checkpoint.retention import Retention

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import as_bytes
+from unitrain.backends.tensors import as_bytes
 from unitrain.data.batch import map_parts
 from unitrain.errors import DataError
 

@@ -6,7 +6,8 @@ from typing import NamedTuple, NoReturn
 
 from torch.utils.data import DataLoader
 
-from unitrain.backends.base import Communicator, together
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.data.loading import Data
 from unitrain.errors import ConfigError
 
@@ -62,7 +63,7 @@ def batching_of(
             derived = derive_batching(communicator.size, **asked)
         return derived._replace(batch_size=batch_size) if isinstance(data, DataLoader) else derived
 
-    return together(communicator, derive)
+    return call_on_all_ranks(communicator, derive)
 
 
 def keep_batching(

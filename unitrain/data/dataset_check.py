@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unitrain.backends.base import Communicator, values_if_different
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import DataError
 
 
@@ -15,7 +16,7 @@ def check_alike(what: str, communicator: Communicator, length: int | None, setti
     `what` is the subject of the sentence, and `length` None for data without one. All ranks call it.
     """
     own = (length, dict(settings))
-    everywhere: list[tuple[int | None, dict[str, Any]]] = values_if_different(communicator, own) or [own]
+    everywhere: list[tuple[int | None, dict[str, Any]]] = gather_if_different(communicator, own) or [own]
     lengths = [length for length, _ in everywhere]
     if None in lengths and any(length is not None for length in lengths):
         ranks = [rank for rank, length in enumerate(lengths) if length is None]

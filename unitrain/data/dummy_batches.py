@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from unitrain.backends.base import Communicator, raise_on_all_ranks
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.config import Uneven
 from unitrain.data.batch import copy_batch
 from unitrain.data.batch_contents import Counted

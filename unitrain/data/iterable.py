@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
-from unitrain.backends.base import Communicator, together
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import StreamKind
 from unitrain.data.batch_contents import Counted, CountingCollate, count_samples, fingerprint
 from unitrain.data.dataset_check import check_alike
@@ -116,7 +117,7 @@ def open_stream(
 
     `what` it is begins the sentence. All ranks call it.
     """
-    source = together(
+    source = call_on_all_ranks(
         communicator,
         lambda: StreamSource(
             data,

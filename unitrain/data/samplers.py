@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from unitrain.backends.base import Communicator, together
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import DataError
 from unitrain.randomness import OwnGenerators, Stream, derive_seed
 
@@ -74,7 +75,7 @@ def draw(sampler: Iterable[Any], communicator: Communicator, *, whole: bool, see
     def on_rank_zero() -> Drawn | None:
         return _draw(sampler, whole, seed, epoch) if communicator.rank == 0 else None
 
-    drawn: Drawn = communicator.broadcast_object(together(communicator, on_rank_zero))
+    drawn: Drawn = communicator.broadcast_object(call_on_all_ranks(communicator, on_rank_zero))
     return drawn
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import Communicator, together
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import StreamKind, TrainConfig, Uneven
 from unitrain.data.batch_contents import Counted
 from unitrain.data.batch_size import KeptBatch, batching_of
@@ -330,7 +331,7 @@ def open_training_data(
 def _open(
     data: Data, communicator: Communicator, batch_size: int | None, shuffle: bool, num_workers: int, setting: str
 ) -> Source:
-    return together(
+    return call_on_all_ranks(
         communicator,
         lambda: Source(
             data,

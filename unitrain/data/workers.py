@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import call_site
+from unitrain.monitoring.stack_inspection import call_site
 from unitrain.processes import end_with_parent
 
 # What schedulers send to every process of a job before they take its machine.

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import Communicator, raise_on_all_ranks, values_if_different
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import gather_if_different, raise_on_all_ranks
 from unitrain.errors import ConfigError, MetricError
 
 # Of one metric, or of a metric inside it: how often it was updated, and its tensors and lists by name.
@@ -111,7 +112,7 @@ class TorchMetrics:
         """
         merged: list[_States] = [{} for _ in states]
         layout = list(_reducible(self._metrics.values(), states))
-        if values_if_different(self._communicator, layout) is not None or not layout:
+        if gather_if_different(self._communicator, layout) is not None or not layout:
             return merged
         parts_of = [_parts(metric) for metric in self._metrics.values()]
         for kind, wide in dict.fromkeys((one.kind, _wide(one.dtype)) for one in layout):

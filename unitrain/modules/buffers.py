@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from unitrain import validation
-from unitrain.backends.base import Communicator, broadcast_into
+from unitrain.backends.base import Communicator
+from unitrain.backends.objects import broadcast_tensors
 
 
 def check_model_and_communicator(function: str, model: Any, communicator: Any) -> None:
@@ -28,4 +29,4 @@ def share_buffers(model: nn.Module, communicator: Communicator) -> None:
     """
     check_model_and_communicator("share_buffers", model, communicator)
     # Through `data`, because this is no write of a forward, which the wrapped model looks for.
-    broadcast_into(communicator, [buffer.data for buffer in model.buffers()])
+    broadcast_tensors(communicator, [buffer.data for buffer in model.buffers()])

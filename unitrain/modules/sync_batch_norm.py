@@ -52,7 +52,7 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
 
 
 @contextmanager
-def standing_in(model: nn.Module) -> Iterator[None]:
+def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
     """Inside it, this rank's samples are in no statistics of `model`, neither in forward nor in backward.
 
     It is for a rank that has no samples and borrows some, because the others wait for its gradients. Buffers that the

@@ -11,7 +11,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unitrain.backends.base import Communicator, together
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError, ConfigError, did_you_mean
 
@@ -89,7 +90,7 @@ class PlannedScheduler:
         another length.
         """
         if self.scheduler is None:
-            self.scheduler = together(communicator, lambda: self._planned(total_steps))
+            self.scheduler = call_on_all_ranks(communicator, lambda: self._planned(total_steps))
         return self.scheduler
 
     def step(self) -> None:

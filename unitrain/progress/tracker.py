@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from unitrain import validation
-from unitrain.backends.base import Communicator, together
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, LoggerError, Preempted, UnitrainError
 from unitrain.loggers.background import Background
@@ -33,11 +34,11 @@ class Tracker:
     def __init__(self, config: TrainConfig, communicator: Communicator, loggers: object) -> None:
         self._config, self._communicator = config, communicator
         self._output_dir = None if config.output_dir is None else Path(config.output_dir)
-        self._loggers = together(communicator, lambda: choose_loggers(loggers))
+        self._loggers = call_on_all_ranks(communicator, lambda: choose_loggers(loggers))
         self._started: list[Background] = []
         self._description: Mapping[str, Any] | None = None
         self._show(Progress())
-        together(communicator, self._prepare)
+        call_on_all_ranks(communicator, self._prepare)
 
     @contextmanager
     def run(self, step: int, steps_left: int | None, description: Mapping[str, Any], *, over: bool) -> Iterator[None]:

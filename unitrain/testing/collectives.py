@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from unitrain.backends.base import Backend, values_if_different
+from unitrain.backends.base import Backend
 from unitrain.backends.checks import DTYPES, REDUCE_OPS
+from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
 from unitrain.testing.models import build
@@ -298,12 +299,12 @@ def objects_that_cannot_be_pickled_are_refused_on_every_rank(backend: Backend) -
 @contract
 def values_are_gathered_only_if_they_differ(backend: Backend) -> None:
     last = backend.size - 1
-    assert values_if_different(backend, {"equal": [1, (2.5, None)]}) is None
+    assert gather_if_different(backend, {"equal": [1, (2.5, None)]}) is None
     expected = None if last == 0 else [{"rank": rank == last} for rank in range(backend.size)]
-    assert values_if_different(backend, {"rank": backend.rank == last}) == expected
+    assert gather_if_different(backend, {"rank": backend.rank == last}) == expected
     if last > 0:
         for sent in (lambda: None, {"callback": lambda: None} if backend.rank == last else {}):
-            text = raises(ConfigError, "cannot be pickled", lambda sent=sent: values_if_different(backend, sent))
+            text = raises(ConfigError, "cannot be pickled", lambda sent=sent: gather_if_different(backend, sent))
             same_on_every_rank(backend, text)
 
 
@@ -372,7 +373,7 @@ def a_collective_of_rank_zero_alone_is_refused_at_once(backend: Backend) -> None
         assert alone == (backend.rank == 0)
         for name, collective in collectives.items():
             if alone:
-                told = f"{name} was called inside of on_rank_zero"
+                told = f"{name} was called inside on_rank_zero"
                 raises(CollectiveMismatchError, told, collective)
     for collective in collectives.values():
         collective()

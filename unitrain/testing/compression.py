@@ -152,7 +152,7 @@ def what_only_an_earlier_micro_step_used_is_compressed_too(backend: Backend) -> 
     choices: tuple[Compression, ...] = ("bf16", PowerSGD(rank=1, start_step=0, min_compression_rate=1))
     for compression in choices:
         model, twin = TwoHeads(), TwoHeads()
-        wrapped = backend.distributed_model(model, unused_parameters=True, compression=compression)
+        wrapped = backend.distributed_model(model, find_unused_parameters=True, compression=compression)
 
         def window(m: nn.Module, rank: int, step: int, *, wrapped: nn.Module = wrapped) -> None:
             with backend.no_sync(m) if m is wrapped else nullcontext():

@@ -210,13 +210,15 @@ class _Deep(nn.Module):
 @contract
 def collectives_may_run_inside_backward(backend: Backend) -> None:
     """Also where ranks leave different parameters out, so that their gradients are complete at other times."""
-    for unused_parameters in (False, True):
+    for find_unused_parameters in (False, True):
         model, twin = _Deep(backend), _Deep(None)
-        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+        wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
         for step in range(4):
 
-            def run(m: nn.Module, rank: int, step: int = step, unused_parameters: bool = unused_parameters) -> None:
-                left_out = {(2 * rank + step) % 8, (rank + 5 * step) % 8} if unused_parameters else set()
+            def run(
+                m: nn.Module, rank: int, step: int = step, find_unused_parameters: bool = find_unused_parameters
+            ) -> None:
+                left_out = {(2 * rank + step) % 8, (rank + 5 * step) % 8} if find_unused_parameters else set()
                 x = torch.randn(2, 400, generator=torch.Generator().manual_seed(rank)).double().requires_grad_()
                 m(x, left_out).sin().sum().backward()
 

@@ -38,7 +38,7 @@ def _assert_refused(backend: Backend, model: nn.Module, optimizer: torch.optim.O
 
 @contract
 def a_step_after_a_last_backward_inside_no_sync_is_refused(backend: Backend) -> None:
-    for settings in ({}, {"unused_parameters": True}, {"compression": "fp16"}):
+    for settings in ({}, {"find_unused_parameters": True}, {"compression": "fp16"}):
         model, wrapped, optimizer = _start(backend, **settings)
         backward(wrapped, backend.rank, 0)
         with backend.no_sync(wrapped):
@@ -62,9 +62,9 @@ def a_step_that_loss_scaling_wraps_is_refused_too(backend: Backend) -> None:
 
 @contract
 def a_backward_outside_no_sync_reduces_also_after_a_forward_inside(backend: Backend) -> None:
-    for unused_parameters in (False, True):
+    for find_unused_parameters in (False, True):
         model, twin = build(), build()
-        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+        wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
 
         def run(m: nn.Module, rank: int, wrapped: nn.Module = wrapped) -> None:
             backward(m, rank, 3)
@@ -81,7 +81,7 @@ def a_backward_outside_no_sync_reduces_also_after_a_forward_inside(backend: Back
 @contract
 def one_backward_may_follow_forwards_inside_and_outside_no_sync(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
-    wrapped = backend.distributed_model(model, unused_parameters=True)
+    wrapped = backend.distributed_model(model, find_unused_parameters=True)
 
     def run(m: nn.Module, rank: int) -> None:
         if m is wrapped:
@@ -137,9 +137,9 @@ def _hidden(value: Tensor) -> Callable[[], Tensor]:
 
 @contract
 def a_retained_graph_is_reduced_every_time_whatever_object_has_the_output(backend: Backend) -> None:
-    for unused_parameters in (False, True):
+    for find_unused_parameters in (False, True):
         model, twin = _ReturnsObject(_Output), _ReturnsObject(_Output)
-        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+        wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
 
         def run(m: nn.Module, rank: int) -> None:
             loss = loss_of(m(batch(rank)).parts["logits"].value)
@@ -245,7 +245,7 @@ def a_closure_that_leaves_local_gradients_is_refused(backend: Backend) -> None:
 @contract
 def one_of_several_optimizers_may_step_on_its_own_gradients(backend: Backend) -> None:
     model = TwoHeads()
-    wrapped = backend.distributed_model(model, unused_parameters=True)
+    wrapped = backend.distributed_model(model, find_unused_parameters=True)
     left, right = (
         backend.distributed_optimizer(torch.optim.SGD(head.parameters(), lr=0.1), wrapped)
         for head in (model.left, model.right)
@@ -292,7 +292,7 @@ def a_part_that_only_no_sync_used_is_reduced_after_another_is_unfrozen(backend: 
     for user in range(backend.size):  # the only rank whose first micro-batch uses the right head
         model, twin = TwoHeads(), TwoHeads()
         model.left.requires_grad_(False)
-        wrapped = backend.distributed_model(model, unused_parameters=True)
+        wrapped = backend.distributed_model(model, find_unused_parameters=True)
         optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
         loss_of(wrapped(batch(backend.rank), "left right")).backward()
         model.left.requires_grad_(True)

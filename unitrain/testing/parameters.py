@@ -49,7 +49,7 @@ def _heads(rank: int, step: int) -> str:
 @contract
 def unused_parameters_count_as_zero_or_stay_none(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
-    wrapped = backend.distributed_model(model, unused_parameters=True)
+    wrapped = backend.distributed_model(model, find_unused_parameters=True)
     for step in range(4):
         model.zero_grad()
         loss_of(wrapped(batch(backend.rank, step), _heads(backend.rank, step))).backward()
@@ -69,15 +69,15 @@ def unused_parameters_are_the_same_error_everywhere(backend: Backend) -> None:
 
         text = raises(ModelError, "2 parameters got no gradient on", step)
         assert "right.weight, right.bias" in text
-        assert "unused_parameters=True" in text
+        assert "find_unused_parameters=True" in text
         same_on_every_rank(backend, text)
 
 
 @contract
 def one_backward_may_follow_forwards_of_different_parts(backend: Backend) -> None:
-    for unused_parameters in (False, True):
+    for find_unused_parameters in (False, True):
         model, twin = TwoHeads(), TwoHeads()
-        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+        wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
 
         def run(m: nn.Module, rank: int) -> None:
             (loss_of(m(batch(rank, 0), "left")) + loss_of(m(batch(rank, 1), "right"))).backward()
@@ -88,7 +88,7 @@ def one_backward_may_follow_forwards_of_different_parts(backend: Backend) -> Non
 @contract
 def a_graph_that_leaves_parameters_out_may_be_retained(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
-    wrapped = backend.distributed_model(model, unused_parameters=True)
+    wrapped = backend.distributed_model(model, find_unused_parameters=True)
 
     def run(m: nn.Module, rank: int) -> None:
         loss = loss_of(m(batch(rank), "left"))
@@ -101,7 +101,7 @@ def a_graph_that_leaves_parameters_out_may_be_retained(backend: Backend) -> None
 @contract
 def a_part_may_be_frozen_later_where_unused_ones_are_allowed(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
-    wrapped = backend.distributed_model(model, unused_parameters=True)
+    wrapped = backend.distributed_model(model, find_unused_parameters=True)
     for module in (model, twin):
         module.right.requires_grad_(False)
 
@@ -116,11 +116,11 @@ def a_part_may_be_frozen_later_where_unused_ones_are_allowed(backend: Backend) -
 @contract
 def parts_may_be_frozen_and_unfrozen_at_any_time(backend: Backend) -> None:
     """As in fine-tuning: first the head, then more and more, then only the trunk; the gradients stay those of all."""
-    for unused_parameters in (False, True):
+    for find_unused_parameters in (False, True):
         model, twin = build(), build()
         for module in (model, twin):
             module[0].requires_grad_(False)  # type: ignore[index]
-        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+        wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
         optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
         for step, trained in enumerate(([3], [3], [1, 3], [0, 1, 3], [0, 1, 3], [0, 1], [3], [0, 1, 3])):
             for module in (model, twin):
@@ -160,9 +160,9 @@ def ranks_that_freeze_different_parts_are_told(backend: Backend) -> None:
 
 @contract
 def a_gradient_penalty_is_reduced(backend: Backend) -> None:
-    for unused_parameters in (False, True):
+    for find_unused_parameters in (False, True):
         model, twin = build(), build()
-        wrapped = backend.distributed_model(model, unused_parameters=unused_parameters)
+        wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
 
         def run(m: nn.Module, rank: int) -> None:
             inputs = batch(rank).requires_grad_()
@@ -213,7 +213,7 @@ def a_loss_on_one_of_two_outputs_counts(backend: Backend) -> None:
 @contract
 def what_only_a_micro_step_used_counts_as_used_where_that_is_allowed(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
-    wrapped = backend.distributed_model(model, unused_parameters=True)
+    wrapped = backend.distributed_model(model, find_unused_parameters=True)
     for _ in range(2):
         model.zero_grad()
         with backend.no_sync(wrapped):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Backend, CompressionState, SupportsPowerSGD, require
+from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, require
 from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
@@ -164,7 +165,7 @@ class Branches(nn.Module):
 @may_be_refused
 def powersgd_leaves_alone_what_no_rank_uses(backend: Backend) -> None:
     model = Branches()
-    wrapped = backend.distributed_model(model, unused_parameters=True, compression=LOW_RANK)
+    wrapped = backend.distributed_model(model, find_unused_parameters=True, compression=LOW_RANK)
     memory = require(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
 
     def step(part: int, weight: float = 1.0) -> None:
@@ -193,7 +194,7 @@ def powersgd_begins_a_part_alike_whenever_it_is_used_first(backend: Backend) -> 
     for parts in ((0, 0, 0, 1), (1, 1)):
         model = Branches()
         settings = PowerSGD(rank=1, start_step=1, min_compression_rate=1, error_feedback=False)
-        wrapped = backend.distributed_model(model, unused_parameters=True, compression=settings)
+        wrapped = backend.distributed_model(model, find_unused_parameters=True, compression=settings)
         for step, part in enumerate(parts):
             model.zero_grad()
             loss_of(wrapped(batch(backend.rank, 0 if part else step), part)).backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from unitrain.backends.tunables import Tunable
+from unitrain.backends.capabilities import Tunable
 
 # The variables that the built-in backends can be tuned by.
 BUILT_IN = frozenset(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unitrain.backends.tunables import Tunable
+from unitrain.backends.capabilities import Tunable
 
 Settings = Mapping[str, str]
 # Seconds of a step under some settings, in a run of its own.
@@ -102,7 +102,7 @@ def search(
     def tried(settings: Settings) -> list[float]:
         return found.tried.setdefault(" ".join(f"{name}={value}" for name, value in sorted(settings.items())), [])
 
-    candidates: list[Settings] = [{tunable.variable: value} for tunable in tunables for value in tunable.others]
+    candidates: list[Settings] = [{tunable.variable: value} for tunable in tunables for value in tunable.alternatives]
     for number, settings in enumerate(candidates):
         if not time_for(1):
             found.left = len(candidates) - number

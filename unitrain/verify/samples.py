@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import as_bytes
+from unitrain.backends.tensors import as_bytes
 
 
 def digest_of_samples(batch: Any, count: int) -> int:

@@ -24,14 +24,15 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from unitrain.backends.base import Communicator, values_if_different
+from unitrain.backends.base import Communicator
+from unitrain.backends.capabilities import Tunable
 from unitrain.backends.gradients.compression import Compressor, compress_buckets
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.outputs import gradient_tensors
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import watch_first_backward
-from unitrain.backends.tunables import Tunable
+from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ConfigError, EnvironmentVariableError, ModelError
@@ -76,7 +77,7 @@ class GlobalGradients(DistributedDataParallel):
         device: torch.device,
         rendezvous: Rendezvous,
         *,
-        unused_parameters: bool,
+        find_unused_parameters: bool,
         compressor: Compressor,
         sent_in: ReducerGroup,
         buffers: ForwardBuffers | None,
@@ -87,7 +88,7 @@ class GlobalGradients(DistributedDataParallel):
             model,
             device_ids=[device] if device.type == "cuda" else None,
             process_group=group,
-            find_unused_parameters=unused_parameters,
+            find_unused_parameters=find_unused_parameters,
             **_bucketing(),
         )
         # Shared above, as the contract says. Later on DDP would broadcast all of them in every forward.
@@ -105,7 +106,7 @@ class GlobalGradients(DistributedDataParallel):
         global _wrapped_models
         _wrapped_models += 1
         self._rendezvous, self._key, self._changes = rendezvous, f"model/{_wrapped_models}", 0
-        if not unused_parameters:
+        if not find_unused_parameters:
             # Over the store, because ranks that wait for a missing gradient have collectives of this backward in
             # flight.
             watch_first_backward(
@@ -303,13 +304,13 @@ def _explain(error: RuntimeError) -> None:
         raise ModelError(
             "In the last backward, parameters that earlier ones used got no gradient on this rank, so its gradients "
             "differ from the others'. Use all of them in every loss, or allow it: "
-            "backend.distributed_model(model, unused_parameters=True)."
+            "backend.distributed_model(model, find_unused_parameters=True)."
         ) from error
 
 
 def check_same_settings(communicator: Communicator, **settings: object) -> None:
     """Raise ConfigError on every rank when arguments of distributed_model differ between ranks. All call it."""
-    of_all_ranks = values_if_different(communicator, settings) or []
+    of_all_ranks = gather_if_different(communicator, settings) or []
     for rank, found in enumerate(of_all_ranks):
         for name, value in of_all_ranks[0].items():
             if found[name] != value:
@@ -323,7 +324,7 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
     """Raise ModelError on every rank when parameters or buffers differ in name, shape or dtype between ranks. All call
     it."""
     own = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in _tensors(model)}
-    tables: list[dict[str, tuple[str, list[int]]]] = values_if_different(communicator, own) or []
+    tables: list[dict[str, tuple[str, list[int]]]] = gather_if_different(communicator, own) or []
     for rank, table in enumerate(tables):
         for name in dict.fromkeys([*tables[0], *table]):
             expected, found = tables[0].get(name), table.get(name)

@@ -11,7 +11,8 @@ from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from unitrain.backends.base import Communicator, broadcast_into
+from unitrain.backends.base import Communicator
+from unitrain.backends.objects import broadcast_tensors
 
 # Writes are looked for at the forwards 1, 2, 4, 8 and so on, and then once in so many.
 _LOOK_FORWARDS = 1024
@@ -64,7 +65,7 @@ class ForwardBuffers:
             shared += [buffer for buffer in self._buffers(self._written) if buffer is not None]
             self._calls += 1
         if shared:
-            broadcast_into(self._communicator, shared)
+            broadcast_tensors(self._communicator, shared)
         if self._calls == 1 and not self._known:
             self._known = self._versions()
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Communicator, CompressionState
+from unitrain.backends.base import Communicator
+from unitrain.backends.capabilities import CompressionState
 from unitrain.backends.compression_setting import PowerSGD
 from unitrain.errors import CheckpointError
 

@@ -92,5 +92,5 @@ def _raise_if_any(told: list[list[str]]) -> None:
     where = "every rank" if len(ranks) == len(told) else f"rank {', '.join(ranks)}"
     raise ModelError(
         f"{len(names)} parameters got no gradient on {where}: {shown}. Use them in the loss, freeze them with "
-        "requires_grad_(False), or allow it: backend.distributed_model(model, unused_parameters=True)."
+        "requires_grad_(False), or allow it: backend.distributed_model(model, find_unused_parameters=True)."
     )

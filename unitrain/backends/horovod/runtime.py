@@ -11,7 +11,7 @@ import torch.distributed as dist
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints that it is missing)
 
-from unitrain.backends.tunables import Tunable
+from unitrain.backends.capabilities import Tunable
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.horovodrun import BoundRendezvousServer

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unitrain.backends.ordered_keys import from_ordered_keys, ordered_keys
+from unitrain.backends.tensors import as_bytes as as_bytes
+from unitrain.backends.tensors import flatten, from_ordered_keys, has_unit_stride, ordered_keys
 from unitrain.errors import UnsupportedError
 from unitrain.monitoring.collective_call import dtype_name
 
@@ -183,18 +184,7 @@ def flat(tensor: Tensor) -> Tensor:
         raise UnsupportedError(
             f"Horovod's process group takes dense tensors, got layout {tensor.layout}. Use tensor.to_dense() first."
         )
-    elements = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return elements.clone(memory_format=torch.contiguous_format) if _is_one_with_stride(elements) else elements
-
-
-def _is_one_with_stride(elements: Tensor) -> bool:
-    """Return whether `elements`, [n], are contiguous in torch's sense, but cannot be viewed as bytes."""
-    return elements.numel() == 1 and elements.stride(0) != 1
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return `tensor` as uint8 [bytes], sharing its memory where it is contiguous: what only moves needs no dtype."""
-    return flat(tensor).view(torch.uint8)
+    return flatten(tensor)
 
 
 class Destination:
@@ -206,7 +196,7 @@ class Destination:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
         self._copied = (
-            not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or _is_one_with_stride(tensor.view(-1))
+            not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or not has_unit_stride(tensor.view(-1))
         )
         self.elements = tensor.new_empty(tensor.numel()) if self._copied else self._tensor.view(-1)
 

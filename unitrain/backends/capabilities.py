@@ -1,0 +1,74 @@
+"""Features that only some backends provide.
+
+A capability is a small abstract class named `Supports...`. A backend provides it by subclassing it, and a feature
+requests it once with `require`, before any communication. A tunable is a setting that `unitrain tune` may change. This
+module does not import torch, because `unitrain tune` reads tunables without it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from unitrain.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+CapabilityT = TypeVar("CapabilityT")
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """An environment variable that changes the speed of a backend and its results by rounding only."""
+
+    variable: str
+    description: str
+    default: str
+    alternatives: tuple[str, ...]
+
+
+class CompressionState(ABC):
+    """State that the compression of a model's gradients carries from one reduction to the next, for checkpoints.
+
+    `loss_scale` returns the factor of the losses in the current backward, or None if losses are not scaled. The state
+    is stored unscaled, because the factor may change before the next reduction. It must be equal on every rank.
+    """
+
+    loss_scale: Callable[[], Tensor | None]
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain types and CPU tensors, complete on rank 0 only. All ranks call it, between
+        steps."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from rank 0's `state`; the arguments of other ranks are ignored. All ranks call it.
+
+        If the number of ranks is unchanged, each rank restores its own error. Otherwise each rank gets the mean of the
+        saved errors, which preserves the error of the mean gradient. Raises CheckpointError on every rank for the
+        state of another model.
+        """
+
+
+class SupportsPowerSGD(ABC):
+    """A backend that compresses gradients by PowerSGD, whose state belongs in checkpoints."""
+
+    @abstractmethod
+    def compression_state(self, model: nn.Module) -> CompressionState:
+        """Return the compression state of `model`, which `distributed_model` returned. Raises ModelError if the model
+        has none."""
+
+
+def require(backend: object, capability: type[CapabilityT], feature: str) -> CapabilityT:
+    """Return `backend` as a `capability`. Raises UnsupportedError, which names `feature`, if the backend lacks it."""
+    if not isinstance(backend, capability):
+        name = getattr(backend, "name", type(backend).__name__)
+        raise UnsupportedError(
+            f"{feature} needs {capability.__name__}, which backend {name!r} does not provide. "
+            f"Choose another backend with --backend, or leave {feature} out."
+        )
+    return backend

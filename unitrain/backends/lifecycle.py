@@ -1,0 +1,77 @@
+"""The state of a backend in its process: in use, inside `on_rank_zero`, shut down, or failed."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from unitrain.errors import CollectiveMismatchError, ConfigError, Preempted
+from unitrain.monitoring.stack_inspection import call_site
+
+
+class Lifecycle(ABC):
+    """Methods that every backend inherits: the context manager, `on_rank_zero`, and checks of the state."""
+
+    rank: int
+    _rank_zero_depth = 0  # number of nested on_rank_zero blocks that the caller is in
+    _is_shut_down = False
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Leave the group, so that the backend cannot be used any more."""
+
+    @contextmanager
+    def on_rank_zero(self) -> Iterator[bool]:
+        """Yield whether this is rank 0, for work of one rank such as writing a file.
+
+            with backend.on_rank_zero() as is_rank_zero:
+                if is_rank_zero:
+                    write_file()
+
+        The other ranks do not wait for the block, so a collective inside it would hang. It raises
+        CollectiveMismatchError immediately instead, for every number of ranks. Any rank may enter the block.
+        """
+        self._rank_zero_depth += 1
+        try:
+            yield self.rank == 0
+        finally:
+            self._rank_zero_depth -= 1
+
+    def check_collective_allowed(self, operation: str) -> None:
+        """Raise CollectiveMismatchError inside `on_rank_zero` and ConfigError after `shutdown`. Every collective calls
+        this first."""
+        self.check_running(operation)
+        if self._rank_zero_depth:
+            raise CollectiveMismatchError(
+                f"{operation} was called inside on_rank_zero, at {call_site(sys._getframe())}, where the other ranks "
+                "do not call it. Move it out of the block, and let every rank call it."
+            )
+
+    def check_running(self, operation: str) -> None:
+        """Raise ConfigError after `shutdown`."""
+        if self._is_shut_down:
+            raise ConfigError(
+                f"{operation} was called after the backend was shut down. Call it inside the block "
+                "`with unitrain.init() as backend:`, or start another backend: backend = unitrain.init()"
+            )
+
+    def report_failure(self, error: BaseException) -> None:  # noqa: B027 (backends of one process have no other rank)
+        """Report to the other ranks that this rank ends with `error`, so that they end within seconds. Any rank may
+        call it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A shutdown during an exception closes connections, and the launcher would blame another rank.
+        is_clean_exit = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if error is None or is_clean_exit or isinstance(error, Preempted):
+            self.shutdown()
+        else:
+            self.report_failure(error)

@@ -1,0 +1,62 @@
+"""Raise the same error on every rank when an error or a difference occurs on some ranks only."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import torch
+
+from unitrain.backends.base import Communicator
+from unitrain.errors import UnitrainError
+
+ResultT = TypeVar("ResultT")
+
+
+def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) -> None:
+    """Raise an error on every rank if any rank passes one: that of the lowest such rank.
+
+    All ranks call it, and pass None if they have no error. Use it for errors that only some ranks can detect, such as
+    a missing folder.
+    """
+    # A sum takes one exchange for any number of ranks.
+    if not communicator.allreduce(torch.tensor(float(error is not None)), "sum"):
+        return
+    for rank, found in enumerate(communicator.allgather_object(error)):
+        if found is not None:
+            # Pickling drops the cause and the traceback, so the failing rank raises its original error.
+            raise error if error is not None and rank == communicator.rank else found
+
+
+def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT]) -> ResultT:
+    """Call `function` and return its result, or raise on every rank a UnitrainError that it raises on any rank. All
+    ranks call it."""
+    problem: UnitrainError | None = None
+    try:
+        result = function()
+    except UnitrainError as error:
+        problem = error
+    raise_on_all_ranks(communicator, problem)
+    return result
+
+
+def gather_if_different(communicator: Communicator, value: Any) -> list[Any] | None:
+    """Return None if all ranks pass the same picklable `value`, and otherwise every rank's value, in rank order.
+
+    All ranks call it. If the values are equal, it takes one small allreduce. Values are compared by their pickled
+    bytes, so equal dictionaries in different order count as different.
+    """
+    try:
+        content = pickle.dumps(value)
+    except Exception:  # allgather_object raises the error on every rank
+        fingerprint, is_unpicklable = 0, 1
+    else:
+        fingerprint, is_unpicklable = int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 2, 0
+    largest, negated_smallest, any_unpicklable = communicator.allreduce(
+        torch.tensor([fingerprint, -fingerprint, is_unpicklable]), "max"
+    ).tolist()
+    if largest == -negated_smallest and not any_unpicklable:
+        return None
+    return communicator.allgather_object(value)

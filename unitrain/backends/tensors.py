@@ -1,0 +1,72 @@
+"""Tensors in the forms that transports accept: flat elements, bytes, and ordered keys.
+
+Ordered keys make every transport compute the same minimum and maximum. Gloo, MPI, NCCL and Horovod compare
+floating-point numbers with `<`, which is false for NaN: whether a NaN survives depends on the rank that has it and on
+the algorithm, and so on the size of the tensor. torch.minimum and torch.maximum return NaN if any input is NaN.
+Transports compare integers exactly, so a minimum or maximum is computed on integer keys in the order of the numbers.
+NaN has the largest key in a maximum, and the smallest key in a minimum.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_KEY_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense `tensor`, [elements] with stride 1, sharing its memory if it is contiguous."""
+    elements = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return elements if has_unit_stride(elements) else elements.clone(memory_format=torch.contiguous_format)
+
+
+def has_unit_stride(elements: Tensor) -> bool:
+    """Return whether contiguous `elements`, [n], can be viewed as another dtype.
+
+    torch counts a single element as contiguous at any stride, but can view it as bytes only at stride 1.
+    """
+    return elements.numel() != 1 or elements.stride(0) == 1
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return `tensor` as uint8 [bytes], sharing its memory if it is contiguous. Moving bytes requires no dtype."""
+    return flatten(tensor).view(torch.uint8)
+
+
+def needs_keys(dtype: torch.dtype, op: str) -> bool:
+    """Return whether the reduction `op` of `dtype` must be computed on ordered keys."""
+    return op in ("min", "max") and dtype.is_floating_point
+
+
+def ordered_keys(values: Tensor, op: Literal["min", "max"]) -> Tensor:
+    """Return a new contiguous int32 or int64 tensor whose minimum or maximum over ranks is that of `values`.
+
+    `values` has any floating-point dtype. Half precision is converted to float32, which is exact.
+    """
+    wide = values.detach().to(values.dtype if values.dtype in _KEY_DTYPES else torch.float32).contiguous()
+    bits = wide.view(_KEY_DTYPES[wide.dtype])
+    limits = torch.iinfo(bits.dtype)
+    keys = _flip_negative(bits)
+    return keys.masked_fill_(wide.isnan(), limits.max if op == "max" else limits.min)
+
+
+def from_ordered_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of `dtype` for `keys` made by `ordered_keys`. The key of NaN becomes NaN.
+
+    A minimum or maximum of keys is one of the keys, so no value is rounded.
+    """
+    wide = torch.float32 if keys.dtype == torch.int32 else torch.float64
+    return _flip_negative(keys).view(wide).to(dtype)
+
+
+def _flip_negative(bits: Tensor) -> Tensor:
+    """Return `bits` with all bits but the sign inverted if the sign is set. The function is its own inverse.
+
+    The magnitude bits of floating-point numbers are ordered like integers. Among negative numbers the larger magnitude
+    is the smaller number, which the inversion corrects.
+    """
+    limits = torch.iinfo(bits.dtype)
+    return (bits >> (limits.bits - 1)).bitwise_and_(limits.max).bitwise_xor_(bits)
