@@ -139,7 +139,7 @@ def test_only_knobs_of_the_backend_are_turned() -> None:
     assert {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", *names, "OMP_NUM_THREADS"} == set(of_horovod)
     assert of_horovod["OMP_NUM_THREADS"].alternatives == ("1", "4", "8")
     for one in of_horovod.values():
-        assert one.default not in one.others
+        assert one.default not in one.alternatives
 
 
 def horovod_settings(backend: unitrain.Backend) -> tuple[str | None, ...]:
