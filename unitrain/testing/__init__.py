@@ -1,4 +1,4 @@
-"""Running functions on several ranks, and the contract suite for backends, yours included.
+"""Run functions on several ranks, and check a backend against the contract suite.
 
     from unitrain.testing import run_ranks
 
@@ -7,8 +7,8 @@
 
     assert run_ranks(mean_rank, size=3, backend="ddp") == [1.0, 1.0, 1.0]
 
-A package that brings a backend of its own, registered in the entry-point group `unitrain.backends`, is held to the
-contract of `unitrain/backends/base.py` by one command:
+A package with its own backend, registered in the entry-point group `unitrain.backends`, runs the contract of
+`unitrain/backends/base.py` with one command:
 
     UNITRAIN_CONTRACT_BACKENDS=mine pytest --pyargs unitrain.testing.test_contract
 """

@@ -1,4 +1,4 @@
-"""The contract on buffers: which ones ranks share while they train, compared with a simulation in one process."""
+"""Contract of buffers: which buffers ranks share during training, compared with a simulation in one process."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Centers(nn.Module):
 
 
 def read_in_training(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that the next training forward reads; not statistics of a BatchNorm that trains."""
+    """Return the buffers that the next training forward reads; running statistics of BatchNorm are not among them."""
     statistics = {id(b) for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training for b in m.buffers()}
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in statistics}
 
 
 def simulated(size: int, accumulate: int) -> nn.Module:
-    """Return rank 0's model after training on `size` ranks as DDP with broadcast_buffers=True does, in plain torch."""
+    """Return the model of rank 0 after training on `size` simulated ranks like DDP with broadcast_buffers=True."""
     models = [Centers() for _ in range(size)]
     for step in range(STEPS):
         for model in models:
@@ -70,7 +70,7 @@ def simulated(size: int, accumulate: int) -> nn.Module:
 
 
 def trained(backend: Backend, accumulate: int, shared_after: Iterable[int]) -> nn.Module:
-    """Train on the ranks, and share all buffers after these steps, as an evaluation or a checkpoint does."""
+    """Train on the ranks; share all buffers after the given steps, as an evaluation or a checkpoint does."""
     model = Centers()
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=RATE), wrapped)
@@ -91,7 +91,7 @@ def trained(backend: Backend, accumulate: int, shared_after: Iterable[int]) -> n
 
 
 @contract
-def buffers_that_a_training_forward_reads_are_those_of_rank_zero(backend: Backend) -> None:
+def buffers_read_in_training_forward_equal_rank_0(backend: Backend) -> None:
     for accumulate in (1, 2):
         expected = simulated(backend.size, accumulate)
         for shared_after in ([], [1, 4, 6], range(STEPS)):
@@ -104,7 +104,7 @@ def buffers_that_a_training_forward_reads_are_those_of_rank_zero(backend: Backen
 
 
 @contract
-def a_buffer_that_is_written_late_is_shared_from_then_on(backend: Backend) -> None:
+def buffer_written_late_is_shared_afterwards(backend: Backend) -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -122,7 +122,7 @@ def a_buffer_that_is_written_late_is_shared_from_then_on(backend: Backend) -> No
     model = Late()
     wrapped = backend.distributed_model(model)
     for step in range(40):
-        # Only the last rank writes it at first.
+        # At first, only the last rank writes the buffer.
         writes = step > 20 or (step == 10 and backend.rank == backend.size - 1)
         loss_of(wrapped(batch(backend.rank, step), writes)).backward()
     share_buffers(wrapped, backend)
@@ -133,7 +133,7 @@ def a_buffer_that_is_written_late_is_shared_from_then_on(backend: Backend) -> No
 
 
 @contract
-def constant_buffers_and_running_statistics_take_no_collective(backend: Backend) -> None:
+def constant_buffers_and_running_statistics_need_no_collective(backend: Backend) -> None:
     class Constant(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -167,7 +167,7 @@ def constant_buffers_and_running_statistics_take_no_collective(backend: Backend)
     finally:
         for name in names:
             delattr(backend, name)
-    # The first forward shares all once, and 7 forwards look for writes (1, 2, 4, 8, 16, 32, 64).
+    # The first forward shares all buffers once; 7 forwards check for writes (1, 2, 4, 8, 16, 32, 64).
     shares = calls.count("broadcast") - 70
     assert (shares, calls.count("allreduce")) == ((1, 7) if backend.size > 1 else (0, 0))
     assert set(calls) <= {"broadcast", "allreduce"}

@@ -1,4 +1,4 @@
-"""How a sentence of the contract becomes a test: a function of a started backend, run on every rank, that asserts."""
+"""Registration of contract cases: functions of a started backend that run and assert on every rank."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ CASES: dict[str, Case] = {}
 
 
 def contract(case: Case) -> Case:
-    """Add `case` to the suite under its own name."""
-    assert case.__name__ not in CASES, f"two cases are called {case.__name__}"
+    """Add `case` to the suite under the name of the function."""
+    assert case.__name__ not in CASES, f"duplicate case {case.__name__}"
     CASES[case.__name__] = case
     return case
 
 
 def raises(kind: type[BaseException], text: str, action: Callable[[], object]) -> str:
-    """Assert that `action` raises a `kind` whose message contains `text`, and return the message."""
+    """Assert that `action` raises `kind` with `text` in its message, and return the message."""
     try:
         action()
     except kind as error:
@@ -28,6 +28,6 @@ def raises(kind: type[BaseException], text: str, action: Callable[[], object]) -
 
 
 def same_on_every_rank(backend: Backend, value: object) -> None:
-    """Assert that every rank passes an equal `value`."""
+    """Assert that `value` is equal on every rank. Every rank must call this."""
     values = backend.allgather_object(value)
     assert all(other == values[0] for other in values), f"the ranks differ: {values}"

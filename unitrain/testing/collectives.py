@@ -1,4 +1,4 @@
-"""The contract of the collectives. Every rank can compute every rank's input, and so the answer, by itself."""
+"""Contract of the collectives. Every rank can compute the inputs of all ranks, and therefore the expected result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
 from unitrain.testing.models import build
 
-# Small ones may travel otherwise than (11, 13) does, and many dimensions are told in short.
+# Small tensors are transferred together with the consistency check, larger ones such as (11, 13) are not. Shapes with
+# many dimensions are abbreviated in messages.
 _SHAPES: tuple[tuple[int, ...], ...] = (
     *((), (1,), (5,), (3, 4), (2, 3, 2), (0,), (0, 3), (2, 0), (11, 13)),
     *((*(1,) * 10, 3), (*(1,) * 10, 143)),
@@ -25,7 +26,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
 
 
 def _input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a small rank's own tensor; products over 3 ranks stay exact in every dtype."""
+    """Return the input of `rank`. Values are small, so that products over 3 ranks are exact in every dtype."""
     generator = torch.Generator().manual_seed(17 * rank + len(shape))
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -74,14 +75,14 @@ def allreduce_takes_the_mean_by_default(backend: Backend) -> None:
 
 
 @contract
-def a_mean_survives_a_sum_too_large_for_its_format(backend: Backend) -> None:
+def mean_is_finite_where_the_sum_overflows_float16(backend: Backend) -> None:
     own = torch.full((3, backend.size), 40_000.0, dtype=torch.float16)  # the sum of two is more than float16 holds
     assert torch.equal(backend.allreduce(own), own)
     assert torch.equal(backend.reducescatter(own.t())[0], own[:, 0])
 
 
 @contract
-def integer_mean_is_refused_on_every_rank(backend: Backend) -> None:
+def mean_of_integers_raises_on_every_rank(backend: Backend) -> None:
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
         text = raises(TensorError, "mean", lambda dtype=dtype: backend.allreduce(torch.ones(2).to(dtype)))
         same_on_every_rank(backend, text)
@@ -90,7 +91,7 @@ def integer_mean_is_refused_on_every_rank(backend: Backend) -> None:
 
 
 @contract
-def a_mistake_on_one_rank_raises_on_all(backend: Backend) -> None:
+def invalid_argument_on_one_rank_raises_on_every_rank(backend: Backend) -> None:
     if backend.size == 1:
         return
     tensor = torch.ones(2, dtype=torch.int64 if backend.rank == backend.size - 1 else torch.float32)
@@ -99,7 +100,7 @@ def a_mistake_on_one_rank_raises_on_all(backend: Backend) -> None:
 
 
 @contract
-def unknown_ops_and_roots_are_refused(backend: Backend) -> None:
+def unknown_ops_and_roots_raise(backend: Backend) -> None:
     tensor = torch.ones(2)
     raises(ConfigError, "Did you mean 'mean'?", lambda: backend.allreduce(tensor, "maen"))  # type: ignore[arg-type]
     for root in (-1, backend.size):
@@ -143,7 +144,7 @@ def allgather_concatenates_in_rank_order(backend: Backend) -> None:
 
 
 @contract
-def allgather_takes_another_dim_0_on_every_rank(backend: Backend) -> None:
+def allgather_accepts_a_different_dim_0_per_rank(backend: Backend) -> None:
     for counts in ([0, 3, 1], [2, 0, 0], [1, 2, 3], [0, 0, 0]):
         for dtype in DTYPES:
             parts = [_input(rank, (counts[rank], 2), dtype) for rank in range(backend.size)]
@@ -152,7 +153,7 @@ def allgather_takes_another_dim_0_on_every_rank(backend: Backend) -> None:
 
 
 @contract
-def reducescatter_returns_the_own_slice(backend: Backend) -> None:
+def reducescatter_returns_the_chunk_of_the_rank(backend: Backend) -> None:
     for dtype, op, rest in itertools.product(DTYPES, REDUCE_OPS, ((), (3,), (2, 2), (0,))):
         if not _defined(dtype, op):
             continue
@@ -180,7 +181,7 @@ def broadcast_copies_from_every_root(backend: Backend) -> None:
 
 
 @contract
-def collectives_take_tensors_that_are_not_contiguous(backend: Backend) -> None:
+def collectives_accept_noncontiguous_tensors(backend: Backend) -> None:
     def view(rank: int) -> Tensor:
         return _input(rank, (6, 4 * backend.size), torch.float32).t()[::2]
 
@@ -197,7 +198,7 @@ def collectives_take_tensors_that_are_not_contiguous(backend: Backend) -> None:
 
 
 @contract
-def collectives_take_a_column_of_a_single_row(backend: Backend) -> None:
+def collectives_accept_a_column_of_a_single_row(backend: Backend) -> None:
     inputs = [torch.full((1, 3), float(rank)) for rank in range(backend.size)]
     columns = [rows[:, 0] for rows in inputs]
     own = columns[backend.rank]
@@ -209,7 +210,7 @@ def collectives_take_a_column_of_a_single_row(backend: Backend) -> None:
 
 
 @contract
-def collectives_take_views_that_negate(backend: Backend) -> None:
+def collectives_accept_negative_views(backend: Backend) -> None:
     inputs = [torch.complex(torch.ones(1, 2), torch.full((1, 2), float(rank))) for rank in range(backend.size)]
     plain = [-number.imag[:, :1] for number in inputs]
     own = inputs[backend.rank].conj().imag[:, :1]
@@ -221,7 +222,7 @@ def collectives_take_views_that_negate(backend: Backend) -> None:
 
 
 @contract
-def a_tensor_that_requires_grad_is_refused_on_every_rank(backend: Backend) -> None:
+def tensor_that_requires_grad_raises_on_every_rank(backend: Backend) -> None:
     last = backend.rank == backend.size - 1
     own = torch.ones(backend.size, requires_grad=last)
     collectives = [backend.allreduce, backend.allgather, backend.reducescatter, backend.broadcast]
@@ -236,7 +237,7 @@ def a_tensor_that_requires_grad_is_refused_on_every_rank(backend: Backend) -> No
 
 
 @contract
-def special_values_survive(backend: Backend) -> None:
+def special_values_are_preserved(backend: Backend) -> None:
     own = torch.tensor([float("inf"), float("nan"), -0.0, 1e-40])
     assert_close(backend.broadcast(own), own, equal_nan=True, rtol=0, atol=0)
     result = backend.allreduce(own, "sum")
@@ -245,7 +246,7 @@ def special_values_survive(backend: Backend) -> None:
 
 
 @contract
-def a_minimum_or_maximum_is_nan_where_any_rank_has_nan(backend: Backend) -> None:
+def min_and_max_propagate_nan(backend: Backend) -> None:
     floating = [dtype for dtype in DTYPES if dtype.is_floating_point]
     for dtype, op, columns in itertools.product(floating, ("min", "max"), (1, 5, 400)):  # small and large tensors
         # Every column has each special value; which rank has which differs from row to row.
@@ -272,7 +273,7 @@ def a_minimum_or_maximum_is_nan_where_any_rank_has_nan(backend: Backend) -> None
 
 
 @contract
-def objects_travel(backend: Backend) -> None:
+def objects_are_broadcast_and_gathered(backend: Backend) -> None:
     for root in range(backend.size):
         sent = {"rank": backend.rank, "nested": [1, (2.5, None), {"x"}], "tensor": torch.arange(3)}
         received = backend.broadcast_object(sent if backend.rank == root else None, root)
@@ -285,7 +286,7 @@ def objects_travel(backend: Backend) -> None:
 
 
 @contract
-def objects_that_cannot_be_pickled_are_refused_on_every_rank(backend: Backend) -> None:
+def unpicklable_object_raises_on_every_rank(backend: Backend) -> None:
     if backend.size == 1:
         return
     last = backend.size - 1
@@ -322,7 +323,7 @@ def equal_models_are_compared_without_gathering_them(backend: Backend) -> None:
 
 
 @contract
-def big_tensors_and_objects_travel(backend: Backend) -> None:
+def large_tensors_and_objects_are_transferred(backend: Backend) -> None:
     big = torch.full((4_000_000,), float(backend.rank + 1))
     assert_close(backend.allreduce(big, "sum"), torch.full_like(big, backend.size * (backend.size + 1) / 2))
     text = bytes(range(256)) * 80_000
@@ -338,13 +339,13 @@ def many_collectives_in_a_row_keep_their_order(backend: Backend) -> None:
 
 
 @contract
-def barrier_returns_on_all(backend: Backend) -> None:
+def barrier_returns_on_every_rank(backend: Backend) -> None:
     for _ in range(3):
         backend.barrier()
 
 
 @contract
-def ranks_and_seats_are_numbered_without_gaps(backend: Backend) -> None:
+def ranks_and_local_ranks_are_numbered_without_gaps(backend: Backend) -> None:
     seats = backend.allgather_object(
         (backend.rank, backend.size, backend.node_rank, backend.local_rank, backend.local_size, backend.num_nodes)
     )
@@ -359,7 +360,7 @@ def ranks_and_seats_are_numbered_without_gaps(backend: Backend) -> None:
 
 
 @contract
-def a_collective_of_rank_zero_alone_is_refused_at_once(backend: Backend) -> None:
+def collective_inside_on_rank_zero_raises_immediately(backend: Backend) -> None:
     collectives = {
         "allreduce": lambda: backend.allreduce(torch.ones(1)),
         "allgather": lambda: backend.allgather(torch.ones(1)),

@@ -1,4 +1,4 @@
-"""The contract of compression: a backend refuses it with UnsupportedError, or means the same by it as all others."""
+"""Contract of compression: a backend raises UnsupportedError or computes the arithmetic of rule 7 in `base.py`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from unitrain.testing.parameters import TwoHeads
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def may_be_refused(case: Case) -> Case:
-    """Let a backend that does not compress pass."""
+def may_raise_unsupported_error(case: Case) -> Case:
+    """Accept UnsupportedError from a backend that does not support compression."""
 
     @functools.wraps(case)
     def tolerant(backend: Backend) -> None:
@@ -43,20 +43,20 @@ def may_be_refused(case: Case) -> Case:
 
 
 def steps(backend: Backend, model: nn.Module, wrapped: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the gradients of each step, on other data each."""
+    """Yield the gradients of each step; each step has different data."""
     for step in range(count):
         model.zero_grad()
         backward(wrapped, backend.rank, step)
         yield {name: gradient for name, gradient in gradients(model).items() if gradient is not None}
 
 
-def alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Tell whether both have the same tensors, but for the order in which more than two ranks are added up."""
+def allclose_up_to_order(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Return whether both have the same tensors, up to the order of summation over more than two ranks."""
     return one.keys() == other.keys() and all(torch.allclose(one[n], other[n], rtol=0, atol=1e-12) for n in one)
 
 
 @contract
-def unknown_compression_is_refused_by_name(backend: Backend) -> None:
+def unknown_compression_raises(backend: Backend) -> None:
     for wrong in ("fp61", None, 16):
         unknown: Any = wrong
         message = raises(
@@ -66,15 +66,15 @@ def unknown_compression_is_refused_by_name(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def compression_that_differs_between_ranks_is_refused(backend: Backend) -> None:
+@may_raise_unsupported_error
+def compression_that_differs_between_ranks_raises(backend: Backend) -> None:
     choice: Literal["fp16", "bf16"] = "fp16" if backend.rank == 0 else "bf16"
     if backend.size > 1:
         raises(ConfigError, "bf16", lambda: backend.distributed_model(build(), compression=choice))
 
 
 @contract
-def no_compression_is_the_same_bit_by_bit(backend: Backend) -> None:
+def compression_none_is_bit_identical(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped, plain_twin = backend.distributed_model(model, compression="none"), backend.distributed_model(twin)
     for one, other in zip(steps(backend, model, wrapped, 3), steps(backend, twin, plain_twin, 3), strict=True):
@@ -82,8 +82,8 @@ def no_compression_is_the_same_bit_by_bit(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def half_precision_rounds_each_gradient_and_their_sum(backend: Backend) -> None:
+@may_raise_unsupported_error
+def half_precision_rounds_each_gradient_and_the_sum(backend: Backend) -> None:
     def run(model: nn.Module, rank: int) -> None:
         loss_of(model(batch(rank).float()).double()).backward()
 
@@ -101,14 +101,14 @@ def half_precision_rounds_each_gradient_and_their_sum(backend: Backend) -> None:
         for total, parameter in zip(totals, model.parameters(), strict=True):
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, parameter.grad.to(dtype).float()), "it is not of the format"
-            place = torch.finfo(dtype).eps  # of the last digit, in relation to the number
+            place = torch.finfo(dtype).eps  # relative error of one rounding
             torch.testing.assert_close(parameter.grad, total.to(dtype).float(), rtol=place, atol=0)
         same_on_every_rank(backend, [p.grad.tolist() for p in model.parameters() if p.grad is not None])
 
 
 @contract
-@may_be_refused
-def half_precision_rounds_what_no_sync_adds_up_once(backend: Backend) -> None:
+@may_raise_unsupported_error
+def half_precision_rounds_accumulated_gradients_once(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model, compression="bf16")
     with backend.no_sync(wrapped):
@@ -131,9 +131,9 @@ def half_precision_rounds_what_no_sync_adds_up_once(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def unused_parameters_are_the_same_error_where_gradients_are_compressed(backend: Backend) -> None:
-    """Also on ranks that have used all of theirs, and wait for no collective that will not come."""
+@may_raise_unsupported_error
+def unused_parameters_raise_on_every_rank_with_compression(backend: Backend) -> None:
+    """Includes ranks that used all their parameters: they do not wait for a collective that never starts."""
     choices: tuple[Compression, ...] = ("fp16", PowerSGD(start_step=0, min_compression_rate=1))
     for compression in choices:
         wrapped = backend.distributed_model(TwoHeads(), compression=compression)
@@ -147,8 +147,8 @@ def unused_parameters_are_the_same_error_where_gradients_are_compressed(backend:
 
 
 @contract
-@may_be_refused
-def what_only_an_earlier_micro_step_used_is_compressed_too(backend: Backend) -> None:
+@may_raise_unsupported_error
+def parameters_used_in_an_earlier_micro_batch_are_compressed(backend: Backend) -> None:
     choices: tuple[Compression, ...] = ("bf16", PowerSGD(rank=1, start_step=0, min_compression_rate=1))
     for compression in choices:
         model, twin = TwoHeads(), TwoHeads()
@@ -175,9 +175,9 @@ def what_only_an_earlier_micro_step_used_is_compressed_too(backend: Backend) -> 
 
 
 @contract
-@may_be_refused
-def a_gradient_of_the_inputs_is_no_reduction(backend: Backend) -> None:
-    """PowerSGD counts reductions, and half precision rounds what has arrived only."""
+@may_raise_unsupported_error
+def input_gradient_is_not_counted_as_reduction(backend: Backend) -> None:
+    """PowerSGD counts reductions, and half precision rounds reduced gradients only."""
     choices: tuple[Compression, ...] = ("bf16", PowerSGD(rank=1, start_step=2, min_compression_rate=1))
     for compression in choices:
         model, twin = build(), build()
@@ -195,7 +195,7 @@ def a_gradient_of_the_inputs_is_no_reduction(backend: Backend) -> None:
 
 
 class Waves(nn.Module):
-    """A layer of complex numbers before one of real numbers."""
+    """Complex layer followed by a real layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,8 +210,8 @@ class Waves(nn.Module):
 
 
 @contract
-@may_be_refused
-def complex_gradients_keep_both_of_their_parts(backend: Backend) -> None:
+@may_raise_unsupported_error
+def complex_gradients_keep_real_and_imaginary_parts(backend: Backend) -> None:
     def run(model: nn.Module, rank: int) -> None:
         loss_of(model(batch(rank).float()).double()).backward()
 
@@ -242,9 +242,9 @@ def complex_gradients_keep_both_of_their_parts(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def a_gradient_inside_a_loss_compresses_nothing(backend: Backend) -> None:
-    """`no_sync` adds up gradients over micro-batches, whose losses have a gradient of the inputs in them."""
+@may_raise_unsupported_error
+def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
+    """Gradients accumulate over micro-batches whose losses contain a gradient of the inputs."""
 
     def window(model: nn.Module, rank: int, wrapped: nn.Module | None) -> None:
         for micro_step in range(3):
@@ -262,7 +262,7 @@ def a_gradient_inside_a_loss_compresses_nothing(backend: Backend) -> None:
             module.double()
         wrapped = backend.distributed_model(model, compression=compression)
         window(wrapped, backend.rank, wrapped)
-        # One backward of the whole window, which is compressed once.
+        # One backward over all micro-batches, which is compressed once.
         plain = backend.distributed_model(alone, compression=compression)
         total = torch.zeros((), dtype=torch.float64)
         for micro_step in range(3):
@@ -275,7 +275,7 @@ def a_gradient_inside_a_loss_compresses_nothing(backend: Backend) -> None:
             want = gradients(alone)[name]
             assert gradient is not None
             assert want is not None
-            # Added up in another order, a number may be rounded the other way.
+            # A sum in another order may round differently.
             place = 2 * torch.finfo(torch.float16).eps if compression == "fp16" else 1e-9
             torch.testing.assert_close(gradient, want, rtol=place, atol=1e-9)
         if compression == "fp16":

@@ -1,4 +1,4 @@
-"""The contract of `distributed_model` and `no_sync`: when `backward` returns, every gradient is the mean over ranks."""
+"""Contract of `distributed_model` and `no_sync`: after `backward`, every gradient is the mean over ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unitrain.testing.models import (
 
 
 @contract
-def gradients_are_the_mean_when_backward_returns(backend: Backend) -> None:
+def gradients_are_the_mean_over_ranks_after_backward(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
     for step in range(4):
@@ -35,7 +35,7 @@ def gradients_are_the_mean_when_backward_returns(backend: Backend) -> None:
 
 
 @contract
-def parameters_and_buffers_become_those_of_rank_0(backend: Backend) -> None:
+def distributed_model_broadcasts_parameters_and_buffers_of_rank_0(backend: Backend) -> None:
     model = nn.Sequential(build(seed=backend.rank), nn.BatchNorm1d(3).double())
     for buffer in model[1].buffers():
         buffer += backend.rank
@@ -46,7 +46,7 @@ def parameters_and_buffers_become_those_of_rank_0(backend: Backend) -> None:
 
 
 @contract
-def nothing_else_changes_parameters(backend: Backend) -> None:
+def wrapping_changes_no_parameter_or_learning_rate(backend: Backend) -> None:
     model = build()
     before = copy.deepcopy(model.state_dict())
     wrapped = backend.distributed_model(model)
@@ -58,7 +58,7 @@ def nothing_else_changes_parameters(backend: Backend) -> None:
 
 
 @contract
-def no_sync_adds_locally_then_reduces_all_of_it(backend: Backend) -> None:
+def backward_after_no_sync_reduces_accumulated_gradients(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
     step = 0
@@ -91,13 +91,13 @@ def no_sync_keeps_gradients_local(backend: Backend) -> None:
 
 
 @contract
-def no_sync_takes_the_distributed_model_only(backend: Backend) -> None:
+def no_sync_rejects_an_undistributed_model(backend: Backend) -> None:
     if backend.size > 1:
         raises(ModelError, "no_sync takes the model that distributed_model returned", lambda: backend.no_sync(build()))
 
 
 @contract
-def clipping_sees_global_gradients(backend: Backend) -> None:
+def clipping_uses_global_gradients(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
     backward(wrapped, backend.rank)
@@ -111,7 +111,7 @@ def clipping_sees_global_gradients(backend: Backend) -> None:
 
 
 @contract
-def two_backwards_per_step_add_up(backend: Backend) -> None:
+def two_backward_passes_accumulate(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
     for _ in range(2):
@@ -127,7 +127,7 @@ def two_backwards_per_step_add_up(backend: Backend) -> None:
 
 
 @contract
-def two_forwards_then_onebackward(backend: Backend) -> None:
+def two_forward_passes_and_one_backward(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
 
@@ -138,7 +138,7 @@ def two_forwards_then_onebackward(backend: Backend) -> None:
 
 
 @contract
-def a_retained_graph_is_reduced_every_time(backend: Backend) -> None:
+def retained_graph_is_reduced_in_every_backward(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
 
@@ -164,7 +164,7 @@ class Recomputed(nn.Module):
 
 
 @contract
-def activation_checkpointing_is_reduced(backend: Backend) -> None:
+def activation_checkpointing_gives_global_gradients(backend: Backend) -> None:
     model, twin = Recomputed(), Recomputed()
     wrapped = backend.distributed_model(model)
     for _ in range(2):
@@ -174,7 +174,7 @@ def activation_checkpointing_is_reduced(backend: Backend) -> None:
 
 
 class _SumInBackward(torch.autograd.Function):
-    """Changes nothing, and lets backward wait for a collective."""
+    """Identity whose backward calls a collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, backend: Backend) -> Tensor:
@@ -189,9 +189,9 @@ class _SumInBackward(torch.autograd.Function):
 
 
 class _Deep(nn.Module):
-    """Layers that fill a bucket of gradients each, with a collective in each one's backward where there is a backend.
+    """Layers of one gradient bucket each. With a backend, the backward of each layer calls a collective.
 
-    A forward leaves out the layers that it is told.
+    `forward` skips the layers in `skipped`, if the caller passes any.
     """
 
     def __init__(self, backend: Backend | None) -> None:
@@ -209,7 +209,7 @@ class _Deep(nn.Module):
 
 @contract
 def collectives_may_run_inside_backward(backend: Backend) -> None:
-    """Also where ranks leave different parameters out, so that their gradients are complete at other times."""
+    """Includes ranks that skip different parameters, so that their buckets are complete at different times."""
     for find_unused_parameters in (False, True):
         model, twin = _Deep(backend), _Deep(None)
         wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
@@ -228,7 +228,7 @@ def collectives_may_run_inside_backward(backend: Backend) -> None:
 
 
 @contract
-def zero_grad_may_keep_or_drop_the_tensors(backend: Backend) -> None:
+def zero_grad_supports_both_values_of_set_to_none(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
     for step, set_to_none in enumerate((True, False, False, True)):
@@ -238,7 +238,7 @@ def zero_grad_may_keep_or_drop_the_tensors(backend: Backend) -> None:
 
 
 @contract
-def evaluation_between_steps_needs_no_other_rank(backend: Backend) -> None:
+def evaluation_forward_does_not_communicate(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
     for step in range(2):

@@ -1,4 +1,4 @@
-"""The contract on steps: an optimizer steps on global gradients, or raises ModelError before it changes anything."""
+"""Contract of `optimizer.step`: gradients are global, or the step raises ModelError before it changes anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL = "gradients that are not reduced over ranks"
 
 
 def _start(backend: Backend, **settings: Any) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    """Return a model, its distributed module and optimizer."""
+    """Return a model, its distributed model, and its distributed optimizer."""
     model = build()
     wrapped = backend.distributed_model(model, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -28,7 +28,7 @@ def _start(backend: Backend, **settings: Any) -> tuple[nn.Module, nn.Module, tor
 
 
 def _assert_refused(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-    """Assert that a step raises the same ModelError on every rank, and changes neither parameters nor state."""
+    """Assert that a step raises the same ModelError on every rank and changes neither parameters nor state."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     text = raises(ModelError, _LOCAL, lambda: optimizer.step(*arguments))
     same_on_every_rank(backend, text)
@@ -37,7 +37,7 @@ def _assert_refused(backend: Backend, model: nn.Module, optimizer: torch.optim.O
 
 
 @contract
-def a_step_after_a_last_backward_inside_no_sync_is_refused(backend: Backend) -> None:
+def step_after_backward_inside_no_sync_raises(backend: Backend) -> None:
     for settings in ({}, {"find_unused_parameters": True}, {"compression": "fp16"}):
         model, wrapped, optimizer = _start(backend, **settings)
         backward(wrapped, backend.rank, 0)
@@ -50,7 +50,7 @@ def a_step_after_a_last_backward_inside_no_sync_is_refused(backend: Backend) -> 
 
 
 @contract
-def a_step_that_loss_scaling_wraps_is_refused_too(backend: Backend) -> None:
+def grad_scaler_step_on_local_gradients_raises(backend: Backend) -> None:
     model, wrapped, optimizer = _start(backend)
     scaler = torch.amp.GradScaler(backend.device.type, init_scale=8.0)
     with backend.no_sync(wrapped):
@@ -61,7 +61,7 @@ def a_step_that_loss_scaling_wraps_is_refused_too(backend: Backend) -> None:
 
 
 @contract
-def a_backward_outside_no_sync_reduces_also_after_a_forward_inside(backend: Backend) -> None:
+def backward_outside_no_sync_reduces_after_forward_inside(backend: Backend) -> None:
     for find_unused_parameters in (False, True):
         model, twin = build(), build()
         wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
@@ -79,7 +79,7 @@ def a_backward_outside_no_sync_reduces_also_after_a_forward_inside(backend: Back
 
 
 @contract
-def one_backward_may_follow_forwards_inside_and_outside_no_sync(backend: Backend) -> None:
+def one_backward_after_forwards_inside_and_outside_no_sync(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
 
@@ -95,7 +95,7 @@ def one_backward_may_follow_forwards_inside_and_outside_no_sync(backend: Backend
 
 
 @contract
-def a_step_after_a_backward_of_the_model_itself_is_refused(backend: Backend) -> None:
+def step_after_backward_of_the_unwrapped_model_raises(backend: Backend) -> None:
     model, wrapped, optimizer = _start(backend)
     if wrapped is model:
         return  # a single process, whose gradients are global
@@ -115,7 +115,7 @@ class _Slotted:
 
 
 class _Output:
-    """What a user's model may return: nothing that torch looks into."""
+    """Output type in which DDP does not look for tensors."""
 
     def __init__(self, value: Tensor) -> None:
         self.parts = {"logits": _Slotted(value)}
@@ -136,7 +136,7 @@ def _hidden(value: Tensor) -> Callable[[], Tensor]:
 
 
 @contract
-def a_retained_graph_is_reduced_every_time_whatever_object_has_the_output(backend: Backend) -> None:
+def retained_graph_is_reduced_for_any_output_type(backend: Backend) -> None:
     for find_unused_parameters in (False, True):
         model, twin = _ReturnsObject(_Output), _ReturnsObject(_Output)
         wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
@@ -150,7 +150,7 @@ def a_retained_graph_is_reduced_every_time_whatever_object_has_the_output(backen
 
 
 @contract
-def a_retained_graph_of_an_output_that_nobody_finds_is_refused(backend: Backend) -> None:
+def retained_graph_of_an_undetected_output_raises(backend: Backend) -> None:
     model = _ReturnsObject(_hidden)
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
@@ -170,7 +170,7 @@ def a_retained_graph_of_an_output_that_nobody_finds_is_refused(backend: Backend)
 
 
 @contract
-def local_gradients_that_were_dropped_do_not_count(backend: Backend) -> None:
+def discarded_local_gradients_are_ignored(backend: Backend) -> None:
     model, wrapped, optimizer = _start(backend)
     for set_to_none in (True, False):
         with backend.no_sync(wrapped):
@@ -181,7 +181,7 @@ def local_gradients_that_were_dropped_do_not_count(backend: Backend) -> None:
 
 
 @contract
-def gradients_that_no_backward_made_are_the_users(backend: Backend) -> None:
+def manually_assigned_gradients_are_accepted(backend: Backend) -> None:
     model, wrapped, optimizer = _start(backend)
     wrapped(batch(backend.rank))
     for parameter in model.parameters():
@@ -199,7 +199,7 @@ def _penalty(model: nn.Module) -> Tensor:
 
 
 @contract
-def the_backward_of_a_penalty_may_come_first(backend: Backend) -> None:
+def backward_of_a_gradient_penalty_may_come_first(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
@@ -218,7 +218,7 @@ def the_backward_of_a_penalty_may_come_first(backend: Backend) -> None:
 
 
 @contract
-def a_closure_that_leaves_local_gradients_is_refused(backend: Backend) -> None:
+def closure_that_leaves_local_gradients_raises(backend: Backend) -> None:
     model = build()
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2), wrapped)
@@ -243,7 +243,7 @@ def a_closure_that_leaves_local_gradients_is_refused(backend: Backend) -> None:
 
 
 @contract
-def one_of_several_optimizers_may_step_on_its_own_gradients(backend: Backend) -> None:
+def one_of_several_optimizers_steps_on_global_gradients(backend: Backend) -> None:
     model = TwoHeads()
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
     left, right = (
@@ -259,7 +259,7 @@ def one_of_several_optimizers_may_step_on_its_own_gradients(backend: Backend) ->
 
 
 @contract
-def a_part_that_is_frozen_while_its_gradient_is_local_is_refused(backend: Backend) -> None:
+def freezing_a_parameter_with_a_local_gradient_raises(backend: Backend) -> None:
     model, wrapped, optimizer = _start(backend)
     if wrapped is model:
         return
@@ -275,7 +275,7 @@ def a_part_that_is_frozen_while_its_gradient_is_local_is_refused(backend: Backen
 
 
 @contract
-def a_part_that_is_trained_later_is_seen_too(backend: Backend) -> None:
+def parameters_unfrozen_later_are_tracked(backend: Backend) -> None:
     model = build()
     model[0].requires_grad_(False)  # type: ignore[index]
     wrapped = backend.distributed_model(model)
@@ -288,7 +288,7 @@ def a_part_that_is_trained_later_is_seen_too(backend: Backend) -> None:
 
 
 @contract
-def a_part_that_only_no_sync_used_is_reduced_after_another_is_unfrozen(backend: Backend) -> None:
+def parameters_used_only_in_no_sync_are_reduced_after_unfreezing(backend: Backend) -> None:
     for user in range(backend.size):  # the only rank whose first micro-batch uses the right head
         model, twin = TwoHeads(), TwoHeads()
         model.left.requires_grad_(False)
@@ -314,8 +314,8 @@ def a_part_that_only_no_sync_used_is_reduced_after_another_is_unfrozen(backend: 
 
 
 @contract
-def two_models_may_share_parameters(backend: Backend) -> None:
-    """As a classifier and a decoder on one encoder, each with an optimizer of its own."""
+def two_models_share_parameters(backend: Backend) -> None:
+    """A classifier and a decoder share an encoder and have one optimizer each."""
     shared = nn.Linear(FEATURES, 5).double()
     pair = [nn.Sequential(shared, nn.Linear(5, 2).double()) for _ in range(2)]
     wrapped = [backend.distributed_model(model) for model in pair]
@@ -335,7 +335,7 @@ def two_models_may_share_parameters(backend: Backend) -> None:
 
 
 @contract
-def a_model_may_be_distributed_twice(backend: Backend) -> None:
+def model_can_be_distributed_twice(backend: Backend) -> None:
     model, _, optimizer = _start(backend)
     again = backend.distributed_model(model)
     for step in range(2):
@@ -346,7 +346,7 @@ def a_model_may_be_distributed_twice(backend: Backend) -> None:
 
 
 @contract
-def parameters_that_are_added_to_an_optimizer_must_be_a_models(backend: Backend) -> None:
+def added_parameters_must_belong_to_a_distributed_model(backend: Backend) -> None:
     model = build()
     wrapped = backend.distributed_model(model)
     head = list(model.children())[3]
@@ -372,7 +372,7 @@ def parameters_that_are_added_to_an_optimizer_must_be_a_models(backend: Backend)
 
 
 @contract
-def a_deleted_model_is_forgotten(backend: Backend) -> None:
+def deleted_model_is_released(backend: Backend) -> None:
     import gc
     import weakref
 

@@ -1,4 +1,4 @@
-"""Small models and their data for the contract suite, and what one process with the whole batch would compute."""
+"""Small models and data of the contract suite, and the expected gradients computed in one process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ROWS, FEATURES = 4, 6  # samples per rank, and features of each
 
 
 def build(seed: int = 0) -> nn.Module:
-    """Return a small network with a normalisation layer; equal on every rank for an equal `seed`."""
+    """Return a small network with a normalization layer, equal on every rank for the same `seed`."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def batch(rank: int, step: int = 0) -> Tensor:
-    """Return rank's samples of a step: float64 [ROWS, FEATURES]."""
+    """Return the samples of `rank` for `step`: float64 [ROWS, FEATURES]."""
     return torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(1000 * step + rank)).double()
 
 
 def loss_of(output: Tensor) -> Tensor:
-    """Return a loss that is not linear in the output."""
+    """Return a nonlinear loss of `output`."""
     return (output.sin() * torch.linspace(1, 2, output.shape[-1]).double()).sum(-1).mean()
 
 
@@ -37,9 +37,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def mean_gradients(
     backend: Backend, model: nn.Module, run: Callable[[nn.Module, int], Any]
 ) -> dict[str, Tensor | None]:
-    """Return the mean over ranks of the gradients that `run(model, rank)` leaves, computed by this rank alone.
+    """Return the mean over ranks of the gradients that `run(model, rank)` leaves, computed locally.
 
-    A parameter that no rank reaches has None; one that some do not reach counts as zero there.
+    A parameter that no rank uses has None; on a rank that does not use a parameter, its gradient counts as zero.
     """
     found: list[dict[str, Tensor | None]] = []
     for rank in range(backend.size):
@@ -56,7 +56,7 @@ def mean_gradients(
 
 
 def assert_gradients(actual: nn.Module, expected: dict[str, Tensor | None], tolerance: float = 1e-12) -> None:
-    """Assert that `actual`'s gradients are the expected ones."""
+    """Assert that the gradients of `actual` equal `expected`."""
     for name, parameter in actual.named_parameters():
         want = expected[name]
         if want is None or parameter.grad is None:
@@ -71,9 +71,10 @@ def assert_gradients(actual: nn.Module, expected: dict[str, Tensor | None], tole
 def assert_reduced(
     backend: Backend, wrapped: nn.Module, model: nn.Module, twin: nn.Module, run: Callable[[nn.Module, int], Any]
 ) -> None:
-    """Assert three times that `run` on `wrapped` leaves `model` the mean over ranks, as `twin` has it by itself.
+    """Assert in three steps that `run(wrapped, rank)` leaves the mean gradients in `model`.
 
-    In the first step DDP forms its buckets, in the second it forms them anew.
+    `twin` is a copy of the model that computes the expected gradients locally. DDP builds its buckets in the first
+    step and rebuilds them in the second.
     """
     for _ in range(3):
         model.zero_grad()
@@ -82,5 +83,5 @@ def assert_reduced(
 
 
 def backward(model: nn.Module, rank: int, step: int = 0) -> None:
-    """Run forward and backward on the batch of a rank and step."""
+    """Run forward and backward on the batch of `rank` and `step`."""
     loss_of(model(batch(rank, step))).backward()

@@ -1,4 +1,4 @@
-"""The contract of `distributed_optimizer`: it stays the user's own, and its state goes wherever the user takes it."""
+"""Contract of `distributed_optimizer`: it returns the user's object, whose state loads on any other backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _train_alone(
     steps: range,
     clip_norm: float | None = None,
 ) -> None:
-    """Do what `_train` should do, in this process and without the backend."""
+    """Return the expected result of `_train`, computed in this process without the backend."""
     for step in steps:
         expected = mean_gradients(backend, model, lambda m, rank, step=step: loss_of(m(batch(rank, step))).backward())
         for name, parameter in model.named_parameters():
@@ -44,7 +44,7 @@ def _assert_same_parameters(model: nn.Module, twin: nn.Module) -> None:
 
 
 @contract
-def the_optimizer_stays_the_users_object(backend: Backend) -> None:
+def distributed_optimizer_returns_the_same_object(backend: Backend) -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     wrapped = backend.distributed_model(model)
@@ -68,8 +68,8 @@ def training_equals_plain_torch(backend: Backend) -> None:
 
 
 @contract
-def an_overflow_on_one_rank_skips_the_step_on_all(backend: Backend) -> None:
-    """GradScaler as the user writes it, with and without clipping: every other step is that of one process."""
+def overflow_on_one_rank_skips_the_step_on_every_rank(backend: Backend) -> None:
+    """Use GradScaler in plain torch code, with and without clipping; all other steps equal those of one process."""
     overflow, steps = 2, range(5)
     for clip_norm in (None, 0.01):
         model, twin = build(), build()
@@ -101,8 +101,8 @@ def an_overflow_on_one_rank_skips_the_step_on_all(backend: Backend) -> None:
 
 
 @contract
-def loaded_state_is_kept_and_saved_state_is_portable(backend: Backend) -> None:
-    """Train alone, go on with the backend, take the file out again, and go on alone: as if nothing had happened."""
+def optimizer_state_is_kept_and_portable(backend: Backend) -> None:
+    """Train in one process, resume on the backend, save, and resume in one process: equal to uninterrupted training."""
     twin = build()
     twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
     _train_alone(backend, twin, twin_optimizer, range(3))
@@ -133,7 +133,7 @@ def loaded_state_is_kept_and_saved_state_is_portable(backend: Backend) -> None:
 
 
 @contract
-def state_becomes_that_of_rank_0(backend: Backend) -> None:
+def optimizer_state_is_broadcast_from_rank_0(backend: Backend) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if backend.rank == 0:
@@ -147,7 +147,7 @@ def state_becomes_that_of_rank_0(backend: Backend) -> None:
 
 
 @contract
-def schedulers_work_as_without_a_backend(backend: Backend) -> None:
+def schedulers_work_as_in_plain_torch(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
@@ -164,7 +164,7 @@ def schedulers_work_as_without_a_backend(backend: Backend) -> None:
 
 
 @contract
-def one_model_may_have_two_optimizers(backend: Backend) -> None:
+def one_model_with_two_optimizers(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
 
@@ -187,7 +187,7 @@ def one_model_may_have_two_optimizers(backend: Backend) -> None:
 
 
 @contract
-def optimizers_of_other_parameters_are_refused(backend: Backend) -> None:
+def optimizer_of_other_parameters_raises(backend: Backend) -> None:
     wrapped = backend.distributed_model(build())
     stranger = torch.optim.SGD(build().parameters(), lr=0.1)
     text = raises(
@@ -201,8 +201,8 @@ def optimizers_of_other_parameters_are_refused(backend: Backend) -> None:
 
 
 @contract
-def a_closure_sees_global_gradients(backend: Backend) -> None:
-    """LBFGS calls its closure several times a step; the ranks must take the same number of calls."""
+def closure_uses_global_gradients(backend: Backend) -> None:
+    """LBFGS calls its closure several times per step; every rank must make the same number of calls."""
     model = build()
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), wrapped)

@@ -1,4 +1,4 @@
-"""The contract on which of a model's parameters take part: unused, frozen, shared, none at all, or not the same."""
+"""Contract of parameters: unused, frozen, shared, missing, or different between ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unitrain.testing.models import (
 
 
 class TwoHeads(nn.Module):
-    """A trunk with two heads, of which a forward uses those it is told."""
+    """Trunk with two heads; the caller selects the heads of a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class TwoHeads(nn.Module):
 
 
 def _heads(rank: int, step: int) -> str:
-    """Return the heads a rank uses: only rank 0 leaves one out, all leave one out, none does, they take turns."""
+    """Return the heads that `rank` uses: rank 0 skips one, all ranks skip one, no rank does, or ranks alternate."""
     return [
         "left" if rank == 0 else "left right",
         "left",
@@ -47,7 +47,7 @@ def _heads(rank: int, step: int) -> str:
 
 
 @contract
-def unused_parameters_count_as_zero_or_stay_none(backend: Backend) -> None:
+def unused_parameters_have_zero_or_no_gradient(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
     for step in range(4):
@@ -60,7 +60,7 @@ def unused_parameters_count_as_zero_or_stay_none(backend: Backend) -> None:
 
 
 @contract
-def unused_parameters_are_the_same_error_everywhere(backend: Backend) -> None:
+def unused_parameters_raise_on_every_rank(backend: Backend) -> None:
     for heads in ("left", "left" if backend.rank == 0 else "left right"):
         wrapped = backend.distributed_model(TwoHeads())
 
@@ -74,7 +74,7 @@ def unused_parameters_are_the_same_error_everywhere(backend: Backend) -> None:
 
 
 @contract
-def one_backward_may_follow_forwards_of_different_parts(backend: Backend) -> None:
+def one_backward_after_forwards_of_different_heads(backend: Backend) -> None:
     for find_unused_parameters in (False, True):
         model, twin = TwoHeads(), TwoHeads()
         wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
@@ -86,7 +86,7 @@ def one_backward_may_follow_forwards_of_different_parts(backend: Backend) -> Non
 
 
 @contract
-def a_graph_that_leaves_parameters_out_may_be_retained(backend: Backend) -> None:
+def retained_graph_may_skip_parameters(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
 
@@ -99,7 +99,7 @@ def a_graph_that_leaves_parameters_out_may_be_retained(backend: Backend) -> None
 
 
 @contract
-def a_part_may_be_frozen_later_where_unused_ones_are_allowed(backend: Backend) -> None:
+def parameters_may_be_frozen_later_with_find_unused_parameters(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
     for module in (model, twin):
@@ -114,8 +114,8 @@ def a_part_may_be_frozen_later_where_unused_ones_are_allowed(backend: Backend) -
 
 
 @contract
-def parts_may_be_frozen_and_unfrozen_at_any_time(backend: Backend) -> None:
-    """As in fine-tuning: first the head, then more and more, then only the trunk; the gradients stay those of all."""
+def parameters_may_be_frozen_and_unfrozen_at_any_time(backend: Backend) -> None:
+    """As in fine-tuning: train the head first, then more parameters, then only the trunk."""
     for find_unused_parameters in (False, True):
         model, twin = build(), build()
         for module in (model, twin):
@@ -144,7 +144,7 @@ def parts_may_be_frozen_and_unfrozen_at_any_time(backend: Backend) -> None:
 
 
 @contract
-def ranks_that_freeze_different_parts_are_told(backend: Backend) -> None:
+def freezing_different_parameters_per_rank_raises(backend: Backend) -> None:
     if backend.size == 1:
         return
     model = build()
@@ -159,7 +159,7 @@ def ranks_that_freeze_different_parts_are_told(backend: Backend) -> None:
 
 
 @contract
-def a_gradient_penalty_is_reduced(backend: Backend) -> None:
+def gradient_penalty_is_reduced(backend: Backend) -> None:
     for find_unused_parameters in (False, True):
         model, twin = build(), build()
         wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
@@ -174,7 +174,7 @@ def a_gradient_penalty_is_reduced(backend: Backend) -> None:
 
 
 @contract
-def a_backward_through_a_frozen_model_is_not_its_own(backend: Backend) -> None:
+def backward_through_a_frozen_model_is_not_counted(backend: Backend) -> None:
     judge, twin = build(), build()
     wrapped = backend.distributed_model(judge)
     maker = torch.nn.Linear(FEATURES, FEATURES).double()
@@ -189,7 +189,7 @@ def a_backward_through_a_frozen_model_is_not_its_own(backend: Backend) -> None:
 
 
 class TwoOutputs(nn.Module):
-    """Returns two tensors; the second alone reaches every parameter but one."""
+    """Model with two outputs; the second depends on every parameter except one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class TwoOutputs(nn.Module):
 
 
 @contract
-def a_loss_on_one_of_two_outputs_counts(backend: Backend) -> None:
+def loss_on_one_of_two_outputs_is_reduced(backend: Backend) -> None:
     wrapped = backend.distributed_model(TwoOutputs())
     text = raises(
         ModelError, "2 parameters got no gradient", lambda: loss_of(wrapped(batch(backend.rank))[1]).backward()
@@ -211,7 +211,7 @@ def a_loss_on_one_of_two_outputs_counts(backend: Backend) -> None:
 
 
 @contract
-def what_only_a_micro_step_used_counts_as_used_where_that_is_allowed(backend: Backend) -> None:
+def parameters_used_in_any_micro_batch_are_reduced(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
     for _ in range(2):
@@ -228,7 +228,7 @@ def what_only_a_micro_step_used_counts_as_used_where_that_is_allowed(backend: Ba
 
 
 @contract
-def what_only_a_micro_step_used_is_an_error_elsewhere(backend: Backend) -> None:
+def parameters_unused_in_the_last_micro_batch_raise(backend: Backend) -> None:
     wrapped = backend.distributed_model(TwoHeads())
     with backend.no_sync(wrapped):
         loss_of(wrapped(batch(backend.rank), "left right")).backward()
@@ -241,7 +241,7 @@ def what_only_a_micro_step_used_is_an_error_elsewhere(backend: Backend) -> None:
 
 
 @contract
-def frozen_parameters_stay_out(backend: Backend) -> None:
+def frozen_parameters_are_not_reduced(backend: Backend) -> None:
     model, twin = build(), build()
     for module in (model, twin):
         module[0].requires_grad_(False)  # type: ignore[index]
@@ -252,7 +252,7 @@ def frozen_parameters_stay_out(backend: Backend) -> None:
 
 
 class Tied(nn.Module):
-    """Input and output share one weight, as language models do."""
+    """Model whose input and output layers share one weight, as in language models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def shared_parameters_are_reduced_once(backend: Backend) -> None:
 
 
 @contract
-def running_statistics_are_the_ranks_own_until_they_are_shared(backend: Backend) -> None:
+def running_statistics_are_local_until_shared(backend: Backend) -> None:
     def trained(rank: int) -> nn.Module:
         model = nn.BatchNorm1d(FEATURES).double()
         for step in range(rank + 1):
@@ -288,7 +288,7 @@ def running_statistics_are_the_ranks_own_until_they_are_shared(backend: Backend)
     model = nn.BatchNorm1d(FEATURES).double()
     wrapped = backend.distributed_model(model)
     for step in range(backend.rank + 1):
-        # The ranks may run different numbers of forwards only without gradients: others are counted and compared.
+        # Only forward passes without gradients may differ in number between ranks; the others are counted and compared.
         with torch.set_grad_enabled(step == 0):
             wrapped(batch(backend.rank, step))
     for name, buffer in trained(backend.rank).named_buffers():
@@ -299,7 +299,7 @@ def running_statistics_are_the_ranks_own_until_they_are_shared(backend: Backend)
 
 
 @contract
-def models_that_cannot_be_trained_are_refused(backend: Backend) -> None:
+def models_without_trainable_parameters_raise(backend: Backend) -> None:
     frozen = build().requires_grad_(False)
     raises(ModelError, "has no parameter that requires a gradient", lambda: backend.distributed_model(frozen))
     raises(ModelError, "nothing to train", lambda: backend.distributed_model(nn.ReLU()))
@@ -308,7 +308,7 @@ def models_that_cannot_be_trained_are_refused(backend: Backend) -> None:
 
 
 @contract
-def embeddings_that_change_their_weights_in_forward_are_refused(backend: Backend) -> None:
+def embedding_with_max_norm_raises(backend: Backend) -> None:
     for kind in (nn.Embedding, nn.EmbeddingBag):
         model = nn.Sequential(kind(10, 3, max_norm=1.5, norm_type=1.0))
         text = raises(ModelError, "'0' has max_norm=1.5", lambda model=model: backend.distributed_model(model))
@@ -324,7 +324,7 @@ def embeddings_that_change_their_weights_in_forward_are_refused(backend: Backend
 
 
 @contract
-def a_model_on_another_device_is_refused(backend: Backend) -> None:
+def model_on_another_device_raises(backend: Backend) -> None:
     last = backend.rank == backend.size - 1
     model = build().to("meta") if last else build()
     text = raises(ModelError, "The model is on meta", lambda: backend.distributed_model(model))
@@ -333,7 +333,7 @@ def a_model_on_another_device_is_refused(backend: Backend) -> None:
 
 
 @contract
-def models_that_differ_between_ranks_are_refused(backend: Backend) -> None:
+def models_that_differ_between_ranks_raise(backend: Backend) -> None:
     if backend.size == 1:
         return
     last = backend.rank == backend.size - 1

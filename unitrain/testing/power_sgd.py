@@ -1,4 +1,4 @@
-"""The contract of PowerSGD: what it sends, what it owes, and that it goes on from a checkpoint."""
+"""Contract of PowerSGD: transferred gradients, error feedback, and resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, r
 from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
-from unitrain.testing.compression import alike, may_be_refused, steps
+from unitrain.testing.compression import allclose_up_to_order, may_raise_unsupported_error, steps
 from unitrain.testing.models import (
     FEATURES,
     assert_gradients,
@@ -31,20 +31,22 @@ NO_MEMORY: tuple[Compression, ...] = ("none", "fp16")
 MATRICES = ("0.weight", "3.weight")  # of `build`, compressed under LOW_RANK; the rest are vectors
 
 
-def remembering(backend: Backend, model: nn.Module, settings: Compression) -> tuple[nn.Module, CompressionState]:
-    """Return the wrapped model and its memory."""
+def with_compression_state(
+    backend: Backend, model: nn.Module, settings: Compression
+) -> tuple[nn.Module, CompressionState]:
+    """Return the distributed model and its compression state."""
     wrapped = backend.distributed_model(model, compression=settings)
     return wrapped, require(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
 
 
 def errors(backend: Backend, memory: CompressionState) -> dict[str, Tensor]:
-    """Return the mean over ranks of what they owe, on every rank."""
+    """Return the mean over ranks of their errors (the gradients not sent yet), on every rank."""
     state = backend.broadcast_object(memory.state_dict())
     return {name: of_all_ranks.mean(0) for name, of_all_ranks in state["errors"].items()}
 
 
 def plain(memory: CompressionState) -> dict[str, Any]:
-    """Return the state as a checkpoint gives it back."""
+    """Return the state as it is loaded from a checkpoint."""
     file = io.BytesIO()
     torch.save(memory.state_dict(), file)
     file.seek(0)
@@ -53,10 +55,10 @@ def plain(memory: CompressionState) -> dict[str, Any]:
 
 
 @contract
-@may_be_refused
-def powersgd_is_of_low_rank_and_equal_between_ranks(backend: Backend) -> None:
+@may_raise_unsupported_error
+def powersgd_gradient_has_low_rank_and_is_equal_on_every_rank(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, _ = remembering(backend, model, LOW_RANK)
+    wrapped, _ = with_compression_state(backend, model, LOW_RANK)
     for step, sent in enumerate(steps(backend, model, wrapped, 4)):
         same_on_every_rank(backend, {name: gradient.tolist() for name, gradient in sent.items()})
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
@@ -71,11 +73,11 @@ def powersgd_is_of_low_rank_and_equal_between_ranks(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def powersgd_owes_what_it_has_not_sent(backend: Backend) -> None:
-    """With accumulation, and two backwards in a step, whose second sends again what the first has sent."""
+@may_raise_unsupported_error
+def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
+    """Includes accumulation and two backward passes per step, where the second sends the first gradient again."""
     model, twin = build(), build()
-    wrapped, memory = remembering(backend, model, LOW_RANK)
+    wrapped, memory = with_compression_state(backend, model, LOW_RANK)
     sent = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     true = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
 
@@ -104,13 +106,13 @@ def powersgd_owes_what_it_has_not_sent(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def error_feedback_sends_everything_in_the_end(backend: Backend) -> None:
+@may_raise_unsupported_error
+def error_feedback_converges_to_the_gradient(backend: Backend) -> None:
     def missing(error_feedback: bool) -> float:
-        """Return what part of a gradient that stays the same is missing in the mean of what was sent."""
+        """Return the relative difference between a constant gradient and the mean of the transferred gradients."""
         settings = PowerSGD(rank=1, start_step=0, min_compression_rate=1, error_feedback=error_feedback)
         model, twin = build(), build()
-        wrapped, _ = remembering(backend, model, settings)
+        wrapped, _ = with_compression_state(backend, model, settings)
         weight = model.get_parameter("0.weight")
         total = torch.zeros_like(weight)
         for _ in range(40):
@@ -127,30 +129,30 @@ def error_feedback_sends_everything_in_the_end(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def powersgd_sends_whole_gradients_before_it_starts(backend: Backend) -> None:
+@may_raise_unsupported_error
+def powersgd_sends_uncompressed_gradients_before_start_step(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, memory = remembering(backend, model, PowerSGD(rank=1, start_step=3, min_compression_rate=1))
+    wrapped, memory = with_compression_state(backend, model, PowerSGD(rank=1, start_step=3, min_compression_rate=1))
     plain_twin = backend.distributed_model(twin)
     pairs = zip(steps(backend, model, wrapped, 4), steps(backend, twin, plain_twin, 4), strict=True)
     for step, (one, other) in enumerate(pairs):
-        assert alike(one, other) == (step < 3), step
+        assert allclose_up_to_order(one, other) == (step < 3), step
     assert memory.state_dict()["steps"] == 4
 
 
 @contract
-@may_be_refused
-def powersgd_that_is_not_worth_it_sends_whole_gradients(backend: Backend) -> None:
+@may_raise_unsupported_error
+def powersgd_below_min_compression_rate_sends_uncompressed_gradients(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, memory = remembering(backend, model, PowerSGD(rank=1, start_step=0, min_compression_rate=4))
+    wrapped, memory = with_compression_state(backend, model, PowerSGD(rank=1, start_step=0, min_compression_rate=4))
     for step, sent in enumerate(steps(backend, model, wrapped, 2)):
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
-        assert alike(sent, {name: want for name, want in expected.items() if want is not None})
+        assert allclose_up_to_order(sent, {name: want for name, want in expected.items() if want is not None})
     assert not memory.state_dict()["errors"]
 
 
 class Branches(nn.Module):
-    """Uses the part that it is told to."""
+    """Model with several branches; the caller selects the branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,8 +164,8 @@ class Branches(nn.Module):
 
 
 @contract
-@may_be_refused
-def powersgd_leaves_alone_what_no_rank_uses(backend: Backend) -> None:
+@may_raise_unsupported_error
+def powersgd_skips_parameters_unused_on_every_rank(backend: Backend) -> None:
     model = Branches()
     wrapped = backend.distributed_model(model, find_unused_parameters=True, compression=LOW_RANK)
     memory = require(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
@@ -187,9 +189,9 @@ def powersgd_leaves_alone_what_no_rank_uses(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def powersgd_begins_a_part_alike_whenever_it_is_used_first(backend: Backend) -> None:
-    """On one rank an unused part is not reduced at all, so the number of reductions before its first use differs."""
+@may_raise_unsupported_error
+def powersgd_starts_a_matrix_equally_at_its_first_use(backend: Backend) -> None:
+    """On one rank an unused parameter is not reduced, so the number of reductions before its first use differs."""
     sent = []
     for parts in ((0, 0, 0, 1), (1, 1)):
         model = Branches()
@@ -207,12 +209,12 @@ def powersgd_begins_a_part_alike_whenever_it_is_used_first(backend: Backend) -> 
 
 
 @contract
-@may_be_refused
-def powersgd_keeps_what_is_owed_to_parts_that_are_frozen(backend: Backend) -> None:
+@may_raise_unsupported_error
+def powersgd_keeps_the_error_of_frozen_parameters(backend: Backend) -> None:
     model, twin = build(), build()
     for module in (model, twin):
         module.get_submodule("0").requires_grad_(False)
-    wrapped, memory = remembering(backend, model, LOW_RANK)
+    wrapped, memory = with_compression_state(backend, model, LOW_RANK)
     sent = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     true = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for step, trained in enumerate(("3", "03", "013", "01", "3", "013")):
@@ -237,9 +239,9 @@ def powersgd_keeps_what_is_owed_to_parts_that_are_frozen(backend: Backend) -> No
 
 
 @contract
-@may_be_refused
-def rounding_decides_nothing_that_powersgd_sends(backend: Backend) -> None:
-    """Where gradients are of a lower rank than Q, which a sum in another order would otherwise turn elsewhere."""
+@may_raise_unsupported_error
+def powersgd_is_independent_of_rounding(backend: Backend) -> None:
+    """The gradients have a lower rank than Q, so Q would otherwise depend on the order of summation."""
     settings = PowerSGD(rank=3, start_step=0, min_compression_rate=0.5)
     layers = [nn.Linear(FEATURES, 8, bias=False).double() for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -257,16 +259,16 @@ def rounding_decides_nothing_that_powersgd_sends(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def powersgd_forgets_a_step_that_overflows(backend: Backend) -> None:
+@may_raise_unsupported_error
+def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
     for bad in (float("inf"), float("nan")):
         model, twin = build(), build()
-        wrapped, memory = remembering(backend, model, LOW_RANK)
-        undisturbed, other = remembering(backend, twin, LOW_RANK)
+        wrapped, memory = with_compression_state(backend, model, LOW_RANK)
+        undisturbed, other = with_compression_state(backend, twin, LOW_RANK)
         for step in range(6):
             model.zero_grad()
             if step == 3:
-                # One rank, one number; whatever else the step has sent is as if it had not been.
+                # One number overflows on one rank; everything else that the step sent is discarded too.
                 last = backend.rank == backend.size - 1
                 handle = model.get_submodule("3").register_full_backward_hook(
                     lambda _m, grads, _o, last=last, bad=bad: (grads[0] * bad,) if last else None
@@ -286,11 +288,11 @@ def powersgd_forgets_a_step_that_overflows(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def powersgd_follows_the_loss_scale(backend: Backend) -> None:
+@may_raise_unsupported_error
+def powersgd_error_follows_the_loss_scale(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, memory = remembering(backend, model, LOW_RANK)
-    undisturbed, _ = remembering(backend, twin, LOW_RANK)
+    wrapped, memory = with_compression_state(backend, model, LOW_RANK)
+    undisturbed, _ = with_compression_state(backend, twin, LOW_RANK)
     for step, scale in enumerate((1.0, 4.0, 1024.0, 2.0)):
         memory.loss_scale = lambda scale=scale: torch.tensor(scale)
         model.zero_grad()
@@ -304,44 +306,44 @@ def powersgd_follows_the_loss_scale(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def powersgd_goes_on_from_its_state(backend: Backend) -> None:
+@may_raise_unsupported_error
+def powersgd_resumes_from_its_state(backend: Backend) -> None:
     for settings in (LOW_RANK, PowerSGD(rank=1, start_step=1, min_compression_rate=1, warm_start=False)):
         model, resumed = build(), build()
-        wrapped, memory = remembering(backend, model, settings)
+        wrapped, memory = with_compression_state(backend, model, settings)
         for _ in steps(backend, model, wrapped, 3):
             pass
-        rewrapped, other = remembering(backend, resumed, settings)
+        rewrapped, other = with_compression_state(backend, resumed, settings)
         state = plain(memory)
         other.load_state_dict(state if backend.rank == 0 else {})
         for one, two in zip(steps(backend, model, wrapped, 3), steps(backend, resumed, rewrapped, 3), strict=True):
-            assert alike(one, two)
+            assert allclose_up_to_order(one, two)
 
 
 @contract
-@may_be_refused
-def powersgd_goes_on_from_the_state_of_other_ranks(backend: Backend) -> None:
-    """As if the mean of what they owe were owed by each."""
+@may_raise_unsupported_error
+def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
+    """Each rank starts from the mean of the saved errors."""
     model, resumed, uniform = build(), build(), build()
-    wrapped, memory = remembering(backend, model, LOW_RANK)
+    wrapped, memory = with_compression_state(backend, model, LOW_RANK)
     for _ in steps(backend, model, wrapped, 3):
         pass
     state = backend.broadcast_object(plain(memory))
     some = {name: torch.cat([owed, owed[:1] * 2]) for name, owed in state["errors"].items()}
     means = {name: owed.mean(0, keepdim=True).expand(backend.size, *owed.shape[1:]) for name, owed in some.items()}
-    rewrapped, other = remembering(backend, resumed, LOW_RANK)
+    rewrapped, other = with_compression_state(backend, resumed, LOW_RANK)
     other.load_state_dict({**state, "errors": some})
-    expected, third = remembering(backend, uniform, LOW_RANK)
+    expected, third = with_compression_state(backend, uniform, LOW_RANK)
     third.load_state_dict({**state, "errors": {name: mean.contiguous() for name, mean in means.items()}})
     for one, two in zip(steps(backend, resumed, rewrapped, 2), steps(backend, uniform, expected, 2), strict=True):
-        assert alike(one, two)
+        assert allclose_up_to_order(one, two)
 
 
 @contract
-@may_be_refused
-def powersgd_keeps_the_mean_of_what_is_too_large_to_collect(backend: Backend) -> None:
+@may_raise_unsupported_error
+def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> None:
     model, resumed = build(), build()
-    wrapped, memory = remembering(backend, model, LOW_RANK)
+    wrapped, memory = with_compression_state(backend, model, LOW_RANK)
     for _ in steps(backend, model, wrapped, 3):
         pass
     whole = backend.broadcast_object(plain(memory))
@@ -350,7 +352,7 @@ def powersgd_keeps_the_mean_of_what_is_too_large_to_collect(backend: Backend) ->
         warnings.simplefilter("always")
         state = plain(memory)
     assert len(caught) == (backend.rank == 0)
-    _, other = remembering(backend, resumed, LOW_RANK)
+    _, other = with_compression_state(backend, resumed, LOW_RANK)
     other.load_state_dict(state if backend.rank == 0 else {})
     kept = backend.broadcast_object(plain(other))
     assert kept["steps"] == whole["steps"]
@@ -361,9 +363,9 @@ def powersgd_keeps_the_mean_of_what_is_too_large_to_collect(backend: Backend) ->
 
 
 @contract
-@may_be_refused
-def powersgd_refuses_the_state_of_another_model(backend: Backend) -> None:
-    wrapped, memory = remembering(backend, build(), LOW_RANK)
+@may_raise_unsupported_error
+def powersgd_state_of_another_model_raises(backend: Backend) -> None:
+    wrapped, memory = with_compression_state(backend, build(), LOW_RANK)
     for name, shape, told in (("4.weight", (1, 8, 6), "has not"), ("0.weight", (1, 6, 8), "[8, 6]")):
         state = {"steps": 1, "errors": {name: torch.zeros(shape)}, "queries": {}}
         raises(CheckpointError, told, lambda state=state: memory.load_state_dict(state))
@@ -371,8 +373,8 @@ def powersgd_refuses_the_state_of_another_model(backend: Backend) -> None:
 
 
 @contract
-@may_be_refused
-def only_powersgd_has_a_memory(backend: Backend) -> None:
+@may_raise_unsupported_error
+def only_powersgd_has_compression_state(backend: Backend) -> None:
     able = require(backend, SupportsPowerSGD, "PowerSGD")
     for compression in NO_MEMORY:
         model = backend.distributed_model(build(), compression=compression)
