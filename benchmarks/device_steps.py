@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain.backends.base import Backend
 from unitrain.data.order import Cursor
-from unitrain.data.prefetch import Prefetch
+from unitrain.data.prefetch import Prefetcher
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _prepared: dict[str, Callable[[], Any]] = {}
@@ -62,7 +62,7 @@ def prefetched(backend: Backend) -> int:
             yield {"values": values.pin_memory() if on_gpu else values, "others": [others]}, number
 
     equal = []
-    for batch, number in Prefetch(device)(batches(), ahead=True):
+    for batch, number in Prefetcher(device)(batches(), ahead=True):
         for _ in range(5):
             delay = torch.tanh(delay @ delay)
         values, (others,) = batch["values"], batch["others"]
@@ -74,7 +74,7 @@ def prefetched(backend: Backend) -> int:
     return count
 
 
-class OnDemand(Prefetch):
+class OnDemand(Prefetcher):
     """No batch ahead."""
 
     def __call__(self, items: Any, *, ahead: bool, beside: bool = False) -> Iterator[Any]:
@@ -83,11 +83,11 @@ class OnDemand(Prefetch):
 
 def prefetch_difference(backend: Backend) -> float:
     """Return the largest difference of a parameter, or prediction, between a run with and one without prefetching."""
-    ours, plain = (_trained_from_host(backend, make(backend.device)) for make in (Prefetch, OnDemand))
+    ours, plain = (_trained_from_host(backend, make(backend.device)) for make in (Prefetcher, OnDemand))
     return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
 
 
-def _trained_from_host(backend: Backend, prefetch: Prefetch) -> list[Tensor]:
+def _trained_from_host(backend: Backend, prefetch: Prefetcher) -> list[Tensor]:
     torch.manual_seed(6)
     wide = 2048 if backend.device.type == "cuda" else 32
     net = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Dropout(0.1), nn.Linear(wide, 10))

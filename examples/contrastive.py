@@ -71,7 +71,7 @@ def main(backend: str | None, device: str | None, epochs: int, batch_size: int, 
         train, validation = digits_data(seed)
         share = TrainingShard(TwoViews(train, len(train)), ranks, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
-            for views, part in share.epoch(epoch):
+            for views, part in share.micro_batches(epoch):
                 # A rank for which there is no sample left gets a batch of others, which must not be gathered.
                 one, two = (model(view.to(ranks.device))[: part.samples] for view in views)
                 loss = contrast(one, two, ranks)  # of the whole batch on every rank, so it is not weighted

@@ -45,7 +45,7 @@ def main(backend: str | None, device: str | None, epochs: int, batch_size: int, 
         share = TrainingShard(digits_data(seed)[0], ranks, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
             sums = torch.zeros(3, device=ranks.device)
-            for (images, _), part in share.epoch(epoch):
+            for (images, _), part in share.micro_batches(epoch):
                 real = images.to(ranks.device)
                 weight = part.samples * ranks.size / part.step_samples  # the last batch is divided unevenly
                 fake = generator(torch.randn(len(real), NOISE, generator=noise, device=ranks.device))

@@ -34,7 +34,7 @@ def main(backend: str | None, device: str | None, epochs: int, batch_size: int, 
         share = TrainingShard(train, ranks, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
             model.train()
-            for batch, part in share.epoch(epoch):
+            for batch, part in share.micro_batches(epoch):
                 images, targets = (tensor.to(ranks.device) for tensor in batch)
                 loss = cross_entropy(model(images), targets)
                 # The last batch is shared unevenly: what a rank has more of, counts more.

@@ -39,7 +39,7 @@ def main(backend: str | None, samples: int, batch_size: int, epochs: int, seed: 
         training = TrainingShard(numbers, ranks, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
             # A rank that has no samples in the last step borrows some that count for nothing: part.samples is 0 there.
-            own = [batch[0].tolist()[: part.samples] for batch, part in training.epoch(epoch)]
+            own = [batch[0].tolist()[: part.samples] for batch, part in training.micro_batches(epoch)]
             tell(f"training, epoch {epoch + 1}: another order every time", [batch for batch in own if batch])
 
         evaluation = EvaluationShard(numbers, ranks, batch_size=batch_size)

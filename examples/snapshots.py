@@ -54,7 +54,7 @@ class SnapshotTrainer:
         while self.epoch < epochs:
             if self.epoch + 1 == fail_in_epoch and not self.restarted:
                 raise RuntimeError(f"rank {self.ranks.rank} fails in epoch {fail_in_epoch}, as it was told to")
-            for batch, part in share.epoch(self.epoch):
+            for batch, part in share.micro_batches(self.epoch):
                 inputs, targets = (tensor.to(self.ranks.device) for tensor in batch)
                 loss = mse_loss(self.model(inputs), targets) * part.samples * self.ranks.size / part.step_samples
                 loss.backward()

@@ -11,7 +11,7 @@ from torch import nn
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
-from unitrain.data.prefetch import Prefetch
+from unitrain.data.prefetch import Prefetcher
 from unitrain.data.sharding import EvaluationShard
 from unitrain.metrics.means import Means
 from unitrain.metrics.user_metrics import Metric, UserMetrics
@@ -20,7 +20,7 @@ from unitrain.optim.loss_weighting import LossOutput, read_loss
 from unitrain.optim.precision import Precision
 from unitrain.optim.step import Forward
 from unitrain.prediction import Outputs
-from unitrain.randomness import kept_generators
+from unitrain.randomness import preserve_generators
 
 LossFunction = Callable[[Any, Any], LossOutput]
 
@@ -38,7 +38,7 @@ class Evaluation:
         loss_fn: LossFunction,
         metrics: Mapping[str, Metric] | nn.Module,
         precision: Precision,
-        prefetch: Prefetch,
+        prefetch: Prefetcher,
         communicator: Communicator,
     ) -> None:
         self._model, self._forward, self._loss_fn = model, forward, loss_fn
@@ -56,25 +56,25 @@ class Evaluation:
         losses = Means(("loss",), device)
 
         def evaluate_own() -> None:
-            self._metrics.start()
+            self._metrics.reset()
             for batch, samples in self._batches(share, share):
                 with self._precision.autocast():
                     output, target = self._forward(self._model, batch)
                     loss = read_loss(self._loss_fn(output, target))
                 losses.add_loss(loss.value, samples, loss.tokens)
-                self._metrics.add(output, target, samples)
-            self._metrics.add_up()
+                self._metrics.update(output, target, samples)
+            self._metrics.flush()
 
         with self._evaluating():
             call_on_all_ranks(self._communicator, evaluate_own)
-        return {**losses.reduce(self._communicator), **self._metrics.reduce()}
+        return {**losses.reduce(self._communicator), **self._metrics.compute()}
 
     def predict(self, share: EvaluationShard) -> Any:
         """Return the model's outputs for all samples, in the dataset's order, the same on every rank."""
         outputs = Outputs()
 
         def predict_own() -> None:
-            for batch, samples in self._batches(share, share.complete()):
+            for batch, samples in self._batches(share, share.complete_batches()):
                 if not samples:
                     outputs.add_empty()
                     continue
@@ -84,10 +84,10 @@ class Evaluation:
 
         with self._evaluating():
             call_on_all_ranks(self._communicator, predict_own)
-        return outputs.gather(self._communicator, share.dealt)
+        return outputs.gather(self._communicator, share.stride_unit)
 
     def _batches(self, share: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
-        return self._prefetch(batches, ahead=share.fetches_apart)
+        return self._prefetch(batches, ahead=share.can_prefetch)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ class Evaluation:
         self._model.eval()
         try:
             # Also a run that is validated in the middle of an epoch, where it stops, goes on as if it had not been.
-            with kept_generators(self._communicator.device), torch.no_grad():
+            with preserve_generators(self._communicator.device), torch.no_grad():
                 yield
         finally:
             for module, training in modes:  # one by one: the user may keep a part in eval mode while training

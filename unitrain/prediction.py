@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unitrain.backends.base import Communicator
 from unitrain.data.batch import map_parts
-from unitrain.data.order import Dealt, dealt_order
+from unitrain.data.order import StrideUnit, strided_order
 from unitrain.errors import DataError, ModelError
 
 # How much of an output is gathered at a time, over all ranks: it bounds what that takes on the device.
@@ -78,14 +78,14 @@ class Outputs:
         self._batches.append(tensors)
         self._samples.append(samples)
 
-    def gather(self, communicator: Communicator, dealt: Dealt | None = None) -> Any:
+    def gather(self, communicator: Communicator, stride_unit: StrideUnit | None = None) -> Any:
         """Return the outputs of all ranks in rank order, nested as they were, on the CPU of every rank.
 
-        Where samples or batches were `dealt` out to the ranks one by one, that is undone: they are in the data's order.
+        Samples or batches that the ranks took in turn (`stride_unit`) are put back into the order of the data.
         All ranks call it; one without a batch takes part. Raises ModelError, on all ranks, where their outputs differ.
         """
         rows = self._samples if self._kinds or not self._batches else []
-        lengths_here = rows if dealt == "batches" else [sum(rows)]
+        lengths_here = rows if stride_unit == "batches" else [sum(rows)]
         here = (bool(self._batches), self._kinds, self._layout, lengths_here)
         everywhere: list[tuple[bool, list[_Kind], Any, list[int]]] = communicator.allgather_object(here)
         found = [(kinds, layout) for has_batches, kinds, layout, _ in everywhere if has_batches]
@@ -98,8 +98,10 @@ class Outputs:
         lengths = [lengths for _, _, _, lengths in everywhere]
         counts = [sum(own) for own in lengths]
         whole = [self._gathered(index, kind, counts, communicator) for index, kind in enumerate(kinds)]
-        if dealt is not None:
-            order = dealt_order([torch.tensor(own if dealt == "batches" else [1] * sum(own)) for own in lengths])
+        if stride_unit is not None:
+            order = strided_order(
+                [torch.tensor(own if stride_unit == "batches" else [1] * sum(own)) for own in lengths]
+            )
             whole = [output[order] for output in whole]
         self._batches.clear()
         self._samples.clear()

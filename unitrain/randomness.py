@@ -57,7 +57,7 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
-def kept_generators(device: torch.device) -> Iterator[None]:
+def preserve_generators(device: torch.device) -> Iterator[None]:
     """Afterwards the generators of this process go on as if nothing had been drawn inside."""
     state = capture_generators(device)
     try:
@@ -66,7 +66,7 @@ def kept_generators(device: torch.device) -> Iterator[None]:
         restore_generators(state, device)
 
 
-class OwnGenerators:
+class IsolatedGenerators:
     """Random numbers of torch's CPU, numpy and Python that begin with `seed`, apart from the rest of the process.
 
     Inside `with` the global generators are these; outside they go on as if nobody had drawn in between.

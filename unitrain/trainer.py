@@ -20,8 +20,8 @@ from unitrain.checkpoint.checkpointer import load_weights
 from unitrain.checkpoint.run_state import Run, Stateful
 from unitrain.config import TrainConfig, check_alike, for_dry_run
 from unitrain.data.loading import Data
-from unitrain.data.order import Slice
-from unitrain.data.prefetch import Prefetch
+from unitrain.data.order import MicroBatch
+from unitrain.data.prefetch import Prefetcher
 from unitrain.data.sharding import EvaluationShard, open_training_data
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import ConfigError, Preempted
@@ -105,7 +105,7 @@ class Trainer:
         self._train_batch_size = config.batch_size
         self._tracker = Tracker(config, backend, loggers)
         self._times = Times(backend)
-        self._prefetch = Prefetch(backend.device, self._times.fetching)
+        self._prefetch = Prefetcher(backend.device, self._times.fetching)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         self._loss = RunningLoss(backend)
@@ -290,11 +290,13 @@ class Trainer:
             ()
             if self._epoch_reached_limit()
             else self._prefetch(
-                share.epoch(cursor.epoch, cursor.position), ahead=share.fetches_apart, beside=share.fetches_beside
+                share.micro_batches(cursor.epoch, cursor.position),
+                ahead=share.can_prefetch,
+                overlapped=share.can_overlap_prefetch,
             )
         ):
             self._micro_step(batch, part)
-            if not part.closes_step:
+            if not part.ends_step:
                 continue
             self._mean.finish_step(self.optimizer, part)
             self._callbacks.call("on_gradients", self)
@@ -323,14 +325,14 @@ class Trainer:
                     self._tracker.validated(epoch, cursor.step, self._validate(validation))
         trained = cursor.sample - first_sample
         # Checkpoints of earlier versions have no sums: a run resumed from one at the end of an epoch has no train_loss.
-        losses = {"train_loss": self._loss.mean(epoch, cursor.step)} if self._loss.steps else {}
+        losses = {"train_loss": self._loss.epoch_mean(epoch, cursor.step)} if self._loss.steps else {}
         seconds = self._times.stop()
         at_limit = self._epoch_reached_limit()
         if at_limit:
             share.end_epoch()
-        if at_limit or share.is_over(cursor.position):
+        if at_limit or share.is_epoch_finished(cursor.position):
             cursor.epoch, cursor.sample, cursor.position, cursor.step_in_epoch = cursor.epoch + 1, 0, 0, 0
-            self._loss.start()
+            self._loss.start_epoch()
 
         speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": trained / seconds}
         # A machine that is about to be taken away leaves no time for a validation in the middle of an epoch.
@@ -356,17 +358,19 @@ class Trainer:
         with self._times.spent_on("checkpoint"):
             self.run.save(self.backend.unwrap(self.model), self.optimizer, self._scheduler, results, row)
 
-    def _micro_step(self, batch: Any, part: Slice) -> None:
+    def _micro_step(self, batch: Any, part: MicroBatch) -> None:
         """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""
         stands_in = nullcontext() if part.samples else exclude_from_statistics(self.model)
-        with stands_in, nullcontext() if part.closes_step else self.backend.no_sync(self.model):
+        with stands_in, nullcontext() if part.ends_step else self.backend.no_sync(self.model):
             with self._precision.autocast():
                 loss = read_training_loss(self.loss_fn(*self._forward(self.model, batch)))
             weighted = self._mean.weighted(loss, part)
             if self.config.find_unused_parameters and not part.samples:
                 weighted = without_gradients(weighted)  # else each parameter is reached by every rank anyway
             start = self._times.watched(self._precision.scale(weighted))
-            backward(start, *(self._mean.beside() + self._prefetch.beside() if part.closes_step else ()))
+            backward(
+                start, *(self._mean.overlapped_work() + self._prefetch.overlapped_work() if part.ends_step else ())
+            )
         self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)
         self._callbacks.call("on_micro_step", self, batch, part, loss)
@@ -410,8 +414,8 @@ class Trainer:
     def _look(self, epoch: int) -> None:
         """Work out the loss when the ranks meet, and show, log and record how it goes."""
         step = self.run.cursor.step
-        losses = self._sync(self._loss.here())
-        looked = {"loss": self._loss.look(losses, epoch, step), **self._update.known()}
+        losses = self._sync(self._loss.local_sums())
+        looked = {"loss": self._loss.mean_since_sync(losses, epoch, step), **self._update.known()}
         speed = {"learning_rate": self._learning_rate(), "samples_per_second": self._times.samples_per_second()}
         self._tracker.look(step, {**looked, **speed})
         self.run.record_step({"step": step, **looked, **speed, **self._roll_call.slow()})
@@ -428,9 +432,9 @@ class Trainer:
     def _forget_partial_step(self) -> None:
         """Drop what an earlier `fit`, ended by an exception or Ctrl-C, has left of a step: it is done again."""
         self.backend.unwrap(self.model).zero_grad(set_to_none=True)
-        self._loss.forget_step()
-        self._mean.forget_step()
-        self._precision.forget_step()
+        self._loss.discard_step()
+        self._mean.discard_step()
+        self._precision.discard_step()
 
 
 def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:

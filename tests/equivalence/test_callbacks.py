@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from unitrain import Callback, EarlyStopping, GradientWatch, Profiler, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.data.order import Slice
+from unitrain.data.order import MicroBatch
 from unitrain.errors import CallbackError, ConfigError, DataError, NonFiniteGradientError
 from unitrain.optim.loss_weighting import Loss
 from unitrain.testing import RankGroup
@@ -58,7 +58,7 @@ class Journal(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         self.lines.append(f"start {trainer.run.cursor.step}")
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: Slice, loss: Loss) -> None:
+    def on_micro_step(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
         assert [len(tensor) for tensor in batch] == [part.samples] * 2
         assert (loss.value is trainer.last_loss, loss.tokens) == (True, None)
         self.lines.append(f"micro-step {trainer.run.cursor.step}")
@@ -121,7 +121,7 @@ class FailsOnce(Callback):
     def __init__(self, hook: str, step: int) -> None:
         self.hook, self.step, self.failed = hook, step, False
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: Slice, loss: Loss) -> None:
+    def on_micro_step(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
         self.fail(trainer, "on_micro_step")
 
     def on_gradients(self, trainer: Trainer) -> None:

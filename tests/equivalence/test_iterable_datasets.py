@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from unitrain import Callback, TrainConfig, Trainer, UnitrainError
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.data.dummy_batches import OUT, plan
+from unitrain.data.dummy_batches import NO_BATCH, plan_steps
 from unitrain.data.sharding import EvaluationShard, open_training_data
 from unitrain.progress import display
 from unitrain.testing import RankGroup
@@ -202,10 +202,10 @@ def steps_of(backend: Backend, data: Any, settings: dict[str, Any], epochs: tupl
     found = []
     for epoch in epochs:
         steps: list[Any] = [[]]
-        for batch, part in share.epoch(epoch):
+        for batch, part in share.micro_batches(epoch):
             steps[-1] += batch[0].tolist() if part.samples else []
             assert part.samples in (0, len(batch[0]))
-            if part.closes_step:
+            if part.ends_step:
                 steps[-1] = (steps[-1], part.step_samples)
                 steps.append([])
         assert steps.pop() == []
@@ -299,7 +299,7 @@ def test_dropping_the_last_batch_of_a_shared_stream_means_the_global_one(group: 
 def episodes(backend: Backend, workers: int, persistent: bool) -> list[list[Any]]:
     loader: Any = DataLoader(Episodes(6), batch_size=2, num_workers=workers, persistent_workers=persistent)
     share = open_training_data(loader, backend, TrainConfig(epochs=1, seed=3, stream="own"))
-    return [[row for batch, _ in share.epoch(epoch) for row in zip(*batch, strict=True)] for epoch in (0, 1)]
+    return [[row for batch, _ in share.micro_batches(epoch) for row in zip(*batch, strict=True)] for epoch in (0, 1)]
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
@@ -810,12 +810,12 @@ def test_what_goes_wrong_is_told_on_every_rank(group: RankGroup, case: Callable[
 @pytest.mark.parametrize(
     ("table", "accumulate", "uneven", "full", "expected"),
     [
-        ([[2, 2], [2, OUT]], 1, "weight", None, ([[0], [1]], False)),
-        ([[2, OUT], [2, OUT]], 1, "weight", None, ([[0], []], True)),
-        ([[2, OUT], [OUT, OUT]], 2, "weight", None, ([[0]], True)),
-        ([[2, 2], [2, OUT]], 1, "drop", None, ([[0]], True)),
-        ([[2, 2], [2, OUT]], 2, "drop", None, ([], True)),
-        ([[2, 2], [2, OUT]], 1, "pad", None, ([[0], [1]], False)),
+        ([[2, 2], [2, NO_BATCH]], 1, "weight", None, ([[0], [1]], False)),
+        ([[2, NO_BATCH], [2, NO_BATCH]], 1, "weight", None, ([[0], []], True)),
+        ([[2, NO_BATCH], [NO_BATCH, NO_BATCH]], 2, "weight", None, ([[0]], True)),
+        ([[2, 2], [2, NO_BATCH]], 1, "drop", None, ([[0]], True)),
+        ([[2, 2], [2, NO_BATCH]], 2, "drop", None, ([], True)),
+        ([[2, 2], [2, NO_BATCH]], 1, "pad", None, ([[0], [1]], False)),
         ([[0, 3], [0, 1]], 2, "weight", None, ([[1]], False)),
         ([[0, 3], [0, 1]], 1, "weight", None, ([[], [1]], False)),
         ([[2, 2], [2, 1]], 1, "weight", 4, ([[0]], True)),
@@ -824,7 +824,7 @@ def test_what_goes_wrong_is_told_on_every_rank(group: RankGroup, case: Callable[
 def test_the_plan_of_a_window(
     table: list[list[int]], accumulate: int, uneven: Any, full: int | None, expected: Any
 ) -> None:
-    assert plan(table, accumulate, uneven, full) == expected
+    assert plan_steps(table, accumulate, uneven, full) == expected
 
 
 class Counting(LocalBackend):
@@ -845,7 +845,7 @@ def test_ranks_agree_once_for_all_that_workers_have_prepared(workers: int, accum
         Listed(list(range(32))), backend,
         TrainConfig(epochs=1, batch_size=2, num_workers=workers, accumulate=accumulate),
     )  # fmt: skip
-    steps = sum(part.closes_step for _, part in share.epoch(0))
+    steps = sum(part.ends_step for _, part in share.micro_batches(0))
     assert (steps, Counting.gathered) == (16 // accumulate, exchanges)
 
 

@@ -23,7 +23,7 @@ from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data import prefetch
-from unitrain.data.prefetch import Prefetch, one_ahead
+from unitrain.data.prefetch import Prefetcher, prefetch_one
 from unitrain.data.sharding import EvaluationShard, TrainingShard
 from unitrain.monitoring.waiting import Waiting
 from unitrain.optim.step import backward
@@ -53,7 +53,7 @@ class Log(list[str]):
         self.append("arrive")
 
     def ahead(self, length: int, fails_at: int | None = None) -> Iterator[tuple[int, str]]:
-        return one_ahead(self.source(length, fails_at), self.begin, self.arrive)
+        return prefetch_one(self.source(length, fails_at), self.begin, self.arrive)
 
 
 def test_the_next_one_is_copied_before_the_current_one_is_used_and_no_other() -> None:
@@ -94,7 +94,7 @@ def test_an_error_of_the_copy_comes_in_its_turn() -> None:
 
     used: list[int] = []
     with pytest.raises(RuntimeError, match="out of memory"):
-        used.extend(number for number, _ in one_ahead(Log().source(4), begin, lambda: None))
+        used.extend(number for number, _ in prefetch_one(Log().source(4), begin, lambda: None))
     assert used == [0, 1]
 
 
@@ -124,14 +124,16 @@ def test_a_batch_is_held_by_who_uses_it_alone() -> None:
         def __del__(self) -> None:
             alive.discard(self.number)
 
-    for batch, number in one_ahead(((Batch(number), number) for number in range(4)), lambda item: item, lambda: None):
+    for batch, number in prefetch_one(
+        ((Batch(number), number) for number in range(4)), lambda item: item, lambda: None
+    ):
         del batch
         assert alive == ({number + 1} if number < 3 else set())
 
 
 def test_the_cpu_gets_the_loader_itself() -> None:
     items = Log().source(3)
-    assert Prefetch(torch.device("cpu"))(items, ahead=True) is items
+    assert Prefetcher(torch.device("cpu"))(items, ahead=True) is items
 
 
 def test_the_next_one_is_fetched_while_gradients_travel() -> None:
@@ -142,24 +144,24 @@ def test_the_next_one_is_fetched_while_gradients_travel() -> None:
         entered.append(len(log))
         yield
 
-    ahead = Prefetch(torch.device("cpu"), fetching)
-    for number, _ in ahead(log.source(3), ahead=True, beside=True):
+    ahead = Prefetcher(torch.device("cpu"), fetching)
+    for number, _ in ahead(log.source(3), ahead=True, overlapped=True):
         weight = torch.ones((), requires_grad=True)
         # As what makes gradients global does, when the first of them is there.
         weight.register_hook(lambda _: Variable._execution_engine.queue_callback(lambda: log.append("wait")))
         log.append(f"use {number}")
-        backward(weight * 1.0, *ahead.beside())
+        backward(weight * 1.0, *ahead.overlapped_work())
     assert log == ["load 0", "use 0", "load 1", "wait", "use 1", "load 2", "wait", "use 2", "closed", "wait"]
     assert entered == [2, 5, 8]
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_an_error_of_what_is_fetched_meanwhile_comes_in_its_turn(fails_at: int) -> None:
-    ahead, used = Prefetch(torch.device("cpu")), list[int]()
+    ahead, used = Prefetcher(torch.device("cpu")), list[int]()
 
     def loop() -> None:
-        for number, _ in ahead(Log().source(3, fails_at), ahead=True, beside=True):
-            backward(torch.ones((), requires_grad=True) * 1.0, *ahead.beside())
+        for number, _ in ahead(Log().source(3, fails_at), ahead=True, overlapped=True):
+            backward(torch.ones((), requires_grad=True) * 1.0, *ahead.overlapped_work())
             used.append(number)
 
     with pytest.raises(OSError, match=f"cannot read {fails_at}"):
@@ -168,25 +170,25 @@ def test_an_error_of_what_is_fetched_meanwhile_comes_in_its_turn(fails_at: int) 
 
 
 def test_what_is_fetched_meanwhile_is_closed_with_the_loop() -> None:
-    log, ahead = Log(), Prefetch(torch.device("cpu"))
+    log, ahead = Log(), Prefetcher(torch.device("cpu"))
 
     def loop() -> None:
-        for number, _ in ahead(log.source(9), ahead=True, beside=True):
-            backward(torch.ones((), requires_grad=True) * 1.0, *ahead.beside())
+        for number, _ in ahead(log.source(9), ahead=True, overlapped=True):
+            backward(torch.ones((), requires_grad=True) * 1.0, *ahead.overlapped_work())
             if number == 1:
                 raise KeyError
 
     with pytest.raises(KeyError):
         loop()
     assert log[-1] == "closed"
-    backward(torch.ones((), requires_grad=True) * 1.0, *ahead.beside())
+    backward(torch.ones((), requires_grad=True) * 1.0, *ahead.overlapped_work())
     assert log[-1] == "closed"
 
 
 def order_of_things(backend: Backend) -> list[str]:
     """Return what each step of four does of fetching, and of waiting inside of backward."""
     log: list[str] = []
-    fetch, wait = prefetch.Coming.fetch, Waiting.wait_for_ranks
+    fetch, wait = prefetch.PrefetchedIterator.fetch, Waiting.wait_for_ranks
 
     def noted_fetch(coming: Any) -> None:
         log.append("fetch")
@@ -197,11 +199,11 @@ def order_of_things(backend: Backend) -> list[str]:
             log.append("wait")
         wait(waiting, work, **settings)
 
-    prefetch.Coming.fetch, Waiting.wait_for_ranks = noted_fetch, noted_wait  # type: ignore[method-assign]
+    prefetch.PrefetchedIterator.fetch, Waiting.wait_for_ranks = noted_fetch, noted_wait  # type: ignore[method-assign]
     try:
         train(samples, None, backend=backend, batch_size=3, accumulate=2, epochs=1)
     finally:
-        prefetch.Coming.fetch, Waiting.wait_for_ranks = fetch, wait  # type: ignore[method-assign]
+        prefetch.PrefetchedIterator.fetch, Waiting.wait_for_ranks = fetch, wait  # type: ignore[method-assign]
     return log
 
 
@@ -219,7 +221,7 @@ def test_a_device_without_streams_gets_batches_as_they_are_asked_for() -> None:
             made.append(number)
             yield torch.ones(2), number
 
-    for batch, number in Prefetch(torch.device("meta"))(source(), ahead=True):
+    for batch, number in Prefetcher(torch.device("meta"))(source(), ahead=True):
         assert batch.is_meta
         assert made == list(range(number + 1))
 
@@ -255,7 +257,7 @@ def test_streams_wait_for_each_other_so_that_no_copy_is_read_too_early_or_overwr
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(prefetch, "to_device", lambda batch, device: log.append(f"copy {batch} on {current[-1]}"))
-    for number, _ in enumerate(Prefetch(torch.device("cuda", 0))(source(), ahead=True)):
+    for number, _ in enumerate(Prefetcher(torch.device("cuda", 0))(source(), ahead=True)):
         log.append(f"compute {number}")
     # A copy waits for what is computed before it is begun, which is all that may still read the memory that it gets;
     # what is computed with it waits for the copy; and the copy of the next is begun before the current is computed.
@@ -267,7 +269,7 @@ def test_streams_wait_for_each_other_so_that_no_copy_is_read_too_early_or_overwr
     ]  # fmt: skip
 
 
-class Drawn(Dataset[tuple[Tensor, Tensor]]):
+class DrawnOrder(Dataset[tuple[Tensor, Tensor]]):
     """Samples with a random augmentation, drawn where they are loaded; notes which."""
 
     def __init__(self, length: int) -> None:
@@ -294,34 +296,34 @@ def samples(length: int = 22) -> TensorDataset:
         (Subset(samples(), range(9)), True),
         (DataLoader(samples(), batch_size=4), True),
         (DataLoader(samples(), batch_size=4, collate_fn=lambda rows: rows), False),
-        (Drawn(9), False),
-        (DataLoader(Drawn(9), batch_size=4, num_workers=1), True),
+        (DrawnOrder(9), False),
+        (DataLoader(DrawnOrder(9), batch_size=4, num_workers=1), True),
     ],
 )
 def test_a_batch_is_made_early_only_where_no_code_of_the_user_runs_here(data: Any, apart: bool) -> None:
     size = None if isinstance(data, DataLoader) else 4
-    assert TrainingShard(data, rank_of(0, 1), batch_size=size).fetches_apart is apart
-    assert EvaluationShard(data, rank_of(0, 1), batch_size=size).fetches_apart is apart
+    assert TrainingShard(data, rank_of(0, 1), batch_size=size).can_prefetch is apart
+    assert EvaluationShard(data, rank_of(0, 1), batch_size=size).can_prefetch is apart
 
 
-class Early(Prefetch):
+class Early(Prefetcher):
     """Runs one ahead on the CPU as on a GPU, with copies that are copies."""
 
-    def __call__(self, items: Any, *, ahead: bool, beside: bool = False) -> Iterator[Any]:
+    def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
         if not ahead:
             return iter(items)
-        return one_ahead(iter(items), lambda item: (copy.deepcopy(item[0]), item[1]), lambda: None)
+        return prefetch_one(iter(items), lambda item: (copy.deepcopy(item[0]), item[1]), lambda: None)
 
 
-class Beside(Prefetch):
+class Beside(Prefetcher):
     """Runs one ahead as where other ranks' gradients are waited for."""
 
-    def __call__(self, items: Any, *, ahead: bool, beside: bool = False) -> Iterator[Any]:
-        return super().__call__(items, ahead=ahead, beside=ahead)
+    def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
+        return super().__call__(items, ahead=ahead, overlapped=ahead)
 
 
 def train(
-    make_data: Callable[[], Any], early: type[Prefetch] | None, *, backend: Backend = LOCAL, **settings: Any
+    make_data: Callable[[], Any], early: type[Prefetcher] | None, *, backend: Backend = LOCAL, **settings: Any
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -336,14 +338,14 @@ def train(
 
 DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "tensors": (samples, {"batch_size": 4}),
-    "workers": (lambda: DataLoader(Drawn(22), batch_size=4, shuffle=True, num_workers=1), {"eval_batch_size": 4}),
-    "here": (lambda: Drawn(22), {"batch_size": 4}),
+    "workers": (lambda: DataLoader(DrawnOrder(22), batch_size=4, shuffle=True, num_workers=1), {"eval_batch_size": 4}),
+    "here": (lambda: DrawnOrder(22), {"batch_size": 4}),
 }
 
 
 @pytest.mark.parametrize("early", [Early, Beside])
 @pytest.mark.parametrize("kind", DATA)
-def test_a_run_is_bit_equal_with_it(kind: str, early: type[Prefetch]) -> None:
+def test_a_run_is_bit_equal_with_it(kind: str, early: type[Prefetcher]) -> None:
     data, settings = DATA[kind]
     (one, results), (other, found) = (train(data, prefetch, **settings) for prefetch in (None, early))
     assert results == found
@@ -352,7 +354,7 @@ def test_a_run_is_bit_equal_with_it(kind: str, early: type[Prefetch]) -> None:
 
 @pytest.mark.parametrize("early", [Early, Beside])
 @pytest.mark.parametrize("kind", DATA)
-def test_a_run_that_is_resumed_is_bit_equal_with_it(kind: str, early: type[Prefetch], tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_is_bit_equal_with_it(kind: str, early: type[Prefetcher], tmp_path: Path) -> None:
     data, settings = DATA[kind]
     whole, _ = train(data, None, **{**settings, "epochs": None, "steps": 8})
     stops = 6 if kind == "workers" else 4  # inside an epoch; but workers draw anew from where they start
@@ -363,7 +365,7 @@ def test_a_run_that_is_resumed_is_bit_equal_with_it(kind: str, early: type[Prefe
 
 
 @pytest.mark.parametrize("early", [Early, Beside])
-def test_what_is_loaded_here_is_loaded_when_it_is_asked_for(early: type[Prefetch]) -> None:
-    data = Drawn(22)
+def test_what_is_loaded_here_is_loaded_when_it_is_asked_for(early: type[Prefetcher]) -> None:
+    data = DrawnOrder(22)
     train(lambda: data, early, batch_size=4, epochs=None, steps=1)
     assert len(data.loaded) == 8

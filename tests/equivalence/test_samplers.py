@@ -33,10 +33,10 @@ from unitrain import TrainConfig, Trainer, UnitrainError
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data import samplers
-from unitrain.data.order import batch_slices
+from unitrain.data.order import micro_batches_of_sampler
 from unitrain.data.sharding import EvaluationShard, TrainingShard
 from unitrain.errors import DataError
-from unitrain.randomness import OwnGenerators, Stream, derive_seed
+from unitrain.randomness import IsolatedGenerators, Stream, derive_seed
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -127,7 +127,7 @@ BATCH_SAMPLERS = (buckets, wrapped)
 def drawn(sampler: Any, epoch: int) -> list[Any]:
     """What `sampler` yields in an epoch, in plain torch under the seed that the run derives."""
     seed = derive_seed(SEED, Stream.SAMPLER, epoch)
-    with OwnGenerators(seed):
+    with IsolatedGenerators(seed):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         if getattr(sampler, "generator", None) is not None:
@@ -250,7 +250,7 @@ def evaluated(backend: Backend, make: Callable[[], Any], workers: int) -> list[l
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_the_sampler_yields_is_evaluated_once(group: RankGroup, make: Callable[[], Any], workers: int) -> None:
     sampler, seed = make(), derive_seed(0, Stream.SAMPLER, 0)
-    with OwnGenerators(seed):
+    with IsolatedGenerators(seed):
         if getattr(sampler, "generator", None) is not None:
             sampler.generator.manual_seed(seed)
         expected = list(sampler)
@@ -274,7 +274,7 @@ def predicted(backend: Backend, make: Callable[[], Any]) -> list[int]:
 
 @pytest.mark.parametrize("make", [fewer, first])
 def test_predictions_are_for_what_the_sampler_yields(group: RankGroup, make: Callable[[], Any]) -> None:
-    with OwnGenerators(derive_seed(0, Stream.SAMPLER, 0)):
+    with IsolatedGenerators(derive_seed(0, Stream.SAMPLER, 0)):
         expected = list(make())
     assert group.run(predicted, make) == [expected] * group.size
 
@@ -283,7 +283,7 @@ def test_predictions_are_for_what_the_sampler_yields(group: RankGroup, make: Cal
 
 
 def indices(share: TrainingShard, epoch: int, start: int = 0) -> list[int]:
-    return [int(i) for batch, part in share.epoch(epoch, start) for i in batch[0]]
+    return [int(i) for batch, part in share.micro_batches(epoch, start) for i in batch[0]]
 
 
 def test_a_subset_is_trained_on_once_in_another_order_every_epoch() -> None:
@@ -299,7 +299,7 @@ def test_a_subset_is_trained_on_once_in_another_order_every_epoch() -> None:
 def test_drawing_leaves_the_random_numbers_of_the_process_alone() -> None:
     share = TrainingShard(loader(buckets, 1), LOCAL)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    list(share.epoch(0))
+    list(share.micro_batches(0))
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
@@ -309,14 +309,14 @@ def test_torchs_samplers_over_the_whole_dataset_are_the_default(make: Any) -> No
     for dataset, source in ((Opaque(), None), (Opaque(), range(LENGTH))):
         data = DataLoader(dataset, batch_size=4, sampler=make(dataset if source is None else source))
         share = TrainingShard(data, LOCAL)
-        assert share.order["sampler"] is None
-        assert share.order["shuffle"] == (make is RandomSampler)
+        assert share.order_settings["sampler"] is None
+        assert share.order_settings["shuffle"] == (make is RandomSampler)
 
 
 def test_keys_may_be_anything() -> None:
     words = {"a": 1, "b": 2, "c": 3}
     share = TrainingShard(DataLoader(words, batch_size=2, sampler=["c", "a", "b"]), LOCAL)  # type: ignore[arg-type]
-    assert [batch.tolist() for batch, _ in share.epoch(0)] == [[3, 1], [2]]
+    assert [batch.tolist() for batch, _ in share.micro_batches(0)] == [[3, 1], [2]]
 
 
 def test_dropping_the_last_batch_of_a_sampler() -> None:
@@ -337,24 +337,26 @@ def test_whole_batches_are_cut_up_between_ranks(uneven: Any) -> None:
     for size, accumulate, count in itertools.product((1, 2, 3), (1, 2, 3), range(1, 14)):
         bounds = [0, *itertools.accumulate(range(1, count + 1))]
         parts = [
-            list(batch_slices(bounds, 0, accumulate=accumulate, rank=rank, size=size, uneven=uneven))
+            list(micro_batches_of_sampler(bounds, 0, accumulate=accumulate, rank=rank, size=size, uneven=uneven))
             for rank in range(size)
         ]
         assert len({len(mine) for mine in parts}) == 1
         taken: list[int] = []
         for micro_step in zip(*parts, strict=True):
-            assert len({(part.step_samples, part.step_end, part.closes_step) for part in micro_step}) == 1
+            assert len({(part.step_samples, part.step_end, part.ends_step) for part in micro_step}) == 1
             taken += [
                 i for part in micro_step if part.samples for i in range(part.positions.start, part.positions.stop)
             ]
         last = bounds[count - count % (size * accumulate)] if uneven == "drop" else bounds[-1]
         assert taken[:last] == list(range(last))
         assert bool(taken[last:]) == (uneven == "pad" and bool(count % size))
-        steps = [part for part in parts[0] if part.closes_step]
+        steps = [part for part in parts[0] if part.ends_step]
         assert sum(part.step_samples for part in steps) == len(taken)
         if len(steps) > 1:
             rest = list(
-                batch_slices(bounds, steps[0].step_end, accumulate=accumulate, rank=0, size=size, uneven=uneven)
+                micro_batches_of_sampler(
+                    bounds, steps[0].step_end, accumulate=accumulate, rank=0, size=size, uneven=uneven
+                )
             )
             assert [part[1:4] for part in rest if uneven != "pad"] == [
                 part[1:4] for part in parts[0][accumulate:] if uneven != "pad"
@@ -445,4 +447,4 @@ def test_a_sampler_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(samplers, "_MOST", 1000)
     share = TrainingShard(DataLoader(Opaque(), batch_size=4, sampler=Endless()), LOCAL)
     with pytest.raises(DataError, match=r"^Endless has not ended after 1,000 elements, .* Let it end: epochs follow"):
-        share.epoch(0)
+        share.micro_batches(0)

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from unitrain import TrainConfig, Trainer, UnitrainError
 from unitrain.backends.base import Backend
-from unitrain.data.batch_contents import held_samples
+from unitrain.data.batch import infer_sample_count
 from unitrain.testing import RankGroup
 
 LENGTH, GLOBAL_BATCH = 70, 12
@@ -271,7 +271,7 @@ HELD: list[tuple[str, Any, list[Any], int]] = [
 
 @pytest.mark.parametrize(("batch", "items", "held"), [case[1:] for case in HELD], ids=[case[0] for case in HELD])
 def test_how_many_samples_a_batch_holds(batch: Any, items: list[Any], held: int) -> None:
-    assert held_samples(batch, items) == held
+    assert infer_sample_count(batch, items) == held
 
 
 def test_bad_samples_are_where_they_matter() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.config import TrainConfig
-from unitrain.data.prefetch import Prefetch
+from unitrain.data.prefetch import Prefetcher
 from unitrain.optim.step import backward
 from unitrain.progress import stragglers
 from unitrain.progress.stragglers import Stragglers, find_stragglers
@@ -299,7 +299,7 @@ def test_data_that_is_fetched_in_the_middle_of_a_step_is_data(monkeypatch: pytes
     clock = Stream()
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock.now)
     times = Times(LocalBackend(torch.device("cpu")))
-    prefetch = Prefetch(torch.device("cpu"), times.fetching)
+    prefetch = Prefetcher(torch.device("cpu"), times.fetching)
 
     def data() -> Iterator[tuple[None, None]]:
         for _ in range(100):
@@ -309,11 +309,11 @@ def test_data_that_is_fetched_in_the_middle_of_a_step_is_data(monkeypatch: pytes
     def communicate(_: Tensor) -> None:
         Variable._execution_engine.queue_callback(lambda: clock.pass_time(0.2))
 
-    for _ in times.batches(prefetch(data(), ahead=True, beside=beside)):
+    for _ in times.batches(prefetch(data(), ahead=True, overlapped=beside)):
         clock.pass_time(0.3)
         weight = torch.ones((), requires_grad=True)
         weight.register_hook(communicate)
-        backward(times.watched(weight * 1.0), *prefetch.beside())
+        backward(times.watched(weight * 1.0), *prefetch.overlapped_work())
         clock.pass_time(0.1)
         times.step(1)
     seconds = times.stop()

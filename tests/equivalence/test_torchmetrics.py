@@ -321,9 +321,9 @@ def gathered_states(backend: Backend) -> list[int]:
         for metric in (classification.MulticlassAccuracy(CLASSES), classification.MulticlassAUROC(CLASSES)):
             taken = TorchMetrics({"metric": metric}, backend)
             counts.append(0)
-            taken.start()
-            taken.add(*data(29).tensors)
-            taken.reduce()
+            taken.reset()
+            taken.update(*data(29).tensors)
+            taken.compute()
     finally:
         type(backend).allgather_object = allgather_object  # type: ignore[method-assign]
     return counts

@@ -292,7 +292,7 @@ RULES: list[tuple[Rule, str, str]] = [
     (imports_go_one_way, "unitrain/trainer.py", "import launchers"),
     (imports_go_one_way, "unitrain/data/x.py", "import torch\nx = torch.distributed.get_rank()"),
     (imports_go_one_way, "unitrain/data/x.py", "from unitrain.trainer import Trainer"),
-    (imports_go_one_way, "unitrain/config.py", "from unitrain.data.order import Slice"),
+    (imports_go_one_way, "unitrain/config.py", "from unitrain.data.order import MicroBatch"),
     (imports_go_one_way, "unitrain/metrics/x.py", "from unitrain.checkpoint import checkpoint"),
     (imports_go_one_way, "unitrain/data/x.py", "from unitrain.optim.step import Update"),
     (imports_go_one_way, "unitrain/lifecycle/x.py", "from unitrain.verify.recorder import Recorder"),

@@ -6,24 +6,24 @@ import itertools
 
 import pytest
 
-from unitrain.data.batch_size import Batching, KeptBatch, derive_batching, keep_batching
+from unitrain.data.batch_size import BatchSizes, ElasticBatchSize, derive_batch_sizes, elastic_batch_sizes
 from unitrain.errors import ConfigError
 
 
 def test_two_give_the_third() -> None:
     for size, batch_size, accumulate in itertools.product(range(1, 5), (1, 3, 8), (1, 2, 5)):
         whole = size * batch_size * accumulate
-        expected = Batching(batch_size, accumulate)
-        assert derive_batching(size, batch_size=batch_size, accumulate=accumulate, whole=None) == expected
-        assert derive_batching(size, batch_size=batch_size, accumulate=None, whole=whole) == expected
-        assert derive_batching(size, batch_size=None, accumulate=accumulate, whole=whole) == expected
-        assert derive_batching(size, batch_size=batch_size, accumulate=accumulate, whole=whole) == expected
+        expected = BatchSizes(batch_size, accumulate)
+        assert derive_batch_sizes(size, batch_size=batch_size, accumulate=accumulate, whole=None) == expected
+        assert derive_batch_sizes(size, batch_size=batch_size, accumulate=None, whole=whole) == expected
+        assert derive_batch_sizes(size, batch_size=None, accumulate=accumulate, whole=whole) == expected
+        assert derive_batch_sizes(size, batch_size=batch_size, accumulate=accumulate, whole=whole) == expected
 
 
 def test_what_is_not_said_is_one_micro_step() -> None:
-    assert derive_batching(4, batch_size=8, accumulate=None, whole=None) == Batching(8, 1)
-    assert derive_batching(4, batch_size=None, accumulate=None, whole=256) == Batching(64, 1)
-    assert derive_batching(4, batch_size=None, accumulate=None, whole=None) == Batching(None, 1)
+    assert derive_batch_sizes(4, batch_size=8, accumulate=None, whole=None) == BatchSizes(8, 1)
+    assert derive_batch_sizes(4, batch_size=None, accumulate=None, whole=256) == BatchSizes(64, 1)
+    assert derive_batch_sizes(4, batch_size=None, accumulate=None, whole=None) == BatchSizes(None, 1)
 
 
 @pytest.mark.parametrize(
@@ -39,16 +39,16 @@ def test_what_does_not_fit_is_told_with_what_would(
     size: int, batch_size: int | None, accumulate: int | None, whole: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        derive_batching(size, batch_size=batch_size, accumulate=accumulate, whole=whole)
+        derive_batch_sizes(size, batch_size=batch_size, accumulate=accumulate, whole=whole)
 
 
 def test_an_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
     for size, first, batch_size, accumulate in itertools.product(range(1, 6), range(1, 6), (1, 3, 8), (None, 1, 2)):
         asked = {"batch_size": batch_size, "accumulate": accumulate, "whole": None}
-        began = keep_batching(first, None, **asked)
+        began = elastic_batch_sizes(first, None, **asked)
         whole = first * batch_size * (accumulate or 1)
-        assert began == Batching(batch_size, accumulate or 1, whole)
-        found = keep_batching(size, KeptBatch(batch_size, whole), **asked)
+        assert began == BatchSizes(batch_size, accumulate or 1, whole)
+        found = elastic_batch_sizes(size, ElasticBatchSize(batch_size, whole), **asked)
         assert (found.batch_size, found.whole) == (batch_size, whole)
         # As few micro-steps as hold it with no more samples on a rank than before.
         assert (found.accumulate - 1) * size * batch_size < whole <= found.accumulate * size * batch_size
@@ -56,13 +56,15 @@ def test_an_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
 
 def test_an_elastic_job_may_begin_with_a_global_batch_that_its_ranks_do_not_divide() -> None:
     alone = {"batch_size": None, "accumulate": None, "whole": 8}
-    assert keep_batching(3, None, **alone) == Batching(3, 1, 8)
-    assert keep_batching(1, KeptBatch(3, 8), **alone) == Batching(3, 3, 8)
+    assert elastic_batch_sizes(3, None, **alone) == BatchSizes(3, 1, 8)
+    assert elastic_batch_sizes(1, ElasticBatchSize(3, 8), **alone) == BatchSizes(3, 3, 8)
     # A script that makes its own batches smaller for more ranks means the same.
-    assert keep_batching(1, KeptBatch(4, 8), batch_size=8, accumulate=None, whole=None) == Batching(8, 1, 8)
+    assert elastic_batch_sizes(1, ElasticBatchSize(4, 8), batch_size=8, accumulate=None, whole=None) == BatchSizes(
+        8, 1, 8
+    )
 
 
 def test_whole_batches_keep_it_as_nearly_as_they_can() -> None:
     asked = {"batch_size": 4, "accumulate": None, "whole": None, "whole_batches": True}
-    found = {size: keep_batching(size, KeptBatch(4, 16), **asked).accumulate for size in (1, 2, 3, 4, 8)}
+    found = {size: elastic_batch_sizes(size, ElasticBatchSize(4, 16), **asked).accumulate for size in (1, 2, 3, 4, 8)}
     assert found == {1: 4, 2: 2, 3: 1, 4: 1, 8: 1}

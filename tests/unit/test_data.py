@@ -21,7 +21,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from unitrain.data.order import Slice, epoch_order, training_slices
+from unitrain.data.order import MicroBatch, epoch_order, micro_batches_of_samples
 from unitrain.data.sharding import EvaluationShard, TrainingShard
 from unitrain.errors import ConfigError, DataError
 
@@ -60,10 +60,10 @@ def lengths(size: int, batch: int, accumulate: int) -> range:
 
 
 def indices_of(share: TrainingShard, epoch: int = 0, start: int = 0) -> list[int]:
-    return [int(i) for batch, part in share.epoch(epoch, start) if part.samples for i in batch[1]]
+    return [int(i) for batch, part in share.micro_batches(epoch, start) if part.samples for i in batch[1]]
 
 
-def taken_by(part: Slice) -> range:
+def taken_by(part: MicroBatch) -> range:
     positions = part.positions
     return range(positions.start, positions.stop, positions.step or 1) if part.samples else range(0)
 
@@ -73,20 +73,20 @@ def test_every_position_goes_to_one_rank_in_the_step_of_its_block(size: int, bat
     block = size * batch * accumulate
     for length in lengths(size, batch, accumulate):
         parts = [
-            list(training_slices(0, length, batch_size=batch, accumulate=accumulate, rank=rank, size=size))
+            list(micro_batches_of_samples(0, length, batch_size=batch, accumulate=accumulate, rank=rank, size=size))
             for rank in range(size)
         ]
         assert len({len(mine) for mine in parts}) == 1, "ranks take different numbers of micro-steps"
         steps: dict[int, list[int]] = {}
         for micro_step in zip(*parts, strict=True):
-            assert len({(part.step_samples, part.step_end, part.closes_step) for part in micro_step}) == 1
+            assert len({(part.step_samples, part.step_end, part.ends_step) for part in micro_step}) == 1
             assert max(part.samples for part in micro_step) - min(part.samples for part in micro_step) <= 1
             assert max(part.samples for part in micro_step) <= batch
             for part in micro_step:
                 steps.setdefault(part.step_end, []).extend(taken_by(part))
         taken = [sorted(positions) for positions in steps.values()]
         assert taken == [list(range(first, min(first + block, length))) for first in range(0, length, block)]
-        assert sum(part.closes_step for part in parts[0]) == len(taken)
+        assert sum(part.ends_step for part in parts[0]) == len(taken)
         for end, positions in steps.items():
             assert {part.step_samples for part in parts[0] if part.step_end == end} == {len(positions)}
 
@@ -98,21 +98,23 @@ def test_a_share_is_empty_only_where_it_cannot_be_helped_and_never_on_rank_0(
     for length in lengths(size, batch, accumulate):
         for rank in range(size):
             totals: dict[int, int] = {}
-            for part in training_slices(0, length, batch_size=batch, accumulate=accumulate, rank=rank, size=size):
+            for part in micro_batches_of_samples(
+                0, length, batch_size=batch, accumulate=accumulate, rank=rank, size=size
+            ):
                 totals[part.step_end] = totals.get(part.step_end, 0) + part.samples
                 if part.samples == 0:
                     assert rank > 0
                     # Too few for all ranks are left, or too few beside full micro-steps of one sample per rank.
                     assert part.step_samples < size or (batch == 1 and part.step_samples % size)
                 if part.step_samples >= size:
-                    assert totals[part.step_end] or not part.closes_step
+                    assert totals[part.step_end] or not part.ends_step
 
 
 def test_the_samples_of_a_step_do_not_depend_on_how_the_global_batch_is_made_up() -> None:
     def steps(size: int, batch: int, accumulate: int) -> list[set[int]]:
         taken: dict[int, set[int]] = {}
         for rank in range(size):
-            for part in training_slices(0, 50, batch_size=batch, accumulate=accumulate, rank=rank, size=size):
+            for part in micro_batches_of_samples(0, 50, batch_size=batch, accumulate=accumulate, rank=rank, size=size):
                 taken.setdefault(part.step_end, set()).update(taken_by(part))
         return list(taken.values())
 
@@ -123,7 +125,9 @@ def test_the_samples_of_a_step_do_not_depend_on_how_the_global_batch_is_made_up(
 def test_steps_that_the_ranks_do_not_divide_are_as_even_as_they_can_be(size: int, batch: int, accumulate: int) -> None:
     taken: dict[int, list[list[int]]] = {}
     for rank in range(size):
-        for part in training_slices(0, 50, batch_size=batch, accumulate=accumulate, rank=rank, size=size, whole=8):
+        for part in micro_batches_of_samples(
+            0, 50, batch_size=batch, accumulate=accumulate, rank=rank, size=size, whole=8
+        ):
             assert len(taken_by(part)) <= batch
             taken.setdefault(part.step_end, []).append(list(taken_by(part)))
     assert [sorted(chain.from_iterable(parts)) for _, parts in sorted(taken.items())] == [
@@ -136,7 +140,7 @@ def test_an_epoch_can_go_on_in_the_middle_with_another_number_of_ranks() -> None
     first = [
         index
         for rank in range(2)
-        for batch, part in TrainingShard(tensors(23), rank_of(rank, 2), batch_size=3).epoch(1)
+        for batch, part in TrainingShard(tensors(23), rank_of(rank, 2), batch_size=3).micro_batches(1)
         if part.step_end <= 12
         for index in batch[1].tolist()
     ]
@@ -170,7 +174,7 @@ def test_the_batches_of_each_rank_are_those_of_a_distributed_sampler(size: int, 
         for epoch in (0, 1, 4):
             sampler.set_epoch(epoch)
             expected = [batch[1].tolist() for batch in DataLoader(dataset, batch_size=3, sampler=sampler)]
-            assert [batch[1].tolist() for batch, _ in share.epoch(epoch)] == expected
+            assert [batch[1].tolist() for batch, _ in share.micro_batches(epoch)] == expected
 
 
 def test_a_seed_may_be_any_number() -> None:
@@ -190,14 +194,14 @@ def test_every_sample_is_trained_on_once_per_epoch(size: int, kind: str) -> None
         shares = [TrainingShard(data, rank_of(rank, size), batch_size=batch_size, seed=3) for rank in range(size)]
         epochs = [[index for share in shares for index in indices_of(share, epoch)] for epoch in (0, 1)]
         assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(length))
-        steps = [sum(part.closes_step for _, part in share.epoch(0)) for share in shares]
+        steps = [sum(part.ends_step for _, part in share.micro_batches(0)) for share in shares]
         assert steps == [share.steps_in_epoch() for share in shares]
         assert len(set(steps)) == 1
 
 
 def test_an_empty_share_stands_in_with_the_first_sample_of_the_step() -> None:
     share = TrainingShard(tensors(5), rank_of(2, 4), batch_size=1, seed=0)
-    *_, (batch, part) = share.epoch(0)
+    *_, (batch, part) = share.micro_batches(0)
     assert (part.samples, part.step_samples) == (0, 1)
     assert batch[1].tolist() == [epoch_order(5, seed=0, epoch=0, shuffle=True)[4].item()]
 
@@ -205,11 +209,11 @@ def test_an_empty_share_stands_in_with_the_first_sample_of_the_step() -> None:
 def test_tensors_are_batched_as_a_loader_would() -> None:
     dataset = tensors(40)
     for data in (dataset, Subset(dataset, range(3, 30, 2)), Subset(Subset(dataset, range(30)), [5, 1, 7, 8, 9])):
-        fast = list(TrainingShard(data, rank_of(1, 2), batch_size=3, seed=4).epoch(2))
+        fast = list(TrainingShard(data, rank_of(1, 2), batch_size=3, seed=4).micro_batches(2))
         opaque = DataLoader(
             data, batch_size=3, shuffle=True, collate_fn=lambda items: torch.stack([i[1] for i in items])
         )
-        slow = list(TrainingShard(opaque, rank_of(1, 2), seed=4).epoch(2))
+        slow = list(TrainingShard(opaque, rank_of(1, 2), seed=4).micro_batches(2))
         assert [batch[1].tolist() for batch, _ in fast] == [batch.tolist() for batch, _ in slow]
         assert isinstance(fast[0][0], list)
         assert fast[0][0][0].shape == (len(fast[0][0][1]), 1)
@@ -251,14 +255,14 @@ def test_a_subset_of_tensors_is_indexed_as_torch_indexes_it(indices: Any, nested
     expected = batches(lambda: loader)
     assert batches(lambda: (batch for batch, _ in EvaluationShard(loader, rank_of(0, 1)))) == expected
     share = TrainingShard(dataset, rank_of(0, 1), batch_size=1, shuffle=False)
-    assert batches(lambda: (batch for batch, _ in share.epoch(0))) == expected
+    assert batches(lambda: (batch for batch, _ in share.micro_batches(0))) == expected
 
 
 def test_a_sampler_may_count_from_the_end() -> None:
     loader = DataLoader(tensors(40), batch_size=2, sampler=[-1, -40, 7])
     expected = [batch[1].tolist() for batch in loader]
     assert [batch[1].tolist() for batch, _ in EvaluationShard(loader, rank_of(0, 1))] == expected == [[39, 0], [7]]
-    assert [batch[1].tolist() for batch, _ in TrainingShard(loader, rank_of(0, 1)).epoch(0)] == expected
+    assert [batch[1].tolist() for batch, _ in TrainingShard(loader, rank_of(0, 1)).micro_batches(0)] == expected
 
 
 def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
@@ -274,7 +278,7 @@ def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
         Numbers(11), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate, worker_init_fn=shrink,
         generator=torch.Generator().manual_seed(77),
     )  # fmt: skip
-    batches = [batch for batch, _ in TrainingShard(loader, rank_of(0, 1), seed=5).epoch(1)]
+    batches = [batch for batch, _ in TrainingShard(loader, rank_of(0, 1), seed=5).micro_batches(1)]
     order = epoch_order(11, seed=5, epoch=1, shuffle=True).tolist()
     assert [indices for indices, _ in batches] == [order[:4], order[4:8], order[8:]]
     assert [length for _, length in batches] == [1000, 1001, 1000]
@@ -283,7 +287,7 @@ def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
 
 
 def noise(share: TrainingShard, epoch: int) -> list[float]:
-    return [float(value) for batch, _ in share.epoch(epoch) for value in batch[0]]
+    return [float(value) for batch, _ in share.micro_batches(epoch) for value in batch[0]]
 
 
 @pytest.mark.parametrize("kind", ["dataset", "loader", "loader with a generator"])

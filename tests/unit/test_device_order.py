@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 import unitrain
 from unitrain.backends.local import LocalBackend
-from unitrain.data.batch_contents import Counted
-from unitrain.data.dummy_batches import Lockstep
+from unitrain.data.batch import CountedBatch
+from unitrain.data.dummy_batches import StepAligner
 
 DEVICE = torch.device("meta")
 
@@ -61,9 +61,11 @@ def test_sync_batch_norm_waits_for_the_device_in_no_forward_after_the_first() ->
         assert copies.count == expected
 
 
-def test_ranks_in_lockstep_do_not_wait_for_the_device() -> None:
-    lockstep = Lockstep(Ranks(), accumulate=1, uneven="weight", ahead=2, full=None, copies=False)
-    steps = list(lockstep.epoch(lambda: (Counted(4, 4, number) for number in range(3)), start=0, stride=8, passed=0))
+def test_ranks_with_aligned_steps_do_not_wait_for_the_device() -> None:
+    aligner = StepAligner(Ranks(), accumulate=1, uneven="weight", ahead=2, full=None, copies=False)
+    steps = list(
+        aligner.micro_batches(lambda: (CountedBatch(4, 4, number) for number in range(3)), start=0, stride=8, passed=0)
+    )
     assert [batch for batch, _ in steps] == [0, 1, 2]
     assert [part.step_samples for _, part in steps] == [8, 8, 8]
 

@@ -87,4 +87,4 @@ def test_a_loss_that_is_changed_later_counts_as_it_was() -> None:
     for number in range(1, 4):
         loss.add(value.fill_(number), 1)
         loss.finish_step()
-    assert loss.mean(1, 3) == 2.0
+    assert loss.epoch_mean(1, 3) == 2.0

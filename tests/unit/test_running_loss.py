@@ -13,7 +13,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 
 def look(loss: RunningLoss, epoch: int, step: int) -> float:
-    return loss.look([loss.here()], epoch, step)
+    return loss.mean_since_sync([loss.local_sums()], epoch, step)
 
 
 def collected(looks: list[int]) -> tuple[list[float], float]:
@@ -25,7 +25,7 @@ def collected(looks: list[int]) -> tuple[list[float], float]:
         loss.finish_step()
         if step in looks:
             seen.append(look(loss, 1, step))
-    return seen, loss.mean(1, 10)
+    return seen, loss.epoch_mean(1, 10)
 
 
 def test_a_look_is_the_mean_since_the_last_one() -> None:
@@ -42,14 +42,14 @@ def test_finishing_starts_again() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(5.0), 2)
     loss.finish_step()
-    assert (loss.mean(1, 1), loss.steps) == (5.0, 1)
+    assert (loss.epoch_mean(1, 1), loss.steps) == (5.0, 1)
     assert look(loss, 1, 1) == 5.0
-    loss.start()
+    loss.start_epoch()
     assert loss.steps == 0
     loss.add(torch.tensor(7.0), 1)
     loss.finish_step()
     assert look(loss, 2, 2) == 7.0
-    assert loss.mean(2, 2) == 7.0
+    assert loss.epoch_mean(2, 2) == 7.0
 
 
 def test_a_look_includes_the_end_of_the_epoch_before() -> None:
@@ -60,12 +60,12 @@ def test_a_look_includes_the_end_of_the_epoch_before() -> None:
     assert look(loss, 1, 2) == 1.5
     loss.add(torch.tensor(6.0), 1)
     loss.finish_step()
-    assert loss.mean(1, 3) == 3.0
-    loss.start()
+    assert loss.epoch_mean(1, 3) == 3.0
+    loss.start_epoch()
     loss.add(torch.tensor(8.0), 1)
     loss.finish_step()
     assert look(loss, 2, 4) == 7.0
-    assert loss.mean(2, 4) == 8.0
+    assert loss.epoch_mean(2, 4) == 8.0
 
 
 def test_a_step_that_was_not_finished_does_not_count() -> None:
@@ -73,10 +73,10 @@ def test_a_step_that_was_not_finished_does_not_count() -> None:
     loss.add(torch.tensor(1.0), 1)
     loss.finish_step()
     loss.add(torch.tensor(9.0), 1)
-    loss.forget_step()
+    loss.discard_step()
     loss.add(torch.tensor(3.0), 1)
     loss.finish_step()
-    assert (loss.mean(1, 2), loss.steps) == (2.0, 2)
+    assert (loss.epoch_mean(1, 2), loss.steps) == (2.0, 2)
 
 
 @pytest.mark.parametrize("count", [None, 5])
@@ -93,7 +93,7 @@ def test_the_mean_is_bit_for_bit_that_of_a_run_without_an_interruption(at: int, 
     resumed = RunningLoss(LOCAL)
     resumed.load_state_dict(collect(RunningLoss(LOCAL), values[:at]).state_dict())
     whole = collect(RunningLoss(LOCAL), values[:at])
-    assert collect(resumed, values[at:]).mean(1, 1) == collect(whole, values[at:]).mean(1, 1)
+    assert collect(resumed, values[at:]).epoch_mean(1, 1) == collect(whole, values[at:]).epoch_mean(1, 1)
     assert resumed.steps == 170
 
 
@@ -104,14 +104,14 @@ def test_a_loss_that_is_not_finite_is_told_when_looked_at_and_at_the_end() -> No
     with pytest.raises(NonFiniteLossError, match=r"^The mean loss became inf in epoch 3, by step 7\. Lower the learn"):
         look(loss, 3, 7)
     with pytest.raises(NonFiniteLossError, match=r"by step 8\."):
-        loss.mean(3, 8)
+        loss.epoch_mean(3, 8)
 
 
 def test_a_look_is_over_all_ranks() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(1.0), 3)
     loss.finish_step()
-    assert loss.look([loss.here(), [5.0, 1.0]], 1, 1) == 8 / 4
+    assert loss.mean_since_sync([loss.local_sums(), [5.0, 1.0]], 1, 1) == 8 / 4
 
 
 @pytest.mark.parametrize("count", [0.0, -3.0])
@@ -125,4 +125,4 @@ def test_numbers_of_tokens_that_cannot_be_meant_are_refused(count: float) -> Non
     ):
         look(loss, 1, 1)
     with pytest.raises(ModelError, match=r"Let loss_fn return the mean over the batch"):
-        loss.mean(1, 1)
+        loss.epoch_mean(1, 1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unitrain.errors import CallbackError, ConfigError, UnitrainError
 
 if TYPE_CHECKING:
-    from unitrain.data.order import Slice
+    from unitrain.data.order import MicroBatch
     from unitrain.optim.loss_weighting import Loss
     from unitrain.trainer import Trainer
 
@@ -26,7 +26,7 @@ class Callback:
     def on_fit_start(self, trainer: Trainer) -> None:
         """`fit` is about to train, from `trainer.run.cursor` on, if anything is left to do."""
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: Slice, loss: Loss) -> None:
+    def on_micro_step(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
         """Forward and backward of a micro-step are done, for this rank's `batch`, which is on its device.
 
         `part.samples` of it count, none on a rank that only stands in for lack of samples. `loss.value` is the mean

@@ -16,7 +16,7 @@ from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.checkpoint import files, job
 from unitrain.checkpoint.folder_lock import FolderLock
-from unitrain.data.batch_size import KeptBatch
+from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError
 
 GRADIENTS = "gradients"
@@ -48,7 +48,7 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
     return result
 
 
-def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[KeptBatch]]:
+def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[ElasticBatchSize]]:
     """Make `folder` and prove that it can be written to, before training begins; tell whether to go on from there.
 
     That is so with `resume`, and where an earlier attempt of the same job has been there. Return also what is kept of
@@ -57,7 +57,7 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
     be written to, or when it holds another run's checkpoints.
     """
 
-    def prepare() -> tuple[bool, list[KeptBatch]]:
+    def prepare() -> tuple[bool, list[ElasticBatchSize]]:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}.unfinished"
         probe.mkdir()
@@ -71,7 +71,7 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
         return goes_on, job.kept_batches(folder)
 
     prepared = on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, prepare)
-    answer: tuple[bool, list[KeptBatch]] = communicator.broadcast_object(prepared)
+    answer: tuple[bool, list[ElasticBatchSize]] = communicator.broadcast_object(prepared)
     return answer
 
 

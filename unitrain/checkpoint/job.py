@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.bootstrap import environment
-from unitrain.data.batch_size import KeptBatch
+from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError
 
 _MARK = ".job"
@@ -24,13 +24,13 @@ def mark(folder: Path) -> None:
         _write(folder, [])
 
 
-def kept_batches(folder: Path) -> list[KeptBatch]:
+def kept_batches(folder: Path) -> list[ElasticBatchSize]:
     """Return what earlier attempts of this process's job have kept of the batches of each call of `fit`."""
     kept = _read(folder).get("batches", []) if environment.job() is None or is_own(folder) else []
-    return [KeptBatch(*batch) for batch in kept]
+    return [ElasticBatchSize(*batch) for batch in kept]
 
 
-def keep_batch(folder: Path, fit: int, batch: KeptBatch) -> None:
+def keep_batch(folder: Path, fit: int, batch: ElasticBatchSize) -> None:
     """Keep the batch of call number `fit` of `fit`, for attempts that have another number of ranks."""
     mark(folder)
     batches = kept_batches(folder)
@@ -52,7 +52,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _is_batch(batch: Any) -> bool:
-    fields = len(KeptBatch._fields)
+    fields = len(ElasticBatchSize._fields)
     return isinstance(batch, list) and len(batch) == fields and all(isinstance(size, int) for size in batch)
 
 
@@ -63,7 +63,7 @@ def _damaged(folder: Path, why: str) -> CheckpointError:
     )
 
 
-def _write(folder: Path, batches: list[KeptBatch]) -> None:
+def _write(folder: Path, batches: list[ElasticBatchSize]) -> None:
     new = folder / f"{_MARK}.new"
     new.unlink(missing_ok=True)  # of a run that was killed, or a link to another file
     with new.open("x", encoding="utf-8") as file:

@@ -24,7 +24,7 @@ from unitrain.checkpoint.folder_lock import FolderLock
 from unitrain.checkpoint.retention import Retention
 from unitrain.checkpoint.writer import CheckpointWriter, wait_for_earlier_writer
 from unitrain.config import TrainConfig
-from unitrain.data.batch_size import KeptBatch
+from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.data.order import Cursor
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError, ConfigError
@@ -80,7 +80,7 @@ class Run:
         self._share: TrainingData | None = None
         self.description: dict[str, Any] = {}
         self.elastic = environment.elastic()
-        self._kept_batches: list[KeptBatch] = []
+        self._kept_batches: list[ElasticBatchSize] = []
         self._fits = 0
         self._saved = time.monotonic()
         self._unwritten: OSError | None = None
@@ -136,7 +136,7 @@ class Run:
         self.description = describe_parts(model, optimizer, scheduler)
 
     @property
-    def kept_batch(self) -> KeptBatch | None:
+    def kept_batch(self) -> ElasticBatchSize | None:
         """How large the steps of this call of `fit` were when an elastic job began; None where it begins here."""
         return self._kept_batches[self._fits] if self._fits < len(self._kept_batches) else None
 
@@ -147,9 +147,9 @@ class Run:
         ranks, where another job does, or where the cursor is inside an epoch of data in another order. From one epoch
         to the next the data may change.
         """
-        order = self._order or share.order
-        for name in {**share.order, **order} if self.cursor.sample else ():
-            had, has = order.get(name), share.order.get(name)
+        order = self._order or share.order_settings
+        for name in {**share.order_settings, **order} if self.cursor.sample else ():
+            had, has = order.get(name), share.order_settings.get(name)
             if had != has:
                 raise CheckpointError(
                     f"The run is {self.cursor.sample} samples into epoch {self.cursor.epoch + 1} of training data with "
@@ -170,7 +170,7 @@ class Run:
             # A run that ended before its first checkpoint has left rows too, so this is not for a restored one only.
             self._write_history("", self._rewind)
             self._rewound = True
-        self._order = share.order
+        self._order = share.order_settings
         if self._generators is not None:
             randomness.restore_generators(self._generators, self._backend.device)
         elif not self._seeded:
@@ -286,7 +286,7 @@ class Run:
         folder, whole, number = self._folder, share.global_batch_size, self._fits
         self._fits += 1
         if self.elastic and folder is not None and share.batch_size and whole and number == len(self._kept_batches):
-            self._kept_batches.append(batch := KeptBatch(share.batch_size, whole))
+            self._kept_batches.append(batch := ElasticBatchSize(share.batch_size, whole))
             task = f"write to output folder '{folder}'"
             checkpointer.on_rank_zero(
                 self._backend, task, checkpointer.WRITABLE, lambda: job.keep_batch(folder, number, batch)

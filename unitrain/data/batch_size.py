@@ -12,7 +12,7 @@ from unitrain.data.loading import Data
 from unitrain.errors import ConfigError
 
 
-class Batching(NamedTuple):
+class BatchSizes(NamedTuple):
     """Samples per rank and micro-step (None where nothing says how many), and micro-steps per step.
 
     `whole` is the global batch size where it is not their product: the ranks then share it out as evenly as they can.
@@ -23,14 +23,14 @@ class Batching(NamedTuple):
     whole: int | None = None
 
 
-class KeptBatch(NamedTuple):
+class ElasticBatchSize(NamedTuple):
     """How large the steps of an elastic job were when it began: samples per rank and micro-step, and in all."""
 
     batch_size: int
     whole: int
 
 
-def batching_of(
+def resolve_batch_sizes(
     data: Data,
     communicator: Communicator,
     *,
@@ -38,17 +38,17 @@ def batching_of(
     accumulate: int | None,
     whole: int | None,
     elastic: bool = False,
-    kept: KeptBatch | None = None,
+    kept: ElasticBatchSize | None = None,
     whole_batches: bool = False,
-) -> Batching:
-    """Return `derive_batching` for `data`, of which a DataLoader has a batch size of its own. All ranks call it.
+) -> BatchSizes:
+    """Return `derive_batch_sizes` for `data`, of which a DataLoader has a batch size of its own. All ranks call it.
 
     The batch size is the one to ask of the data: for a DataLoader what the user asked for beside. For an elastic job it
-    is `keep_batching`, but where the data makes batches of its own sizes. Raises ConfigError, on all ranks, also for a
-    `whole` where it does.
+    is `elastic_batch_sizes`, unless the data decides the size of its batches; then `whole` is a ConfigError on all
+    ranks.
     """
 
-    def derive() -> Batching:
+    def derive() -> BatchSizes:
         own = data.batch_size if isinstance(data, DataLoader) else batch_size
         if isinstance(data, DataLoader) and own is None and whole is not None:
             maker = data.dataset if data.batch_sampler is None else data.batch_sampler
@@ -58,23 +58,23 @@ def batching_of(
             )
         asked = {"batch_size": own or batch_size, "accumulate": accumulate, "whole": whole}
         if elastic and (own or whole):
-            derived = keep_batching(communicator.size, kept, **asked, whole_batches=whole_batches)
+            derived = elastic_batch_sizes(communicator.size, kept, **asked, whole_batches=whole_batches)
         else:
-            derived = derive_batching(communicator.size, **asked)
+            derived = derive_batch_sizes(communicator.size, **asked)
         return derived._replace(batch_size=batch_size) if isinstance(data, DataLoader) else derived
 
     return call_on_all_ranks(communicator, derive)
 
 
-def keep_batching(
+def elastic_batch_sizes(
     size: int,
-    kept: KeptBatch | None,
+    kept: ElasticBatchSize | None,
     *,
     batch_size: int | None,
     accumulate: int | None,
     whole: int | None,
     whole_batches: bool = False,
-) -> Batching:
+) -> BatchSizes:
     """Return the batching of an elastic job on `size` ranks: its global batch is the one `kept` since it began, or
     where this is its beginning what is asked for, whatever it divides by.
 
@@ -83,26 +83,26 @@ def keep_batching(
     """
     parts = size * (accumulate or 1)
     if kept is None:
-        kept = KeptBatch(batch_size or -(-(whole or 1) // parts), whole or parts * (batch_size or 1))
+        kept = ElasticBatchSize(batch_size or -(-(whole or 1) // parts), whole or parts * (batch_size or 1))
     most = batch_size or kept.batch_size
     if whole_batches:
-        return Batching(most, max(1, round(kept.whole / (size * most))), kept.whole)
-    return Batching(most, -(-kept.whole // (size * most)), kept.whole)
+        return BatchSizes(most, max(1, round(kept.whole / (size * most))), kept.whole)
+    return BatchSizes(most, -(-kept.whole // (size * most)), kept.whole)
 
 
-def derive_batching(size: int, *, batch_size: int | None, accumulate: int | None, whole: int | None) -> Batching:
+def derive_batch_sizes(size: int, *, batch_size: int | None, accumulate: int | None, whole: int | None) -> BatchSizes:
     """Return the batching on `size` ranks; `whole` is the global batch size.
 
     Two of the three give the third; `whole` alone is split over the ranks, and `batch_size` alone is not accumulated.
     Raises ConfigError where they do not fit together.
     """
     if whole is None:
-        return Batching(batch_size, accumulate or 1)
+        return BatchSizes(batch_size, accumulate or 1)
     if batch_size is None:
         parts = size * (accumulate or 1)
         if whole % parts:
             _refuse(whole, parts, f"{size} ranks x accumulate {accumulate or 1}")
-        return Batching(whole // parts, accumulate or 1)
+        return BatchSizes(whole // parts, accumulate or 1)
     if whole % (size * batch_size):
         _refuse(whole, size * batch_size, f"{size} ranks x batch_size {batch_size}")
     needed = whole // (size * batch_size)
@@ -111,7 +111,7 @@ def derive_batching(size: int, *, batch_size: int | None, accumulate: int | None
             f"TrainConfig.global_batch_size {whole} is not {size} ranks x batch_size {batch_size} x accumulate "
             f"{accumulate}. Leave out accumulate, which is then {needed}, or global_batch_size."
         )
-    return Batching(batch_size, needed)
+    return BatchSizes(batch_size, needed)
 
 
 def _refuse(whole: int, parts: int, product: str) -> NoReturn:

@@ -14,12 +14,11 @@ from torch.utils.data._utils import worker as worker_module
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import StreamKind
-from unitrain.data.batch_contents import Counted, CountingCollate, count_samples, fingerprint
-from unitrain.data.dataset_check import check_alike
-from unitrain.data.loading import Data, fetch, own_batch_size, prepared_batches, worker_settings
-from unitrain.data.samplers import begin_epoch, own_sampler
-from unitrain.data.workers import WorkerStart
-from unitrain.randomness import OwnGenerators, Stream, derive_seed
+from unitrain.data.batch import CountedBatch, CountingCollate, count_batch_samples, fingerprint
+from unitrain.data.loading import Data, check_same_data, fetch, per_rank_batch_size, prefetched_batches, worker_settings
+from unitrain.data.samplers import custom_sampler, seed_epoch
+from unitrain.data.workers import WorkerInit
+from unitrain.randomness import IsolatedGenerators, Stream, derive_seed
 
 
 class StreamSource:
@@ -47,14 +46,14 @@ class StreamSource:
         setting: str,
         every_item: bool,
     ) -> None:
-        self.batch_size = own_batch_size(data, batch_size, setting)
+        self.batch_size = per_rank_batch_size(data, batch_size, setting)
         self.drop_last = isinstance(data, DataLoader) and data.drop_last and not every_item
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
         self.name = type(dataset).__name__
         items, load = dataset, None
         if isinstance(data, DataLoader) and not isinstance(dataset, IterableDataset):
             # The dataset makes a batch of each index, so the stream is that of the indices.
-            items, load, kind = own_sampler(data), dataset.__getitem__, "shared"
+            items, load, kind = custom_sampler(data), dataset.__getitem__, "shared"
         self.kind: StreamKind = kind
         self._rank, self._seed = rank, seed
         self._generator = torch.Generator()
@@ -74,7 +73,7 @@ class StreamSource:
         return self._loader.num_workers
 
     @property
-    def fetches_apart(self) -> bool:
+    def can_prefetch(self) -> bool:
         """Whether no code of the user's runs in this process to make a batch, which may then be made early."""
         return self.workers > 0
 
@@ -89,9 +88,9 @@ class StreamSource:
     @property
     def prepared(self) -> int:
         """How many batches the workers have ready, or are about to."""
-        return prepared_batches(self._loader)
+        return prefetched_batches(self._loader)
 
-    def batches(self, epoch: int, start: int = 0) -> Generator[Counted]:
+    def batches(self, epoch: int, start: int = 0) -> Generator[CountedBatch]:
         """Yield each batch, of a shared stream from item `start` on; what is before is passed over by count."""
         self._batches.begin(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, Stream.WORKERS, epoch, self._rank))
@@ -136,12 +135,12 @@ def open_stream(
     if source.kind == "shared":
         # Each rank knows which items are its own from how many the others take.
         alike |= {"batch_size": source.batch_size, "drop_last": source.drop_last}
-    check_alike(what, communicator, None, alike)
+    check_same_data(what, communicator, None, alike)
     return source
 
 
 # A batch, and the fingerprint of the first item that was seen.
-_Made = tuple[Counted, int | None]
+_Made = tuple[CountedBatch, int | None]
 
 
 class _Batches(IterableDataset[_Made]):
@@ -181,9 +180,9 @@ class _Batches(IterableDataset[_Made]):
         else:
             seed = derive_seed(self._seed, Stream.WORKERS, epoch, self._rank, worker)
             batches = self._own()
-        generators = OwnGenerators(seed)
+        generators = IsolatedGenerators(seed)
         with generators:
-            begin_epoch(self._items, seed=seed, epoch=epoch)
+            seed_epoch(self._items, seed=seed, epoch=epoch)
         while True:
             # Only what the stream draws is drawn from its own generators: what ranks and workers draw for the batches
             # that are theirs must not change what comes next in a stream that is the same for all.
@@ -195,13 +194,13 @@ class _Batches(IterableDataset[_Made]):
                 items = [self._load(item) for item in items]
             yield self._made(items), self._first_item
 
-    def _made(self, items: list[Any]) -> Counted:
+    def _made(self, items: list[Any]) -> CountedBatch:
         if self._batch_size is None:
             batch = self.collate(items[0])
-            samples = 0 if batch is None else count_samples(batch)
-            return Counted(samples, samples, batch)
+            samples = 0 if batch is None else count_batch_samples(batch)
+            return CountedBatch(samples, samples, batch)
         if self.collate is default_collate:
-            return Counted(len(items), len(items), self.collate(items))
+            return CountedBatch(len(items), len(items), self.collate(items))
         return CountingCollate(self.collate)(items)
 
     def _dealt(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
@@ -270,6 +269,6 @@ def _loader(
     settings = (
         worker_settings(data)
         if isinstance(data, DataLoader)
-        else {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": WorkerStart(workers=num_workers)}
+        else {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": WorkerInit(workers=num_workers)}
     )
     return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=generator, **settings)

@@ -8,12 +8,11 @@ from typing import Any
 
 from unitrain.backends.base import Communicator
 from unitrain.config import StreamKind, Uneven
-from unitrain.data.batch_size import KeptBatch, batching_of
-from unitrain.data.dataset_check import check_alike
-from unitrain.data.dummy_batches import Lockstep, agreed_ahead
+from unitrain.data.batch_size import ElasticBatchSize, resolve_batch_sizes
+from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
-from unitrain.data.loading import Data
-from unitrain.data.order import Slice
+from unitrain.data.loading import Data, check_same_data
+from unitrain.data.order import MicroBatch
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import DataError
 from unitrain.randomness import capture_generators, restore_generators
@@ -46,9 +45,9 @@ class TrainingStream(TrainingData):
         stream: StreamKind = "shared",
         uneven: Uneven = "weight",
         elastic: bool = False,
-        kept: KeptBatch | None = None,
+        kept: ElasticBatchSize | None = None,
     ) -> None:
-        batching = batching_of(
+        batching = resolve_batch_sizes(
             data,
             communicator,
             batch_size=batch_size,
@@ -68,7 +67,7 @@ class TrainingStream(TrainingData):
             setting="batch_size",
             what="The training data",
         )
-        check_alike("The training data", communicator, None, {"uneven": uneven, "accumulate": batching.accumulate})
+        check_same_data("The training data", communicator, None, {"uneven": uneven, "accumulate": batching.accumulate})
         sizes: list[int | None] = communicator.allgather_object(source.batch_size)
         self.batch_size = source.batch_size
         self.global_batch_size = None
@@ -82,30 +81,30 @@ class TrainingStream(TrainingData):
             )
         self._communicator = communicator
         full = self.global_batch_size if source.drop_last and source.kind == "shared" else None
-        self._lockstep = Lockstep(
+        self._aligner = StepAligner(
             communicator,
             accumulate=batching.accumulate,
             uneven=uneven,
-            ahead=agreed_ahead(source.prepared, communicator),
+            ahead=common_prefetch_count(source.prepared, communicator),
             full=full,
             copies=source.may_reuse_memory,
         )
-        self._steps = _Steps(source, self._lockstep, communicator, 0, 0)
+        self._steps = _Steps(source, self._aligner, communicator, 0, 0)
 
     @property
-    def order(self) -> dict[str, Any]:
+    def order_settings(self) -> dict[str, Any]:
         """What decides, beside the seed, which sample is at a position of an epoch."""
         if self._source.kind == "shared":
             return {"stream": "shared", "of batches": self._source.batch_size is None}
         return {"stream": "own", "ranks": self._communicator.size, "workers": self._source.workers}
 
     @property
-    def fetches_apart(self) -> bool:
+    def can_prefetch(self) -> bool:
         """Whether a batch may be fetched before it is asked for: nothing else would change."""
-        return self._source.fetches_apart
+        return self._source.can_prefetch
 
     @property
-    def fetches_beside(self) -> bool:
+    def can_overlap_prefetch(self) -> bool:
         """Return False: the ranks agree on what comes in turn."""
         return False
 
@@ -117,12 +116,12 @@ class TrainingStream(TrainingData):
         """Return None, for the same reason."""
         return None
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Slice]]:
+    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
-        self._steps = _Steps(self._source, self._lockstep, self._communicator, epoch, start)
+        self._steps = _Steps(self._source, self._aligner, self._communicator, epoch, start)
         return self._steps
 
-    def is_over(self, position: int) -> bool:
+    def is_epoch_finished(self, position: int) -> bool:
         """Whether no step follows after `position`; it ends the epoch's iteration, and the workers of that.
 
         To find out, the next step is fetched. If there is one, a resumed run fetches it again, so the random numbers
@@ -142,7 +141,7 @@ class TrainingStream(TrainingData):
         self._steps.close()
 
 
-class _Steps(Iterator[tuple[Any, Slice]]):
+class _Steps(Iterator[tuple[Any, MicroBatch]]):
     """The micro-steps of one epoch; `position` is where those that were taken end.
 
     It does not hold itself: where it is left by an error, its workers end with the last reference to it, and not when
@@ -150,19 +149,19 @@ class _Steps(Iterator[tuple[Any, Slice]]):
     """
 
     def __init__(
-        self, source: StreamSource, lockstep: Lockstep, communicator: Communicator, epoch: int, start: int
+        self, source: StreamSource, aligner: StepAligner, communicator: Communicator, epoch: int, start: int
     ) -> None:
         self._source, self._communicator, self._epoch = source, communicator, epoch
         shared = source.kind == "shared"
         self._begun, self._looks, self.position = start > 0, shared and epoch == 0, start
-        self._steps = lockstep.epoch(
+        self._steps = aligner.micro_batches(
             lambda: source.batches(epoch, start if shared else 0),
             start=start,
             stride=source.stride,
             passed=0 if shared else start,
         )
 
-    def __next__(self) -> tuple[Any, Slice]:
+    def __next__(self) -> tuple[Any, MicroBatch]:
         taken = next(self._steps, None)
         if taken is None and not self._begun:
             raise DataError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import tee
 from typing import Any
@@ -20,9 +20,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from unitrain.data.batch_contents import Counted, CountingCollate
-from unitrain.data.samplers import own_sampler
-from unitrain.data.workers import WorkerStart
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import gather_if_different
+from unitrain.data.batch import CountedBatch, CountingCollate
+from unitrain.data.samplers import custom_sampler
+from unitrain.data.workers import WorkerInit
 from unitrain.errors import ConfigError, DataError
 
 Data = Dataset[Any] | DataLoader[Any]
@@ -42,11 +44,11 @@ class Source:
     def __init__(
         self, data: Data, *, batch_size: int | None, shuffle: bool, num_workers: int, pin_memory: bool, setting: str
     ) -> None:
-        self.batch_size = own_batch_size(data, batch_size, setting)
+        self.batch_size = per_rank_batch_size(data, batch_size, setting)
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
         self.sampler: Iterable[Any] | None = None
         if isinstance(data, DataLoader):
-            self.sampler = own_sampler(data)
+            self.sampler = custom_sampler(data)
             shuffle = self.sampler is None and isinstance(data.sampler, RandomSampler)
         self.shuffle = shuffle
         self.drop_last: bool = isinstance(data, DataLoader) and data.drop_last
@@ -62,10 +64,10 @@ class Source:
     @property
     def prepared(self) -> int:
         """How many batches the workers have ready, or are about to."""
-        return prepared_batches(self._loader)
+        return prefetched_batches(self._loader)
 
     @property
-    def fetches_apart(self) -> bool:
+    def can_prefetch(self) -> bool:
         """Whether no code of the user's runs in this process to make a batch, which may then be made early.
 
         Early it would draw its random numbers before what the model draws in the step before, and leave generators
@@ -92,7 +94,9 @@ class Source:
         self._begin(order, positions, worker_seed)
         return iter(self._loader)
 
-    def counted(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> Generator[Counted]:
+    def counted(
+        self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int
+    ) -> Generator[CountedBatch]:
         """Yield what `batches` yields, with the number of samples in it. The workers end with the generator."""
         if self.counts:
             self._begin(order, positions, worker_seed)
@@ -102,7 +106,7 @@ class Source:
             positions, ahead = tee(positions)
             for part, batch in zip(positions, self.batches(order, ahead, worker_seed), strict=True):
                 items = len(order[part])
-                yield Counted(items, items, batch)
+                yield CountedBatch(items, items, batch)
 
     def _begin(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> None:
         self._generator.manual_seed(worker_seed)
@@ -149,7 +153,7 @@ def _loader(
             batch_sampler=indices,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            worker_init_fn=WorkerStart(workers=num_workers),
+            worker_init_fn=WorkerInit(workers=num_workers),
             generator=generator,
         )
     collate = data.collate_fn
@@ -173,7 +177,7 @@ def fetch(loader: DataLoader[Any]) -> Generator[Any]:
             fetched._shutdown_workers()  # type: ignore[attr-defined]
 
 
-def prepared_batches(loader: DataLoader[Any]) -> int:
+def prefetched_batches(loader: DataLoader[Any]) -> int:
     """Return how many batches the workers of `loader` have ready, or are about to."""
     return loader.num_workers * (loader.prefetch_factor or 0)
 
@@ -185,7 +189,7 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
-        "worker_init_fn": WorkerStart(loader.worker_init_fn, loader.num_workers),
+        "worker_init_fn": WorkerInit(loader.worker_init_fn, loader.num_workers),
         "multiprocessing_context": loader.multiprocessing_context,
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
@@ -229,7 +233,7 @@ def _from_start(indices: Tensor, length: int) -> Tensor:
     return torch.where(indices < 0, indices + length, indices)
 
 
-def own_batch_size(data: Data, batch_size: int | None, setting: str) -> int | None:
+def per_rank_batch_size(data: Data, batch_size: int | None, setting: str) -> int | None:
     """Return how many samples a batch of `data` has: those of a DataLoader, if it is one, else `batch_size`.
 
     None where the DataLoader's dataset or batch_sampler makes whole batches. Raises DataError for a DataLoader that
@@ -258,10 +262,10 @@ def own_batch_size(data: Data, batch_size: int | None, setting: str) -> int | No
     return batch_size
 
 
-def comes_in_turn(data: Any) -> bool:
+def is_stream(data: Any) -> bool:
     """Whether `data` has no indices that could be shared out, or those of batches whose sizes nobody knows before."""
     if isinstance(data, DataLoader):
-        return comes_in_turn(data.dataset) or (data.batch_size is None and data.batch_sampler is None)
+        return is_stream(data.dataset) or (data.batch_size is None and data.batch_sampler is None)
     # Those of Hugging Face are no subclass of torch's. What is its own iterator can be passed over only once.
     alike = hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not hasattr(data, "__next__")
     return isinstance(data, IterableDataset) or alike
@@ -269,9 +273,38 @@ def comes_in_turn(data: Any) -> bool:
 
 def _length(data: Data) -> int:
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
-    if comes_in_turn(data) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if is_stream(data) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"Got data of type {type(dataset).__name__}, which has no __len__ and __getitem__ to share out. "
             "Give a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader."
         )
     return len(dataset)
+
+
+def check_same_data(what: str, communicator: Communicator, length: int | None, settings: Mapping[str, Any]) -> None:
+    """Raise DataError on every rank where `length` or one of `settings` is not the same on all, or length is 0.
+
+    `what` is the subject of the sentence, and `length` None for data without one. All ranks call it.
+    """
+    own = (length, dict(settings))
+    everywhere: list[tuple[int | None, dict[str, Any]]] = gather_if_different(communicator, own) or [own]
+    lengths = [length for length, _ in everywhere]
+    if None in lengths and any(length is not None for length in lengths):
+        ranks = [rank for rank, length in enumerate(lengths) if length is None]
+        raise DataError(
+            f"{what} has a length on some ranks, but comes in turn on ranks {ranks}. Give every rank the same data."
+        )
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"{what} has not the same number of samples on every rank: {lengths}. "
+            "Give every rank the whole dataset; it is shared out here."
+        )
+    for name, value in everywhere[0][1].items():
+        values = [found[name] for _, found in everywhere]
+        if any(other != value for other in values):
+            raise DataError(
+                f"{what} differs between ranks in {name}: {values}. Use {name}={value} on every rank, in the "
+                "DataLoader if there is one."
+            )
+    if length == 0:
+        raise DataError(f"{what} is empty. Give a dataset with at least one sample.")

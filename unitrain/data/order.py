@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unitrain.config import Uneven
 
-Dealt = Literal["samples", "batches"]
+StrideUnit = Literal["samples", "batches"]
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Cursor:
     step_in_epoch: int = 0
 
 
-class Slice(NamedTuple):
+class MicroBatch(NamedTuple):
     """What one rank takes in one micro-step: these `positions` of the epoch's order.
 
     `samples` is how many of them count: all, or 0 for a rank that has no share and only stands in. `step_samples`
@@ -41,7 +41,7 @@ class Slice(NamedTuple):
     samples: int
     step_samples: int
     step_end: int
-    closes_step: bool
+    ends_step: bool
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
@@ -55,9 +55,9 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed((seed + epoch) % 2**64))
 
 
-def training_slices(
+def micro_batches_of_samples(
     start: int, end: int, *, batch_size: int, accumulate: int, rank: int, size: int, whole: int | None = None
-) -> Iterator[Slice]:
+) -> Iterator[MicroBatch]:
     """Yield this rank's micro-steps over the positions from `start` to `end` of an epoch's order.
 
     Each step takes the next size * batch_size * accumulate positions, or `whole` of them where it is fewer, so the
@@ -79,13 +79,13 @@ def training_slices(
             # A rank without samples must still run forward and backward, or the others would wait for its gradients.
             # It borrows the step's first sample, which rank 0 trains on anyway, so it brings in no nan of its own.
             positions = slice(first + rank, after, size) if samples else slice(block, block + 1)
-            yield Slice(positions, samples, total, block + total, micro_step == micro_steps - 1)
+            yield MicroBatch(positions, samples, total, block + total, micro_step == micro_steps - 1)
             first = after
 
 
-def batch_slices(
+def micro_batches_of_sampler(
     bounds: Sequence[int], start: int, *, accumulate: int, rank: int, size: int, uneven: Uneven
-) -> Iterator[Slice]:
+) -> Iterator[MicroBatch]:
     """Yield this rank's micro-steps over batches that are whole: batch i has the positions bounds[i] to bounds[i + 1].
 
     In each micro-step every rank takes the next batch, from position `start` on, where a batch begins. What becomes of
@@ -107,14 +107,14 @@ def batch_slices(
                 samples = positions.stop - positions.start
             else:
                 positions, samples = slice(bounds[first], bounds[first] + 1), 0
-            yield Slice(positions, samples, total, bounds[after], micro_step == micro_steps - 1)
+            yield MicroBatch(positions, samples, total, bounds[after], micro_step == micro_steps - 1)
 
 
 def _length_of(bounds: Sequence[int], batch: int) -> int:
     return bounds[batch + 1] - bounds[batch]
 
 
-def dealt_order(lengths: Sequence[Tensor]) -> Tensor:
+def strided_order(lengths: Sequence[Tensor]) -> Tensor:
     """Return where the rows of a dealt order are when those of each rank follow those of the one before, int64 [rows].
 
     `lengths` has, for each rank, the rows of what it was dealt, int64. Row i of the order is at result[i].

@@ -16,7 +16,7 @@ ItemT = TypeVar("ItemT")
 Item = tuple[Any, PartT]
 
 
-class Prefetch:
+class Prefetcher:
     """Brings batches to `device`: on a GPU one ahead, elsewhere as they are asked for, or while gradients travel.
 
     One ahead means one batch more in memory. Copies are asynchronous from pinned memory only. What is fetched while
@@ -28,27 +28,27 @@ class Prefetch:
     ) -> None:
         self._device, self._fetching = device, fetching
         # Weakly: whoever iterates holds it, and where that ends with an error, workers are to end at once.
-        self._latest: weakref.ref[Coming[Any]] | None = None
+        self._latest: weakref.ref[PrefetchedIterator[Any]] | None = None
         # One for all epochs: memory that was allocated on a stream is reused on that stream only.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, items: Iterable[Item[PartT]], *, ahead: bool, beside: bool = False) -> Iterator[Item[PartT]]:
+    def __call__(self, items: Iterable[Item[PartT]], *, ahead: bool, overlapped: bool = False) -> Iterator[Item[PartT]]:
         """Yield each of `items`, pairs of a batch and what belongs to it, with its batch on the device.
 
-        Without `ahead` none is fetched before it is asked for; but with `beside`, on the CPU, the next one is by what
-        the method of that name returns.
+        Without `ahead` none is fetched before it is asked for; but with `overlapped`, on the CPU, `overlapped_work`
+        fetches the next one.
         """
         if self._device.type == "cpu":
-            if not beside:
+            if not overlapped:
                 return iter(items)
-            coming = Coming(iter(items))
+            coming = PrefetchedIterator(iter(items))
             self._latest = weakref.ref(coming)
             return coming
         if self._stream is None or not ahead:
             return ((to_device(batch, self._device), part) for batch, part in items)
-        return one_ahead(iter(items), self._begin_copy, self._await_copy)
+        return prefetch_one(iter(items), self._begin_copy, self._await_copy)
 
-    def beside(self) -> tuple[Callable[[], None], ...]:
+    def overlapped_work(self) -> tuple[Callable[[], None], ...]:
         """Return what fetches the next batch, to be called when all gradients are on their way; nothing where that is
         not asked for."""
         return () if self._latest is None else (self._fetch,)
@@ -76,7 +76,7 @@ class Prefetch:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-class Coming(Iterator[ItemT], Generic[ItemT]):
+class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
     """`items`, of which the next one can be fetched before it is asked for. What that raises is raised in its turn."""
 
     def __init__(self, items: Iterator[ItemT]) -> None:
@@ -100,7 +100,7 @@ class Coming(Iterator[ItemT], Generic[ItemT]):
         return next(self._items)
 
 
-def one_ahead(
+def prefetch_one(
     items: Iterator[Item[PartT]], begin: Callable[[Item[PartT]], Item[PartT]], arrive: Callable[[], None]
 ) -> Iterator[Item[PartT]]:
     """Yield what `begin` makes of each of `items`, begun when the one before it is about to be yielded.

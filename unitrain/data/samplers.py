@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import DataError
-from unitrain.randomness import OwnGenerators, Stream, derive_seed
+from unitrain.randomness import IsolatedGenerators, Stream, derive_seed
 
 # An order is drawn whole. No sampler that ends is longer, and one that never ends must not be waited for.
 _MOST = 50_000_000
 
 
-def own_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
+def custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
     """Return what decides the order of `loader` beside shuffling, a sampler or a batch_sampler; None for nothing.
 
     Raises DataError for a sampler that shares the data out itself.
@@ -54,7 +54,7 @@ def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
     return True
 
 
-class Drawn(NamedTuple):
+class DrawnOrder(NamedTuple):
     """An epoch's order: a tensor of indices, or a list where they are no integers; and the bounds of its batches.
 
     Batch i has the positions bounds[i] to bounds[i + 1]; None where it was samples that were drawn.
@@ -64,7 +64,7 @@ class Drawn(NamedTuple):
     bounds: list[int] | None
 
 
-def draw(sampler: Iterable[Any], communicator: Communicator, *, whole: bool, seed: int, epoch: int) -> Drawn:
+def draw_order(sampler: Iterable[Any], communicator: Communicator, *, whole: bool, seed: int, epoch: int) -> DrawnOrder:
     """Return what `sampler` yields in `epoch`, `whole` batches or samples: rank 0's, on every rank. All ranks call it.
 
     A function of seed and epoch for samplers that draw from torch's, numpy's or Python's global generators or from a
@@ -72,14 +72,14 @@ def draw(sampler: Iterable[Any], communicator: Communicator, *, whole: bool, see
     sampler fails, does not end or yields nothing.
     """
 
-    def on_rank_zero() -> Drawn | None:
+    def on_rank_zero() -> DrawnOrder | None:
         return _draw(sampler, whole, seed, epoch) if communicator.rank == 0 else None
 
-    drawn: Drawn = communicator.broadcast_object(call_on_all_ranks(communicator, on_rank_zero))
+    drawn: DrawnOrder = communicator.broadcast_object(call_on_all_ranks(communicator, on_rank_zero))
     return drawn
 
 
-def begin_epoch(items: Iterable[Any], *, seed: int, epoch: int) -> None:
+def seed_epoch(items: Iterable[Any], *, seed: int, epoch: int) -> None:
     """Tell `items`, a dataset or sampler, and the samplers it is made of, the epoch; seed the generators they hold."""
     for part in _parts(items):
         if hasattr(part, "set_epoch"):
@@ -89,12 +89,12 @@ def begin_epoch(items: Iterable[Any], *, seed: int, epoch: int) -> None:
                 value.manual_seed(seed)
 
 
-def _draw(sampler: Iterable[Any], whole: bool, seed: int, epoch: int) -> Drawn:
+def _draw(sampler: Iterable[Any], whole: bool, seed: int, epoch: int) -> DrawnOrder:
     name, own_seed = type(sampler).__name__, derive_seed(seed, Stream.SAMPLER, epoch)
     bounds: list[int] | None = None
     try:
-        with OwnGenerators(own_seed):
-            begin_epoch(sampler, seed=own_seed, epoch=epoch)
+        with IsolatedGenerators(own_seed):
+            seed_epoch(sampler, seed=own_seed, epoch=epoch)
             keys = list(islice(sampler, _MOST + 1))
         ended = len(keys) <= _MOST
         if whole:
@@ -114,7 +114,7 @@ def _draw(sampler: Iterable[Any], whole: bool, seed: int, epoch: int) -> Drawn:
         raise DataError(
             f"{name} yields nothing in epoch {epoch + 1}. Let it yield at least one sample each time it is iterated."
         )
-    return Drawn(_as_order(keys), bounds)
+    return DrawnOrder(_as_order(keys), bounds)
 
 
 def _as_order(keys: list[Any]) -> Tensor | list[Any]:

@@ -15,15 +15,14 @@ from torch import Tensor
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import StreamKind, TrainConfig, Uneven
-from unitrain.data.batch_contents import Counted
-from unitrain.data.batch_size import KeptBatch, batching_of
-from unitrain.data.dataset_check import check_alike
-from unitrain.data.dummy_batches import Lockstep, agreed_ahead
+from unitrain.data.batch import CountedBatch
+from unitrain.data.batch_size import ElasticBatchSize, resolve_batch_sizes
+from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.iterable_training import TrainingStream
-from unitrain.data.loading import Data, Source, comes_in_turn
-from unitrain.data.order import Dealt, Slice, batch_slices, epoch_order, training_slices
-from unitrain.data.samplers import Drawn, draw
+from unitrain.data.loading import Data, Source, check_same_data, is_stream
+from unitrain.data.order import MicroBatch, StrideUnit, epoch_order, micro_batches_of_sampler, micro_batches_of_samples
+from unitrain.data.samplers import DrawnOrder, draw_order
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import DataError
 from unitrain.randomness import Stream, derive_seed
@@ -55,11 +54,11 @@ class TrainingShard(TrainingData):
         num_workers: int = 0,
         uneven: Uneven = "weight",
         elastic: bool = False,
-        kept: KeptBatch | None = None,
+        kept: ElasticBatchSize | None = None,
     ) -> None:
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
-        batching = batching_of(
+        batching = resolve_batch_sizes(
             data,
             communicator,
             batch_size=batch_size,
@@ -79,7 +78,7 @@ class TrainingShard(TrainingData):
             "drop_last": source.drop_last,
         }
         alike |= {"sampler": self._sampler_name, "accumulate": self._accumulate, "seed": seed}
-        check_alike("The training data", communicator, source.length, alike)
+        check_same_data("The training data", communicator, source.length, alike)
         micro_steps = self._size * self._accumulate
         self._whole = batching.whole
         self.global_batch_size = None if source.batch_size is None else self._whole or source.batch_size * micro_steps
@@ -91,34 +90,34 @@ class TrainingShard(TrainingData):
                 )
             self._end_of(source.length)
         self._end = 0
-        self._lockstep: Lockstep | None = None
+        self._aligner: StepAligner | None = None
         # On one rank its collate_fn may be torch's, as of a DataLoader of other data.
         if any(communicator.allgather_object(source.counts)):
-            self._lockstep = Lockstep(
+            self._aligner = StepAligner(
                 communicator,
                 accumulate=self._accumulate,
                 uneven=uneven,
-                ahead=agreed_ahead(source.prepared, communicator),
+                ahead=common_prefetch_count(source.prepared, communicator),
                 full=None,
                 copies=source.prepared == 0,
             )
 
     @property
-    def order(self) -> dict[str, Any]:
+    def order_settings(self) -> dict[str, Any]:
         """What decides, beside the seed, which sample is at a position of an epoch."""
         order = {"length": self._source.length, "shuffle": self._source.shuffle, "sampler": self._sampler_name}
         # Earlier versions drew another permutation.
         return {**order, "permutation": "of DistributedSampler"} if self._source.shuffle else order
 
     @property
-    def fetches_apart(self) -> bool:
+    def can_prefetch(self) -> bool:
         """Whether a batch may be fetched before it is asked for: nothing else would change."""
-        return self._source.fetches_apart
+        return self._source.can_prefetch
 
     @property
-    def fetches_beside(self) -> bool:
+    def can_overlap_prefetch(self) -> bool:
         """Whether it may be fetched so while gradients travel, and there are any: no rank asks another for it."""
-        return self._size > 1 and self._source.fetches_apart and self._lockstep is None
+        return self._size > 1 and self._source.can_prefetch and self._aligner is None
 
     def steps_in_epoch(self, start: int = 0) -> int | None:
         """Return the number of optimizer steps from position `start` to the end of an epoch, 0 past it."""
@@ -140,7 +139,7 @@ class TrainingShard(TrainingData):
         length = None if source.batch_size is None else _length(source.sampler)
         return None if length is None else self._end_of(length)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Slice]]:
+    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
         order, planned = self._plan(epoch, start)
         worker_seed = derive_seed(self._seed, Stream.WORKERS, epoch, self._rank)
@@ -149,37 +148,37 @@ class TrainingShard(TrainingData):
         # between fill the caches. Workers fetch batches ahead of the loop, so positions and slices are read apart.
         slices, ahead = tee(chain.from_iterable(iter(lambda: list(islice(planned, _PLANNED)), [])))
         positions = map(itemgetter(0), ahead)
-        if self._lockstep is not None:
+        if self._aligner is not None:
             source = self._source
-            return self._lockstep.planned(
-                lambda: source.counted(order, positions, worker_seed), slices, begun=start > 0
-            )
+            return self._aligner.planned(lambda: source.counted(order, positions, worker_seed), slices, begun=start > 0)
         return zip(self._source.batches(order, positions, worker_seed), slices, strict=True)
 
-    def is_over(self, position: int) -> bool:
+    def is_epoch_finished(self, position: int) -> bool:
         """Whether no step follows after `position`."""
-        return position >= self._end or (self._lockstep is not None and self._lockstep.ended)
+        return position >= self._end or (self._aligner is not None and self._aligner.ended)
 
     def end_epoch(self) -> None:
         pass  # the workers end with the iterator, to which nothing here refers
 
-    def _plan(self, epoch: int, start: int) -> tuple[Tensor | list[Any], Iterator[Slice]]:
+    def _plan(self, epoch: int, start: int) -> tuple[Tensor | list[Any], Iterator[MicroBatch]]:
         """Return the order of an epoch, and this rank's micro-steps over it; note where it ends."""
         source, bounds = self._source, None
         order: Tensor | list[Any]
         if source.sampler is None:
             order = epoch_order(source.length, seed=self._seed, epoch=epoch, shuffle=source.shuffle)
         else:
-            order, bounds = draw(
+            order, bounds = draw_order(
                 source.sampler, self._communicator, whole=source.batch_size is None, seed=self._seed, epoch=epoch
             )
         place = {"accumulate": self._accumulate, "rank": self._rank, "size": self._size}
         if bounds is not None:
             self._end = self._end_of_batches(bounds, start)
-            return order, batch_slices(bounds, start, uneven=self._uneven, **place)
+            return order, micro_batches_of_sampler(bounds, start, uneven=self._uneven, **place)
         self._end = self._end_of(len(order))
         assert source.batch_size is not None
-        return order, training_slices(start, self._end, batch_size=source.batch_size, whole=self._whole, **place)
+        return order, micro_batches_of_samples(
+            start, self._end, batch_size=source.batch_size, whole=self._whole, **place
+        )
 
     def _end_of(self, length: int) -> int:
         """Return where an epoch of `length` samples ends."""
@@ -233,7 +232,7 @@ class EvaluationShard:
         what, setting, rank, size = "The evaluation data", "eval_batch_size", communicator.rank, communicator.size
         self._rank = rank
         self._source: Source | StreamSource
-        if comes_in_turn(data):
+        if is_stream(data):
             self._source = open_stream(
                 data,
                 communicator,
@@ -248,11 +247,11 @@ class EvaluationShard:
             return
         self._source = source = _open(data, communicator, batch_size, False, num_workers, setting)
         sampler = None if source.sampler is None else type(source.sampler).__name__
-        check_alike(what, communicator, source.length, {"sampler": sampler})
-        self._order, bounds = Drawn(torch.arange(source.length), None)
+        check_same_data(what, communicator, source.length, {"sampler": sampler})
+        self._order, bounds = DrawnOrder(torch.arange(source.length), None)
         if source.sampler is not None:
             whole = source.batch_size is None
-            self._order, bounds = draw(source.sampler, communicator, whole=whole, seed=0, epoch=0)
+            self._order, bounds = draw_order(source.sampler, communicator, whole=whole, seed=0, epoch=0)
         if bounds is not None:
             batches = [slice(*ends) for ends in pairwise(bounds)]
             self._parts = batches[rank * len(batches) // size : (rank + 1) * len(batches) // size]
@@ -262,12 +261,12 @@ class EvaluationShard:
             self._parts = [slice(at, min(at + step, last)) for at in range(first, last, step)]
 
     @property
-    def fetches_apart(self) -> bool:
+    def can_prefetch(self) -> bool:
         """Whether a batch may be fetched before it is asked for: nothing else would change."""
-        return self._source.fetches_apart
+        return self._source.can_prefetch
 
     @property
-    def dealt(self) -> Dealt | None:
+    def stride_unit(self) -> StrideUnit | None:
         """What each rank in turn has one of; None where each has a part of the order, or all of its own."""
         if not isinstance(self._source, StreamSource) or self._source.kind == "own":
             return None
@@ -278,7 +277,7 @@ class EvaluationShard:
         with closing(self._counted()) as batches:
             yield from ((batch, samples) for _, samples, batch in batches if samples)
 
-    def complete(self) -> Iterator[tuple[Any, int]]:
+    def complete_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield (batch, number of samples in it), which may be 0. Raises DataError, on this rank alone, where a sample
         is missing."""
         with closing(self._counted()) as batches:
@@ -291,7 +290,7 @@ class EvaluationShard:
                     )
                 yield batch, samples
 
-    def _counted(self) -> Generator[Counted]:
+    def _counted(self) -> Generator[CountedBatch]:
         if isinstance(self._source, StreamSource):
             with closing(self._source.batches(epoch=0)) as batches:
                 yield from islice(batches, self._limit)
@@ -305,7 +304,7 @@ def open_training_data(
     config: TrainConfig,
     *,
     elastic: bool = False,
-    kept: KeptBatch | None = None,
+    kept: ElasticBatchSize | None = None,
 ) -> TrainingData:
     """Return this rank's part of `data`, with indices or without, as `config` asks for it. All ranks call it.
 
@@ -323,7 +322,7 @@ def open_training_data(
         "kept": kept,
     }
     # Where the ranks do not make the same of it, they ask each other the same all the same, and find out.
-    if comes_in_turn(data):
+    if is_stream(data):
         return TrainingStream(data, communicator, stream=config.stream, **settings)
     return TrainingShard(data, communicator, shuffle=config.shuffle, **settings)
 

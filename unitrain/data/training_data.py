@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from unitrain.data.order import Slice
+from unitrain.data.order import MicroBatch
 
 
 class TrainingData(ABC):
@@ -21,17 +21,17 @@ class TrainingData(ABC):
 
     @property
     @abstractmethod
-    def order(self) -> dict[str, Any]:
+    def order_settings(self) -> dict[str, Any]:
         """What decides, beside the seed, which sample is at a position of an epoch."""
 
     @property
     @abstractmethod
-    def fetches_apart(self) -> bool:
+    def can_prefetch(self) -> bool:
         """Whether a batch may be fetched before it is asked for: nothing else would change."""
 
     @property
     @abstractmethod
-    def fetches_beside(self) -> bool:
+    def can_overlap_prefetch(self) -> bool:
         """Whether it may be fetched so while gradients travel, and there are any: no rank asks another for it."""
 
     @abstractmethod
@@ -49,16 +49,16 @@ class TrainingData(ABC):
         """
 
     @abstractmethod
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Slice]]:
+    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on.
 
         All ranks call it, and take as many. Raises DataError, on every rank.
         """
 
     @abstractmethod
-    def is_over(self, position: int) -> bool:
-        """Whether no step follows after `position`, to which the last call of `epoch` has come. All ranks call it."""
+    def is_epoch_finished(self, position: int) -> bool:
+        """Whether no step follows `position`, the end of the last micro-batch that was yielded. All ranks call it."""
 
     @abstractmethod
     def end_epoch(self) -> None:
-        """End the iteration of the last call of `epoch`, and its workers. `is_over` has done so already."""
+        """Close the iterator of the last call of `micro_batches`, and its workers; `is_epoch_finished` does so too."""

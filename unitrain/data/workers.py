@@ -27,7 +27,7 @@ _REPORT_BYTES = 512
 
 
 @dataclass(frozen=True)
-class WorkerStart:
+class WorkerInit:
     """A `worker_init_fn`: leaves what a scheduler sends to the whole job to the rank, then calls the user's own.
 
     Without it such a signal would end the workers, and with them the epoch, before the ranks have agreed on a step to

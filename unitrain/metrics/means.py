@@ -42,7 +42,7 @@ class Means:
             taken = [value if owned and isinstance(value, Tensor) else kept(value) for value in values]
             self._waiting.append((samples, taken))
             if len(self._waiting) == _WAITING:
-                self.add_up()
+                self.flush()
 
     def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None, *, owned: bool = False) -> None:
         """Count the one value of one batch: the mean over its `samples`, or, with a `count`, the sum over so many
@@ -55,12 +55,12 @@ class Means:
             self._sums = [total + loss.detach()]
             self._tokens = self._tokens + count
 
-    def add_up(self) -> None:
+    def flush(self) -> None:
         """Add up what waits. A TensorError that `add` has put off is raised now, on this rank alone."""
         self._sums, self._samples = self._added_up()
         self._waiting.clear()
 
-    def here(self) -> Tensor:
+    def local_sums(self) -> Tensor:
         """Return this rank's sum of each name and then its number of samples, or tokens, float64 [names + 1].
 
         What was collected stays, and later sums are what they would have been without this call.
@@ -70,7 +70,7 @@ class Means:
 
     def totals(self, communicator: Communicator) -> tuple[list[float], float]:
         """Return the sum of each name and the number of samples, or tokens, over all ranks. All ranks call it."""
-        *sums, counted = communicator.allreduce(self.here().detach(), op="sum").tolist()
+        *sums, counted = communicator.allreduce(self.local_sums().detach(), op="sum").tolist()
         return sums, counted
 
     def clear(self) -> None:

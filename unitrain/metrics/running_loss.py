@@ -16,8 +16,8 @@ from unitrain.metrics.means import Means, kept
 class RunningLoss:
     """Collects the loss of every micro-step of an epoch. All ranks use it alike, and all see the same numbers.
 
-    The mean over an epoch does not depend on how often `look` is called, nor on interruptions: the sums are part of
-    checkpoints. `steps` is the number of steps since `start`, including those before an interruption.
+    The mean over an epoch depends neither on how often `mean_since_sync` is called nor on interruptions: the sums are
+    part of checkpoints. `steps` is the number of steps since `start_epoch`, including those before an interruption.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -43,16 +43,16 @@ class RunningLoss:
         self._micro_steps.clear()
         self.steps += 1
 
-    def forget_step(self) -> None:
+    def discard_step(self) -> None:
         """Drop the micro-steps of a step that was not finished."""
         self._micro_steps.clear()
 
-    def here(self) -> list[float]:
-        """Return what this rank has collected, for `look` on every rank; waits for the device."""
-        return self._means.here().tolist()
+    def local_sums(self) -> list[float]:
+        """Return what this rank has collected, for `mean_since_sync` on every rank; waits for the device."""
+        return self._means.local_sums().tolist()
 
-    def look(self, ranks: Sequence[Sequence[float]], epoch: int, step: int) -> float:
-        """Return the mean since the last look, from what is `here` on each of the `ranks`.
+    def mean_since_sync(self, ranks: Sequence[Sequence[float]], epoch: int, step: int) -> float:
+        """Return the mean since the last look, from what is `local_sums` on each of the `ranks`.
 
         Raises NonFiniteLossError, on every rank alike.
         """
@@ -63,9 +63,9 @@ class RunningLoss:
         self._seen = (total, weight)
         return mean
 
-    def mean(self, epoch: int, step: int) -> float:
+    def epoch_mean(self, epoch: int, step: int) -> float:
         """Return the mean over the epoch so far. All ranks call it. Raises NonFiniteLossError, on every rank alike."""
-        here = self.here()
+        here = self.local_sums()
         (total,), weight = self._means.totals(self._communicator)
         self._totals = (total, weight)
         mean = _mean(total, weight)
@@ -73,8 +73,8 @@ class RunningLoss:
             raise _not_finite(mean, epoch, step, self._communicator.allgather_object(here))
         return mean
 
-    def start(self) -> None:
-        """Begin an epoch, after `mean` of the one before."""
+    def start_epoch(self) -> None:
+        """Begin an epoch, after `epoch_mean` of the one before."""
         total, weight = self._totals
         # The next look includes the steps of the last epoch that no look has included.
         self._seen, self._totals = (self._seen[0] - total, self._seen[1] - weight), (0.0, 0.0)

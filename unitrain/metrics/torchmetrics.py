@@ -68,13 +68,13 @@ class TorchMetrics:
             metric.to(communicator.device)
         self.names = {name: tuple(_trial(name, metric)) for name, metric in self._metrics.items()}
 
-    def start(self) -> None:
+    def reset(self) -> None:
         """Forget what the metrics have seen."""
         self._used = False
         for metric in self._metrics.values():
             metric.reset()
 
-    def add(self, output: Any, target: Any) -> None:
+    def update(self, output: Any, target: Any) -> None:
         """Update every metric with one batch. Raises MetricError, on this rank alone, where one cannot be."""
         self._used = True
         for name, metric in self._metrics.items():
@@ -84,7 +84,7 @@ class TorchMetrics:
                 where = f"could not be updated with a batch on rank {self._communicator.rank}"
                 raise _failed(name, metric, where, error) from error
 
-    def reduce(self) -> dict[str, dict[str, float]]:
+    def compute(self) -> dict[str, dict[str, float]]:
         """Return for each metric its results by their names, and start again. All ranks call it."""
         communicator = self._communicator
         rank = communicator.rank if self._used else communicator.size
@@ -99,7 +99,7 @@ class TorchMetrics:
         if communicator.allreduce(torch.tensor(gathers), "max"):
             everywhere = communicator.allgather_object(states)
         outcome, error = self._computed(everywhere, reduced) if root == communicator.rank else ({}, None)
-        self.start()
+        self.reset()
         raise_on_all_ranks(communicator, error)
         results: dict[str, dict[str, float]] = communicator.broadcast_object(outcome, root)
         return results

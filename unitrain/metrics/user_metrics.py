@@ -35,28 +35,28 @@ class UserMetrics:
         names: Mapping[str, tuple[str, ...]] = {} if self._stateful is None else self._stateful.names
         self.names = _apart([found for name in self._order for found in names.get(name, (name,))])
 
-    def start(self) -> None:
+    def reset(self) -> None:
         """Forget what was added before."""
         self._means = Means(tuple(self._functions), self._communicator.device)
         if self._stateful is not None:
-            self._stateful.start()
+            self._stateful.reset()
 
-    def add(self, output: Any, target: Any, samples: int) -> None:
+    def update(self, output: Any, target: Any, samples: int) -> None:
         """Measure one batch of so many samples."""
         self._means.add([metric(output, target) for metric in self._functions.values()], samples)
         if self._stateful is not None:
-            self._stateful.add(output, target)
+            self._stateful.update(output, target)
 
-    def add_up(self) -> None:
-        """Add up what waits. An error that `add` has put off is raised now, on this rank alone."""
-        self._means.add_up()
+    def flush(self) -> None:
+        """Add up what waits. An error that `update` has put off is raised now, on this rank alone."""
+        self._means.flush()
 
-    def reduce(self) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         """Return every result over all that was added on all ranks, in the order of the metrics. All ranks call it."""
         means = self._means.reduce(self._communicator) if self._functions else {}
         found = {name: {name: mean} for name, mean in means.items()}
         if self._stateful is not None:
-            found |= self._stateful.reduce()
+            found |= self._stateful.compute()
         results = [result for name in self._order for result in found[name].items()]
         _apart([name for name, _ in results])
         return dict(results)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unitrain.backends.base import Communicator
-from unitrain.data.order import Slice
+from unitrain.data.order import MicroBatch
 from unitrain.errors import ModelError
 from unitrain.optim.step import parameters_of
 
@@ -81,7 +81,7 @@ class GlobalMean:
         self._counted: Tensor | None = None  # of a whole step, on all ranks
         self._per_sample: Tensor | None = None
 
-    def weighted(self, loss: Loss, part: Slice) -> Tensor:
+    def weighted(self, loss: Loss, part: MicroBatch) -> Tensor:
         """Return what to run backward from; a rank that only stands in for lack of samples weighs nothing."""
         weight = self._communicator.size / part.step_samples
         if loss.tokens is None:
@@ -99,11 +99,11 @@ class GlobalMean:
         None where it is samples that count."""
         return None if self._per_sample is None else 1 / self._per_sample
 
-    def beside(self) -> tuple[Callable[[], None], ...]:
+    def overlapped_work(self) -> tuple[Callable[[], None], ...]:
         """Return what is to be called while the gradients of a step travel, if it is tokens that count."""
         return () if self._tokens is None else (self._count,)
 
-    def finish_step(self, optimizer: Optimizer, part: Slice) -> None:
+    def finish_step(self, optimizer: Optimizer, part: MicroBatch) -> None:
         """Divide the global gradients of the parameters of `optimizer` by the number of tokens, if tokens count."""
         if self._counted is None or self._per_sample is None:
             return
@@ -119,7 +119,7 @@ class GlobalMean:
             # One kernel for many gradients, provided that the factor has their dtype; half precision would round it.
             torch._foreach_mul_(alike, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)
 
-    def forget_step(self) -> None:
+    def discard_step(self) -> None:
         """Drop what was counted of a step that was not finished."""
         self._tokens = self._counted = None
 

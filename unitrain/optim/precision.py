@@ -79,7 +79,7 @@ class Precision:
         self._scaler.update()
         return stepped
 
-    def forget_step(self) -> None:
+    def discard_step(self) -> None:
         """Begin a step anew, after one that was not finished."""
         if self._scaler is not None:
             scaler = torch.amp.GradScaler(self._device_type)

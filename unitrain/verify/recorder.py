@@ -24,7 +24,7 @@ from unitrain.verify.samples import digest_of_samples, digest_of_tensor
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend
-    from unitrain.data.order import Slice
+    from unitrain.data.order import MicroBatch
     from unitrain.optim.loss_weighting import Loss
     from unitrain.trainer import Trainer
 
@@ -80,7 +80,7 @@ class Recorder(Callback):
         self._start_values = {name: _saved(parameter) for name, parameter in _parameters(trainer).items()}
         self._generators = _generators(trainer.backend.device)
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: Slice, loss: Loss) -> None:
+    def on_micro_step(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
         self._samples.append(part.samples)
         if not part.samples:  # it only stands in for lack of samples
             return
