@@ -1,56 +1,64 @@
-"""What starts the processes: each launcher is one function from what the user asked to the command that does it.
+"""Launchers: functions that convert a launch spec into the command that starts the ranks.
 
-    from launchers import LaunchSpec, build
+    from unitrain.launchers import LaunchSpec, build, parse_hosts
 
     command = build("horovodrun", LaunchSpec(script="train.py", num_processes=4, hosts=parse_hosts("a:2,b:2")))
     print(command.shell())
 
-`unitrain.launchers.translation` reads and writes the lines of launchers, also for other machines than this one.
+`build` starts nothing. It only queries this machine, for example for the hosts of a Slurm allocation or a free port.
+The package imports neither torch nor the rest of unitrain, so a command can be displayed quickly on any machine.
+Another package adds a launcher through the entry-point group `unitrain.launchers` (name -> build function).
 
-torchrun, horovodrun, Open MPI's mpirun and Slurm's srun are built in, and "none". A command is data and starts nothing;
-what it needs of the machine it asks there, as for the hosts of an allocation or a free port. This package imports
-neither torch nor unitrain, so that a command can be shown at once, on any machine. A package adds a launcher through
-the entry-point group `unitrain.launchers`, name -> build function.
+- `spec`: `LaunchSpec` (the request), `Command` (the result), and lookup of programs and modules
+- `registry`: launcher names, `build`
+- `torchrun`, `horovodrun`, `mpirun`, `srun`: one launcher each
+- `hosts`: hosts and slots, hostfiles, placement of processes
+- `elastic`: the allowed range of ranks, host discovery, reachability
+- `arguments`: `--launcher-args` and `-x`
+- `rendezvous`: MASTER_ADDR and MASTER_PORT
+- `slurm`: the hosts and tasks of the current allocation
+- `preflight`, `host_probe`: checks of all hosts before a launch
+- `agents`, `host_agent`: start, monitor and clean up processes on several hosts
+- `translation`: convert the command line of one launcher into that of another
 """
 
-from unitrain.launchers.agents import MARK, guarded
-from unitrain.launchers.discovery import answering, discover
-from unitrain.launchers.elastic import Elastic, parse_elastic
+from unitrain.launchers.agents import LAUNCH_ID_VARIABLE, with_cleanup
+from unitrain.launchers.arguments import parse_exports, parse_launcher_args
+from unitrain.launchers.elastic import Elastic, HostDiscoveryError, discover_hosts, find_reachable_hosts, parse_elastic
 from unitrain.launchers.errors import LaunchError, MissingLauncherError
-from unitrain.launchers.exports import parse_exports
-from unitrain.launchers.hosts import Host, is_here, parse_hosts, read_hostfile, shares
-from unitrain.launchers.options import parse_options
+from unitrain.launchers.hosts import Host, is_this_host, parse_hosts, processes_per_host, read_hostfile
 from unitrain.launchers.preflight import check_hosts
-from unitrain.launchers.programs import find_module
-from unitrain.launchers.registry import LAUNCHER_OF, available, build
+from unitrain.launchers.registry import DEFAULT_LAUNCHERS, available, build
 from unitrain.launchers.slurm import allocated_hosts, allocated_slots, is_one_of_several_tasks
-from unitrain.launchers.spec import Command, LaunchSpec, cores
+from unitrain.launchers.spec import Command, LaunchSpec, count_usable_cores, find_module, local_spec
 
 __all__ = [
-    "LAUNCHER_OF",
-    "MARK",
+    "DEFAULT_LAUNCHERS",
+    "LAUNCH_ID_VARIABLE",
     "Command",
     "Elastic",
     "Host",
+    "HostDiscoveryError",
     "LaunchError",
     "LaunchSpec",
     "MissingLauncherError",
     "allocated_hosts",
     "allocated_slots",
-    "answering",
     "available",
     "build",
     "check_hosts",
-    "cores",
-    "discover",
+    "count_usable_cores",
+    "discover_hosts",
     "find_module",
-    "guarded",
-    "is_here",
+    "find_reachable_hosts",
     "is_one_of_several_tasks",
+    "is_this_host",
+    "local_spec",
     "parse_elastic",
     "parse_exports",
     "parse_hosts",
-    "parse_options",
+    "parse_launcher_args",
+    "processes_per_host",
     "read_hostfile",
-    "shares",
+    "with_cleanup",
 ]

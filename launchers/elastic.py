@@ -1,20 +1,34 @@
-"""How many ranks an elastic job may have, as `2:8`, and how many hosts that is."""
+"""Elastic jobs: the allowed number of ranks, discovery of hosts, and which hosts are reachable."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import Host, shares
+from unitrain.launchers.hosts import Host, is_this_host, parse_hosts, processes_per_host
+
+SSH_MISSING = (
+    "ssh, which is needed to reach other hosts, is not installed. Install it: sudo apt-get install openssh-client"
+)
 
 _RANGE = re.compile(r"([0-9]+):([0-9]+)")
+_SCRIPT_TIMEOUT_SECONDS = 30
+_SSH_TIMEOUT_SECONDS = 5
+
+
+class HostDiscoveryError(LaunchError):
+    """The host discovery script failed or timed out. It may succeed when it runs again."""
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """An elastic job runs with `least` to `most` ranks in all: as many as the hosts that answer have slots for."""
+    """The allowed number of ranks of an elastic job, `least` to `most`: one rank per slot of the reachable hosts."""
 
     least: int
     most: int
@@ -22,18 +36,22 @@ class Elastic:
     def __str__(self) -> str:
         return f"{self.least}:{self.most}"
 
-    def fit(self, hosts: Iterable[Host]) -> tuple[Host, ...]:
-        """Return these hosts, filled in order, with the slots that are used; none where they have fewer than `least`
-        slots."""
+    def select_slots(self, hosts: Iterable[Host]) -> tuple[Host, ...]:
+        """Return the hosts to use, filled in order, with the number of slots used on each.
+
+        The result is empty if the hosts have fewer than `least` slots.
+        """
         offered = tuple(hosts)
-        used = shares(self.most, offered)
+        used = processes_per_host(self.most, offered)
         if sum(used) < self.least:
             return ()
         return tuple(Host(host.name, count) for host, count in zip(offered, used, strict=False))
 
-    def nodes(self, hosts: tuple[Host, ...]) -> tuple[int, int]:
-        """Return the least and the most hosts, for a launcher that counts those. Raises LaunchError for uneven hosts,
-        of which no number of ranks is a number of hosts, and where not even `least` ranks are whole hosts."""
+    def node_range(self, hosts: tuple[Host, ...]) -> tuple[int, int]:
+        """Return the minimum and maximum number of hosts, for a launcher that counts hosts instead of ranks.
+
+        Raises LaunchError if the hosts have different numbers of slots, or no number of hosts is in the range.
+        """
         slots = hosts[0].slots
         uneven = next((host for host in hosts if host.slots != slots), None)
         if uneven is not None:
@@ -44,14 +62,14 @@ class Elastic:
         least, most = -(-self.least // slots), self.most // slots
         if most < least:
             raise LaunchError(
-                f"--elastic {self} is no whole number of hosts with {slots} slots each. "
+                f"--elastic {self} contains no multiple of {slots}, the number of slots of each host. "
                 f"Use --elastic {least * slots}:{least * slots}"
             )
         return least, most
 
 
 def parse_elastic(text: str) -> Elastic:
-    """Return the numbers in "MIN:MAX". Raises LaunchError."""
+    """Parse "MIN:MAX". Raises LaunchError."""
     match = _RANGE.fullmatch(text.strip())
     if match is None:
         raise LaunchError(f"--elastic takes MIN:MAX ranks, got {text!r}. Write two whole numbers, as in --elastic 2:8")
@@ -62,3 +80,67 @@ def parse_elastic(text: str) -> Elastic:
             f"Use --elastic {max(1, min(least, most))}:{max(1, least, most)}"
         )
     return Elastic(least, most)
+
+
+def discover_hosts(script: Path) -> tuple[Host, ...]:
+    """Run a host discovery script and return the hosts that it prints, one "name:slots" per line as for horovodrun.
+
+    The result may be empty. Raises HostDiscoveryError if the script fails or takes longer than 30 s, and LaunchError if
+    it cannot be run or its output cannot be parsed.
+    """
+    try:
+        done = subprocess.run(
+            [str(script.absolute())],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SCRIPT_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise HostDiscoveryError(
+            f"--host-discovery-script '{script}' did not end within {_SCRIPT_TIMEOUT_SECONDS} s. "
+            "Let it print the current hosts and exit."
+        ) from None
+    except OSError as error:
+        raise LaunchError(
+            f"--host-discovery-script '{script}' cannot be run: {error.strerror}. "
+            f"Give it a first line such as #!/bin/sh, and: chmod +x {script}"
+        ) from error
+    if done.returncode:
+        raise HostDiscoveryError(
+            f"--host-discovery-script '{script}' ended with exit code {done.returncode}: "
+            f"{done.stderr.strip() or 'it printed nothing'}. Let it print name:slots lines, and exit with 0."
+        )
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return parse_hosts(",".join(lines)) if lines else ()
+
+
+def find_reachable_hosts(hosts: Iterable[Host]) -> set[str]:
+    """Return the names of the hosts on which ssh starts a program within some seconds. This host is always reachable.
+
+    Raises LaunchError if no host is reachable because ssh is not installed.
+    """
+    candidates = tuple(hosts)
+    if not candidates:
+        return set()
+    with ThreadPoolExecutor(min(32, len(candidates))) as pool:
+        reachable = zip(candidates, pool.map(_is_reachable, candidates), strict=True)
+        found = {host.name for host, is_reachable in reachable if is_reachable}
+    if not found and shutil.which("ssh") is None:
+        raise LaunchError(SSH_MISSING)
+    return found
+
+
+def _is_reachable(host: Host) -> bool:
+    if is_this_host(host):
+        return True
+    options = ["BatchMode=yes", f"ConnectTimeout={_SSH_TIMEOUT_SECONDS}", "StrictHostKeyChecking=accept-new"]
+    command = ["ssh", *(word for option in options for word in ("-o", option)), "--", host.name.strip("[]"), "true"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * _SSH_TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

@@ -1,11 +1,11 @@
-"""What can be wrong with a launch, found before anything starts."""
+"""Errors in a launch request, raised before any rank starts."""
 
 from __future__ import annotations
 
 
 class LaunchError(ValueError):
-    """The launch that was asked for cannot work: one sentence of what was found, one that can be pasted."""
+    """The requested launch is not possible. The message states the reason and a fix to paste."""
 
 
 class MissingLauncherError(LaunchError):
-    """The launcher's program is not installed on this host."""
+    """The program of the launcher is not installed on this host."""

@@ -1,4 +1,4 @@
-"""horovodrun: starts Horovod's ranks on all hosts over ssh, with its own Gloo controller or through MPI."""
+"""horovodrun: starts Horovod's ranks on all hosts over ssh, with its Gloo controller or through MPI."""
 
 from __future__ import annotations
 
@@ -7,40 +7,38 @@ from dataclasses import replace
 
 from unitrain.launchers import slurm
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import check_spellings
-from unitrain.launchers.programs import find_program, module_command
-from unitrain.launchers.spec import Command, LaunchSpec
+from unitrain.launchers.hosts import check_distinct
+from unitrain.launchers.spec import Command, LaunchSpec, find_program, launcher_module_command
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the command; it is typed on one host and reaches the others itself."""
-    if not spec.hosts and (job := slurm.allocation_of_several_hosts()) is not None:
+    """Return the command. It runs on one host and starts the ranks on the others itself."""
+    if not spec.hosts and (job := slurm.multi_host_allocation()) is not None:
         job.check_slots(spec.num_processes)
         spec = replace(spec, hosts=job.hosts)
-    check_spellings(spec.hosts)
-    build_it = "Build Horovod for this torch with: unitrain horovod build"
-    start = module_command("horovodrun", "horovod", spec.python, build_it, planned=spec.planned)
+    check_distinct(spec.hosts)
+    fix = "Build Horovod for this torch with: unitrain horovod build"
+    start = launcher_module_command("horovodrun", "horovod", spec.python, fix, is_dry_run=spec.is_dry_run)
     options = ["-np", str(spec.num_processes)]
     if spec.hosts:
         options += ["-H", ",".join(map(str, spec.hosts))]
     variables = spec.variables
-    # Said always, because horovodrun would else decide by how it was built: the same line then does the same
-    # everywhere.
+    # Always explicit: the default of horovodrun depends on how Horovod was built.
     controller = spec.controller or "gloo"
     if controller == "mpi" and spec.backend == "ddp":
         raise LaunchError(
-            "Backend 'ddp' needs an address to meet at, which MPI does not give. "
+            "Backend 'ddp' needs a rendezvous address, which horovodrun --mpi does not provide. "
             "Leave --mpi out, or use --backend horovod, or --launcher mpirun."
         )
     if controller == "mpi":
-        remedy = "Install Open MPI, sudo apt-get install openmpi-bin, or leave --mpi out"
-        find_program("mpirun", spec.python, remedy, planned=spec.planned)
+        fix = "Install Open MPI, sudo apt-get install openmpi-bin, or leave --mpi out"
+        find_program("mpirun", spec.python, fix, is_dry_run=spec.is_dry_run)
         variables |= slurm.mpirun_variables(spec.hosts)
     options.append(f"--{controller}")
     if spec.interface is not None:
         options += ["--network-interfaces", spec.interface]
     if len(spec.hosts) > 1:
-        options.append("--disable-cache")  # it remembers for an hour which hosts it could reach
+        options.append("--disable-cache")  # horovodrun caches for an hour which hosts are reachable
     if controller == "mpi" and os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return Command((*start, *options, *spec.launcher_args, spec.python, *spec.program), variables)

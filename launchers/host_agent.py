@@ -1,10 +1,10 @@
-"""What keeps one host's part of a launch: started there over ssh, it is told by its standard input what to run.
+"""Agent that runs one host's part of a launch. Its source is sent to the host and needs only Python there.
 
-It stands alone: its text is sent to the host, and needs nothing but Python there. The first line is the job as JSON; it
-comes this way so that no command line shows a value. After it each line is a sign of life, or the number of a signal to
-pass on. When nobody speaks any more, or the job ends, every process that came of the job is ended, also those that left
-its process group. A job without a command is one that a launcher brings to this host itself: its processes are known by
-a mark in their environment.
+The agent reads its job from standard input, as one line of JSON, so that no command line shows the values of variables.
+Each further line is a heartbeat (empty) or the number of a signal to forward. When the job ends, the connection closes
+or heartbeats stop, the agent kills all descendants of the job, including those that left its process group. A job
+without a command is for a launcher that starts ranks on this host itself: the agent finds their processes by a marker
+variable in their environment.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import threading
 import time
 from pathlib import Path
 
-SILENCE_SECONDS = 30.0
+HEARTBEAT_TIMEOUT_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def _of_the_job(mark: str) -> list[int]:
-    """Return the living processes that came of this one, or have `mark` in their environment."""
+def _find_job_processes(marker: str) -> list[int]:
+    """Return the descendants of this process and the processes with `marker` in their environment."""
     children: dict[int, list[int]] = {}
     found: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -35,72 +35,74 @@ def _of_the_job(mark: str) -> list[int]:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(folder.name))
-                if mark and mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                if marker and marker.encode() in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))
-    waiting = [os.getpid()]
-    while waiting:
-        own = children.get(waiting.pop(), [])
-        found += own
-        waiting += own
+    parents = [os.getpid()]
+    while parents:
+        descendants = children.get(parents.pop(), [])
+        found += descendants
+        parents += descendants
     return found
 
 
-def _end_all(process: subprocess.Popen[bytes] | None, mark: str) -> None:
+def _end_all(process: subprocess.Popen[bytes] | None, marker: str) -> None:
     if process is not None and process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
     deadline = time.monotonic() + GRACE_SECONDS
-    while (living := _of_the_job(mark)) and time.monotonic() < deadline:
-        for pid in living:
+    while (pids := _find_job_processes(marker)) and time.monotonic() < deadline:
+        for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
 def main() -> int:
-    """Run the job that standard input tells, and return its exit code."""
+    """Run the job that standard input describes and return its exit code."""
     job = json.loads(sys.stdin.buffer.readline())
-    # Orphans become this process's children, so that they are found.
+    # Orphaned descendants become children of this process, so that it finds them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, _: told.put(f"{number}\n".encode()))
-    signal.signal(signal.SIGHUP, lambda *_: told.put(b""))
+        signal.signal(number, lambda number, _: messages.put(f"{number}\n".encode()))
+    signal.signal(signal.SIGHUP, lambda *_: messages.put(b""))
     process = None
     if job["argv"]:
         process = subprocess.Popen(
             job["argv"],
             cwd=job["folder"],
-            env={**os.environ, **job["variables"], **dict([job["mark"].split("=", 1)] if job["mark"] else [])},
+            env={**os.environ, **job["variables"], **dict([job["marker"].split("=", 1)] if job["marker"] else [])},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
 
-    def listen() -> None:
+    def receive() -> None:
         while line := sys.stdin.buffer.readline():
-            told.put(line)
-        told.put(b"")
+            messages.put(line)
+        messages.put(b"")
 
-    threading.Thread(target=listen, daemon=True).start()
-    heard = time.monotonic()
+    threading.Thread(target=receive, daemon=True).start()
+    last_message_at = time.monotonic()
     try:
-        while (process is None or process.poll() is None) and time.monotonic() - heard < SILENCE_SECONDS:
+        while process is None or process.poll() is None:
+            if time.monotonic() - last_message_at >= HEARTBEAT_TIMEOUT_SECONDS:
+                break
             try:
-                line = told.get(timeout=0.1)
+                line = messages.get(timeout=0.1)
             except queue.Empty:
                 continue
-            heard = time.monotonic()
+            last_message_at = time.monotonic()
             if not line:
-                break  # whoever started this is gone
+                break  # the connection is closed
             if line.strip() and process is not None:
                 process.send_signal(int(line))
     finally:
-        _end_all(process, job["mark"])
+        _end_all(process, job["marker"])
     code = 0 if process is None else process.wait()
     return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
     sys.stdout.flush()
-    os._exit(main())  # the thread still listens, and is not waited for
+    os._exit(main())  # does not wait for the thread, which may be blocked in a read

@@ -1,6 +1,6 @@
-"""What is asked of each host before a launch: sent there as text, it needs nothing but Python, and prints JSON.
+"""Probe of one host before a launch. Its source is sent to the host, needs only Python there, and prints JSON.
 
-Its standard input ends with `look(...)`, see `preflight.py`.
+The sender appends a call of `probe_host` to the source (see `preflight.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from importlib import metadata
 from pathlib import Path
 
 
-def look(script: str, folder: str, packages: list[str], port: int) -> None:
-    """Print what this host has: the script and its folder, versions, interfaces, and whether `port` is free; with port
-    0, one that is."""
+def probe_host(script: str, folder: str, packages: list[str], port: int) -> None:
+    """Print whether the script and its folder exist, versions, interfaces, and whether `port` is free.
+
+    With port 0, print a free port.
+    """
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for package in packages:
         try:
@@ -26,14 +28,14 @@ def look(script: str, folder: str, packages: list[str], port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
-            found = probe.getsockname()[1]
+            free_port = probe.getsockname()[1]
         except OSError:
-            found = None
-    told = {
+            free_port = None
+    facts = {
         "folder": Path(folder).is_dir(),
         "script": (Path(folder) / script).is_file(),
         "versions": versions,
         "interfaces": [name for _, name in socket.if_nameindex()],
-        "port": found,
+        "port": free_port,
     }
-    sys.stdout.write(f"unitrain looks: {json.dumps(told)}\n")
+    sys.stdout.write(f"unitrain host probe: {json.dumps(facts)}\n")

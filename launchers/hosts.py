@@ -1,4 +1,4 @@
-"""Hosts and their slots, as Horovod and MPI write them: `a:4,b:4`."""
+"""Hosts and their slots, in the notation of Horovod and MPI: `a:4,b:4`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from unitrain.launchers.errors import LaunchError
 
-_MOST_CHARACTERS = 2**24
+_MAX_HOSTFILE_CHARACTERS = 2**24
 _HOST = re.compile(r"(?P<name>(?!-)[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(?P<slots>[^:]*))?")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host by name or address, and how many processes it takes."""
+    """A host, by name or address, and the number of processes that it takes."""
 
     name: str
     slots: int
@@ -28,7 +28,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Return the hosts in `text`, "name:slots,..." with one slot where none is given. Raises LaunchError."""
+    """Parse "name:slots,...". A host without a number has one slot. Raises LaunchError."""
     hosts = tuple(_parse_host(part.strip(), text) for part in text.split(","))
     for number, host in enumerate(hosts):
         for earlier in hosts[:number]:
@@ -41,17 +41,19 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a list of hosts. Raises OSError, also for more than 16 MiB, and UnicodeDecodeError."""
+    """Return the lines of a hostfile. Raises OSError, also for more than 16 MiB, and UnicodeDecodeError."""
     with path.open(encoding="utf-8") as file:
-        text = file.read(_MOST_CHARACTERS + 1)
-    if len(text) > _MOST_CHARACTERS:  # a device such as /dev/zero never ends
+        text = file.read(_MAX_HOSTFILE_CHARACTERS + 1)
+    if len(text) > _MAX_HOSTFILE_CHARACTERS:  # a device such as /dev/zero never ends
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return text.splitlines()
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Return the hosts in a file, one on a line: "name slots=4" as Open MPI and Horovod write it, or "name:4". A host
-    that has several lines, as in a scheduler's list of slots, gets their sum. Raises LaunchError."""
+    """Read a hostfile with one host per line: "name slots=4" as for Open MPI and Horovod, or "name:4".
+
+    The slots of a host with several lines are added up; schedulers list a host once per slot. Raises LaunchError.
+    """
     try:
         lines = read_lines(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -69,27 +71,27 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         host = _parse_host(text, str(path))
         slots[host.name] = slots.get(host.name, 0) + host.slots
     if not slots:
-        raise LaunchError(f"--hostfile {path} names no host. Write one on a line, as in: a slots=4")
+        raise LaunchError(f"--hostfile {path} does not name a host. Write one on a line, as in: a slots=4")
     return tuple(Host(name, count) for name, count in slots.items())
 
 
-def check_spellings(hosts: tuple[Host, ...], resolve: Callable[[str], str] = socket.gethostbyname) -> None:
-    """Raise LaunchError when one host is named under two spellings, which would give two ranks the same local_rank."""
-    seen: dict[str, str] = {}
+def check_distinct(hosts: tuple[Host, ...], resolve: Callable[[str], str] = socket.gethostbyname) -> None:
+    """Raise LaunchError if two names are the same machine: two ranks would then have the same local_rank."""
+    names: dict[str, str] = {}
     for host in hosts:
         try:
             address = resolve(host.name)
         except OSError:
-            continue  # known to ssh alone, perhaps
-        if address in seen:
+            continue  # possibly an alias in ~/.ssh/config
+        if address in names:
             raise LaunchError(
-                f"Hosts {seen[address]!r} and {host.name!r} are the same machine, {address}: both would count from "
-                f"local_rank 0 and share GPUs. Name it once, with all its slots: -H {seen[address]}:N"
+                f"Hosts {names[address]!r} and {host.name!r} are the same machine, {address}: both would count from "
+                f"local_rank 0 and share GPUs. Name it once, with all its slots: -H {names[address]}:N"
             )
-        seen[address] = host.name
+        names[address] = host.name
 
 
-def is_here(host: Host) -> bool:
+def is_this_host(host: Host) -> bool:
     """Return whether `host` is this machine."""
     name = host.name.strip("[]")
     if name in ("localhost", socket.gethostname(), socket.getfqdn()):
@@ -97,23 +99,24 @@ def is_here(host: Host) -> bool:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)  # which only an address of this machine lets
+            probe.bind(address)  # succeeds only for an address of this machine
     except OSError:
         return False
     return True
 
 
-def check_is_here(host: Host, launcher: str) -> None:
-    """Raise LaunchError when `host` is another machine, which a launcher that starts ranks here would ignore."""
-    if not is_here(host):
+def check_is_this_host(host: Host, launcher: str) -> None:
+    """Raise LaunchError if `host` is another machine, for a launcher that starts ranks on this host only."""
+    if not is_this_host(host):
         raise LaunchError(
             f"{launcher} starts ranks on this host only, but -H names {host.name!r}. "
-            "Type it there, or use --launcher horovodrun."
+            "Run the command there, or use --launcher horovodrun."
         )
 
 
-def shares(processes: int, hosts: tuple[Host, ...]) -> list[int]:
-    """Return how many processes the hosts get: they are filled in order, as horovodrun does, until none is left."""
+def processes_per_host(processes: int, hosts: tuple[Host, ...]) -> list[int]:
+    """Return the number of processes of each host. Hosts are filled in order, as by horovodrun; the list ends with the
+    last host that has a process."""
     counts: list[int] = []
     for host in hosts:
         if not processes:

@@ -1,4 +1,4 @@
-"""Open MPI's mpirun: starts ranks on all hosts over ssh, or through the scheduler whose allocation it is typed in."""
+"""Open MPI's mpirun: starts ranks on all hosts over ssh, or through the scheduler inside an allocation."""
 
 from __future__ import annotations
 
@@ -7,86 +7,84 @@ import subprocess
 from dataclasses import replace
 
 from unitrain.launchers import slurm
-from unitrain.launchers.addresses import DEFAULT_PORT, meeting_place
+from unitrain.launchers.arguments import merge_options, names_forwarded_by_default
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.exports import handed_on
-from unitrain.launchers.hosts import Host, check_spellings, is_here
-from unitrain.launchers.options import with_defaults
-from unitrain.launchers.programs import find_program
-from unitrain.launchers.spec import Command, LaunchSpec
+from unitrain.launchers.hosts import Host, check_distinct, is_this_host
+from unitrain.launchers.rendezvous import DEFAULT_PORT, rendezvous_variables
+from unitrain.launchers.spec import Command, LaunchSpec, find_program
 
-DEFAULTS = (
-    # Open MPI would bind each rank to one core or one socket, with all its threads.
+DEFAULT_OPTIONS = (
+    # Open MPI would bind each rank, with all its threads, to one core or socket.
     ("--bind-to", "none"),
-    # The first host is filled first, as by the other launchers.
+    # Fill the first host first, as the other launchers do.
     ("--map-by", "slot"),
-    # Seconds from mpirun's SIGTERM until the ranks get theirs, and again until SIGKILL: with its own 1 s no
-    # checkpoint is written. It waits both also where no rank is left, and a failed job is to end within ten.
+    # The seconds from mpirun's SIGTERM until the ranks receive theirs, and again until SIGKILL. The default of 1 s is
+    # too short to write a checkpoint. mpirun waits both also if no rank is left, and a failed job should end within
+    # ten seconds.
     ("-mca", "odls_base_sigkill_timeout", "4"),
 )
-# A new host's key would be asked about, where nobody answers. A key that has changed is still refused.
-SSH = ("-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new")
+# Accepts the key of a new host without a prompt. A changed key is still rejected.
+SSH_OPTION = ("-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new")
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the command; it is typed on one host and reaches the others itself.
+    """Return the command. It runs on one host and starts the ranks on the others itself.
 
-    Without hosts the ranks are on this one, or on those of the Slurm allocation that it is typed in. Variables are
-    handed on by name, so that no command line shows a value. They are told to meet at a free port of this host, but for
-    Horovod's, which need none there, or at port 29500 of the first of several (in a Slurm allocation see
-    `slurm.Allocation`), unless MASTER_ADDR and MASTER_PORT are set.
+    Without hosts the ranks run on this host, or on the hosts of the current Slurm allocation. Variables are forwarded
+    by name, so that the command line shows no values. The rendezvous uses a free port of this host, or port 29500 of
+    the first of several hosts (in a Slurm allocation see `slurm.Allocation.port`), unless MASTER_ADDR and MASTER_PORT
+    are set. Horovod on one host needs no rendezvous.
     """
     spec.check_no_controller("mpirun")
-    remedy = "Open MPI has it: sudo apt-get install openmpi-bin"
-    program = find_program("mpirun", spec.python, remedy, planned=spec.planned)
-    if program != "mpirun":  # the bare name of a planned launch
+    fix = "It is part of Open MPI: sudo apt-get install openmpi-bin"
+    program = find_program("mpirun", spec.python, fix, is_dry_run=spec.is_dry_run)
+    if program != "mpirun":  # the bare name in a dry run on a host without mpirun
         _check_is_open_mpi(program)
-    check_spellings(spec.hosts)
+    check_distinct(spec.hosts)
     job = None if spec.hosts else slurm.allocation()
     if job is not None:
         job.check_slots(spec.num_processes)
         spec = replace(spec, hosts=job.hosts)
     elif not spec.hosts:
         spec = replace(spec, hosts=(Host("localhost", spec.num_processes),))
-    elsewhere = len(spec.hosts) > 1 or not is_here(spec.hosts[0])
+    uses_other_hosts = len(spec.hosts) > 1 or not is_this_host(spec.hosts[0])
     variables = spec.variables
-    # On one host Horovod lets its ranks find each other. Between hosts it would have to guess an address of rank 0's,
-    # which it cannot where no route leads out of the cluster.
-    if elsewhere or spec.backend != "horovod":
-        port = (job.port if job is not None else spec.port or DEFAULT_PORT) if elsewhere else None
-        variables |= meeting_place(spec.hosts, port, variables)
-    users = [name for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
-    names = dict.fromkeys([*variables, *users, *spec.forwarded])
+    # On one host Horovod connects its ranks itself. On several hosts it would have to guess the address of rank 0,
+    # which fails if the cluster has no default route.
+    if uses_other_hosts or spec.backend != "horovod":
+        port = (job.port if job is not None else spec.port or DEFAULT_PORT) if uses_other_hosts else None
+        variables |= rendezvous_variables(spec.hosts, port, variables)
+    inherited = [name for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    names = dict.fromkeys([*variables, *inherited, *spec.forwarded])
     options = ["-np", str(spec.num_processes)]
-    defaults = list(DEFAULTS)
-    if job is None:  # mpirun knows the hosts of its allocation
+    defaults = list(DEFAULT_OPTIONS)
+    if job is None:  # inside an allocation mpirun asks Slurm for the hosts
         options += ["-H", ",".join(map(str, spec.hosts))]
     variables |= slurm.mpirun_variables(spec.hosts, job)
-    if elsewhere:
+    if uses_other_hosts:
         if job is None:
-            defaults.append(SSH)
-        names |= dict.fromkeys(handed_on())  # on another host a rank has only what is named to it
+            defaults.append(SSH_OPTION)
+        names |= dict.fromkeys(names_forwarded_by_default())  # mpirun forwards nothing else to other hosts
         if spec.interface is not None:
             defaults += [("-mca", f"{part}_tcp_if_include", spec.interface) for part in ("btl", "oob")]
     for name in names:
         options += ["-x", name]
-    options += with_defaults(defaults, spec.launcher_args)
+    options += merge_options(defaults, spec.launcher_args)
     if os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return Command((program, *options, spec.python, *spec.program), variables)
 
 
 def _check_is_open_mpi(program: str) -> None:
-    """Raise LaunchError for the mpirun of another MPI, which has other options."""
+    """Raise LaunchError for the mpirun of another MPI implementation, whose options differ."""
     try:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(
-            f"'{program} --version' does not answer: {error}. Mend it, or choose another launcher."
-        ) from None
+        raise LaunchError(f"'{program} --version' failed: {error}. Fix it, or choose another launcher.") from None
     if "Open MPI" not in done.stdout and "OpenRTE" not in done.stdout:
-        told = (done.stdout or done.stderr).strip().splitlines() or ["nothing"]
+        lines = (done.stdout or done.stderr).strip().splitlines() or ["nothing"]
         raise LaunchError(
-            f"'{program}' is not Open MPI's: its --version says {told[0].strip()!r}. Put Open MPI's first on PATH, or "
-            "start the script with this one: mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."
+            f"'{program}' is not Open MPI's mpirun: its --version prints {lines[0].strip()!r}. Put Open MPI's first on "
+            "PATH, or start the script with this one: mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT "
+            "29500 ..."
         )

@@ -1,4 +1,4 @@
-"""What can be wrong with the hosts of a launch, found in about a second, before anything is started there."""
+"""Checks of all hosts, about one second long, before a launch starts anything there."""
 
 from __future__ import annotations
 
@@ -12,77 +12,78 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.launchers import host_probe
-from unitrain.launchers.addresses import master_port
 from unitrain.launchers.agents import SSH
-from unitrain.launchers.discovery import NO_SSH
+from unitrain.launchers.elastic import SSH_MISSING
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import Host, is_here, shares
-from unitrain.launchers.programs import find_module
-from unitrain.launchers.spec import LaunchSpec
+from unitrain.launchers.hosts import Host, is_this_host, processes_per_host
+from unitrain.launchers.rendezvous import user_master_port
+from unitrain.launchers.spec import LaunchSpec, find_module
 
-_SECONDS = 40
-_MARK = "unitrain looks: "
+_TIMEOUT_SECONDS = 40
+_OUTPUT_PREFIX = "unitrain host probe: "
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _ProbeResult:
+    """The facts that `host_probe.probe_host` printed on one host."""
+
     host: Host
-    told: dict[str, Any]
+    facts: dict[str, Any]
 
 
 def check_hosts(spec: LaunchSpec) -> int:
-    """Ask all hosts at once, over ssh, and return the port of the first at which the ranks can meet.
+    """Probe all hosts concurrently over ssh and return a free port of the first host for the rendezvous.
 
-    Raises LaunchError for the first host that cannot be reached, lacks the script, its folder, Python or the interface,
-    or has other versions than the first, and for a MASTER_PORT that is taken.
+    Raises LaunchError for the first host that is not reachable, lacks the script, its folder, Python or the interface,
+    or has other versions than the first host; and if MASTER_PORT is in use.
     """
-    hosts = spec.hosts[: len(shares(spec.num_processes, spec.hosts))]
-    port = master_port(spec.environment) or 0
+    hosts = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
+    port = user_master_port(spec.environment) or 0
     packages = ["torch", "unitrain", *(["horovod"] if spec.backend == "horovod" else [])]
     with ThreadPoolExecutor(min(len(hosts), 64)) as pool:
-        answers = list(pool.map(lambda host: _ask(host, spec, packages, port if host is hosts[0] else 0), hosts))
-    first = answers[0]
-    for answer in answers:
-        _check(answer, first, spec)
-    if first.told["port"] is None:
+        results = list(pool.map(lambda host: _probe(host, spec, packages, port if host is hosts[0] else 0), hosts))
+    first = results[0]
+    for result in results:
+        _check(result, first, spec)
+    if first.facts["port"] is None:
         raise LaunchError(
-            f"MASTER_PORT is {port}, but on {first.host.name} another program listens there. Clear it, and a free one "
-            "is taken: unset MASTER_PORT"
+            f"MASTER_PORT is {port}, but on {first.host.name} another program listens there. Clear it to have a free "
+            "port chosen: unset MASTER_PORT"
         )
-    found: int = first.told["port"]
-    return found
+    free_port: int = first.facts["port"]
+    return free_port
 
 
-def _ask(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> _Answer:
+def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> _ProbeResult:
     name = host.name.strip("[]")
-    question = f"look({_file(spec)!r}, {str(Path.cwd())!r}, {list(packages)!r}, {port})\n"
+    call = f"probe_host({_required_file(spec)!r}, {str(Path.cwd())!r}, {list(packages)!r}, {port})\n"
     remote = [*SSH, "--", name, f"exec {shlex.quote(spec.python)} -P -"]
-    start = [spec.python, "-P", "-"] if is_here(host) else remote
+    command = [spec.python, "-P", "-"] if is_this_host(host) else remote
     try:
         done = subprocess.run(
-            start,
-            input=Path(host_probe.__file__).read_text() + question,
+            command,
+            input=Path(host_probe.__file__).read_text() + call,
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=_TIMEOUT_SECONDS,
             check=False,
         )
     except FileNotFoundError:
-        raise LaunchError(NO_SSH) from None
+        raise LaunchError(SSH_MISSING) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"Host {name!r} did not answer within {_SECONDS} s. Look at it with: ssh {name} hostname"
+            f"Host {name!r} did not answer within {_TIMEOUT_SECONDS} s. Check it with: ssh {name} hostname"
         ) from None
     for line in done.stdout.splitlines():
-        _, found, told = line.partition(_MARK)
+        _, found, facts = line.partition(_OUTPUT_PREFIX)  # a shell's startup file may print before it
         if found:
-            return _Answer(host, json.loads(told))
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    raise LaunchError(_refusal(name, done.returncode, said, spec.python))
+            return _ProbeResult(host, json.loads(facts))
+    errors = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    raise LaunchError(_describe_failure(name, done.returncode, errors, spec.python))
 
 
-def _file(spec: LaunchSpec) -> str:
-    """Return the file that every host needs, relative to the current folder if it is below."""
+def _required_file(spec: LaunchSpec) -> str:
+    """Return the path of the script or module that every host needs, relative to the current folder if it is below."""
     if not spec.module:
         return str(Path(spec.script))
     found = find_module(spec.script)
@@ -91,54 +92,58 @@ def _file(spec: LaunchSpec) -> str:
     return str(found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found)
 
 
-def _refusal(name: str, code: int, said: list[str], python: str) -> str:
-    last = said[-1] if said else f"exit code {code}"
-    text = "\n".join(said)
+def _describe_failure(name: str, code: int, errors: list[str], python: str) -> str:
+    last = errors[-1] if errors else f"exit code {code}"
+    text = "\n".join(errors)
     if code == 255:
         if "IDENTIFICATION HAS CHANGED" in text or "Host key verification failed" in text:
             return (
-                f"Host {name!r} shows another ssh key than the one that is known here, and ssh refuses it. "
-                f"Where it was installed anew, forget the old one: ssh-keygen -R {name}"
+                f"ssh rejects host {name!r} because its key has changed. If the host was reinstalled, remove the old "
+                f"key: ssh-keygen -R {name}"
             )
         if "Permission denied" in text:
-            return f"Host {name!r} does not let you in without a password: {last} Give it your key: ssh-copy-id {name}"
+            return (
+                f"Host {name!r} does not accept a login without a password: {last} Install your key there: "
+                f"ssh-copy-id {name}"
+            )
         if "resolve hostname" in text:
-            return f"Host {name!r} is not known here: {last}. Write it as ssh takes it, and try: ssh {name} hostname"
+            return f"Host {name!r} is unknown here: {last}. Use a name that ssh accepts, and try: ssh {name} hostname"
         return f"Host {name!r} cannot be reached: {last}. Leave it out of the hosts, or try: ssh {name} hostname"
     return (
-        f"{python!r} does not run on {name}: {last}. Install the environment there at the same path, or start from one "
-        "that all hosts share"
+        f"{python!r} does not run on {name}: {last}. Install the environment there at the same path, or use one on a "
+        "file system that all hosts share"
     )
 
 
-def _check(answer: _Answer, first: _Answer, spec: LaunchSpec) -> None:
-    name, told = answer.host.name, answer.told
-    folder, file = Path.cwd(), _file(spec)
-    if not told["folder"] and not Path(file).is_absolute():
+def _check(result: _ProbeResult, first: _ProbeResult, spec: LaunchSpec) -> None:
+    name, facts = result.host.name, result.facts
+    folder, file = Path.cwd(), _required_file(spec)
+    if not facts["folder"] and not Path(file).is_absolute():
         raise LaunchError(
-            f"The folder {str(folder)!r}, from which you start, is not on {name}. Start from a folder that all hosts "
+            f"The current folder {str(folder)!r} does not exist on {name}. Start from a folder that all hosts "
             f"share, or copy it: ssh {name} mkdir -p {folder} && scp -r {folder}/. {name}:{folder}"
         )
-    if not told["script"]:
+    if not facts["script"]:
         path = folder / file
         raise LaunchError(
             f"{'Module' if spec.module else 'Script'} {spec.script!r} is not on {name}. Start from a folder that all "
             f"hosts share, or copy it: scp {path} {name}:{path}"
         )
-    for package, version in first.told["versions"].items():
-        own = told["versions"][package]
-        if own != version:
+    for package, version in first.facts["versions"].items():
+        other_version = facts["versions"][package]
+        if other_version != version:
             raise LaunchError(
-                f"{package} is {version or 'missing'} on {first.host.name}, but {own or 'missing'} on {name}. "
+                f"{package} is {version or 'missing'} on {first.host.name}, but {other_version or 'missing'} on "
+                f"{name}. "
                 + (
                     "Start from an environment that all hosts share"
                     if package == "Python" or not version
                     else f"Install the same there: ssh {name} {spec.python} -m pip install {package}=={version}"
                 )
             )
-    if spec.interface is not None and spec.interface not in told["interfaces"]:
-        has = ", ".join(one for one in told["interfaces"] if one != "lo") or "none"
+    if spec.interface is not None and spec.interface not in facts["interfaces"]:
+        found = ", ".join(interface for interface in facts["interfaces"] if interface != "lo") or "none"
         raise LaunchError(
-            f"--interface {spec.interface}: {name} has no such interface, but {has}. Leave it out, and the one that "
-            "leads to the other hosts is taken, or name one that all have"
+            f"--interface {spec.interface} does not exist on {name}, which has: {found}. Leave it out to use the "
+            "interface that leads to the other hosts, or name one that all hosts have"
         )

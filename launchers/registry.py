@@ -1,41 +1,73 @@
-"""Launcher names and the functions behind them."""
+"""Launcher names and their build functions."""
 
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from unitrain.launchers import horovodrun, mpirun, none, srun, torchrun
+from unitrain.launchers import horovodrun, mpirun, srun, torchrun
 from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import check_is_this_host
 from unitrain.launchers.spec import Command, LaunchSpec
 
-# The launcher that a backend's users know.
-LAUNCHER_OF = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}
-_GROUP = "unitrain.launchers"
+# The launcher of each backend unless the user chooses another.
+DEFAULT_LAUNCHERS = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}
+_ENTRY_POINT_GROUP = "unitrain.launchers"
+
+
+def _build_without_launcher(spec: LaunchSpec) -> Command:
+    """Return the command of one process. Raises LaunchError for several processes and for options of launchers."""
+    if spec.num_processes > 1 or len(spec.hosts) > 1:
+        raise LaunchError(
+            f"Without a launcher unitrain starts one process on this host, but -np asks for {spec.num_processes}. "
+            f"Use --backend ddp or --backend horovod for -np {spec.num_processes}, or -np 1 for one process."
+        )
+    if spec.controller is not None:
+        raise LaunchError(
+            f"--{spec.controller} chooses horovodrun's controller, but one process is started without a launcher. "
+            "Leave it out, or use: --backend horovod --launcher horovodrun"
+        )
+    if spec.launcher_args:
+        raise LaunchError(
+            f"--launcher-args {shlex.join(spec.launcher_args)!r} are for a launcher, but one process is started "
+            "without one. Leave them out, or choose one with --launcher."
+        )
+    for host in spec.hosts:
+        check_is_this_host(host, "Without a launcher unitrain")
+    return Command((spec.python, *spec.program), spec.variables)
+
+
 _BUILT_IN: dict[str, Callable[[LaunchSpec], Command]] = {
     "horovodrun": horovodrun.build,
     "mpirun": mpirun.build,
-    "none": none.build,
+    "none": _build_without_launcher,
     "srun": srun.build,
     "torchrun": torchrun.build,
 }
 
 
 def available() -> list[str]:
-    """Names of all launchers, built in and installed by other packages, sorted."""
-    return sorted({*_BUILT_IN, *(entry.name for entry in entry_points(group=_GROUP))})
+    """Return the names of all launchers, built in and from other packages, sorted."""
+    return sorted({*_BUILT_IN, *(entry.name for entry in entry_points(group=_ENTRY_POINT_GROUP))})
 
 
 def build(launcher: str, spec: LaunchSpec) -> Command:
-    """Return the command by which `launcher` does what `spec` asks. Raises LaunchError, also for an unknown one."""
-    return _function(launcher)(spec)
+    """Return the command with which `launcher` runs `spec`. Raises LaunchError, also for an unknown launcher."""
+    function = _load(launcher)
+    if spec.backend == "local" and spec.num_processes > 1 and launcher != "none":
+        raise LaunchError(
+            f"Backend 'local' runs one process, but {launcher} would start {spec.num_processes}. "
+            f"Use --backend ddp or --backend horovod for -np {spec.num_processes}, or -np 1 for one process."
+        )
+    return function(spec)
 
 
-def _function(launcher: str) -> Callable[[LaunchSpec], Command]:
+def _load(launcher: str) -> Callable[[LaunchSpec], Command]:
     if launcher in _BUILT_IN:
         return _BUILT_IN[launcher]
-    for entry in entry_points(group=_GROUP, name=launcher):
+    for entry in entry_points(group=_ENTRY_POINT_GROUP, name=launcher):
         try:
             loaded: Callable[[LaunchSpec], Command] = entry.load()
         except ImportError as error:

@@ -1,36 +1,46 @@
-"""What the user asked for, and the command that does it: plain data both."""
+"""The launch spec (the user's request) and the command that implements it. Both are plain data."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
 
 from unitrain.launchers.elastic import Elastic
-from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import Host, shares
+from unitrain.launchers.errors import LaunchError, MissingLauncherError
+from unitrain.launchers.hosts import Host, processes_per_host
+from unitrain.launchers.rendezvous import parse_port
 
-
-def cores() -> int:
-    """Return how many cores this process may use, which a scheduler or a container may limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# A typing error such as -np 80000 would otherwise start processes until the host runs out of memory.
+MAX_PROCESSES_PER_HOST = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """A launch: run `python script args...` as `num_processes` ranks on `hosts`, or on this one when there are none.
+    """A launch: run `python script args...` as `num_processes` ranks on `hosts`, or on this host if `hosts` is empty.
 
-    `backend` reaches the script as UNITRAIN_BACKEND. `controller` is horovodrun's, "gloo" or "mpi". Every rank gets the
-    variables of `environment` and those whose names are in `forwarded`. `launcher_args` are options of the launcher
-    itself, which go before those made from this spec where both say the same. `elastic` and `max_restarts` are for a
-    launcher that is started on every host, and starts the job again by itself: torchrun on several hosts.
-    Ranks on several hosts talk over the network `interface`, and meet on the first host at `port`, where these are not
-    None. With `module`, `script` is the name of a module, run as by `python -m`. `wrapper` is a script with arguments
-    that every rank runs instead, followed by the script and its own.
-    A `planned` launch is shown, not run, so its programs need not be installed on this host.
-    Raises LaunchError for fewer than one process, or more than there are slots.
+    Attributes:
+        script: A file, or with `module` the name of a module that is run as by `python -m`.
+        backend: Passed to the script as UNITRAIN_BACKEND.
+        controller: The controller of horovodrun, "gloo" or "mpi".
+        environment: Variables to set on every rank.
+        forwarded: Names of variables of this process that every rank receives.
+        launcher_args: Options of the launcher itself. They take precedence over options derived from this spec.
+        elastic: The allowed number of ranks, for a launcher that restarts the job itself: torchrun on several hosts.
+        max_restarts: The number of restarts, for such a launcher.
+        interface: The network interface for communication between hosts, or None for the default route.
+        port: The port of the rendezvous on the first host, or None for the default.
+        wrapper: A script with arguments that every rank runs instead; the script and its arguments follow.
+        is_dry_run: The command is displayed, not executed, so its programs need not be installed on this host.
+
+    Raises LaunchError for fewer than one process, for more processes than slots, and for an invalid MASTER_PORT.
     """
 
     script: str
@@ -49,7 +59,7 @@ class LaunchSpec:
     interface: str | None = None
     port: int | None = None
     wrapper: tuple[str, ...] = ()
-    planned: bool = False
+    is_dry_run: bool = False
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -57,48 +67,59 @@ class LaunchSpec:
         slots = sum(host.slots for host in self.hosts)
         if self.hosts and self.num_processes > slots:
             raise LaunchError(
-                f"{self.num_processes} processes were asked for, but the hosts have {slots} "
+                f"-np asks for {self.num_processes} processes, but the hosts have {slots} "
                 f"{'slot' if slots == 1 else 'slots'}. Use -np {slots}, or give the hosts more slots: "
                 f"-H {self.hosts[0].name}:{self.hosts[0].slots + self.num_processes - slots}"
             )
+        if port := self.environment.get("MASTER_PORT"):
+            parse_port(port)
 
     @property
     def program(self) -> tuple[str, ...]:
         """The arguments of Python on every rank: a script, or -m and a module, and its arguments."""
         return (*self.wrapper, *(("-m",) if self.module else ()), self.script, *self.args)
 
+    @property
+    def processes_on_fullest_host(self) -> int:
+        """The largest number of processes on one host. Raises LaunchError above MAX_PROCESSES_PER_HOST."""
+        hosts = self.hosts or (Host("localhost", self.num_processes),)
+        largest = max(processes_per_host(self.num_processes, hosts))
+        if largest > MAX_PROCESSES_PER_HOST:
+            raise LaunchError(
+                f"-np {self.num_processes} would start {largest} processes on one host; the limit is "
+                f"{MAX_PROCESSES_PER_HOST}. Use a smaller -np, or name more hosts: -H node1:8,node2:8"
+            )
+        return largest
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that every launcher sets, except those that the user has set."""
+        variables = dict(self.environment)
+        if self.backend is not None:
+            variables["UNITRAIN_BACKEND"] = self.backend
+        if self.interface is not None:
+            names = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
+            variables |= dict.fromkeys(names, self.interface)
+        # torchrun sets one thread per rank and horovodrun all cores. unitrain sets the same number under both.
+        threads = max(1, count_usable_cores() // self.processes_on_fullest_host)
+        if "OMP_NUM_THREADS" not in os.environ:
+            variables.setdefault("OMP_NUM_THREADS", str(threads))
+        return variables
+
     def check_no_controller(self, launcher: str) -> None:
-        """Raise LaunchError where a controller was chosen, which `launcher` has not."""
+        """Raise LaunchError if a controller was chosen: `launcher` is not horovodrun."""
         if self.controller is not None:
             raise LaunchError(
                 f"--{self.controller} chooses horovodrun's controller, but the launcher is {launcher}. "
                 "Leave it out, or use: --backend horovod --launcher horovodrun"
             )
 
-    @property
-    def most_per_host(self) -> int:
-        """The number of processes on the fullest host; hosts are filled in order."""
-        return max(shares(self.num_processes, self.hosts or (Host("localhost", self.num_processes),)))
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """What every launcher adds to the environment, unless the user has set it."""
-        added = dict(self.environment)
-        if self.backend is not None:
-            added["UNITRAIN_BACKEND"] = self.backend
-        if self.interface is not None:
-            added |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), self.interface)
-        # torchrun gives each rank one thread and horovodrun gives each all cores: the same share under both.
-        if "OMP_NUM_THREADS" not in os.environ:
-            added.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self.most_per_host)))
-        return added
-
 
 @dataclass(frozen=True)
 class Command:
-    """A program with its arguments, and the variables to add to the environment it inherits.
+    """A program with its arguments, and the variables to add to the environment that it inherits.
 
-    Where a program has to be started on each host, `per_host` says by which command, and `argv` does it.
+    For a launcher that must be started on each host, `per_host` has the command of each, and `argv` starts all of them.
     """
 
     argv: tuple[str, ...]
@@ -106,8 +127,61 @@ class Command:
     per_host: tuple[tuple[str, Command], ...] = ()
 
     def shell(self) -> str:
-        """Return the command as a line that a shell takes, or one for each host."""
+        """Return the command as a line for a shell, or one line per host."""
         if self.per_host:
             return "\n".join(f"on {host}: {command.shell()}" for host, command in self.per_host)
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.argv)])
+
+
+def local_spec(script: str, num_processes: int, backend: str | None, **fields: Any) -> LaunchSpec:
+    """Return the spec of `num_processes` ranks on this host, also inside a Slurm allocation of several hosts.
+
+    The host is named explicitly because launchers otherwise use the hosts of the allocation.
+    """
+    hosts = (Host("localhost", num_processes),)
+    return LaunchSpec(script=script, num_processes=num_processes, hosts=hosts, backend=backend, **fields)
+
+
+def count_usable_cores() -> int:
+    """Return the number of cores that this process may use. A scheduler or a container may limit it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_program(name: str, python: str, fix: str, *, is_dry_run: bool = False) -> str:
+    """Return the path of `name` in the folder of `python` or on PATH.
+
+    If it is not found, return `name` itself for a dry run, else raise MissingLauncherError with the `fix`.
+    """
+    found = shutil.which(name, path=str(Path(python).parent)) or shutil.which(name)
+    if found is None and not is_dry_run:
+        raise MissingLauncherError(f"Launcher {name!r} is not installed. {fix}")
+    return found or name
+
+
+def launcher_module_command(
+    name: str, package: str, python: str, fix: str, *, is_dry_run: bool = False
+) -> tuple[str, ...]:
+    """Return the command that runs launcher `name`, a part of `package`, with the interpreter `python`.
+
+    A program of this name on PATH may belong to another environment, whose ranks would run another Python. Raises
+    MissingLauncherError with the `fix` if this Python lacks the package and this is not a dry run.
+    """
+    if not is_dry_run and python == sys.executable and importlib.util.find_spec(package) is None:
+        raise MissingLauncherError(f"Launcher {name!r} is not installed for {python}. {fix}")
+    # -P prevents a file in the current folder from replacing a module that the launcher imports.
+    return (python, "-P", "-m", f"unitrain.bootstrap.{name}")
+
+
+def find_module(name: str) -> Path | None:
+    """Return the file that `python -m name` would run in the current folder, or None. Nothing is imported."""
+    folders: list[str] | None = [str(Path.cwd()), *sys.path]
+    found = None
+    for part in [name.rsplit(".", depth)[0] for depth in range(name.count("."), -1, -1)]:
+        found = PathFinder.find_spec(part, folders)
+        if found is None:
+            return None
+        folders = list(found.submodule_search_locations or ())
+    if found is not None and found.submodule_search_locations is not None:  # a package: python -m runs its __main__
+        found = PathFinder.find_spec(f"{name}.__main__", list(found.submodule_search_locations))
+    return None if found is None or found.origin is None else Path(found.origin)

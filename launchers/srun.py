@@ -1,4 +1,4 @@
-"""srun: Slurm's own launcher, which starts ranks on the hosts of an allocation."""
+"""srun: Slurm's launcher, which starts ranks on the hosts of an allocation."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unitrain.launchers import slurm
-from unitrain.launchers.addresses import meeting_place
+from unitrain.launchers.arguments import merge_options
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import shares
-from unitrain.launchers.options import with_defaults
-from unitrain.launchers.programs import find_program
-from unitrain.launchers.spec import Command, LaunchSpec
+from unitrain.launchers.hosts import processes_per_host
+from unitrain.launchers.rendezvous import rendezvous_variables
+from unitrain.launchers.spec import Command, LaunchSpec, find_program
 
-DEFAULTS = (
+DEFAULT_OPTIONS = (
     ("--export", "ALL"),
-    # A cluster may be set to end the others some seconds after the first rank has ended, in the middle of rank 0's
-    # last checkpoint. Ranks of unitrain that are waited for in vain end themselves.
+    # A cluster may be configured to kill the other tasks some seconds after the first one has ended, while rank 0 still
+    # writes its last checkpoint. Ranks of unitrain end themselves when a peer does not respond.
     ("--wait", "0"),
 )
 
 
 def task_options(counts: Sequence[int]) -> list[str]:
-    """Return what asks for `counts` ranks on as many hosts."""
+    """Return the options that request the given number of ranks on each host."""
     return [
         *("--nodes", str(len(counts)), "--ntasks", str(sum(counts)), "--ntasks-per-node", str(max(counts))),
         "--kill-on-bad-exit=1",  # a rank that fails ends the job
@@ -31,45 +30,46 @@ def task_options(counts: Sequence[int]) -> list[str]:
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the command; it is typed in an allocation, as in an sbatch script or in the shell of salloc.
+    """Return the command. It must run in an allocation, such as an sbatch script or the shell of salloc.
 
-    Hosts are filled in Slurm's order, as by the other launchers. The ranks are told to meet on the first one, at a
-    port that follows from the job's number (`slurm.Allocation`), unless MASTER_ADDR and MASTER_PORT are set. Raises
-    LaunchError outside an allocation, for hosts, which are Slurm's to choose, and for more processes than it has tasks.
+    Hosts are filled in Slurm's order. The rendezvous is on the first host, at a port derived from the job ID
+    (`slurm.Allocation.port`), unless MASTER_ADDR and MASTER_PORT are set. Raises LaunchError outside an allocation, if
+    the spec names hosts (Slurm chooses them), and for more processes than tasks.
     """
     spec.check_no_controller("srun")
-    asked = f"unitrain launch --launcher srun -np {spec.num_processes}"
+    launch = f"unitrain launch --launcher srun -np {spec.num_processes}"
     if spec.hosts:
         names = ",".join(host.name for host in spec.hosts)
         raise LaunchError(
-            f"srun starts ranks on the hosts that Slurm has chosen, but -H names {names}. Leave -H out, and ask Slurm "
-            f"for them: salloc --nodelist {names} --ntasks {spec.num_processes} {asked} ..."
+            f"srun starts ranks on the hosts that Slurm has chosen, but -H names {names}. Leave -H out, and request "
+            f"the hosts from Slurm: salloc --nodelist {names} --ntasks {spec.num_processes} {launch} ..."
         )
     job = slurm.allocation()
     if job is None:
         raise LaunchError(
-            "srun starts ranks in an allocation of Slurm's, but SLURM_JOB_ID is not set: this is none. "
-            f"Write the line into an sbatch script, or begin it with: salloc --ntasks {spec.num_processes} {asked} ..."
+            "srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. "
+            f"Put the command into an sbatch script, or prefix it with: salloc --ntasks {spec.num_processes} "
+            f"{launch} ..."
         )
     job.check_slots(spec.num_processes)
-    remedy = "It comes with Slurm: start from a host that has its programs"
-    program = find_program("srun", spec.python, remedy, planned=spec.planned)
+    fix = "It is part of Slurm: run the command on a host that has Slurm's programs"
+    program = find_program("srun", spec.python, fix, is_dry_run=spec.is_dry_run)
     spec = replace(spec, hosts=job.hosts)
-    counts = shares(spec.num_processes, job.hosts)
+    counts = processes_per_host(spec.num_processes, job.hosts)
     options = [
-        # Without their names Slurm may choose any of them, and the ranks wait for the first.
+        # Without names Slurm may choose other hosts of the allocation, and MASTER_ADDR would be wrong.
         *("--nodelist", ",".join(host.name for host in job.hosts[: len(counts)])),
         *task_options(counts),
     ]
     if job.cpus_per_task is not None:
-        # From Slurm 22.05 on srun does not take it over from sbatch, and each rank would have one core.
+        # Since Slurm 22.05 srun does not inherit it from sbatch, and each rank would have one core.
         options += ["--cpus-per-task", str(job.cpus_per_task)]
     if "SLURM_STEP_ID" in os.environ:
-        options.append("--overlap")  # in the shell of `srun --pty`, whose step would else keep the cores: a hang
+        options.append("--overlap")  # in the shell of `srun --pty`, whose step holds the cores: srun would wait forever
     variables = spec.variables
     if "OMP_NUM_THREADS" not in {**os.environ, **spec.environment}:
-        # The cores of the job, which are not all of the host.
+        # The cores of the job may be fewer than those of the host.
         variables["OMP_NUM_THREADS"] = str(job.cpus_per_task or 1)
-    variables |= meeting_place(job.hosts, job.port, variables)
-    options += with_defaults(DEFAULTS, spec.launcher_args)
+    variables |= rendezvous_variables(job.hosts, job.port, variables)
+    options += merge_options(DEFAULT_OPTIONS, spec.launcher_args)
     return Command((program, *options, spec.python, *spec.program), variables)

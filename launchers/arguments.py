@@ -1,0 +1,116 @@
+"""Arguments of `unitrain launch` that are forwarded: options of the launcher and environment variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+
+from unitrain.launchers.errors import LaunchError
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# TOKENS and TOKENIZERS, as in TOKENIZERS_PARALLELISM, are deliberately not included.
+_SECRET_WORDS = {
+    *("APIKEY", "AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASS", "PASSPHRASE", "PASSWD", "PASSWORD", "PAT"),
+    *("SECRET", "SECRETS", "SSHPASS", "TOKEN"),
+}
+# For names such as PGPASSWORD and GITHUBTOKEN, which have no underscore before the word.
+_SECRET_SUFFIXES = ("APIKEY", "CREDENTIALS", "PASSPHRASE", "PASSWD", "PASSWORD", "SECRET", "TOKEN", "_PWD")
+_URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+_FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+_FORWARDED_PREFIXES = ("PYTHON", "UNITRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
+# Launchers set these to a different value on each rank. One value for all ranks would make each of them rank 7.
+_RANK_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID"),
+}
+
+
+def parse_launcher_args(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return the words of all `--launcher-args` values, split as by a shell. Raises LaunchError for invalid quoting."""
+    words: list[str] = []
+    for text in texts:
+        try:
+            found = shlex.split(text)
+        except ValueError as error:
+            raise LaunchError(
+                f"--launcher-args {text!r} cannot be split into words: {error}. Quote it as for a shell, as in "
+                '--launcher-args "--bind-to core"'
+            ) from error
+        if not found or not found[0].startswith("-"):
+            # The launcher would run its first word as the program.
+            raise LaunchError(
+                f"--launcher-args {text!r} does not begin with an option. Give the option with its values, as in "
+                '--launcher-args "--bind-to core"'
+            )
+        words += found
+    return tuple(words)
+
+
+def merge_options(defaults: Iterable[Sequence[str]], options: Sequence[str]) -> tuple[str, ...]:
+    """Return `options` preceded by those `defaults` that they do not set. Open MPI rejects an option that occurs twice.
+
+    The last word of a default is its value; the words before it identify the option, with one dash or two.
+    """
+    plain = [word.lstrip("-") for word in options]
+    kept: list[str] = []
+    for default in defaults:
+        name = [word.lstrip("-") for word in default[:-1]]
+        if not any(plain[at : at + len(name)] == name for at in range(len(plain))):
+            kept += default
+    return (*kept, *options)
+
+
+def parse_exports(
+    texts: Iterable[str], environ: Mapping[str, str] | None = None
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Parse the values of `-x`, each NAME or NAME=VALUE. Return the names to forward and the values to set first.
+
+    Raises LaunchError for an invalid name, a variable that is not set, a variable that the launcher sets on each rank,
+    and a secret's value: every user of the host can read the command line that contains it.
+    """
+    environ = os.environ if environ is None else environ
+    names: dict[str, None] = {}
+    values: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not _NAME.fullmatch(name):
+            raise LaunchError(f"-x needs the name of a variable, got {name!r}. Write -x NAME or -x NAME=VALUE")
+        if name in _RANK_VARIABLES:
+            raise LaunchError(
+                f"-x {text} sets {name} to one value on all ranks, but the launcher sets it on each rank. "
+                f"Leave -x {text} out. -np sets the number of ranks."
+            )
+        if equals and looks_secret(name, value):
+            raise LaunchError(
+                f"-x {name}=... shows a value that looks secret to everybody who lists the processes of this host. "
+                f"Set it first, with: export {name}=..., and give its name alone: -x {name}"
+            )
+        if equals:
+            values[name] = value
+        elif name not in environ and name not in values:
+            raise LaunchError(
+                f"-x {name} forwards a variable that is not set here. "
+                f"Set it, with: export {name}=..., or leave -x {name} out"
+            )
+        names[name] = None
+    return tuple(names), values
+
+
+def looks_secret(name: str, value: str = "") -> bool:
+    """Return whether other users of a host should not see the value of a variable.
+
+    The criterion is a word in its name, as in WANDB_API_KEY, or a URL with a password in its value.
+    """
+    upper = name.upper()
+    has_secret_name = upper.endswith(_SECRET_SUFFIXES) or not _SECRET_WORDS.isdisjoint(upper.split("_"))
+    return has_secret_name or _URL_WITH_PASSWORD.search(value) is not None
+
+
+def names_forwarded_by_default() -> list[str]:
+    """Return the sorted names of the variables that ranks on other hosts always receive: settings of Python and of the
+    libraries that unitrain uses. Users forward other variables with -x."""
+    return sorted(name for name in os.environ if name in _FORWARDED_NAMES or name.startswith(_FORWARDED_PREFIXES))

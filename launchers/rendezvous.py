@@ -1,0 +1,66 @@
+"""The rendezvous address of the ranks: MASTER_ADDR and MASTER_PORT, for launchers that do not set them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import Host
+
+DEFAULT_PORT = 29500  # torch's default
+
+
+def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT. Values that the user set, in `environment` or this process, take precedence.
+
+    The rendezvous is on the first host, which runs rank 0, at `port`. With port None all ranks run on this host, and a
+    free port is chosen. Raises LaunchError if the name of the first of several hosts resolves to a different host
+    elsewhere (such as localhost), and for an invalid MASTER_PORT.
+    """
+    settings = {**os.environ, **environment}
+    user_port = user_master_port(environment)
+    if port is None:
+        address = "127.0.0.1"
+    else:
+        address = hosts[0].name.strip("[]")
+        if (
+            len(hosts) > 1
+            and not settings.get("MASTER_ADDR")
+            and (address == "localhost" or address.startswith("127."))
+        ):
+            raise LaunchError(
+                f"Ranks on {len(hosts)} hosts connect to the first host, but {address!r} is a different host on each. "
+                f"Use the name by which the others reach it, as in: -H {socket.gethostname()}:{hosts[0].slots}"
+            )
+    return {
+        "MASTER_ADDR": settings.get("MASTER_ADDR") or address,
+        "MASTER_PORT": str(user_port or (_find_free_port() if port is None else port)),
+    }
+
+
+def user_master_port(environment: Mapping[str, str]) -> int | None:
+    """Return MASTER_PORT from `environment`, else from the environment of this process, else None.
+
+    Raises LaunchError for a value that is not a port number.
+    """
+    text = environment.get("MASTER_PORT") or os.environ.get("MASTER_PORT")
+    return parse_port(text) if text else None
+
+
+def parse_port(text: str) -> int:
+    """Return the number in the text of MASTER_PORT. Raises LaunchError for a value that is not a port number."""
+    if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 16:
+        raise LaunchError(
+            f"MASTER_PORT must be a port from 1 to 65535, got {text!r}. Clear it to have a port chosen: "
+            "unset MASTER_PORT"
+        )
+    return int(text)
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
