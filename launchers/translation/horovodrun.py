@@ -162,5 +162,5 @@ def _ssh(given: list[Given]) -> list[Other]:
         return []
     words = tuple(word for one in given for word in one.words)
     flags = {"--ssh-port": "-p", "--ssh-identity-file": "-i"}
-    arguments = " ".join([*(f"{flags[one.name]} {one.values[0]}" for one in given), mpirun.SSH[-1]])
-    return [Other(LAUNCHER, words, "ssh", passes={"mpirun": (*mpirun.SSH[:-1], arguments)})]
+    arguments = " ".join([*(f"{flags[one.name]} {one.values[0]}" for one in given), mpirun.SSH_OPTION[-1]])
+    return [Other(LAUNCHER, words, "ssh", passes={"mpirun": (*mpirun.SSH_OPTION[:-1], arguments)})]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import Host, parse_hosts, read_lines, shares
+from unitrain.launchers.hosts import Host, parse_hosts, processes_per_host, read_lines
 
 _COUNT = re.compile(r"(slots|max_slots|max-slots)\s*=\s*")
 _RANGE = re.compile(r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<after>[^\[\]]*)")
@@ -60,7 +60,7 @@ def fill(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str
             f"{size} processes were asked for, but the hosts have {slots} {'slot' if slots == 1 else 'slots'}. "
             f"Use -np {slots}, or give them more: -H {hosts[0].name}:{hosts[0].slots + size - slots}"
         )
-    counts = tuple(shares(size, hosts))
+    counts = tuple(processes_per_host(size, hosts))
     left = [host.name for host in hosts[len(counts) :]]
     said = (f"{', '.join(left)} of the hosts would get no process, and {'is' if len(left) == 1 else 'are'} left out.",)
     return counts, tuple(host.name for host in hosts[: len(counts)]), said if left else ()

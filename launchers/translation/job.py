@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unitrain.launchers.addresses import DEFAULT_PORT
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host
+from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.translation.words import shown
 
 _PYTHON = re.compile(r"python[0-9.]*")

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unitrain.launchers import mpirun
-from unitrain.launchers.addresses import DEFAULT_PORT
+from unitrain.launchers.arguments import looks_secret, merge_options
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.exports import looks_secret
-from unitrain.launchers.options import with_defaults
+from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.translation import torchrun
 from unitrain.launchers.translation.job import Job
 from unitrain.launchers.translation.sbatch import name_of
@@ -153,7 +152,7 @@ def _mpijob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) 
         names = [*names, "MASTER_ADDR", "MASTER_PORT"]
     command = ["mpirun", "-np", str(job.size)]  # the operator tells it the hosts and their slots
     command += [word for one in dict.fromkeys(names) for word in ("-x", one)]
-    command += with_defaults(mpirun.DEFAULTS, given)
+    command += merge_options(mpirun.DEFAULT_OPTIONS, given)
     common = _common(replace(job, environment=variables, backend=None, others=()), pods, name, said, "mpirun")
     resources = {"resources": common.pop("resources")} if "resources" in common else {}
     if "workingDir" in common:

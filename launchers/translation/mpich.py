@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unitrain.launchers.arguments import looks_secret
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.exports import looks_secret
 from unitrain.launchers.hosts import Host
 from unitrain.launchers.translation.hosts import fill, listed, named, spread
 from unitrain.launchers.translation.job import Job

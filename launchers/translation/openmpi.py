@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unitrain.launchers import mpirun
+from unitrain.launchers.arguments import looks_secret, merge_options
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.exports import looks_secret
 from unitrain.launchers.hosts import Host
-from unitrain.launchers.options import with_defaults
 from unitrain.launchers.translation.hosts import dealt, entries, fill, listed, named, spread
 from unitrain.launchers.translation.job import Job, Other, number
 from unitrain.launchers.translation.options import Options, Syntax, table, topics
@@ -111,7 +110,7 @@ def write(job: Job) -> Written:
     options += [word for name, value in variables.items() if name not in secrets for word in ("-x", f"{name}={value}")]
     if job.directory is not None:
         options += ["--wdir", job.directory]
-    options += with_defaults((*mpirun.DEFAULTS, *((mpirun.SSH,) if several else ())), given)
+    options += merge_options((*mpirun.DEFAULT_OPTIONS, *((mpirun.SSH_OPTION,) if several else ())), given)
     if several:
         said.append("On other hosts mpirun's ranks have no variable but those named with -x: name what else they need.")
     line = Line([LAUNCHER, *options, *job.program], {**own, **secrets})
@@ -206,7 +205,7 @@ def _settings(options: Options) -> list[Other]:
     for one in options.all("--mca", "--gmca"):
         name, value = one.values
         other = Other(LAUNCHER, one.words, "own")
-        if ("-mca", name, value) in (*mpirun.DEFAULTS, mpirun.SSH):
+        if ("-mca", name, value) in (*mpirun.DEFAULT_OPTIONS, mpirun.SSH_OPTION):
             continue
         if name == "odls_base_sigkill_timeout":
             other = replace(other, topic="grace", passes={"torchrun": ("--shutdown-timeout", value)})

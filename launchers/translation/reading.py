@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from unitrain.launchers.addresses import DEFAULT_PORT
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.torchrun import RESTARTS
+from unitrain.launchers.rendezvous import DEFAULT_PORT
+from unitrain.launchers.torchrun import RESTART_VARIABLES
 from unitrain.launchers.translation import horovodrun, mpich, openmpi, srun, torchrun, unitrain
 from unitrain.launchers.translation.job import Job, number
 from unitrain.launchers.translation.words import assignments, expands, shown, split
@@ -38,8 +38,8 @@ def read(line: str) -> Job:
         )
     launcher, job = _read(words, variables)
     variables = {**variables, **job.environment}
-    if RESTARTS.items() <= variables.items():
-        variables = {name: value for name, value in variables.items() if name not in RESTARTS}
+    if RESTART_VARIABLES.items() <= variables.items():
+        variables = {name: value for name, value in variables.items() if name not in RESTART_VARIABLES}
     backend = variables.pop("UNITRAIN_BACKEND", None) or job.backend or IMPLIED.get(launcher, "ddp")
     address, port = _rendezvous(variables)
     job = replace(

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from unitrain.launchers.arguments import looks_secret, merge_options
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.exports import looks_secret
-from unitrain.launchers.options import with_defaults
 from unitrain.launchers.srun import task_options
 from unitrain.launchers.translation.job import Job
 from unitrain.launchers.translation.srun import rendezvous
@@ -69,7 +68,7 @@ def write(job: Job, directives: Sequence[str] = ()) -> Written:
     exports.append(f"export UNITRAIN_JOB_KEY={_KEY}")
     if "OMP_NUM_THREADS" not in variables:
         exports.append("export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}")
-    start = join(["srun", *_TOGETHER, *with_defaults(_DEFAULTS, [word for one in own for word in one.words])])
+    start = join(["srun", *_TOGETHER, *merge_options(_DEFAULTS, [word for one in own for word in one.words])])
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {_directive(option)}" for option in asked),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from unitrain.launchers.addresses import DEFAULT_PORT
+from unitrain.launchers.arguments import merge_options
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.options import with_defaults
-from unitrain.launchers.srun import DEFAULTS, task_options
+from unitrain.launchers.rendezvous import DEFAULT_PORT
+from unitrain.launchers.srun import DEFAULT_OPTIONS, task_options
 from unitrain.launchers.translation.hosts import expanded, spread
 from unitrain.launchers.translation.job import Job, Other, number
 from unitrain.launchers.translation.options import Options, Syntax, table, topics
@@ -136,7 +136,7 @@ def write(job: Job) -> Written:
     variables = variables_of(job, LAUNCHER) | rendezvous(job, said)
     if job.directory is not None:
         asked += ["--chdir", job.directory]
-    start = with_defaults(DEFAULTS, given)
+    start = merge_options(DEFAULT_OPTIONS, given)
     if len(job.counts) > 1:
         said.append(
             "Type it in an allocation, as in the shell of: "

@@ -55,7 +55,7 @@ _ADVICE: dict[str, tuple[dict[str, str], str]] = {
     "grace": (_GRACE, "let the script save within the time that there is."),
     "resources": (_RESOURCES, "it asks no scheduler. Start it where the job has what it needs."),
     "elastic": (_ELASTIC, "the number of ranks is fixed. Start again from a checkpoint with another: resume='auto'."),
-    "meeting": ({}, "how ranks meet there is the launcher's own matter, or MASTER_ADDR's and MASTER_PORT's."),
+    "rendezvous": ({}, "how ranks meet there is the launcher's own matter, or MASTER_ADDR's and MASTER_PORT's."),
     "mapping": ({}, "ranks are numbered host by host, in the order of the hosts. Order these as you need them."),
     "network": (
         {"mpirun": "use -mca btl_tcp_if_include NAME -mca oob_tcp_if_include NAME.", "mpiexec": "use -iface NAME."},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from unitrain.launchers.addresses import DEFAULT_PORT
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.torchrun import RESTARTS, node_options, rejoin_options
+from unitrain.launchers.rendezvous import DEFAULT_PORT
+from unitrain.launchers.torchrun import RESTART_VARIABLES, c10d_rendezvous_options, static_rendezvous_options
 from unitrain.launchers.translation.job import Job, Other, number
 from unitrain.launchers.translation.options import Given, Options, Syntax, table, topics
 from unitrain.launchers.translation.writing import Line, Written, options_of, variables_of
@@ -83,7 +83,7 @@ def write(job: Job) -> Written:
     """Return torchrun's line for each host."""
     if job.address is None:
         job.check_hosts_named(LAUNCHER)
-    variables = {**(RESTARTS if job.max_restarts else {}), **variables_of(job, LAUNCHER)}
+    variables = {**(RESTART_VARIABLES if job.max_restarts else {}), **variables_of(job, LAUNCHER)}
     names = job.hosts or [f"host {place}" for place, _ in enumerate(job.counts, start=1)]
     rendezvous: dict[str, str] = {}
     if len(job.counts) > 1:
@@ -100,14 +100,14 @@ def write(job: Job) -> Written:
     if len(job.counts) > 1 and job.max_restarts:
         # The static rendezvous of --master-addr ends with the first attempt.
         nodes = [
-            rejoin_options(
+            c10d_rendezvous_options(
                 f"{len(job.counts)}:{len(job.counts)}",
                 count,
                 job.max_restarts,
                 (job.address or job.hosts[0], job.port or DEFAULT_PORT),
                 is_first=place == 0,
-                own=job.hosts[place] if job.hosts else None,
-                job=rendezvous.get("--rdzv-id", "unitrain"),
+                local_address=job.hosts[place] if job.hosts else None,
+                run_id=rendezvous.get("--rdzv-id", "unitrain"),
                 settings=dict(
                     part.partition("=")[::2] for part in rendezvous.get("--rdzv-conf", "").split(",") if part
                 ),
@@ -116,7 +116,7 @@ def write(job: Job) -> Written:
         ]
         said.append("The rendezvous numbers the hosts, perhaps in another order after a failure.")
     elif len(job.counts) > 1:
-        nodes = node_options(job.counts, job.address or job.hosts[0], job.port or DEFAULT_PORT)
+        nodes = static_rendezvous_options(job.counts, job.address or job.hosts[0], job.port or DEFAULT_PORT)
     elif job.port is not None or job.address is not None:
         nodes = [["--nproc-per-node", str(job.counts[0]), "--master-port", str(job.port or DEFAULT_PORT)]]
     else:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from unitrain.launchers.arguments import looks_secret, parse_launcher_args
 from unitrain.launchers.elastic import parse_elastic
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.exports import looks_secret
-from unitrain.launchers.options import parse_options
 from unitrain.launchers.translation.hosts import fill, listed, named
 from unitrain.launchers.translation.job import Job, Other
 from unitrain.launchers.translation.options import Given, Options, Syntax, table, topics
@@ -56,7 +55,7 @@ def read(words: Sequence[str]) -> Job:
         else:
             forwarded.append(name)
     texts = [one.values[0] for one in options.all("--launcher-args")]
-    others = [Other(launcher, tuple(parse_options([text])), "own") for text in texts]
+    others = [Other(launcher, tuple(parse_launcher_args([text])), "own") for text in texts]
     others += [Other("horovodrun", ("--mpi",), "own") for one in controller[-1:] if one.name == "--mpi"]
     for one in options.all("--interface"):
         others.append(_network(one))

@@ -19,8 +19,8 @@ import pytest
 from unitrain import launchers
 from unitrain.launchers import Command, Host, LaunchError, LaunchSpec, agents, build, parse_hosts
 from unitrain.launchers.agents import read_plan
-from unitrain.launchers.hosts import check_spellings
-from unitrain.launchers.torchrun import per_host
+from unitrain.launchers.hosts import check_distinct
+from unitrain.launchers.torchrun import commands_per_host
 
 TORCHRUN = (sys.executable, "-P", "-m", "unitrain.bootstrap.torchrun")
 HOROVODRUN = (sys.executable, "-P", "-m", "unitrain.bootstrap.horovodrun")
@@ -86,9 +86,9 @@ def test_one_machine_under_two_names_is_refused() -> None:
             raise OSError("only ssh knows it")
         return addresses[name]
 
-    check_spellings(parse_hosts("a:1,b:1,alias:1,other:1"), resolve)
+    check_distinct(parse_hosts("a:1,b:1,alias:1,other:1"), resolve)
     with pytest.raises(LaunchError, match=r"^Hosts 'a' and 'a\.site' are the same machine, 10\.0\.0\.1: .* -H a:N$"):
-        check_spellings(parse_hosts("a:1,b:1,a.site:1"), resolve)
+        check_distinct(parse_hosts("a:1,b:1,a.site:1"), resolve)
 
 
 # --- what is asked ---
@@ -100,7 +100,7 @@ def test_no_process_and_too_many_are_refused() -> None:
     with pytest.raises(LaunchError) as caught:
         spec(num_processes=4, hosts=parse_hosts("a:1,b:1"))
     assert str(caught.value) == (
-        "4 processes were asked for, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3"
+        "-np asks for 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3"
     )
     with pytest.raises(LaunchError, match=r"but the hosts have 1 slot\. Use -np 1,"):
         spec(num_processes=2, hosts=parse_hosts("a"))
@@ -114,7 +114,7 @@ def test_the_cores_are_shared_among_the_ranks_of_the_fullest_host(
     processes: int, hosts: str, most: int, threads: str
 ) -> None:
     asked = spec(num_processes=processes, hosts=parse_hosts(hosts) if hosts else ())
-    assert asked.most_per_host == most
+    assert asked.processes_on_fullest_host == most
     assert asked.variables == {"OMP_NUM_THREADS": threads}
 
 
@@ -138,7 +138,7 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
     for text, message in (
         ("a slots=x\n", r"must have a whole number of slots from 1, got 'x'"),
         ("a 4\n", r"^Line 'a 4' of .* cannot be read\. Write: a slots=4$"),
-        ("# none\n", r"^--hostfile .* names no host\. Write one"),
+        ("# none\n", r"^--hostfile .* does not name a host\. Write one"),
     ):
         path.write_text(text)
         with pytest.raises(LaunchError, match=message):
@@ -171,7 +171,7 @@ def test_torchrun_on_one_host() -> None:
 
 def test_torchrun_is_started_on_each_of_two_hosts() -> None:
     asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
-    first, second = per_host(asked)
+    first, second = commands_per_host(asked)
     common = ("--master-addr", "a", "--master-port", "29500", "train.py", "--epochs", "3")
     assert first.argv[4:] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2", *common)
     assert second.argv[4:] == ("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1", *common)
@@ -191,7 +191,7 @@ def test_a_plan_of_many_hosts_can_be_started() -> None:
     asked = spec(num_processes=8000, hosts=hosts, args=("--data", "x" * 3000))
     command = build("torchrun", asked)
     assert [tuple(host["argv"]) for host in read_plan(command.argv[4:])["hosts"]] == [
-        one.argv for one in per_host(asked)
+        one.argv for one in commands_per_host(asked)
     ]
     listed = "import sys; print(len(sys.argv))"
     done = subprocess.run([*command.argv[:3], listed, *command.argv[4:]], capture_output=True, text=True, check=True)
@@ -201,7 +201,7 @@ def test_a_plan_of_many_hosts_can_be_started() -> None:
 def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("launchers", "click", "json"):
         (tmp_path / f"{name}.py").write_text(f"print('{name} of the current folder')")
-    command = agents.plan(
+    command = agents.build_command(
         [(Host("localhost", 1), Command(("sh", "-c", "echo began; exit 3")))], (), sys.executable, through_slurm=False
     )
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
@@ -211,19 +211,44 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("port", ["abc", "0", "70000", "-1"])
 @pytest.mark.parametrize("given", [True, False], ids=["with -x", "in the environment"])
-def test_a_port_that_is_none_is_refused(port: str, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not given:
-        monkeypatch.setenv("MASTER_PORT", port)
-    asked = spec(num_processes=2, hosts=parse_hosts("a:1,b:1"), environment={"MASTER_PORT": port} if given else {})
-    for refuse in (lambda: build("torchrun", asked), lambda: launchers.check_hosts(asked)):
-        with pytest.raises(LaunchError, match=f"^MASTER_PORT must be a port from 1 to 65535, got '{port}'. Clear it"):
-            refuse()
+def test_an_invalid_master_port_is_rejected(port: str, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = f"^MASTER_PORT must be a port from 1 to 65535, got '{port}'. Clear it to have"
+    if given:
+        with pytest.raises(LaunchError, match=message):
+            spec(environment={"MASTER_PORT": port})
+        return
+    monkeypatch.setenv("MASTER_PORT", port)
+    request = spec(num_processes=2, hosts=parse_hosts("a:1,b:1"))
+    for function in (lambda: build("torchrun", request), lambda: launchers.check_hosts(request)):
+        with pytest.raises(LaunchError, match=message):
+            function()
+
+
+def test_more_processes_than_a_host_can_run_are_rejected() -> None:
+    for launcher in ("torchrun", "horovodrun", "mpirun"):
+        with pytest.raises(
+            LaunchError, match=r"^-np 80000 would start 80000 processes on one host; the limit is 4096\."
+        ):
+            build(launcher, spec(num_processes=80000, is_dry_run=True))
+    with pytest.raises(LaunchError, match=r"^-np 9000 would start 5000 processes on one host"):
+        build("torchrun", spec(num_processes=9000, hosts=parse_hosts("a:5000,b:5000"), is_dry_run=True))
+    build("torchrun", spec(num_processes=8000, hosts=parse_hosts("a:4000,b:4000"), is_dry_run=True))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun"])
+def test_backend_local_with_several_processes_is_rejected_before_the_launch(launcher: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        build(launcher, spec(backend="local", num_processes=2, is_dry_run=True))
+    assert str(caught.value) == (
+        f"Backend 'local' runs one process, but {launcher} would start 2. Use --backend ddp or --backend horovod for "
+        "-np 2, or -np 1 for one process."
+    )
 
 
 def test_ranks_share_the_cores_that_may_be_used() -> None:
     """A scheduler or `taskset` allows a process only some of the machine's cores."""
     core = min(ALLOWED)
-    shown = "from launchers import LaunchSpec; print(LaunchSpec(script='t.py').variables['OMP_NUM_THREADS'])"
+    shown = "from unitrain.launchers import LaunchSpec; print(LaunchSpec(script='t.py').variables['OMP_NUM_THREADS'])"
     done = subprocess.run(
         ["taskset", "--cpu-list", str(core), sys.executable, "-c", shown], capture_output=True, text=True, check=True
     )
@@ -246,7 +271,7 @@ def test_signals_while_a_host_does_not_read_do_not_end_a_launch(tmp_path: Path) 
     """A signal handler that writes to a buffered pipe fails if it interrupts another write to it."""
     end = tmp_path / "end"
     program = Command((sys.executable, "-c", SIGNALLED, str(end)))
-    command = agents.plan([(Host("localhost", 1), program)], (), sys.executable, through_slurm=False)
+    command = agents.build_command([(Host("localhost", 1), program)], (), sys.executable, through_slurm=False)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -270,7 +295,7 @@ def test_signals_while_a_host_does_not_read_do_not_end_a_launch(tmp_path: Path) 
 def test_a_host_that_is_left_without_a_process_takes_no_part() -> None:
     """torchrun ends with a bare AssertionError where it is given no process to start."""
     asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
-    assert per_host(asked) == per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
+    assert commands_per_host(asked) == commands_per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
     assert [host for host, _ in build("torchrun", asked).per_host] == ["a", "b"]
 
 
@@ -288,7 +313,7 @@ def test_one_process_starts_here_only() -> None:
         build("none", spec(hosts=(Host(here, 1),)))
     for elsewhere in ("192.0.2.1", "elsewhere.invalid"):
         with pytest.raises(
-            LaunchError, match=rf"on this host only, but -H names '{elsewhere}'\. Type it there, or use "
+            LaunchError, match=rf"on this host only, but -H names '{elsewhere}'\. Run the command there, or use "
         ):
             build("none", spec(hosts=(Host(elsewhere, 1),)))
 
@@ -321,7 +346,9 @@ def test_horovodrun(asked: LaunchSpec, options: list[str], variables: dict[str, 
 
 
 def test_ddp_has_nowhere_to_meet_under_mpi() -> None:
-    with pytest.raises(LaunchError, match=r"^Backend 'ddp' needs an address .* Leave --mpi out, or use --backend horo"):
+    with pytest.raises(
+        LaunchError, match=r"^Backend 'ddp' needs a rendezvous address.* Leave --mpi out, or use --backend horo"
+    ):
         build("horovodrun", spec(controller="mpi", backend="ddp"))
 
 
@@ -329,9 +356,11 @@ def test_no_launcher() -> None:
     command = build("none", spec(backend="local"))
     assert command.argv == (sys.executable, "train.py", "--epochs", "3")
     assert command.environment == {"UNITRAIN_BACKEND": "local", "OMP_NUM_THREADS": "8"}
-    with pytest.raises(LaunchError, match=r"^One process on this host needs no launcher"):
+    with pytest.raises(LaunchError, match=r"^Without a launcher unitrain starts one process on this host"):
         build("none", spec(hosts=parse_hosts("a:1,b:1")))
-    with pytest.raises(LaunchError, match=r"^One process on this host needs no launcher, but 2 were asked for\. Use "):
+    with pytest.raises(
+        LaunchError, match=r"^Without a launcher unitrain starts one process on this host, but -np asks for 2\. Use "
+    ):
         build("none", spec(num_processes=2))
 
 
@@ -343,7 +372,9 @@ def test_programs_of_another_environment_are_not_used(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build("torchrun", spec()).argv[:4] == TORCHRUN
     assert build("horovodrun", spec()).argv[:4] == HOROVODRUN
-    assert {one.argv[:4] for one in per_host(spec(num_processes=2, hosts=parse_hosts("a:1,b:1")))} == {TORCHRUN}
+    assert {one.argv[:4] for one in commands_per_host(spec(num_processes=2, hosts=parse_hosts("a:1,b:1")))} == {
+        TORCHRUN
+    }
 
 
 def test_a_launcher_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +400,7 @@ def test_a_command_survives_the_shell() -> None:
 
 def test_a_package_adds_a_launcher_but_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site_launcher.py").write_text(
-        "from launchers import Command\n\n\ndef build(spec):\n    return Command(('site', spec.script))\n"
+        "from unitrain.launchers import Command\n\n\ndef build(spec):\n    return Command(('site', spec.script))\n"
     )
     metadata = tmp_path / "site_launcher-1.0.dist-info"
     metadata.mkdir()

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from unitrain.launchers import LaunchError, LaunchSpec, build, parse_exports, parse_hosts, parse_options
-from unitrain.launchers.exports import looks_secret
-from unitrain.launchers.torchrun import per_host
+from unitrain.launchers import LaunchError, LaunchSpec, build, parse_exports, parse_hosts, parse_launcher_args
+from unitrain.launchers.arguments import looks_secret
+from unitrain.launchers.torchrun import commands_per_host
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,17 @@ def test_variables_are_named_or_given() -> None:
         ("=1", "-x needs the name of a variable, got ''. Write -x NAME or -x NAME=VALUE"),
         (
             "LEVEL",
-            "-x LEVEL hands on a variable that is not set here. Set it, with: export LEVEL=..., or leave -x LEVEL out",
+            "-x LEVEL forwards a variable that is not set here. Set it, with: export LEVEL=..., or leave -x LEVEL out",
         ),
         (
             "HF_TOKEN=abc",
             "-x HF_TOKEN=... shows a value that looks secret to everybody who lists the processes of this host. "
             "Set it first, with: export HF_TOKEN=..., and give its name alone: -x HF_TOKEN",
+        ),
+        (
+            "RANK=7",
+            "-x RANK=7 sets RANK to one value on all ranks, but the launcher sets it on each rank. Leave -x RANK=7 out. "
+            "-np sets the number of ranks.",
         ),
     ],
 )
@@ -58,7 +63,7 @@ def test_variables_that_cannot_be_handed_on(text: str, message: str) -> None:
 
 def test_options_are_taken_apart_as_by_a_shell() -> None:
     given = ["--bind-to core", "-mca plm_rsh_args '-o Port=2222'", "--report-bindings"]
-    assert parse_options(given) == (
+    assert parse_launcher_args(given) == (
         "--bind-to", "core", "-mca", "plm_rsh_args", "-o Port=2222", "--report-bindings",
     )  # fmt: skip
 
@@ -68,7 +73,7 @@ def test_options_are_taken_apart_as_by_a_shell() -> None:
     [
         (
             "--name 'a",
-            '--launcher-args "--name \'a" cannot be taken apart: No closing quotation. Quote it as for a shell',
+            '--launcher-args "--name \'a" cannot be split into words: No closing quotation. Quote it as for a shell',
         ),
         ("core", "--launcher-args 'core' does not begin with an option. Give the option with its values"),
         ("", "--launcher-args '' does not begin with an option. Give the option with its values"),
@@ -76,7 +81,7 @@ def test_options_are_taken_apart_as_by_a_shell() -> None:
 )
 def test_options_that_cannot_be_meant(text: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        parse_options([text])
+        parse_launcher_args([text])
     assert str(caught.value) == f'{message}, as in --launcher-args "--bind-to core"'
 
 
@@ -95,7 +100,7 @@ def test_torchrun_on_several_hosts_shows_values_but_no_secrets(monkeypatch: pyte
     asked = LaunchSpec(
         script="t.py", num_processes=2, hosts=hosts, forwarded=("HF_TOKEN", "LEVEL", "A"), environment={"A": "b"}
     )
-    for command in per_host(asked):
+    for command in commands_per_host(asked):
         assert {"LEVEL": "3", "A": "b"}.items() <= command.environment.items()
         assert "HF_TOKEN" not in command.environment
     command = build("torchrun", asked)

@@ -106,7 +106,7 @@ def test_an_address_of_the_users_stays_and_reaches_all(folder: Path, monkeypatch
 def test_localhost_is_no_place_for_several_hosts_to_meet(folder: Path) -> None:
     for name in ("localhost", "127.0.0.1"):
         with pytest.raises(
-            LaunchError, match=rf"^Ranks on 2 hosts meet on the first, but '{name}' is another host on "
+            LaunchError, match=rf"^Ranks on 2 hosts connect to the first host, but '{name}' is a different host on "
         ):
             build("mpirun", spec(folder, num_processes=2, hosts=(Host(name, 1), Host("b.invalid", 1)), backend="ddp"))
 
@@ -136,12 +136,14 @@ def test_another_mpi_is_refused(folder: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         build("mpirun", spec(folder))
     assert str(caught.value) == (
-        f"'{folder}/mpirun' is not Open MPI's: its --version says 'HYDRA build details:'. Put Open MPI's first on "
-        "PATH, or start the script with this one: mpiexec "
+        f"'{folder}/mpirun' is not Open MPI's mpirun: its --version prints 'HYDRA build details:'. Put Open MPI's "
+        "first on PATH, or start the script with this one: mpiexec "
         "-genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."
     )
     (folder / "mpirun").unlink()
-    with pytest.raises(LaunchError, match=r"^Launcher 'mpirun' is not installed\. Open MPI has it: sudo apt-get inst"):
+    with pytest.raises(
+        LaunchError, match=r"^Launcher 'mpirun' is not installed\. It is part of Open MPI: sudo apt-get inst"
+    ):
         build("mpirun", spec(folder))
 
 
@@ -158,7 +160,5 @@ def test_in_an_allocation_the_hosts_are_slurms(folder: Path, monkeypatch: pytest
     assert "-H" not in command.argv
     assert "plm_rsh_args" not in command.argv  # Slurm starts mpirun's daemons
     assert (command.environment["MASTER_ADDR"], command.environment["MASTER_PORT"]) == ("n1.invalid", "29571")
-    with pytest.raises(
-        LaunchError, match=r"^5 processes were asked for, but Slurm's job 4071 has 4 tasks\. Use -np 4,"
-    ):
+    with pytest.raises(LaunchError, match=r"^-np asks for 5 processes, but Slurm job 4071 has 4 tasks\. Use -np 4,"):
         build("mpirun", spec(folder, num_processes=5, backend="ddp"))

@@ -153,37 +153,37 @@ def refused(folder: Path, **given: object) -> str:
 
 def test_what_srun_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(folder, num_processes=9) == (
-        "9 processes were asked for, but Slurm's job 1234 has 8 tasks. Use -np 8, or ask Slurm for more: --ntasks 9"
+        "-np asks for 9 processes, but Slurm job 1234 has 8 tasks. Use -np 8, or request more from Slurm: --ntasks 9"
     )
     assert refused(folder, num_processes=2, hosts=parse_hosts("a:1,b:1")) == (
-        "srun starts ranks on the hosts that Slurm has chosen, but -H names a,b. Leave -H out, and ask Slurm for them: "
-        "salloc --nodelist a,b --ntasks 2 unitrain launch --launcher srun -np 2 ..."
+        "srun starts ranks on the hosts that Slurm has chosen, but -H names a,b. Leave -H out, and request the hosts from "
+        "Slurm: salloc --nodelist a,b --ntasks 2 unitrain launch --launcher srun -np 2 ..."
     )
     assert refused(folder, controller="mpi").startswith(
         "--mpi chooses horovodrun's controller, but the launcher is srun."
     )
     (folder / "srun").unlink()
-    assert refused(folder).startswith("Launcher 'srun' is not installed. It comes with Slurm")
+    assert refused(folder).startswith("Launcher 'srun' is not installed. It is part of Slurm")
     monkeypatch.delenv("SLURM_JOB_ID")
     assert refused(folder, num_processes=4) == (
-        "srun starts ranks in an allocation of Slurm's, but SLURM_JOB_ID is not set: this is none. Write the line into "
-        "an sbatch script, or begin it with: salloc --ntasks 4 unitrain launch --launcher srun -np 4 ..."
+        "srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. Put the command into an sbatch script, or "
+        "prefix it with: salloc --ntasks 4 unitrain launch --launcher srun -np 4 ..."
     )
 
 
 def test_what_slurm_should_have_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x3)")
-    assert refused(folder).startswith("Slurm's job 1234 has 2 hosts by SLURM_JOB_NODELIST=n[1-2], but 3 by SLURM_TASKS")
+    assert refused(folder).startswith("Slurm job 1234 has 2 hosts by SLURM_JOB_NODELIST=n[1-2], but 3 by SLURM_TASKS")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "four")
     assert refused(folder).startswith("SLURM_TASKS_PER_NODE must be numbers of tasks as in 2(x3),1, got 'four'.")
     monkeypatch.delenv("SLURM_TASKS_PER_NODE")
     assert refused(folder).startswith(
-        "SLURM_JOB_ID=1234 says that this is an allocation of Slurm's, but SLURM_TASKS_PER_NODE is not set."
+        "SLURM_JOB_ID=1234 indicates a Slurm allocation, but SLURM_TASKS_PER_NODE is not set."
     )
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
     program(folder, "scontrol", "echo 'Invalid hostlist' >&2; exit 1")
     assert refused(folder) == (
-        "scontrol could not tell the hosts of 'n[1-2]': Invalid hostlist. Try: scontrol show hostnames n[1-2]"
+        "scontrol could not list the hosts of 'n[1-2]': Invalid hostlist. Try: scontrol show hostnames n[1-2]"
     )
     (folder / "scontrol").unlink()
-    assert refused(folder).startswith("scontrol, which is to tell the hosts of 'n[1-2]', is not on PATH.")
+    assert refused(folder).startswith("scontrol, which is needed to list the hosts of 'n[1-2]', is not on PATH.")

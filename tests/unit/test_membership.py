@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from unitrain.cli import unitrain
-from unitrain.launchers import Elastic, Host, LaunchError, discover, parse_elastic, parse_hosts
-from unitrain.launchers.discovery import answering
+from unitrain.launchers import Elastic, Host, LaunchError, discover_hosts, parse_elastic, parse_hosts
+from unitrain.launchers.elastic import find_reachable_hosts
 from unitrain.supervisor import membership
 from unitrain.supervisor.membership import Membership
 
@@ -28,7 +28,7 @@ class Cluster:
             raise LaunchError("the script is broken")
         return parse_hosts(self.listed) if self.listed else ()
 
-    def answering(self, hosts: list[Host]) -> set[str]:
+    def find_reachable_hosts(self, hosts: list[Host]) -> set[str]:
         self.asked = [host.name for host in hosts]
         return set(self.asked) - self.silent
 
@@ -36,7 +36,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster("a:2,b:2,c:2")
-    monkeypatch.setattr(membership, "answering", made.answering)
+    monkeypatch.setattr(membership, "find_reachable_hosts", made.find_reachable_hosts)
     monkeypatch.setattr(membership, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(membership, "_ASK_AGAIN_SECONDS", 0.0)
     return made
@@ -124,31 +124,31 @@ def test_hosts_are_those_that_a_script_prints(tmp_path: Path) -> None:
     script = tmp_path / "discover"
     script.write_text("#!/bin/sh\nprintf 'a:4\\n\\n b \\n'\n")
     with pytest.raises(LaunchError, match=r"discover' cannot be run: Permission denied\. .*chmod \+x "):
-        discover(script)
+        discover_hosts(script)
     script.chmod(0o755)
-    assert discover(script) == (Host("a", 4), Host("b", 1))
+    assert discover_hosts(script) == (Host("a", 4), Host("b", 1))
     script.write_text("#!/bin/sh\n")
-    assert discover(script) == ()
+    assert discover_hosts(script) == ()
     script.write_text("#!/bin/sh\necho no network >&2\nexit 3\n")
     with pytest.raises(LaunchError, match=r"discover' ended with exit code 3: no network\. "):
-        discover(script)
+        discover_hosts(script)
     script.write_text("#!/bin/sh\nprintf '\\377\\n'\n")
     with pytest.raises(LaunchError, match=r"cannot be read\. Write name:slots"):
-        discover(script)
+        discover_hosts(script)
     script.write_text("#!/bin/sh\necho a:x\n")
     with pytest.raises(LaunchError, match="whole number of slots from 1, got 'x'"):
-        discover(script)
+        discover_hosts(script)
 
 
 def test_who_answers() -> None:
-    assert answering([Host("localhost", 1), Host("no-such-host.invalid", 1)]) == {"localhost"}
+    assert find_reachable_hosts([Host("localhost", 1), Host("no-such-host.invalid", 1)]) == {"localhost"}
 
 
 def test_without_ssh_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert answering([Host("localhost", 1), Host("a", 1)]) == {"localhost"}
-    with pytest.raises(LaunchError, match="ssh, by which hosts are reached, is not installed"):
-        answering([Host("a", 1), Host("b", 1)])
+    assert find_reachable_hosts([Host("localhost", 1), Host("a", 1)]) == {"localhost"}
+    with pytest.raises(LaunchError, match="ssh, which is needed to reach other hosts, is not installed"):
+        find_reachable_hosts([Host("a", 1), Host("b", 1)])
     listed = [Host("localhost", 2)]
     members = Membership(parse_elastic("2:4"), lambda: tuple(listed), 60.0)
     assert gather(members) == "localhost:2"
@@ -182,7 +182,10 @@ def test_ranges() -> None:
         (["--backend", "local"], "--elastic 2:4 changes the number of ranks, but one process without a launcher is"),
         (["--launcher", "srun"], "but Slurm gives a job its hosts once and for all. Leave --elastic out, and let"),
         (["-H", "a:2,b:1"], "torchrun counts hosts, and '2:4' counts ranks: hosts need equal slots, but -H has a:2"),
-        (["-H", "a:3,b:3", "--elastic", "4:5"], "--elastic 4:5 is no whole number of hosts with 3 slots each. Use"),
+        (
+            ["-H", "a:3,b:3", "--elastic", "4:5"],
+            "--elastic 4:5 contains no multiple of 3, the number of slots of each host. Use",
+        ),
     ],
 )
 def test_what_an_elastic_job_cannot_have(options: list[str], message: str, tmp_path: Path) -> None:
@@ -208,4 +211,4 @@ def test_torchrun_on_several_hosts_is_elastic_by_itself(tmp_path: Path) -> None:
         assert "UNITRAIN_ELASTIC=3:8" in line
         assert "UNITRAIN_SUPERVISOR" not in line
     assert first.split("UNITRAIN_JOB=")[1].split()[0] == second.split("UNITRAIN_JOB=")[1].split()[0]
-    assert added == "  on a host that is added: the last of them, with its own name after --local-addr"
+    assert added == "  on a host that is added: the last of these lines, with its own name after --local-addr"

@@ -29,7 +29,7 @@ from unitrain.tune.candidates import BUILT_IN, shown
 from unitrain.tune.tuned_settings import FILE, Run, tuned_for
 
 # The backend that a launcher's users know.
-_BACKEND_OF = {launcher: backend for backend, launcher in launchers.LAUNCHER_OF.items()} | {
+_BACKEND_OF = {launcher: backend for backend, launcher in launchers.DEFAULT_LAUNCHERS.items()} | {
     "mpirun": "horovod",
     "srun": "ddp",
 }
@@ -148,10 +148,10 @@ def launch(
             script,
             args,
         )
-        spec = replace(spec, planned=dry_run)
+        spec = replace(spec, is_dry_run=dry_run)
         if log_dir is not None:
             spec = replace(spec, wrapper=logs.wrapper(log_dir))
-        elsewhere = launcher in _OVER_SSH and not all(map(launchers.is_here, spec.hosts))
+        elsewhere = launcher in _OVER_SSH and not all(map(launchers.is_this_host, spec.hosts))
         if not math.isfinite(elastic_timeout):
             raise launchers.LaunchError(f"--elastic-timeout {elastic_timeout} is no time. Use --elastic-timeout 600")
         if not elsewhere and launcher != "srun":
@@ -166,7 +166,7 @@ def launch(
                 spec = replace(spec, environment=_tuned(launcher, spec, processes) | dict(spec.environment))
             spec = replace(spec, num_processes=processes, max_restarts=max_restarts or 0)
             if elsewhere and not dry_run:
-                mark = {launchers.MARK: secrets.token_hex(8)}
+                mark = {launchers.LAUNCH_ID_VARIABLE: secrets.token_hex(8)}
                 spec = replace(spec, port=launchers.check_hosts(spec), environment={**spec.environment, **mark})
             job = Job(launcher, spec)
             membership, command = None, job.command()
@@ -202,7 +202,7 @@ def launch(
         sys.exit(code)
     click.echo(command.shell(), err=True)
     if elsewhere and not command.per_host:
-        command = launchers.guarded(command, job.spec)
+        command = launchers.with_cleanup(command, job.spec)
     os.execvpe(command.argv[0], command.argv, environment.without_ranks() | dict(command.environment))
 
 
@@ -235,7 +235,7 @@ def _request(
     if launcher is None:
         # --gloo and --mpi are horovodrun's, so they choose it where nothing else does.
         implied = "horovodrun" if controller is not None and backend is None else "torchrun"
-        launcher = launchers.LAUNCHER_OF.get(backend or "", implied)
+        launcher = launchers.DEFAULT_LAUNCHERS.get(backend or "", implied)
     if backend is None:
         backend = _BACKEND_OF.get(launcher)
     if module:
@@ -243,7 +243,7 @@ def _request(
     else:
         check_script(script)
     check_not_launched(f"Run the script itself: python {'-m ' if module else ''}{script}")
-    options = launchers.parse_options(launcher_args)
+    options = launchers.parse_launcher_args(launcher_args)
     # Hosts that are named, or a torchrun that is one of several, are meant for each task.
     if not hosts and launcher != "none" and not any(word.startswith("--nnodes") for word in options):
         check_started_once(" To start a job in each task, name its host: -H localhost:N")
@@ -270,7 +270,7 @@ def _request(
 def _warn_of_missing_programs(job: Job) -> None:
     """Print a warning if the command of a dry run could not run on this host."""
     try:
-        launchers.build(job.launcher, replace(job.spec, planned=False))
+        launchers.build(job.launcher, replace(job.spec, is_dry_run=False))
     except launchers.MissingLauncherError as error:
         click.echo(f"Warning: the command cannot run on this host. {error}", err=True)
     except launchers.LaunchError:
@@ -335,7 +335,7 @@ def _first_hosts(
     """Return the hosts of the command that is shown; under torchrun, where it refuses several, all for its answer."""
     if launcher == "torchrun" and len(listed) > 1:
         return listed
-    return limits.fit(listed) or (launchers.Host("localhost", limits.least),)
+    return limits.select_slots(listed) or (launchers.Host("localhost", limits.least),)
 
 
 def _listed(
@@ -343,7 +343,7 @@ def _listed(
 ) -> Callable[[], tuple[launchers.Host, ...]]:
     """Return what tells the hosts of an elastic job. Raises LaunchError where they can never be enough."""
     if script is not None:
-        return partial(launchers.discover, script)
+        return partial(launchers.discover_hosts, script)
     hosts = spec.hosts or (launchers.Host("localhost", limits.most),)
     slots = sum(host.slots for host in hosts)
     if slots < limits.least:
@@ -366,7 +366,7 @@ def _tuned(launcher: str, spec: launchers.LaunchSpec, num_processes: int) -> dic
         return {}
     backend = spec.backend or "ddp"
     hosts = spec.hosts or launchers.allocated_hosts(launcher)
-    nodes = len(launchers.shares(num_processes, hosts)) if hosts else 1
+    nodes = len(launchers.processes_per_host(num_processes, hosts)) if hosts else 1
     tuned, differences = tuned_for(Run.here(spec.script, spec.args, backend, num_processes, nodes))
     if differences:
         click.echo(
@@ -376,9 +376,9 @@ def _tuned(launcher: str, spec: launchers.LaunchSpec, num_processes: int) -> dic
         )
     if tuned is None:
         return {}
-    own: set[str] = (
-        set() if backend in launchers.LAUNCHER_OF else {tunable.variable for tunable in registry.load(backend).tunables}
-    )
+    own: set[str] = set()
+    if backend not in launchers.DEFAULT_LAUNCHERS:
+        own = {tunable.variable for tunable in registry.load(backend).tunables}
     for name in tuned.variables:
         if name not in BUILT_IN | own:
             raise ConfigError(

@@ -18,7 +18,7 @@ from unitrain.cli.launch import check_script
 from unitrain.cli.translate import show
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers import LaunchError, parse_exports
-from unitrain.launchers.exports import looks_secret
+from unitrain.launchers.arguments import looks_secret
 from unitrain.launchers.translation import Job, Written, kubernetes, sbatch
 from unitrain.launchers.translation.hosts import spread
 

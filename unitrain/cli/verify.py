@@ -120,7 +120,7 @@ def verify(
             float64=float64,
             limit_seconds=timeout_seconds,
             # The same for one process as for several: by how many threads work is split decides how sums are rounded.
-            threads=max(1, launchers.cores() // max(sizes)),
+            threads=max(1, launchers.count_usable_cores() // max(sizes)),
             cpu=cpu,
             folder=Path(folder),
         )
@@ -218,7 +218,7 @@ def _outcome(job: _Job, run: Run) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix=f"{run.backend}-", dir=job.folder))
     Request(steps=job.steps, as_ranks=run.as_ranks, float64=job.float64).write(folder)
     try:
-        command = launchers.build(launchers.LAUNCHER_OF.get(run.backend, "torchrun"), _spec(job, run, folder))
+        command = launchers.build(launchers.DEFAULT_LAUNCHERS.get(run.backend, "torchrun"), _spec(job, run, folder))
     except launchers.LaunchError as error:
         return Outcome(run=run, seconds=0.0, problem=str(error))
     ranks = "1 process" if run.processes == 1 else f"{run.processes} ranks"

@@ -77,7 +77,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="unitrain-run-") as name:
         folder = Path(name)
         Call(function, tuple(args), dict(kwargs or {})).write(folder)
-        launcher = launcher or launchers.LAUNCHER_OF.get(backend, "torchrun")
+        launcher = launcher or launchers.DEFAULT_LAUNCHERS.get(backend, "torchrun")
         if launcher == "srun":
             _check_one_host()
         try:

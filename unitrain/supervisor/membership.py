@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import click
 
-from unitrain.launchers import Elastic, Host, LaunchError, answering
+from unitrain.launchers import Elastic, Host, LaunchError, find_reachable_hosts
 
 # How often the hosts are looked for, and how often one that has not answered is asked again.
 POLL_SECONDS = 2.0
@@ -108,7 +108,7 @@ class Membership:
             if host.name not in unasked and now - self._silent.get(host.name, -_ASK_AGAIN_SECONDS) >= _ASK_AGAIN_SECONDS
         ]
         try:
-            answers = answering(asked)
+            answers = find_reachable_hosts(asked)
         except LaunchError:  # a job that runs goes on where it is
             if not running:
                 raise
@@ -119,7 +119,7 @@ class Membership:
         present = [host for host in listed if host.name in answers or host.name in unasked]
         present.sort(key=lambda host: host.name not in members)
         trusted = [host for host in present if self._left_out.get(host.name, 0.0) <= now]
-        return self._elastic.fit(trusted) or self._elastic.fit(present)
+        return self._elastic.select_slots(trusted) or self._elastic.select_slots(present)
 
     def _host_of(self, rank: int) -> str | None:
         for host in self._chosen:

@@ -18,7 +18,7 @@ import click
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import Preempted
-from unitrain.launchers import Host, allocated_hosts, is_here
+from unitrain.launchers import Host, allocated_hosts, is_this_host
 from unitrain.supervisor.job import Job
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
 from unitrain.supervisor.ranks import Ranks
@@ -154,7 +154,7 @@ def _wait(process: subprocess.Popen[bytes], ranks: Ranks) -> int:
 
 def _addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
     """Return the address to listen on, and the one at which all hosts reach it as far as can be told."""
-    elsewhere = next((host for host in hosts if not is_here(host)), None)
+    elsewhere = next((host for host in hosts if not is_this_host(host)), None)
     if elsewhere is None:
         return "127.0.0.1", "127.0.0.1"
     try:
