@@ -235,7 +235,7 @@ def test_what_is_refused_says_what_to_type(script: str) -> None:
         "Use -np 2, or give the hosts more slots: -H localhost:3"
     )
     assert refused("launch", "--backend", "local", "-np", "2", script) == (
-        "One process on this host needs no launcher, but 2 were asked for. "
+        "Without a launcher unitrain starts one process on this host, but -np asks for 2. "
         "Use --backend ddp or --backend horovod for -np 2, or -np 1 for one process."
     )
     assert refused("launch", "--gloo", "--launcher", "torchrun", script).startswith("--gloo chooses horovodrun's")

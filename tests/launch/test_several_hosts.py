@@ -182,16 +182,16 @@ def another_key(hosts: list[Host], script: Path) -> str:
     first, second = (line.split(" ", 1) for line in known.read_text().splitlines())
     known.write_text(f"{second[0]} {first[1]}\n")
     return (
-        "Host 'h2' shows another ssh key than the one that is known here, and ssh refuses it. Where it was installed "
-        "anew, forget the old one: ssh-keygen -R h2"
+        "ssh rejects host 'h2' because its key has changed. If the host was reinstalled, remove the old key: "
+        "ssh-keygen -R h2"
     )
 
 
 def closed(hosts: list[Host], script: Path) -> str:
     (hosts[1].home / ".ssh" / "authorized_keys").unlink()
     return (
-        "Host 'h2' does not let you in without a password: root@h2: Permission denied (publickey). Give it your key: "
-        "ssh-copy-id h2"
+        "Host 'h2' does not accept a login without a password: root@h2: Permission denied (publickey). Install your "
+        "key there: ssh-copy-id h2"
     )
 
 
@@ -242,26 +242,26 @@ def test_what_is_wrong_with_a_host_is_said_before_anything_starts(
     [
         (
             ["-H", "h1:1,h7:1"], {},
-            "Host 'h7' is not known here: ssh: Could not resolve hostname h7: ",
+            "Host 'h7' is unknown here: ssh: Could not resolve hostname h7: ",
         ),
         (
             ["-H", "h1:1,h2:1", "-np", "3"], {},
-            "3 processes were asked for, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H h1:2",
+            "-np asks for 3 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H h1:2",
         ),
         (
             ["-H", "h1:1,h2:1", "--interface", "ib0"], {},
-            "--interface ib0: h1 has no such interface, but eth0. Leave it out, and the one that leads to the other "
-            "hosts is taken, or name one that all have",
+            "--interface ib0 does not exist on h1, which has: eth0. Leave it out to use the interface that leads to the "
+            "other hosts, or name one that all hosts have",
         ),
         (
             ["-H", "h1:1,h2:1"], {"MASTER_PORT": "22"},
-            "MASTER_PORT is 22, but on h1 another program listens there. Clear it, and a free one is taken: "
+            "MASTER_PORT is 22, but on h1 another program listens there. Clear it to have a free port chosen: "
             "unset MASTER_PORT",
         ),
         (
             ["-H", "localhost:1,h2:1"], {},
-            "Ranks on 2 hosts meet on the first, but 'localhost' is another host on each. Name it as the others reach "
-            "it, as in: -H h1:1",
+            "Ranks on 2 hosts connect to the first host, but 'localhost' is a different host on each. Use the name by "
+            "which the others reach it, as in: -H h1:1",
         ),
     ],
     ids=["unknown name", "slots", "interface", "port", "localhost"],

@@ -50,8 +50,8 @@ def test_variables_are_named_or_given() -> None:
         ),
         (
             "RANK=7",
-            "-x RANK=7 sets RANK to one value on all ranks, but the launcher sets it on each rank. Leave -x RANK=7 out. "
-            "-np sets the number of ranks.",
+            "-x RANK=7 sets RANK to one value on all ranks, but the launcher sets it on each rank. Leave "
+            "-x RANK=7 out. -np sets the number of ranks.",
         ),
     ],
 )

@@ -156,8 +156,8 @@ def test_what_srun_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "-np asks for 9 processes, but Slurm job 1234 has 8 tasks. Use -np 8, or request more from Slurm: --ntasks 9"
     )
     assert refused(folder, num_processes=2, hosts=parse_hosts("a:1,b:1")) == (
-        "srun starts ranks on the hosts that Slurm has chosen, but -H names a,b. Leave -H out, and request the hosts from "
-        "Slurm: salloc --nodelist a,b --ntasks 2 unitrain launch --launcher srun -np 2 ..."
+        "srun starts ranks on the hosts that Slurm has chosen, but -H names a,b. Leave -H out, and request the hosts "
+        "from Slurm: salloc --nodelist a,b --ntasks 2 unitrain launch --launcher srun -np 2 ..."
     )
     assert refused(folder, controller="mpi").startswith(
         "--mpi chooses horovodrun's controller, but the launcher is srun."
@@ -166,8 +166,8 @@ def test_what_srun_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert refused(folder).startswith("Launcher 'srun' is not installed. It is part of Slurm")
     monkeypatch.delenv("SLURM_JOB_ID")
     assert refused(folder, num_processes=4) == (
-        "srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. Put the command into an sbatch script, or "
-        "prefix it with: salloc --ntasks 4 unitrain launch --launcher srun -np 4 ..."
+        "srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. Put the command into an sbatch script, "
+        "or prefix it with: salloc --ntasks 4 unitrain launch --launcher srun -np 4 ..."
     )
 
 
