@@ -250,8 +250,8 @@ def test_what_is_wrong_with_a_host_is_said_before_anything_starts(
         ),
         (
             ["-H", "h1:1,h2:1", "--interface", "ib0"], {},
-            "--interface ib0 does not exist on h1, which has: eth0. Leave it out to use the interface that leads to the "
-            "other hosts, or name one that all hosts have",
+            "--interface ib0 does not exist on h1, which has: eth0. Leave it out to use the interface that leads to "
+            "the other hosts, or name one that all hosts have",
         ),
         (
             ["-H", "h1:1,h2:1"], {"MASTER_PORT": "22"},
