@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain.backends.base import Backend
-from unitrain.data.order import Cursor
 from unitrain.data.prefetch import Prefetcher
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,7 +92,7 @@ def _trained_from_host(backend: Backend, prefetch: Prefetcher) -> list[Tensor]:
     net = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Dropout(0.1), nn.Linear(wide, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     data = TensorDataset(torch.randn(2048, wide), torch.randint(0, 10, (2048,)))
-    config = unitrain.TrainConfig(epochs=2, batch_size=32, progress="off")
+    config = unitrain.TrainConfig(max_epochs=2, batch_size=32, progress="off")
     trainer = unitrain.Trainer(net, optimizer, cross_entropy, backend=backend, config=config)
     trainer._prefetch = trainer._evaluation._prefetch = prefetch
     trainer.fit(data)
@@ -160,11 +159,11 @@ def _prepare(backend: Backend, way: str, model: str, batch_size: int, steps: int
         torch.randint(0, 1000, (samples,), device=backend.device),
     )
     if way == "Trainer":
-        config = unitrain.TrainConfig(epochs=1, batch_size=batch_size, progress="off")
+        config = unitrain.TrainConfig(max_epochs=1, batch_size=batch_size, progress="off")
         trainer = unitrain.Trainer(net, optimizer, cross_entropy, backend=backend, config=config)
 
         def fit() -> None:
-            trainer.run.cursor = Cursor()
+            trainer.progress.reset()
             trainer.fit(data)
 
         return fit

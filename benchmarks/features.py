@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain.backends.base import Backend
-from unitrain.data.order import Cursor
 
 ACCUMULATE = 4
 PLAIN, NORMALISED, IMAGES = "nothing", "nothing, with BatchNorm", "nothing, with convolutions"
@@ -59,7 +58,7 @@ class Feature:
 
 FEATURES_ON = {
     PLAIN: Feature(),
-    "clip_norm": Feature(settings={"clip_norm": 1.0}),
+    "max_grad_norm": Feature(settings={"max_grad_norm": 1.0}),
     "lr_scaling with warm-up": Feature(
         settings={"lr_scaling": "linear", "reference_batch_size": BATCH, "warmup_steps": 10**6}
     ),
@@ -75,7 +74,7 @@ FEATURES_ON = {
     "sync_batch_norm": Feature(settings={"sync_batch_norm": True}, network=normalised, against=NORMALISED),
     IMAGES: Feature(network=convolutional, against=IMAGES),
     "channels_last": Feature(settings={"channels_last": True}, network=convolutional, against=IMAGES),
-    "accumulate": Feature(settings={"accumulate": ACCUMULATE}),
+    "accumulate": Feature(settings={"gradient_accumulation_steps": ACCUMULATE}),
 }
 # What is measured, and what each is held against.
 AGAINST = {**{name: feature.against for name, feature in FEATURES_ON.items()}, COMMUNICATING: PLAIN}
@@ -109,12 +108,12 @@ def _prepare(backend: Backend, way: str, name: str) -> Turn:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if way == COMMUNICATING:
         return _communicating(backend, model, optimizer, data)
-    config = unitrain.TrainConfig(epochs=1, batch_size=BATCH, progress="off", **feature.settings)
+    config = unitrain.TrainConfig(max_epochs=1, batch_size=BATCH, progress="off", **feature.settings)
     arguments = {"loss_fn": cross_entropy, **feature.arguments()}
     trainer = unitrain.Trainer(model, optimizer, backend=backend, config=config, **arguments)
 
     def turn(number: int) -> None:
-        trainer.run.cursor = Cursor()
+        trainer.progress.reset()
         trainer.fit(data)
 
     return turn

@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain.backends.base import Backend
-from unitrain.data.order import Cursor
 
 BATCH, FEATURES, CLASSES = 32, 64, 10
 # Hidden layers, and the steps of one turn: the tiny model shows overhead, the large one communication, and the one for
@@ -119,11 +118,11 @@ def _own_loop(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
 
 
 def _trainer(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
-    config = unitrain.TrainConfig(epochs=1, batch_size=BATCH, progress="off")
+    config = unitrain.TrainConfig(max_epochs=1, batch_size=BATCH, progress="off")
     trainer = unitrain.Trainer(model, sgd(model), cross_entropy, backend=backend, config=config)
 
     def turn(epoch: int) -> float:
-        trainer.run.cursor = Cursor()
+        trainer.progress.reset()
         return trainer.fit(data)["train_loss"]
 
     return turn

@@ -19,7 +19,7 @@ def main() -> None:
         torch.manual_seed(1)
         data = TensorDataset(torch.randn(20_000, FEATURES), torch.randint(0, CLASSES, (20_000,)))
         model = network(HIDDEN)
-        config = unitrain.TrainConfig(steps=1_000_000, batch_size=BATCH, progress="off")
+        config = unitrain.TrainConfig(max_steps=1_000_000, batch_size=BATCH, progress="off")
         unitrain.Trainer(model, sgd(model), cross_entropy, backend=backend, config=config).fit(data)
 
 

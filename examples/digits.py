@@ -64,7 +64,12 @@ def main(
         model = digits_network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         config = unitrain.TrainConfig(
-            epochs=epochs, batch_size=batch_size, accumulate=accumulate, seed=seed, output_dir=output, resume=resume
+            max_epochs=epochs,
+            batch_size=batch_size,
+            gradient_accumulation_steps=accumulate,
+            seed=seed,
+            output_dir=output,
+            resume=resume,
         )
         trainer = unitrain.Trainer(
             model, optimizer, nn.CrossEntropyLoss(), backend=ranks, config=config, metrics={"accuracy": correct}

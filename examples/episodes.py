@@ -91,7 +91,7 @@ def main(backend: str | None, device: str | None, epochs: int, episodes: int, ba
         torch.manual_seed(0)  # the same first weights in every run
         policy = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, len(MOVES)))
         config = unitrain.TrainConfig(
-            epochs=epochs, batch_size=batch_size, global_batch_size=more["update_every"], eval_batch_size=4096,
+            max_epochs=epochs, batch_size=batch_size, global_batch_size=more["update_every"], eval_batch_size=4096,
             num_workers=more["workers"], stream="own",
         )  # fmt: skip
         trainer = unitrain.Trainer(

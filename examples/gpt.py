@@ -91,7 +91,7 @@ def main(backend: str | None, device: str | None, steps: int, global_batch_size:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps + 1, pct_start=0.1)
         config = unitrain.TrainConfig(
-            steps=steps, global_batch_size=global_batch_size, clip_norm=1.0, precision=precision
+            max_steps=steps, global_batch_size=global_batch_size, max_grad_norm=1.0, precision=precision
         )
         trainer = unitrain.Trainer(
             model, optimizer, loss_per_character, backend=ranks, config=config, scheduler=schedule

@@ -115,7 +115,7 @@ def main(
         model = build(hyper.model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=hyper.learning_rate)
         config = unitrain.TrainConfig(
-            epochs=hyper.epochs, batch_size=hyper.batch_size, num_workers=workers, output_dir=output, resume=resume
+            max_epochs=hyper.epochs, batch_size=hyper.batch_size, num_workers=workers, output_dir=output, resume=resume
         )
         accuracies = Accuracies(test)
         loggers = [unitrain.WandbLogger("mnist", mode="offline", config=asdict(hyper))] if wandb else []

@@ -27,8 +27,8 @@ Uneven = Literal["weight", "drop", "pad"]
 class TrainConfig:
     """The settings of a run; every rank passes the same. Raises ConfigError for a value that cannot be meant.
 
-    Batches: `batch_size` counts samples per rank and micro-step, `accumulate` micro-steps per step, and
-    `global_batch_size` samples per step over all ranks. Two of them give the third; `global_batch_size` alone is split
+    Batches: `batch_size` counts samples per rank and micro-step, `gradient_accumulation_steps` micro-steps per step,
+    and `global_batch_size` samples per step over all ranks. Two of them give the third; `global_batch_size` alone is split
     over the ranks, and `batch_size` alone is not accumulated. An elastic job keeps the global batch of the ranks that
     it began with. A DataLoader's own batch size, shuffling and workers
     count. `eval_batch_size` is for evaluation; without it a DataLoader's own counts, and for a Dataset the one trained
@@ -56,7 +56,8 @@ class TrainConfig:
 
     Steps: `precision` is what forward computes in (autocast; with "fp16" the loss is scaled, and a step whose gradient
     overflows on any rank is skipped on all), `tf32` lets GPUs multiply float32 in TF32, None leaves that as it is.
-    `clip_norm` limits the norm of the gradient of the global batch. `compression` is rule 7 of `backends/base.py`, the
+    `max_grad_norm` limits the norm of the gradient of the global batch. `compression` is rule 7 of `backends/base.py`,
+    the
     same arithmetic on one rank as on many; "powersgd" is `PowerSGD()`, whose memory checkpoints keep. With `lr_scaling`
     the optimizer's learning rates are those for batches of `reference_batch_size`, and are multiplied by (the root of,
     for "sqrt") how many times as large the global batch is, reached over `warmup_steps`. `monitor` names the result
@@ -67,17 +68,19 @@ class TrainConfig:
     so many optimizer steps, `limit_val_batches` evaluates that many batches of each rank. `dry_run` trains one step,
     validates one batch of each rank, and writes and logs nothing: to see that a script works.
 
-    Length: `epochs` or `steps`, counted from the very first; `max_seconds` is for one call of `fit`, which stops once
+    Length: `max_epochs` or `max_steps`, counted from the very first; `max_seconds` is for one call of `fit`, which stops
+    once
     it has taken so long, and can be resumed from there. So it is after one of `preemption_signals` on any rank, where
     there is an `output_dir`: all ranks stop at the same step within about two seconds, save, and exit with 75; another
     signal more than three seconds later ends its process at once.
 
-    Output: `steps`, `show_every` and `checkpoint_every_steps` count optimizer steps, `checkpoint_every` epochs.
+    Output: `max_steps`, `log_every_n_steps` and `checkpoint_every_steps` count optimizer steps,
+    `checkpoint_every_epochs` epochs.
     Checkpoints are written beside the training, which waits for a copy in host memory only, unless
-    `asynchronous_checkpoints` is off. `checkpoint_every_minutes` writes one whenever so much time has passed since the
+    `async_checkpoints` is off. `checkpoint_every_minutes` writes one whenever so much time has passed since the
     last, by rank 0's clock. The `keep_last` newest are kept, all with None, and in addition that of every
     `keep_every`-th epoch and that in which the result `keep_best` was lowest, or highest with `keep_best_mode` "max".
-    `show_every` is how often the
+    `log_every_n_steps` is how often the
     exact mean loss over ranks is worked out, shown and checked, without it about every two seconds; with it the ranks
     agree on whether to stop. Beside that, the loop waits for the device only in the few steps that it takes the time
     of. Without `output_dir` nothing is written. During `fit` the folder is locked, by `flock` on its file `.lock`:
@@ -85,8 +88,8 @@ class TrainConfig:
     `output_dir`, or starts from the beginning where there is none; `resume="path"` demands a checkpoint there.
     """
 
-    epochs: int | None = None
-    steps: int | None = None
+    max_epochs: int | None = None
+    max_steps: int | None = None
     max_seconds: float | None = None
     validate_every_steps: int | None = None
     limit_train_steps: int | None = None
@@ -95,15 +98,15 @@ class TrainConfig:
     preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
     batch_size: int | None = None
     eval_batch_size: int | None = None
-    accumulate: int | None = None
+    gradient_accumulation_steps: int | None = None
     global_batch_size: int | None = None
     precision: PrecisionName = "fp32"
     tf32: bool | None = None
-    clip_norm: float | None = None
+    max_grad_norm: float | None = None
     lr_scaling: LrScaling = "none"
     reference_batch_size: int | None = None
     warmup_steps: int = 0
-    scheduler_every: SchedulerUnit = "step"
+    scheduler_interval: SchedulerUnit = "step"
     monitor: str | None = None
     seed: int = 0
     shuffle: bool = True
@@ -117,17 +120,17 @@ class TrainConfig:
     compile: bool | CompileMode = False
     compression: Compression = "none"
     output_dir: str | Path | None = None
-    checkpoint_every: int = 1
+    checkpoint_every_epochs: int = 1
     checkpoint_every_steps: int | None = None
     checkpoint_every_minutes: float | None = None
-    asynchronous_checkpoints: bool = True
+    async_checkpoints: bool = True
     keep_last: int | None = 3
     keep_every: int | None = None
     keep_best: str | None = None
     keep_best_mode: BestMode = "min"
     resume: bool | str | Path = False
     progress: ProgressStyle = "auto"
-    show_every: int | None = None
+    log_every_n_steps: int | None = None
 
     def __post_init__(self) -> None:
         self._check_length()
@@ -145,7 +148,7 @@ class TrainConfig:
         read_compression(self.compression, "TrainConfig.compression")
         fix = "Leave it out to write checkpoints by epochs and steps only"
         validation.positive(_of("checkpoint_every_minutes"), self.checkpoint_every_minutes, fix, optional=True)
-        validation.positive(_of("clip_norm"), self.clip_norm, "Use None not to clip", optional=True)
+        validation.positive(_of("max_grad_norm"), self.max_grad_norm, "Use None not to clip", optional=True)
         validation.positive(_of("ema_decay"), self.ema_decay, "Use 0.999, or None not to average", optional=True)
         if self.ema_decay is not None and self.ema_decay >= 1:
             raise ConfigError(
@@ -196,9 +199,13 @@ class TrainConfig:
                 )
 
     def _check_length(self) -> None:
-        if (self.epochs is None) == (self.steps is None):
-            found = "neither" if self.epochs is None else f"epochs={self.epochs} and steps={self.steps}"
-            raise ConfigError(f"TrainConfig takes either epochs or steps, got {found}. Use TrainConfig(epochs=10).")
+        if (self.max_epochs is None) == (self.max_steps is None):
+            found = (
+                "neither" if self.max_epochs is None else f"max_epochs={self.max_epochs} and max_steps={self.max_steps}"
+            )
+            raise ConfigError(
+                f"TrainConfig takes either max_epochs or max_steps, got {found}. Use TrainConfig(max_epochs=10)."
+            )
         fix = 'Use preemption_signals=("SIGTERM", "SIGUSR1"), or () to leave all of them alone'
         kinds = (tuple, list)
         validation.instance(_of("preemption_signals"), self.preemption_signals, kinds, "a tuple of names", fix)
@@ -209,7 +216,7 @@ class TrainConfig:
                     f"TrainConfig.preemption_signals has {name!r}, which is no signal that a program can handle. {near}"
                     f"{fix}."
                 )
-        fix = "Use None to train until epochs or steps are done"
+        fix = "Use None to train until max_epochs or max_steps are done"
         validation.positive(_of("max_seconds"), self.max_seconds, fix, optional=True)
 
 
@@ -222,14 +229,14 @@ _WHOLE_NUMBERS = (
     ("warmup_steps", 0, "Use 0 to begin with the full learning rate"),
     ("seed", 0, "Use 0"),
     ("num_workers", 0, "Use 0 to load the data in the training process"),
-    ("checkpoint_every", 1, "Use 1 to write a checkpoint after every epoch"),
+    ("checkpoint_every_epochs", 1, "Use 1 to write a checkpoint after every epoch"),
 )
 _OPTIONAL_WHOLE_NUMBERS = (
-    ("epochs", 1, "Use epochs=1 to pass over the data once"),
-    ("steps", 1, "Use steps=1 to change the parameters once"),
+    ("max_epochs", 1, "Use max_epochs=1 to pass over the data once"),
+    ("max_steps", 1, "Use max_steps=1 to change the parameters once"),
     ("batch_size", 1, "Use 32 to start with"),
     ("eval_batch_size", 1, "Leave it out to evaluate with batch_size"),
-    ("accumulate", 1, "Use 1 to step after every batch"),
+    ("gradient_accumulation_steps", 1, "Use 1 to step after every batch"),
     ("global_batch_size", 1, "Use 256 to start with"),
     ("reference_batch_size", 1, "Use the batch size that the rate was found for"),
     ("checkpoint_every_steps", 1, "Leave it out to write a checkpoint after epochs only"),
@@ -238,28 +245,21 @@ _OPTIONAL_WHOLE_NUMBERS = (
     ("validate_every_steps", 1, "Leave it out to validate after epochs only"),
     ("limit_train_steps", 1, "Leave it out to train on all data"),
     ("limit_val_batches", 1, "Leave it out to evaluate all data"),
-    ("show_every", 1, "Leave it out to show the loss every two seconds"),
+    ("log_every_n_steps", 1, "Leave it out to show the loss every two seconds"),
 )
 _CHOICES: dict[str, Any] = {
     "precision": PrecisionName,
-    "scheduler_every": SchedulerUnit,
+    "scheduler_interval": SchedulerUnit,
     "progress": ProgressStyle,
     "stream": StreamKind,
     "uneven": Uneven,
     "lr_scaling": LrScaling,
     "keep_best_mode": BestMode,
 }
-_SWITCHES = (
-    "shuffle",
-    "find_unused_parameters",
-    "sync_batch_norm",
-    "channels_last",
-    "asynchronous_checkpoints",
-    "dry_run",
-)
+_SWITCHES = ("shuffle", "find_unused_parameters", "sync_batch_norm", "channels_last", "async_checkpoints", "dry_run")
 # Settings without effect where no output_dir is set, which is an error where they differ from their defaults.
 CHECKPOINT_SETTINGS = (
-    "checkpoint_every",
+    "checkpoint_every_epochs",
     "checkpoint_every_steps",
     "checkpoint_every_minutes",
     "keep_last",

@@ -59,7 +59,7 @@ class Trainer:
     training the wrapped one. With `config.resume` the state is restored here.
     `averaged_model` has the averaged weights, with `config.ema_decay`; whatever evaluates then uses it.
     `loggers` are Logger objects, or names: "csv", "jsonl", "tensorboard", "wandb", "mlflow"; rank 0's are used.
-    For callbacks: `run.cursor` is how far the run has come, `result_names` what `fit` will return, and `last_loss` what
+    For callbacks: `progress` is how far the run has come, `result_names` what `fit` will return, and `last_loss` what
     the loss function returned last on this rank.
     Raises ConfigError, ModelError, CheckpointError or, for a logger, MissingDependencyError, on every rank alike.
     """
@@ -136,6 +136,7 @@ class Trainer:
         }  # fmt: skip
         call_on_all_ranks(backend, lambda: trainer_arguments.check_results(self._evaluation.names[1:]))
         self.run = Run(config, backend, parts if self._average is None else {**parts, "average": self._average})
+        self.progress = self.run.progress
         self._roll_call = SyncPoint(self.run, self._times, self._tracker)
         self.run.prepare(backend.unwrap(model), optimizer, self._scheduler)
         self.model = backend.distributed_model(
@@ -149,9 +150,9 @@ class Trainer:
             self.optimizer,
             model,
             self._precision,
-            clip_norm=config.clip_norm,
+            clip_norm=config.max_grad_norm,
             average=self._average,
-            scheduler=self._scheduler if config.scheduler_every == "step" else None,
+            scheduler=self._scheduler if config.scheduler_interval == "step" else None,
         )
 
     @property
@@ -160,7 +161,7 @@ class Trainer:
         return self._scheduler.scheduler if isinstance(self._scheduler, PlannedScheduler) else self._scheduler
 
     def fit(self, train_data: Data, val_data: Data | Mapping[str, Data] | None = None) -> dict[str, float]:
-        """Train until `config.epochs` or `config.steps` are done, counted from the very first; return the last results.
+        """Train until `config.max_epochs` or `config.max_steps` are done; return the last results.
 
         These are the train_loss of the last epoch and, with `val_data`, what `evaluate` found after it, as val_loss and
         so on: all exact means over the samples of all ranks. Several named data sets, as {"clean": ..., "noisy": ...},
@@ -190,7 +191,7 @@ class Trainer:
         with (
             run.holding_folder(),
             run.stopping as stopping,
-            self._tracker.run(run.cursor.step, run.steps_left(share), run.description, over=run.finished()),
+            self._tracker.run(self.progress.step, run.steps_left(share), run.description, over=run.finished()),
         ):
             if self._rates is not None:
                 self._tracker.note(str(self._rates))
@@ -249,23 +250,23 @@ class Trainer:
 
     def log(self, **values: float | Tensor) -> None:
         """Log numbers of your own, at the step that the run has come to. Rank 0's are logged; any rank may call it."""
-        self._tracker.log(values, self.run.cursor.step)
+        self._tracker.log(values, self.progress.step)
 
     def log_image(self, name: str, image: Tensor, caption: str | None = None) -> None:
         """Log an image: [height, width], or with 1, 3 or 4 channels first or last; uint8, or floating from 0 to 1."""
-        self._tracker.log_image(name, image, self.run.cursor.step, caption)
+        self._tracker.log_image(name, image, self.progress.step, caption)
 
     def log_histogram(self, name: str, values: Tensor) -> None:
         """Log a histogram of a tensor's values to W&B and TensorBoard. Rank 0's is logged; any rank may call it."""
-        self._tracker.log_histogram(name, values, self.run.cursor.step)
+        self._tracker.log_histogram(name, values, self.progress.step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Log a table of numbers and strings to W&B and TensorBoard. Rank 0's is logged; any rank may call it."""
-        self._tracker.log_table(name, columns, rows, self.run.cursor.step)
+        self._tracker.log_table(name, columns, rows, self.progress.step)
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """The factor of the gradients that `on_gradients` sees: fp16's loss scale, or None in other formats."""
+        """The loss scale of fp16, by which gradients are multiplied in `on_before_optimizer_step`; None otherwise."""
         return self._precision.loss_scale()
 
     def _check_data(self, method: str, **data: Any) -> None:
@@ -280,17 +281,17 @@ class Trainer:
 
     def _train_epoch(self, share: TrainingData, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
-        config, cursor = self.config, self.run.cursor
-        epoch, first_sample = cursor.epoch + 1, cursor.sample
+        config, progress = self.config, self.progress
+        epoch, first_sample = progress.epoch + 1, progress.sample
         self._times.start()
-        self.run.stopping.begin(cursor.step)
+        self.run.stopping.begin(progress.step)
         # No name holds what is iterated over: where an error leaves the loop, its workers end at once.
         for batch, part in self._times.batches(
             # A run may be resumed from the checkpoint of the last step of an epoch.
             ()
             if self._epoch_reached_limit()
             else self._prefetch(
-                share.micro_batches(cursor.epoch, cursor.position),
+                share.micro_batches(progress.epoch, progress.position),
                 ahead=share.can_prefetch,
                 overlapped=share.can_overlap_prefetch,
             )
@@ -299,60 +300,57 @@ class Trainer:
             if not part.ends_step:
                 continue
             self._mean.finish_step(self.optimizer, part)
-            self._callbacks.call("on_gradients", self)
-            self._update(cursor.step, self._rates)
+            self._callbacks.call("on_before_optimizer_step", self)
+            self._update(progress.step, self._rates)
             self._loss.finish_step()  # only now: `fit` runs a step again that an exception has ended before its update
             self._times.step(part.step_samples)
-            cursor.step += 1
-            cursor.step_in_epoch += 1
-            cursor.sample += part.step_samples
-            cursor.position = part.step_end
+            progress.advance(part.step_samples, part.step_end)
             self._tracker.step(epoch, part.step_samples)
             self._callbacks.call("on_step_end", self)
-            if config.checkpoint_every_steps and cursor.step % config.checkpoint_every_steps == 0:
+            if config.checkpoint_every_steps and progress.step % config.checkpoint_every_steps == 0:
                 self._save({}, None)
-            if self._look_is_due(cursor.step):
+            if self._look_is_due(progress.step):
                 self._look(epoch)
-            elif self.run.stopping.due(cursor.step):
+            elif self.run.stopping.due(progress.step):
                 self._sync()
             if config.dry_run:
                 self.stop("TrainConfig.dry_run trains one step")
                 self._sync()
-            if self._epoch_reached_limit() or cursor.step == config.steps or self.run.stopping.reason is not None:
+            if self._epoch_reached_limit() or progress.step == config.max_steps or self.run.stopping.reason is not None:
                 break
-            if config.validate_every_steps and cursor.step % config.validate_every_steps == 0:
+            if config.validate_every_steps and progress.step % config.validate_every_steps == 0:
                 with self._times.spent_on("validation"):
-                    self._tracker.validated(epoch, cursor.step, self._validate(validation))
-        trained = cursor.sample - first_sample
+                    self._tracker.validated(epoch, progress.step, self._validate(validation))
+        trained = progress.sample - first_sample
         # Checkpoints of earlier versions have no sums: a run resumed from one at the end of an epoch has no train_loss.
-        losses = {"train_loss": self._loss.epoch_mean(epoch, cursor.step)} if self._loss.steps else {}
+        losses = {"train_loss": self._loss.epoch_mean(epoch, progress.step)} if self._loss.steps else {}
         seconds = self._times.stop()
         at_limit = self._epoch_reached_limit()
         if at_limit:
             share.end_epoch()
-        if at_limit or share.is_epoch_finished(cursor.position):
-            cursor.epoch, cursor.sample, cursor.position, cursor.step_in_epoch = cursor.epoch + 1, 0, 0, 0
+        if at_limit or share.is_epoch_finished(progress.position):
+            progress.end_epoch()
             self._loss.start_epoch()
 
         speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": trained / seconds}
         # A machine that is about to be taken away leaves no time for a validation in the middle of an epoch.
-        hurries = self.run.stopping.preempted and cursor.sample > 0
+        hurries = self.run.stopping.preempted and progress.sample > 0
         with self._times.spent_on("validation"):
             results = {**losses, **({} if hurries else self._validate(validation))}
-        if cursor.sample == 0:
+        if progress.sample == 0:
             self._epoch_scheduler.step(results)
-        self._tracker.epoch(epoch, cursor.step, results, trained / seconds)
+        self._tracker.epoch(epoch, progress.step, results, trained / seconds)
         self._callbacks.call("on_epoch_end", self, results)
         self._sync()
-        row = {"epoch": epoch, "step": cursor.step, **results, **speed}
-        if cursor.epoch % config.checkpoint_every == 0 or self.run.finished():
+        row = {"epoch": epoch, "step": progress.step, **results, **speed}
+        if progress.epoch % config.checkpoint_every_epochs == 0 or self.run.finished():
             self._save(results, row)
         self.run.record({**row, **self._times.gather()})
         return results
 
     def _epoch_reached_limit(self) -> bool:
         limit = self.config.limit_train_steps
-        return limit is not None and self.run.cursor.step_in_epoch >= limit
+        return limit is not None and self.progress.step_in_epoch >= limit
 
     def _save(self, results: dict[str, float], row: dict[str, Any] | None) -> None:
         with self._times.spent_on("checkpoint"):
@@ -373,7 +371,7 @@ class Trainer:
             )
         self.last_loss = loss.value
         self._loss.add(loss.value, part.samples, loss.tokens)
-        self._callbacks.call("on_micro_step", self, batch, part, loss)
+        self._callbacks.call("on_micro_batch_end", self, batch, part, loss)
 
     def _validate(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         return {
@@ -399,9 +397,9 @@ class Trainer:
         """Build a scheduler that depends on the length of the run."""
         if isinstance(self._scheduler, PlannedScheduler):
             steps = self.run.steps_left(share)
-            total = None if steps is None else self.run.cursor.step + steps
-            if self.config.scheduler_every == "epoch" and self.config.epochs is not None:
-                total = self.config.epochs
+            total = None if steps is None else self.progress.step + steps
+            if self.config.scheduler_interval == "epoch" and self.config.max_epochs is not None:
+                total = self.config.max_epochs
             self._scheduler.plan(total, self.backend)
 
     def _sync(self, numbers: Sequence[float] = ()) -> list[list[float]]:
@@ -413,7 +411,7 @@ class Trainer:
 
     def _look(self, epoch: int) -> None:
         """Work out the loss when the ranks meet, and show, log and record how it goes."""
-        step = self.run.cursor.step
+        step = self.progress.step
         losses = self._sync(self._loss.local_sums())
         looked = {"loss": self._loss.mean_since_sync(losses, epoch, step), **self._update.known()}
         speed = {"learning_rate": self._learning_rate(), "samples_per_second": self._times.samples_per_second()}
@@ -421,13 +419,13 @@ class Trainer:
         self.run.record_step({"step": step, **looked, **speed, **self._roll_call.slow()})
 
     def _look_is_due(self, step: int) -> bool:
-        every = self.config.show_every
+        every = self.config.log_every_n_steps
         return self.run.stopping.due(step) if every is None else step % every == 0
 
     def _learning_rate(self) -> float:
         """Return the first of the learning rates that the steps now take."""
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return rate if self._rates is None else rate * self._rates.at(self.run.cursor.step)
+        return rate if self._rates is None else rate * self._rates.at(self.progress.step)
 
     def _forget_partial_step(self) -> None:
         """Drop what an earlier `fit`, ended by an exception or Ctrl-C, has left of a step: it is done again."""

@@ -47,7 +47,7 @@ def check_trainer(
         )
     fix = "Use an object, such as nn.CrossEntropyLoss(), or a function: loss_fn=nn.functional.cross_entropy"
     validation.function("Trainer(loss_fn)", loss_fn, fix)
-    validation.instance("Trainer(config=...)", config, TrainConfig, "a TrainConfig", "Use TrainConfig(epochs=10)")
+    validation.instance("Trainer(config=...)", config, TrainConfig, "a TrainConfig", "Use TrainConfig(max_epochs=10)")
     _check_scheduler(scheduler, optimizer)
     _check_metrics(metrics)
     fix = "Use callbacks=[unitrain.EarlyStopping()]"

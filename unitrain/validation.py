@@ -2,7 +2,7 @@
 second one that can be pasted.
 
 Each function returns the value, or raises ConfigError, or the `error` that it is given. `name` is the argument as the
-user writes it, such as "TrainConfig.epochs" or "unitrain.init(timeout_seconds=...)", and `fix` the second sentence,
+user writes it, such as "TrainConfig.max_epochs" or "unitrain.init(timeout_seconds=...)", and `fix` the second sentence,
 without its full stop.
 """
 

@@ -176,7 +176,7 @@ class Corruptions:
                 if newest and os.access(case, os.W_OK, effective_ids=True) and "newer unitrain" not in str(error):
                     raise AssertionError(f"refused, though step {newest} is whole: {error}") from error
                 return REFUSED
-            step = trainer.run.cursor.step
+            step = trainer.progress.step
             if step < newest:
                 raise AssertionError(f"went on from step {step}, though {newest} is whole")
             if step and not _same(trainer.model.state_dict(), trainer.optimizer.state_dict(), self._states[step]):

@@ -33,7 +33,7 @@ from unitrain.checkpoint import files
 # Where the kill comes from; a checkpoint's files are what it is aimed at most.
 WAYS = ("step", "file", "file", "time")
 PLACES = [("local", 1), ("ddp", 1), ("horovod", 1), *((name, size) for name in ("ddp", "horovod") for size in (2, 3))]
-MOMENTS = ("on_micro_step", "on_gradients", "on_step_end")
+MOMENTS = ("on_micro_batch_end", "on_before_optimizer_step", "on_step_end")
 # How many audited file operations a checkpoint, its history and the removal of an older one take, about.
 _OPERATIONS = 24
 _PATIENCE_SECONDS = 90.0
@@ -81,12 +81,12 @@ class Executioner(Callback):
     def __init__(self, kill: Kill, left: int) -> None:
         self._hook, self._countdown = kill.hook, int(kill.moment * left)
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
-        if self._countdown == 0 and self._hook == "on_micro_step":
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
+        if self._countdown == 0 and self._hook == "on_micro_batch_end":
             end_abruptly()
 
-    def on_gradients(self, trainer: Trainer) -> None:
-        if self._countdown == 0 and self._hook == "on_gradients":
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        if self._countdown == 0 and self._hook == "on_before_optimizer_step":
             end_abruptly()
 
     def on_step_end(self, trainer: Trainer) -> None:

@@ -43,12 +43,12 @@ def trainer_of(backend: Backend, folder: Path, settings: Settings, *callbacks: C
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     config = TrainConfig(
-        epochs=EPOCHS,
+        max_epochs=EPOCHS,
         global_batch_size=GLOBAL_BATCH,
         output_dir=folder,
         resume="auto",
         checkpoint_every_steps=settings.checkpoint_every_steps,
-        asynchronous_checkpoints=settings.asynchronous,
+        async_checkpoints=settings.asynchronous,
         keep_last=settings.keep_last,
         progress="off",
     )
@@ -77,13 +77,13 @@ class Notes(Callback):
         self._samples: list[int] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._write({"start": trainer.run.cursor.step})
+        self._write({"start": trainer.progress.step})
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
         self._samples += [int(number) for number in batch[1][: part.samples, 1]]
 
     def on_step_end(self, trainer: Trainer) -> None:
-        self._write({"step": trainer.run.cursor.step, "samples": self._samples})
+        self._write({"step": trainer.progress.step, "samples": self._samples})
         self._samples = []
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ def make():
     model = Model(4, 2)
     return {
         "model": model, "optimizer": Slow(model.parameters(), lr=0.1), "loss_fn": nn.MSELoss(),
-        "config": unitrain.TrainConfig(epochs=7, batch_size=3, output_dir="never", keep_last=1, resume=True),
+        "config": unitrain.TrainConfig(max_epochs=7, batch_size=3, output_dir="never", keep_last=1, resume=True),
         "train_data": Data(torch.randn(12, 4), torch.randn(12, 2)),
         "scheduler": torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD(model.parameters(), lr=0.1), 0.1, 3),
     }
@@ -87,7 +87,7 @@ def check_slow(parts: dict[str, float], backward: float, exposed: tuple[float, f
 def test_the_time_of_a_step_is_found_where_it_goes(slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     backend = LocalBackend(torch.device("cpu"))
-    for settings, batch in (({}, 3), ({"accumulate": 2}, 6)):
+    for settings, batch in (({}, 3), ({"gradient_accumulation_steps": 2}, 6)):
         turn = take_turn(backend, slow, settings, None, 4)
         times = 1 + (batch == 6)
         assert turn.seconds >= times * (0.02 + 0.03 + 0.06) + 0.04
@@ -111,7 +111,18 @@ def test_waiting_for_a_slow_rank_is_exposed_communication(slow: str) -> None:
 @needs_mpi
 def test_training_on_every_backend_transport_and_setting(tmp_path: Path) -> None:
     kept, page = tmp_path / "kept.json", tmp_path / "page.html"
-    options = ["--ranks", "1,2", "--steps", "4", "--seconds", "0", "--device", "cpu", "--setting", "accumulate=2"]
+    options = [
+        "--ranks",
+        "1,2",
+        "--steps",
+        "4",
+        "--seconds",
+        "0",
+        "--device",
+        "cpu",
+        "--setting",
+        "gradient_accumulation_steps=2",
+    ]
     bench = [sys.executable, "-m", "unitrain", "bench", "train", "tiny"]
     with started([*bench, *options, "--json", str(kept), "--output", str(page)]) as job:
         output = job.process.communicate(timeout=3 * SECONDS)[0]
@@ -120,7 +131,7 @@ def test_training_on_every_backend_transport_and_setting(tmp_path: Path) -> None
     result = results.read(kept, "train")
     who = {("local", "none", 1), ("ddp", "gloo", 2), ("horovod", "gloo", 2), ("horovod", "mpi", 2)}
     found = {(row["backend"], row["transport"], row["ranks"], row["setting"]): row for row in result["rows"]}
-    assert set(found) == {(*one, setting) for one in who for setting in (None, "accumulate=2")}
+    assert set(found) == {(*one, setting) for one in who for setting in (None, "gradient_accumulation_steps=2")}
     assert (result["parameters"], result["target"], result["skipped"]) == (64 * 64 * 2 + 128 + 650, "tiny", [])
     for (_, _, ranks, setting), row in found.items():
         assert row["samples"] == 32 * ranks * (2 if setting else 1)
@@ -145,7 +156,7 @@ def test_training_on_every_backend_transport_and_setting(tmp_path: Path) -> None
     predicted = CliRunner().invoke(command, ["bench", "predict", *given])
     assert predicted.exit_code == 0, predicted.output
     assert "horovod mpi on 2 ranks: measured" in predicted.output
-    assert "horovod mpi, accumulate=2" not in predicted.output  # of which the model knows nothing
+    assert "horovod mpi, gradient_accumulation_steps=2" not in predicted.output  # of which the model knows nothing
 
 
 def result_of(**seconds: list[float]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def ckpt(*arguments: str | Path) -> Result:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    trainer(network(), epochs=3, output_dir=tmp_path / "run").fit(data(), data())
+    trainer(network(), max_epochs=3, output_dir=tmp_path / "run").fit(data(), data())
     return tmp_path / "run"
 
 
@@ -146,8 +146,8 @@ def test_what_other_programs_wrote_is_gone_on_from(tmp_path: Path, name: str) ->
     done = ckpt("convert", tmp_path / name, tmp_path / "converted", *strip)
     assert done.exit_code == 0, done.output
     assert f"; epoch {epoch}, step {step}\n" in done.output
-    going_on = trainer(network(), epochs=9, resume=str(tmp_path / "converted"), output_dir=tmp_path / "run")
-    assert (going_on.run.cursor.epoch, going_on.run.cursor.step) == (epoch, step)
+    going_on = trainer(network(), max_epochs=9, resume=str(tmp_path / "converted"), output_dir=tmp_path / "run")
+    assert (going_on.progress.epoch, going_on.progress.step) == (epoch, step)
     assert all(torch.equal(value, STATE[key]) for key, value in going_on.model.state_dict().items())
     moments = going_on.optimizer.state_dict()["state"]
     assert bool(moments) == ("optimizer" in has)
@@ -155,7 +155,7 @@ def test_what_other_programs_wrote_is_gone_on_from(tmp_path: Path, name: str) ->
         assert torch.equal(values["exp_avg"], WHOLE["optimizer"]["state"][index]["exp_avg"])
     assert going_on.scheduler.last_epoch == (5 if "scheduler" in has else 0)
     going_on.fit(data())
-    assert going_on.run.cursor.epoch == 9
+    assert going_on.progress.epoch == 9
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
@@ -167,7 +167,7 @@ def test_a_folder_of_accelerate_is_gone_on_from(tmp_path: Path, weights: str) ->
         torch.save(state, folder / f"{name}.bin")
     done = ckpt("convert", folder, tmp_path / "converted", "--epoch", "1", "--step", "5")
     assert done.output.startswith("Accelerate folder: 4 tensors, optimizer, scheduler; epoch 1, step 5\n")
-    going_on = trainer(network(), epochs=2, resume=str(tmp_path / "converted"))
+    going_on = trainer(network(), max_epochs=2, resume=str(tmp_path / "converted"))
     assert going_on.optimizer.param_groups[0]["lr"] == OPTIMIZER.param_groups[0]["lr"]
 
 
@@ -206,5 +206,5 @@ def test_a_converted_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
     )
     assert ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").exit_code == 0
     with pytest.raises(CheckpointError, match=r"does not fit Sequential with AdamW: .*net\.0\.weight"):
-        trainer(network(), epochs=1, resume=str(tmp_path / "converted"))
+        trainer(network(), max_epochs=1, resume=str(tmp_path / "converted"))
     assert "is there already" in ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").output

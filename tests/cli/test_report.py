@@ -84,7 +84,13 @@ def train(folder: Path, validate: bool = True, **given: Any) -> None:
     torch.manual_seed(0)
     images, targets = torch.randn(60, 8), torch.randint(3, (60,))
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    settings: dict[str, Any] = {"epochs": 3, "batch_size": 4, "show_every": 5, "progress": "off", "output_dir": folder}
+    settings: dict[str, Any] = {
+        "max_epochs": 3,
+        "batch_size": 4,
+        "log_every_n_steps": 5,
+        "progress": "off",
+        "output_dir": folder,
+    }
     config = TrainConfig(**{**settings, **given})
 
     def accuracy(output: Tensor, target: Tensor) -> Tensor:
@@ -178,7 +184,7 @@ def test_a_picture_is_one_file(trained: Path) -> None:
 
 
 def test_runs_are_compared(trained: Path, tmp_path: Path) -> None:
-    train(tmp_path / "second", batch_size=6, epochs=2)
+    train(tmp_path / "second", batch_size=6, max_epochs=2)
     shown = page(trained, tmp_path / "second", "--output", tmp_path / "both.html")
     compared = {line[0]: line[1:] for line in shown.tables[0]}
     assert compared[""] == ["first", "second"]
@@ -188,7 +194,7 @@ def test_runs_are_compared(trained: Path, tmp_path: Path) -> None:
         assert float(found) == pytest.approx(rows(folder)[-1]["val_accuracy"], rel=1e-3)
     settings = next(table for table in shown.tables if ["batch_size", "4", "6"] in table)
     equal = settings.index(["optimizer", "SGD", "SGD"])
-    assert all(first != second for _, first, second in settings[1:equal] if _ in ("batch_size", "epochs"))
+    assert all(first != second for _, first, second in settings[1:equal] if _ in ("batch_size", "max_epochs"))
     assert settings.index(["batch_size", "4", "6"]) < equal  # what differs comes first
     assert "where an epoch's time goes, mean over ranks" in shown.charts
 
@@ -196,7 +202,7 @@ def test_runs_are_compared(trained: Path, tmp_path: Path) -> None:
 def test_a_run_that_goes_on_and_was_resumed_elsewhere(trained: Path, tmp_path: Path) -> None:
     """With a loss that was not a number, and a line that is just being written."""
     (start,) = (json.loads(line) for line in (trained / "run.jsonl").read_text().splitlines())
-    start["config"] = {**start["config"], "epochs": 40}
+    start["config"] = {**start["config"], "max_epochs": 40}
     resumed = {**start, "step": 15, "epochs": 1.0, "backend": "horovod", "transport": "gloo", "size": 3}
     history = [dict(row) for row in rows(trained)]
     for row in history[1:]:
@@ -241,7 +247,7 @@ def test_a_record_may_have_only_begun(trained: Path, tmp_path: Path, kept: str) 
 
 
 def test_one_epoch_without_validation(tmp_path: Path) -> None:
-    train(tmp_path / "short", validate=False, epochs=1)
+    train(tmp_path / "short", validate=False, max_epochs=1)
     shown = page(tmp_path / "short")
     assert [tile[0] for tile in shown.tiles] == ["epochs", "train_loss", "samples per second", "time", "data"]
     assert shown.charts[:2] == ["loss", "learning rate"]

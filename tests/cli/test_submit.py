@@ -199,7 +199,7 @@ def test_slurms_warning_is_one_that_the_trainer_heeds(script: Path) -> None:
 
     text = printed("--to", "slurm", script.name)
     assert "--signal=USR1@" in text
-    assert "SIGUSR1" in TrainConfig(epochs=1).preemption_signals
+    assert "SIGUSR1" in TrainConfig(max_epochs=1).preemption_signals
     assert f'"$code" -eq {Preempted(None).code} ' in text
 
 

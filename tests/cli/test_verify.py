@@ -43,7 +43,7 @@ planted, *folder = sys.argv[1:]
 
 class Nudge(unitrain.Callback):
     def on_step_end(self, trainer):
-        if "nudge" in planted and trainer.backend.rank == 1 and trainer.run.cursor.step == 3:
+        if "nudge" in planted and trainer.backend.rank == 1 and trainer.progress.step == 3:
             next(trainer.model.parameters()).data.add_(1e-3)
 
 with unitrain.init("ddp" if planted == "crash" else None, device="cpu") as backend:
@@ -67,7 +67,7 @@ with unitrain.init("ddp" if planted == "crash" else None, device="cpu") as backe
         model[0].forward = lambda x: (x[:, :3] @ weight[:, :3].T + bias) + x[:, 3:] @ weight[:, 3:].T
     lr = 0.1 * (backend.size if planted == "rate" and backend.name == "horovod" else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    config = unitrain.TrainConfig(epochs=2, batch_size=8, progress="off")
+    config = unitrain.TrainConfig(max_epochs=2, batch_size=8, progress="off")
     trainer = unitrain.Trainer(
         model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, callbacks=[Nudge()]
     )
@@ -84,7 +84,7 @@ def regression():
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
     return {
         "model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2), "loss_fn": nn.MSELoss(),
-        "config": unitrain.TrainConfig(epochs=3, batch_size=8, sync_batch_norm=True),
+        "config": unitrain.TrainConfig(max_epochs=3, batch_size=8, sync_batch_norm=True),
         "train_data": TensorDataset(torch.randn(64, 6), torch.randn(64, 2)),
     }
 """
@@ -304,7 +304,7 @@ def record(
     folder.mkdir()
     Request(steps=upto, as_ranks=as_ranks, float64=float64).write(folder)
     model, optimizer = made or make()
-    config = unitrain.TrainConfig(**{"epochs": 9, "batch_size": 4, "progress": "off", **settings})
+    config = unitrain.TrainConfig(**{"max_epochs": 9, "batch_size": 4, "progress": "off", **settings})
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
     monkeypatch.setenv(FOLDER, str(folder))
     try:
@@ -330,7 +330,7 @@ def second(*records: Record) -> Row:
 
 
 def test_what_is_recorded_is_what_plain_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = record(tmp_path / "a", monkeypatch, shuffle=False, upto=7, clip_norm=0.5)
+    found = record(tmp_path / "a", monkeypatch, shuffle=False, upto=7, max_grad_norm=0.5)
     model, optimizer = make()
     inputs, targets = samples().tensors
     losses = []
@@ -424,8 +424,8 @@ def test_each_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "rate": ({"made": make(lr=0.2)}, "the learning rate of step 1 is 0.2 instead of 0.1"),
         "order": ({"seed": 1}, "step 1 has other samples. Seed"),
         "batch": ({"batch_size": 5}, "step 1 has other samples (5 and 4 of them). Seed"),
-        "length": ({"epochs": None, "steps": 3}, "it ended after 3 steps, the reference after 5"),
-        "clipping": ({"clip_norm": 0.01}, "the reason is not known: both runs have the same initial"),
+        "length": ({"max_epochs": None, "max_steps": 3}, "it ended after 3 steps, the reference after 5"),
+        "clipping": ({"max_grad_norm": 0.01}, "the reason is not known: both runs have the same initial"),
     }
     for name, (changes, reason) in causes.items():
         row = second(reference, record(tmp_path / name, monkeypatch, **changes))
@@ -438,11 +438,11 @@ def test_each_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_that_is_not_finite_or_does_not_train_proves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = record(tmp_path / "a", monkeypatch, show_every=100, upto=3)
+    reference = record(tmp_path / "a", monkeypatch, log_every_n_steps=100, upto=3)
     inputs, targets = samples().tensors
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))  # of the first epoch
     broken = TensorDataset(inputs, torch.where(torch.isin(torch.arange(24), order[:6])[:, None], targets, float("nan")))
-    nans = [record(tmp_path / name, monkeypatch, data=broken, show_every=100, upto=3) for name in ("b", "c")]
+    nans = [record(tmp_path / name, monkeypatch, data=broken, log_every_n_steps=100, upto=3) for name in ("b", "c")]
     still = [record(tmp_path / name, monkeypatch, made=make(lr=0.0), upto=3) for name in ("d", "e")]
     for pair, reason in ((nans, "the loss of step 2 is nan"), (still, "no parameter has changed after 3 steps")):
         for outcomes in (pair, [reference, pair[0]]):

@@ -37,7 +37,7 @@ class Parts:
         return Trainer(*(arguments or (self.model, self.optimizer, nn.functional.mse_loss)), **settings)
 
     def config(self, **settings: Any) -> TrainConfig:
-        return TrainConfig(**{"epochs": 1, "batch_size": 2, "progress": "off", **settings})
+        return TrainConfig(**{"max_epochs": 1, "batch_size": 2, "progress": "off", **settings})
 
     def fit(self, loss_fn: Any = nn.functional.mse_loss, data: Any = None, **settings: Any) -> dict[str, float]:
         trainer = self.trainer(self.model, self.optimizer, loss_fn, config=self.config(**settings))
@@ -119,12 +119,12 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     "config class": (
         lambda p: p.trainer(config=TrainConfig),
         "Trainer(config=...) must be a TrainConfig, got the class TrainConfig.",
-        "Use TrainConfig(epochs=10).",
+        "Use TrainConfig(max_epochs=10).",
     ),
     "config dict": (
-        lambda p: p.trainer(config={"epochs": 1}),
+        lambda p: p.trainer(config={"max_epochs": 1}),
         "Trainer(config=...) must be a TrainConfig, got {'epochs': 1}.",
-        "Use TrainConfig(epochs=10).",
+        "Use TrainConfig(max_epochs=10).",
     ),
     "backend name": (
         lambda p: p.trainer(backend="ddp"),
@@ -468,12 +468,12 @@ def test_calls_after_shutdown_are_refused(backend: str, size: int) -> None:
 def test_rows_lost_to_a_power_loss_do_not_stop_a_resumed_run(name: str, tmp_path: Path, caplog: Any) -> None:
     """A file system may leave zeros where rows were being written."""
     with unitrain.init("local") as backend:
-        Parts(backend, "").fit(output_dir=tmp_path, show_every=1)
+        Parts(backend, "").fit(output_dir=tmp_path, log_every_n_steps=1)
         path = tmp_path / name
         rows = path.read_text().splitlines()
         with path.open("a") as file:
             file.write("\0" * 100 + '\n{"step": 1, "lo\n' + "\0" * 40)
-        Parts(backend, "").fit(output_dir=tmp_path, show_every=1, resume=True, epochs=2)
+        Parts(backend, "").fit(output_dir=tmp_path, log_every_n_steps=1, resume=True, max_epochs=2)
     assert path.read_text().splitlines()[: len(rows)] == rows
     assert f"'{path}' has 2 damaged lines, as after a power loss. They are left out." in caplog.text
 

@@ -27,7 +27,7 @@ def _train(
 ) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = TrainConfig(**{"epochs": 1, "batch_size": 2, "progress": "off", **settings})
+    config = TrainConfig(**{"max_epochs": 1, "batch_size": 2, "progress": "off", **settings})
     Trainer(model, optimizer, loss_fn, backend=backend, config=config).fit(
         _data(data) if isinstance(data, int) else data, val_data
     )
@@ -38,7 +38,7 @@ def _loader(count: int = 8, **settings: Any) -> DataLoader[Any]:
 
 
 def accumulate_0(backend: Backend, _: str) -> None:
-    _train(backend, accumulate=0)
+    _train(backend, gradient_accumulation_steps=0)
 
 
 def a_global_batch_that_does_not_divide(backend: Backend, _: str) -> None:
@@ -70,12 +70,12 @@ def nothing_to_train(backend: Backend, _: str) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.requires_grad_(False)
-    Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=TrainConfig(epochs=1, batch_size=2))
+    Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=TrainConfig(max_epochs=1, batch_size=2))
 
 
 def strange_optimizer(backend: Backend, _: str) -> None:
     optimizer = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1)
-    config = TrainConfig(epochs=1, batch_size=2)
+    config = TrainConfig(max_epochs=1, batch_size=2)
     Trainer(nn.Linear(3, 1), optimizer, nn.functional.mse_loss, backend=backend, config=config)
 
 
@@ -113,15 +113,15 @@ def no_batch_size_on_one_rank(backend: Backend, _: str) -> None:
 
 
 def other_data_within_an_epoch(backend: Backend, folder: str) -> None:
-    _train(backend, 8, epochs=None, steps=1, output_dir=folder, resume=True)
-    _train(backend, 10, epochs=None, steps=3, output_dir=folder, resume=True)
+    _train(backend, 8, max_epochs=None, max_steps=1, output_dir=folder, resume=True)
+    _train(backend, 10, max_epochs=None, max_steps=3, output_dir=folder, resume=True)
 
 
 def parameters_unused(backend: Backend, _: str) -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "spare": nn.Linear(3, 1)})
     model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = TrainConfig(epochs=1, batch_size=2, progress="off")
+    config = TrainConfig(max_epochs=1, batch_size=2, progress="off")
     Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config).fit(_data(8))
 
 
@@ -143,7 +143,11 @@ def parameters_unused_later(backend: Backend, _: str) -> None:
 
 # What is done wrong, and what the sentences must say: what was found, and what to type.
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
-    (accumulate_0, "TrainConfig.accumulate must be at least 1, got 0.", "Use 1 to step after every batch."),
+    (
+        accumulate_0,
+        "TrainConfig.gradient_accumulation_steps must be at least 1, got 0.",
+        "Use 1 to step after every batch.",
+    ),
     (
         a_global_batch_that_does_not_divide,
         "global_batch_size 7 does not divide by 2 ranks x batch_size 2 = 4",
@@ -151,8 +155,8 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     ),
     (empty_dataset, "empty", ""),
     (fewer_samples_than_ranks, "1 sample", ""),
-    (nan_loss, "The mean loss became nan on every rank in epoch 1, by step", "clip_norm=1.0"),
-    (nan_loss_on_one_rank, "The mean loss became nan on rank 1 in epoch 1, by step", "clip_norm=1.0"),
+    (nan_loss, "The mean loss became nan on every rank in epoch 1, by step", "max_grad_norm=1.0"),
+    (nan_loss_on_one_rank, "The mean loss became nan on rank 1 in epoch 1, by step", "max_grad_norm=1.0"),
     (output_folder_is_a_file, "file", ""),
     (nothing_to_train, "has no parameter that requires a gradient", "requires_grad_(True)"),
     (strange_optimizer, "2 of 2 parameters that are not Linear's", "SGD(model.parameters(), ...)"),

@@ -47,7 +47,7 @@ def run(backend: Backend, folder: str | None, steps: int = STEPS, validate: bool
         torch.randn(SAMPLES, 4, generator=generator).double(), torch.randn(SAMPLES, 2, generator=generator).double()
     )
     config = TrainConfig(
-        steps=steps, batch_size=GLOBAL_BATCH // backend.size, output_dir=folder, progress="off", **settings
+        max_steps=steps, batch_size=GLOBAL_BATCH // backend.size, output_dir=folder, progress="off", **settings
     )
     trainer = Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config)
     trainer.fit(data, data if validate else None)

@@ -39,8 +39,8 @@ def make(backend: Backend, callbacks: list[Callback], **settings: Any) -> Traine
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     metrics = settings.pop("metrics", None)
     loss_fn = settings.pop("loss_fn", nn.functional.cross_entropy)
-    if "steps" not in settings:
-        settings.setdefault("epochs", 2)
+    if "max_steps" not in settings:
+        settings.setdefault("max_epochs", 2)
     config = TrainConfig(batch_size=12 // backend.size, progress="off", **settings)
     return Trainer(model, optimizer, loss_fn, backend=backend, config=config, metrics=metrics, callbacks=callbacks)
 
@@ -56,27 +56,27 @@ class Journal(Callback):
         self.lines: list[str] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.lines.append(f"start {trainer.run.cursor.step}")
+        self.lines.append(f"start {trainer.progress.step}")
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
         assert [len(tensor) for tensor in batch] == [part.samples] * 2
         assert (loss.value is trainer.last_loss, loss.tokens) == (True, None)
-        self.lines.append(f"micro-step {trainer.run.cursor.step}")
+        self.lines.append(f"micro-step {trainer.progress.step}")
 
-    def on_gradients(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
         assert all(parameter.grad is not None for parameter in trainer.model.parameters())
-        self.lines.append(f"gradients {trainer.run.cursor.step}")
+        self.lines.append(f"gradients {trainer.progress.step}")
 
     def on_step_end(self, trainer: Trainer) -> None:
         assert all(parameter.grad is None for parameter in trainer.model.parameters())
-        self.lines.append(f"step {trainer.run.cursor.step}")
+        self.lines.append(f"step {trainer.progress.step}")
 
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
         assert set(results) == set(trainer.result_names)
-        self.lines.append(f"epoch {trainer.run.cursor.epoch}")
+        self.lines.append(f"epoch {trainer.progress.epoch}")
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        self.lines.append(f"end {trainer.run.cursor.step}")
+        self.lines.append(f"end {trainer.progress.step}")
 
 
 def scripted(values: list[float]) -> dict[str, Any]:
@@ -87,25 +87,25 @@ def scripted(values: list[float]) -> dict[str, Any]:
 
 def test_each_is_called_at_its_moment() -> None:
     journal = Journal()
-    make(LOCAL, [journal], accumulate=2).fit(data(), data())  # two micro-steps each, so two steps per epoch
+    make(LOCAL, [journal], gradient_accumulation_steps=2).fit(data(), data())  # two steps per epoch
     steps = [[*[f"micro-step {done}"] * 2, f"gradients {done}", f"step {done + 1}"] for done in range(4)]
     assert journal.lines == ["start 0", *steps[0], *steps[1], "epoch 1", *steps[2], *steps[3], "epoch 2", "end 4"]
 
 
 def test_gradients_are_seen_before_they_are_clipped() -> None:
     class Norm(Callback):
-        def on_gradients(self, trainer: Trainer) -> None:
+        def on_before_optimizer_step(self, trainer: Trainer) -> None:
             self.norm = float(nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]))
 
     norms = Norm()
-    make(LOCAL, [norms], steps=1, clip_norm=1e-3).fit(data())
+    make(LOCAL, [norms], max_steps=1, max_grad_norm=1e-3).fit(data())
     assert norms.norm > 0.1
 
 
 def test_an_error_in_one_names_it() -> None:
     class Broken(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
-            if trainer.run.cursor.step == 3:
+            if trainer.progress.step == 3:
                 raise ZeroDivisionError("by nought")
 
     journal = Journal()
@@ -121,23 +121,23 @@ class FailsOnce(Callback):
     def __init__(self, hook: str, step: int) -> None:
         self.hook, self.step, self.failed = hook, step, False
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
-        self.fail(trainer, "on_micro_step")
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
+        self.fail(trainer, "on_micro_batch_end")
 
-    def on_gradients(self, trainer: Trainer) -> None:
-        self.fail(trainer, "on_gradients")
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        self.fail(trainer, "on_before_optimizer_step")
 
     def on_step_end(self, trainer: Trainer) -> None:
         self.fail(trainer, "on_step_end")
 
     def fail(self, trainer: Trainer, hook: str) -> None:
-        if hook == self.hook and trainer.run.cursor.step == self.step and not self.failed:
+        if hook == self.hook and trainer.progress.step == self.step and not self.failed:
             self.failed = True
             raise DataError("once")
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-@pytest.mark.parametrize("hook", ["on_micro_step", "on_gradients", "on_step_end"])
+@pytest.mark.parametrize("hook", ["on_micro_batch_end", "on_before_optimizer_step", "on_step_end"])
 def test_fit_counts_a_step_once_that_an_error_in_a_callback_has_interrupted(hook: str, tokens: bool) -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Any:
         if not tokens:
@@ -145,12 +145,12 @@ def test_fit_counts_a_step_once_that_an_error_in_a_callback_has_interrupted(hook
         counted = target != 0
         return nn.functional.cross_entropy(output[counted], target[counted], reduction="sum"), counted.sum()
 
-    settings = {"epochs": 1, "shuffle": False, "show_every": 1, "loss_fn": loss_fn}
+    settings = {"max_epochs": 1, "shuffle": False, "log_every_n_steps": 1, "loss_fn": loss_fn}
     whole, stopped = make(LOCAL, [], **settings), make(LOCAL, [FailsOnce(hook, 2)], **settings)
     results = whole.fit(data())
     with pytest.raises(DataError, match="once"):
         stopped.fit(data())
-    assert stopped.run.cursor.step == 2
+    assert stopped.progress.step == 2
     assert stopped.fit(data()) == results
     assert torch.equal(parameters(stopped), parameters(whole))
 
@@ -171,9 +171,9 @@ def test_something_else_is_refused() -> None:
 
 def epochs_until_stopped(values: list[float], **settings: Any) -> int:
     stopping = EarlyStopping("val_scripted", **settings)
-    trainer = make(LOCAL, [stopping], epochs=len(values), metrics=scripted(values), eval_batch_size=48)
+    trainer = make(LOCAL, [stopping], max_epochs=len(values), metrics=scripted(values), eval_batch_size=48)
     trainer.fit(data(), data())
-    return trainer.run.cursor.epoch
+    return trainer.progress.epoch
 
 
 @pytest.mark.parametrize(
@@ -197,18 +197,18 @@ def test_early_stopping_says_why_and_remembers(tmp_path: Path, capsys: pytest.Ca
     def again(epochs: int, values: list[float], patience: int = 2) -> Trainer:
         stopping = EarlyStopping("val_scripted", patience=patience)
         settings: dict[str, Any] = {"output_dir": tmp_path, "resume": True, "eval_batch_size": 48}
-        trainer = make(LOCAL, [stopping], epochs=epochs, metrics=scripted(values), **settings)
+        trainer = make(LOCAL, [stopping], max_epochs=epochs, metrics=scripted(values), **settings)
         object.__setattr__(trainer.config, "progress", "lines")
         trainer.fit(data(), data())
         return trainer
 
-    assert again(2, [2.0, 2.5]).run.cursor.epoch == 2  # one epoch without a gain so far, interrupted here
-    assert again(9, [2.5, 0.0]).run.cursor.epoch == 3  # the second one: the first was not forgotten
+    assert again(2, [2.0, 2.5]).progress.epoch == 2  # one epoch without a gain so far, interrupted here
+    assert again(9, [2.5, 0.0]).progress.epoch == 3  # the second one: the first was not forgotten
     assert "stopped after step 12: val_scripted has not become better for 2 epochs; the best was 2" in (
         capsys.readouterr().err
     )
-    assert again(9, [0.0]).run.cursor.epoch == 3  # stays stopped
-    assert again(5, [1.0, 1.0], patience=3).run.cursor.epoch == 5  # unless it may wait longer
+    assert again(9, [0.0]).progress.epoch == 3  # stays stopped
+    assert again(5, [1.0, 1.0], patience=3).progress.epoch == 5  # unless it may wait longer
 
 
 def test_a_stop_within_an_epoch_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +216,7 @@ def test_a_stop_within_an_epoch_is_said_once(capsys: pytest.CaptureFixture[str])
         def on_step_end(self, trainer: Trainer) -> None:
             trainer.stop("enough")
 
-    trainer = make(LOCAL, [Enough()], show_every=2)
+    trainer = make(LOCAL, [Enough()], log_every_n_steps=2)
     object.__setattr__(trainer.config, "progress", "lines")
     trainer.fit(data())
     assert capsys.readouterr().err.count("stopped after step 1: enough") == 1
@@ -239,23 +239,23 @@ def test_max_seconds_ends_in_the_middle_and_is_resumed_from_there(tmp_path: Path
 
     whole = make(LOCAL, [])
     whole.fit(data())
-    settings: dict[str, Any] = {"output_dir": tmp_path, "resume": True, "show_every": 1}
+    settings: dict[str, Any] = {"output_dir": tmp_path, "resume": True, "log_every_n_steps": 1}
     first = make(LOCAL, [Slow()], max_seconds=0.05, **settings)
     first.fit(data())
-    assert 0 < first.run.cursor.sample < 48
+    assert 0 < first.progress.sample < 48
     assert "max_seconds=0.05" in str(first.run.stopping.reason)
     second = make(LOCAL, [], **settings)
     second.fit(data())
-    assert second.run.cursor.epoch == 2
+    assert second.progress.epoch == 2
     assert torch.equal(parameters(second), parameters(whole))
     with pytest.raises(ConfigError, match=r"TrainConfig\.max_seconds must be a number above 0, got 0"):
-        TrainConfig(epochs=1, max_seconds=0)
+        TrainConfig(max_epochs=1, max_seconds=0)
 
 
 def test_the_watch_names_the_first_bad_parameter() -> None:
     class Poison(Callback):
-        def on_gradients(self, trainer: Trainer) -> None:
-            if trainer.run.cursor.step == 2:
+        def on_before_optimizer_step(self, trainer: Trainer) -> None:
+            if trainer.progress.step == 2:
                 list(trainer.model.parameters())[2].grad[0, 0] = math.inf
 
     with pytest.raises(NonFiniteGradientError, match=r"'2\.weight' became inf in step 3, the first of 1 of 4 param"):
@@ -272,13 +272,13 @@ def test_the_watch_lets_fp16_find_its_scale_and_no_more() -> None:
         def __init__(self, steps: int) -> None:
             self.steps = steps
 
-        def on_gradients(self, trainer: Trainer) -> None:
-            if trainer.run.cursor.step < self.steps:
+        def on_before_optimizer_step(self, trainer: Trainer) -> None:
+            if trainer.progress.step < self.steps:
                 next(trainer.model.parameters()).grad[0, 0] = math.inf
 
-    make(LOCAL, [Poison(19), GradientWatch()], epochs=6, precision="fp16").fit(data())
+    make(LOCAL, [Poison(19), GradientWatch()], max_epochs=6, precision="fp16").fit(data())
     with pytest.raises(NonFiniteGradientError, match="in step 20"):
-        make(LOCAL, [Poison(99), GradientWatch()], epochs=6, precision="fp16").fit(data())
+        make(LOCAL, [Poison(99), GradientWatch()], max_epochs=6, precision="fp16").fit(data())
 
 
 def events(trace: Path) -> list[str]:
@@ -309,7 +309,7 @@ class StopHere(Callback):
     """Asks for the end after step 3, on rank 1 only."""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.run.cursor.step == 3 and trainer.backend.rank == 1:
+        if trainer.progress.step == 3 and trainer.backend.rank == 1:
             trainer.stop("rank 1 has had enough")
 
 
@@ -325,17 +325,17 @@ def loss_of(rank: int) -> Any:
 
 def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    trainer = make(backend, [StopHere()], show_every=2)
+    trainer = make(backend, [StopHere()], log_every_n_steps=2)
     trainer.fit(data())
-    found["stopped"] = (trainer.run.cursor.step, trainer.run.stopping.reason)
+    found["stopped"] = (trainer.progress.step, trainer.run.stopping.reason)
     try:
         make(backend, [GradientWatch()], loss_fn=loss_of(backend.rank)).fit(data())
     except NonFiniteGradientError as error:
         found["watch"] = str(error)
     stopping = EarlyStopping("val_scripted", patience=1)
-    trainer = make(backend, [stopping], epochs=9, metrics=scripted([1.0, 0.5, 0.5, 0.5]), eval_batch_size=48)
+    trainer = make(backend, [stopping], max_epochs=9, metrics=scripted([1.0, 0.5, 0.5, 0.5]), eval_batch_size=48)
     trainer.fit(data(), data())
-    found["early"] = (trainer.run.cursor.epoch, stopping.best)
+    found["early"] = (trainer.progress.epoch, stopping.best)
     make(backend, [Profiler(skip=1, steps=2, folder=folder)]).fit(data())
     return found
 

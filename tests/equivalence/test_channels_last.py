@@ -44,7 +44,7 @@ def train(backend: Backend, settings: dict[str, Any]) -> tuple[dict[str, Tensor]
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     config = TrainConfig(
-        **{"epochs": 4, "batch_size": 12 // backend.size, "sync_batch_norm": True, "progress": "off", **settings}
+        **{"max_epochs": 4, "batch_size": 12 // backend.size, "sync_batch_norm": True, "progress": "off", **settings}
     )
     Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config).fit(data, data)
     last = model.second.weight.is_contiguous(memory_format=torch.channels_last)
@@ -61,8 +61,8 @@ def test_it_computes_the_same_in_that_layout(group: RankGroup, tmp_path: Path) -
     expected, layouts, last = train(LOCAL, {})
     assert (layouts, last) == ({False}, False)
     settings = {"channels_last": True, "output_dir": str(tmp_path), "resume": True}
-    train(LOCAL, {**settings, "channels_last": False, "epochs": 1})  # its checkpoints go to either layout
-    for more in ({"epochs": 2}, {"ema_decay": 0.9}):
+    train(LOCAL, {**settings, "channels_last": False, "max_epochs": 1})  # its checkpoints go to either layout
+    for more in ({"max_epochs": 2}, {"ema_decay": 0.9}):
         results = group.run(train, {**settings, **more})
     for state, layouts, last in results:
         assert (layouts, last) == ({True}, True)

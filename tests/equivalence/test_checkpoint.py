@@ -77,23 +77,23 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
-    whole = trainer(None, optimizer, epochs=4)
+    whole = trainer(None, optimizer, max_epochs=4)
     results = whole.fit(samples(), samples(9))
-    trainer(tmp_path, optimizer, epochs=2).fit(samples(), samples(9))
+    trainer(tmp_path, optimizer, max_epochs=2).fit(samples(), samples(9))
     torch.manual_seed(12345)  # nothing may depend on what the process drew before
-    resumed = trainer(tmp_path, optimizer, epochs=4, resume=True)
-    assert resumed.run.cursor.epoch == 2
+    resumed = trainer(tmp_path, optimizer, max_epochs=4, resume=True)
+    assert resumed.progress.epoch == 2
     assert resumed.fit(samples(), samples(9)) == results
     assert_same(state(whole), state(resumed))
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_a_run_of_steps_that_stops_within_an_epoch_resumes_there(tmp_path: Path) -> None:
-    whole = trainer(None, steps=16)
+    whole = trainer(None, max_steps=16)
     whole.fit(samples())
-    trainer(tmp_path, steps=8).fit(samples())  # an epoch has 6 steps
-    resumed = trainer(tmp_path, steps=16, resume=True)
-    assert (resumed.run.cursor.epoch, resumed.run.cursor.step, resumed.run.cursor.sample) == (1, 8, 8)
+    trainer(tmp_path, max_steps=8).fit(samples())  # an epoch has 6 steps
+    resumed = trainer(tmp_path, max_steps=16, resume=True)
+    assert (resumed.progress.epoch, resumed.progress.step, resumed.progress.sample) == (1, 8, 8)
     resumed.fit(samples())
     assert_same(state(whole), state(resumed))
 
@@ -108,13 +108,13 @@ def test_a_run_of_steps_that_stops_within_an_epoch_resumes_there(tmp_path: Path)
     ids=["longer", "shorter", "in order"],
 )
 def test_within_an_epoch_only_the_same_order_goes_on(tmp_path: Path, data: Any, found: str) -> None:
-    trainer(tmp_path / "within", steps=8).fit(samples())
+    trainer(tmp_path / "within", max_steps=8).fit(samples())
     with pytest.raises(
         CheckpointError, match=rf"^The run is 8 samples into epoch 2 of training data with {found}: .*Go on with the s"
     ):
-        trainer(tmp_path / "within", steps=16, resume=True).fit(data)
-    trainer(tmp_path / "between", steps=6).fit(samples())
-    trainer(tmp_path / "between", steps=8, resume=True).fit(data)
+        trainer(tmp_path / "within", max_steps=16, resume=True).fit(data)
+    trainer(tmp_path / "between", max_steps=6).fit(samples())
+    trainer(tmp_path / "between", max_steps=8, resume=True).fit(data)
 
 
 @pytest.mark.parametrize("scheduler", [StepLR, ReduceLROnPlateau])
@@ -124,13 +124,13 @@ def test_a_cursor_past_the_end_of_the_epoch_is_at_its_end(tmp_path: Path, schedu
         def make(optimizer: torch.optim.Optimizer) -> Any:
             return StepLR(optimizer, 1) if scheduler is StepLR else ReduceLROnPlateau(optimizer, patience=5)
 
-        made = scheduled(tmp_path, make, batch_size=None, steps=steps, scheduler_every="epoch", resume=True)
+        made = scheduled(tmp_path, make, batch_size=None, max_steps=steps, scheduler_interval="epoch", resume=True)
         return made, made.fit(DataLoader(samples(), batch_size=batch_size, shuffle=True, drop_last=True))
 
     first, _ = run(4, 4)
-    assert (first.run.cursor.epoch, first.run.cursor.sample, first.scheduler.last_epoch) == (0, 16, 0)
+    assert (first.progress.epoch, first.progress.sample, first.scheduler.last_epoch) == (0, 16, 0)
     resumed, results = run(12, 5)  # of which one fits into an epoch
-    assert (resumed.run.cursor.epoch, resumed.run.cursor.step, resumed.run.cursor.sample) == (2, 5, 0)
+    assert (resumed.progress.epoch, resumed.progress.step, resumed.progress.sample) == (2, 5, 0)
     assert results.keys() == {"train_loss"}
     assert resumed.scheduler.last_epoch == 2
     assert [(row["epoch"], row["step"], "train_loss" in row) for row in history(tmp_path)] == [
@@ -139,36 +139,36 @@ def test_a_cursor_past_the_end_of_the_epoch_is_at_its_end(tmp_path: Path, schedu
 
 
 def test_resume_starts_from_the_beginning_where_there_is_nothing(tmp_path: Path) -> None:
-    fresh, first = trainer(None, epochs=1), trainer(tmp_path / "new", epochs=1, resume=True)
+    fresh, first = trainer(None, max_epochs=1), trainer(tmp_path / "new", max_epochs=1, resume=True)
     fresh.fit(samples())
     first.fit(samples())
     assert_same(state(fresh), state(first))
 
 
 def test_a_finished_run_resumed_has_nothing_to_do_but_evaluate(tmp_path: Path) -> None:
-    done = trainer(tmp_path, epochs=1)
+    done = trainer(tmp_path, max_epochs=1)
     results = done.fit(samples(), samples(9))
-    again = trainer(tmp_path, epochs=1, resume=True)
+    again = trainer(tmp_path, max_epochs=1, resume=True)
     assert again.fit(samples(), samples(9)) == {"val_loss": results["val_loss"]}
     assert_same(state(done), state(again))
 
 
 def test_a_checkpoint_can_be_named_and_goes_on_elsewhere(tmp_path: Path) -> None:
-    trainer(tmp_path / "a", epochs=2).fit(samples())
-    whole = trainer(tmp_path / "b", epochs=3)
+    trainer(tmp_path / "a", max_epochs=2).fit(samples())
+    whole = trainer(tmp_path / "b", max_epochs=3)
     whole.fit(samples())
-    resumed = trainer(tmp_path / "c", epochs=3, resume=tmp_path / "a" / "step-000000012")
+    resumed = trainer(tmp_path / "c", max_epochs=3, resume=tmp_path / "a" / "step-000000012")
     resumed.fit(samples())
     assert_same(state(whole), state(resumed))
     assert [path.name for path in sorted((tmp_path / "c").glob("step-*"))] == ["step-000000018"]
     with pytest.raises(
         CheckpointError, match=r"^There is no checkpoint in '.*nowhere'\. Give the output_dir of an earl"
     ):
-        trainer(None, epochs=1, resume=tmp_path / "nowhere")
+        trainer(None, max_epochs=1, resume=tmp_path / "nowhere")
 
 
 def test_it_is_read_without_unitrain(tmp_path: Path) -> None:
-    done = trainer(tmp_path, epochs=1)
+    done = trainer(tmp_path, max_epochs=1)
     done.fit(samples())
     (folder,) = tmp_path.glob("step-*")
     model = network()
@@ -176,7 +176,7 @@ def test_it_is_read_without_unitrain(tmp_path: Path) -> None:
     assert_same(dict(done.model.state_dict()), dict(model.state_dict()))
     training = torch.load(folder / "training.pt", weights_only=True)
     torch.optim.AdamW(model.parameters()).load_state_dict(training["optimizer"])
-    assert training["cursor"] == {"epoch": 1, "step": 6, "sample": 0, "position": 0, "step_in_epoch": 0}
+    assert training["progress"] == {"epoch": 1, "step": 6, "sample": 0, "position": 0, "step_in_epoch": 0}
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["files"]["training.pt"]["bytes"] == (folder / "training.pt").stat().st_size
 
@@ -266,7 +266,9 @@ class Spectral(nn.Module):
 def test_a_run_with_complex_parameters_and_their_average_resumes_bit_for_bit(tmp_path: Path) -> None:
     def run(epochs: int, folder: Path | None, **settings: Any) -> Trainer:
         model = Spectral()
-        config = TrainConfig(batch_size=4, epochs=epochs, output_dir=folder, ema_decay=0.9, progress="off", **settings)
+        config = TrainConfig(
+            batch_size=4, max_epochs=epochs, output_dir=folder, ema_decay=0.9, progress="off", **settings
+        )
         made = Trainer(model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss(), backend=LOCAL, config=config)
         made.fit(samples())
         return made
@@ -309,11 +311,11 @@ def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path) -> None:
     def cosine(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 30)))
 
-    whole = scheduled(tmp_path / "whole", cosine, epochs=2)
+    whole = scheduled(tmp_path / "whole", cosine, max_epochs=2)
     whole.fit(samples())
     assert type(whole.optimizer.param_groups[0]["lr"]) is np.float64
-    scheduled(tmp_path / "parts", cosine, epochs=1).fit(samples())
-    resumed = scheduled(tmp_path / "parts", cosine, epochs=2, resume=True)
+    scheduled(tmp_path / "parts", cosine, max_epochs=1).fit(samples())
+    resumed = scheduled(tmp_path / "parts", cosine, max_epochs=2, resume=True)
     assert type(resumed.optimizer.param_groups[0]["lr"]) is float
     resumed.fit(samples())
     assert_same(state(whole), state(resumed))
@@ -338,7 +340,7 @@ def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path) -> None:
     ids=["array", "path", "key", "lambda", "frozenset", "longdouble"],
 )
 def test_what_would_not_load_back_is_named_when_it_is_written(tmp_path: Path, extra: Any, found: str) -> None:
-    run = scheduled(tmp_path, lambda optimizer: Fixed(optimizer, extra), epochs=1)
+    run = scheduled(tmp_path, lambda optimizer: Fixed(optimizer, extra), max_epochs=1)
     with pytest.raises(CheckpointError, match=rf"^{found}, which would not load back safely.*Keep tensors, numb"):
         run.fit(samples())
     assert list(tmp_path.glob("*step-*")) == []
@@ -387,13 +389,13 @@ DAMAGES = [
 def test_a_damaged_newest_falls_back_and_is_replaced(
     tmp_path: Path, damage: Any, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = trainer(tmp_path, epochs=2)
+    whole = trainer(tmp_path, max_epochs=2)
     whole.fit(samples())
     newest = tmp_path / "step-000000012"
     damage(newest)
     with caplog.at_level(logging.WARNING):
-        resumed = trainer(tmp_path, epochs=2, resume=True)
-    assert resumed.run.cursor.epoch == 1
+        resumed = trainer(tmp_path, max_epochs=2, resume=True)
+    assert resumed.progress.epoch == 1
     assert caplog.messages[0].startswith(f"Checkpoint '{newest}' is skipped: ")
     resumed.fit(samples())
     assert_same(state(whole), state(resumed))
@@ -402,17 +404,17 @@ def test_a_damaged_newest_falls_back_and_is_replaced(
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Path) -> None:
-    trainer(tmp_path, epochs=2, checkpoint_every_steps=2).fit(samples())
+    trainer(tmp_path, max_epochs=2, checkpoint_every_steps=2).fit(samples())
     (tmp_path / "step-000000012").rename(tmp_path / "aside")
     (tmp_path / "step-000000004").rename(tmp_path / "step-000000012")
-    assert trainer(tmp_path, epochs=2, resume=True).run.cursor.step == 10
+    assert trainer(tmp_path, max_epochs=2, resume=True).progress.step == 10
     wrong = files.damage(tmp_path / "step-000000012")
     assert wrong == "it is the checkpoint of step 4 under another's name"
     assert files.damage(tmp_path / "aside") is None  # as one may be copied
 
 
 def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
-    trainer(tmp_path, epochs=2).fit(samples())
+    trainer(tmp_path, max_epochs=2).fit(samples())
     newest = tmp_path / "step-000000012"
     (newest / "manifest.json").write_text(json.dumps({"format": 2, "shards": []}))
     before = sorted(tmp_path.rglob("*"))
@@ -420,7 +422,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
         CheckpointError,
         match=rf"^Checkpoint '{newest}' was written by a newer unitrain, in format 2; .*Update unitrain",
     ):
-        trainer(tmp_path, epochs=3, resume=True)
+        trainer(tmp_path, max_epochs=3, resume=True)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -443,15 +445,15 @@ def test_a_failure_of_rank_0_is_told_on_all_and_keeps_its_cause_there() -> None:
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_a_run_does_not_start_over_when_all_are_damaged(tmp_path: Path, damage: Any, message: str) -> None:
-    trainer(tmp_path, epochs=1).fit(samples())
+    trainer(tmp_path, max_epochs=1).fit(samples())
     damage(tmp_path / "step-000000006")
     with pytest.raises(CheckpointError, match=rf"^None of the 1 checkpoints in .* is sound; in the newest, {message}"):
-        trainer(tmp_path, epochs=1, resume=True)
+        trainer(tmp_path, max_epochs=1, resume=True)
 
 
 def test_another_model_optimizer_scheduler_or_seed_does_not_fit(tmp_path: Path) -> None:
-    trainer(tmp_path, epochs=1).fit(samples())
-    config = TrainConfig(epochs=2, batch_size=4, resume=tmp_path, progress="off")
+    trainer(tmp_path, max_epochs=1).fit(samples())
+    config = TrainConfig(max_epochs=2, batch_size=4, resume=tmp_path, progress="off")
 
     def resume(model: nn.Module, scheduled: bool = True, groups: int = 1) -> None:
         parameters = list(model.parameters())
@@ -476,23 +478,23 @@ def test_another_model_optimizer_scheduler_or_seed_does_not_fit(tmp_path: Path) 
     with pytest.raises(
         CheckpointError, match=r"has seed 0, but TrainConfig\.seed is 7: .*Use TrainConfig\(seed=0\)\.$"
     ):
-        trainer(None, epochs=2, resume=tmp_path, seed=7)
+        trainer(None, max_epochs=2, resume=tmp_path, seed=7)
 
 
 def test_another_runs_folder_is_not_written_to(tmp_path: Path) -> None:
-    trainer(tmp_path, epochs=1).fit(samples())
+    trainer(tmp_path, max_epochs=1).fit(samples())
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(
         CheckpointError, match=r"already holds a run, up to step-000000006\. Use TrainConfig\(resume=True\)"
     ):
-        trainer(tmp_path, epochs=1)
+        trainer(tmp_path, max_epochs=1)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"^Cannot write to output folder '.*/file/run': .*Not a directory"):
-        trainer(tmp_path / "file" / "run", epochs=1)
+        trainer(tmp_path / "file" / "run", max_epochs=1)
 
 
 def test_a_failed_write_is_an_error_and_leaves_the_older_one(tmp_path: Path) -> None:
@@ -562,10 +564,10 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(tmp_path: Path) -> None:
-    trainer(tmp_path, epochs=5, checkpoint_every=2).fit(samples())
+    trainer(tmp_path, max_epochs=5, checkpoint_every_epochs=2).fit(samples())
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{step:09d}" for step in (12, 24, 30)]
     shutil.rmtree(tmp_path / "step-000000030")
-    resumed = trainer(tmp_path, epochs=5, resume=True)
+    resumed = trainer(tmp_path, max_epochs=5, resume=True)
     resumed.fit(samples())
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4, 5]
 
@@ -587,7 +589,7 @@ def cyclic(backend: Backend, folder: str | None, epochs: int) -> list[float]:
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     config = TrainConfig(
-        batch_size=4 // backend.size, epochs=epochs, output_dir=folder, resume=folder is not None, progress="off"
+        batch_size=4 // backend.size, max_epochs=epochs, output_dir=folder, resume=folder is not None, progress="off"
     )
     scheduler = Cyclic(optimizer, base_lr=0.01, max_lr=0.1, step_size_up=3)
     Trainer(
@@ -616,8 +618,8 @@ def test_every_rank_restores_a_scheduler_that_changes_the_state_it_loads(tmp_pat
 
 @pytest.mark.parametrize("resume", [True, False])
 def test_the_history_forgets_a_run_that_left_no_checkpoint(tmp_path: Path, resume: bool) -> None:
-    trainer(tmp_path, epochs=3, checkpoint_every=3).fit(samples())
+    trainer(tmp_path, max_epochs=3, checkpoint_every_epochs=3).fit(samples())
     shutil.rmtree(tmp_path / "step-000000018")  # as if it had died in the second epoch, or the third
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3]
-    trainer(tmp_path, epochs=2, resume=resume).fit(samples())
+    trainer(tmp_path, max_epochs=2, resume=resume).fit(samples())
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]

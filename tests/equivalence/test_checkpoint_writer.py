@@ -137,8 +137,8 @@ def test_every_scheduler_of_torch_goes_on_after_a_resume(tmp_path: Path, name: s
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         config = TrainConfig(
-            epochs=epochs, batch_size=12, output_dir=output, resume=output is not None, progress="off",
-            scheduler_every="epoch" if name == "ReduceLROnPlateau" else "step", asynchronous_checkpoints=asynchronous,
+            max_epochs=epochs, batch_size=12, output_dir=output, resume=output is not None, progress="off",
+            scheduler_interval="epoch" if name == "ReduceLROnPlateau" else "step", async_checkpoints=asynchronous,
         )  # fmt: skip
         Trainer(
             model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, callbacks=[Rates()],
@@ -162,7 +162,7 @@ class Remembers(Callback):
         self.values["shared"] = self.values["tensor"][1:]
 
     def on_step_end(self, trainer: Trainer) -> None:
-        step = trainer.run.cursor.step
+        step = trainer.progress.step
         self.values["counts"][f"step {step % 3}"] += step
         self.values["ordered"][str(step)] = step
         self.values["tensor"] += step
@@ -197,14 +197,14 @@ def test_state_of_a_callback_is_that_of_the_step_and_comes_back(
     remembers = Remembers()
     model = nn.Linear(6, 3)
     config = TrainConfig(
-        steps=4, batch_size=12, output_dir=tmp_path, checkpoint_every_steps=1, keep_last=None, progress="off",
-        asynchronous_checkpoints=asynchronous,
+        max_steps=4, batch_size=12, output_dir=tmp_path, checkpoint_every_steps=1, keep_last=None, progress="off",
+        async_checkpoints=asynchronous,
     )  # fmt: skip
     parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     Trainer(*parts, backend=LOCAL, config=config, callbacks=[remembers, Known()]).fit(data())
     for step in (1, 2, 3, 4):
         again = Remembers()
-        config = TrainConfig(steps=5, batch_size=12, resume=tmp_path / f"step-{step:09d}", progress="off")
+        config = TrainConfig(max_steps=5, batch_size=12, resume=tmp_path / f"step-{step:09d}", progress="off")
         Trainer(*parts, backend=LOCAL, config=config, callbacks=[again])
         # numpy's numbers come back as Python's.
         assert str(again.values) == known[step - 1].replace("np.float64", "float").replace(
@@ -222,7 +222,7 @@ def test_state_that_cannot_be_kept_is_refused_by_name(tmp_path: Path, asynchrono
 
     model = nn.Linear(6, 3)
     config = TrainConfig(
-        steps=2, batch_size=12, output_dir=tmp_path, progress="off", asynchronous_checkpoints=asynchronous
+        max_steps=2, batch_size=12, output_dir=tmp_path, progress="off", async_checkpoints=asynchronous
     )
     parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     with pytest.raises(
@@ -268,27 +268,27 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_fit_ends_when_the_last_is_written(tmp_path: Path, asynchronous: bool) -> None:
-    trainer(LOCAL, tmp_path, epochs=2, asynchronous_checkpoints=asynchronous).fit(data())
+    trainer(LOCAL, tmp_path, max_epochs=2, async_checkpoints=asynchronous).fit(data())
     assert steps(tmp_path) == [4, 8]
     assert [files.damage(path) for path in files.candidates(tmp_path)] == [None, None]
 
 
 def test_checkpoints_within_an_epoch_resume_bit_for_bit(tmp_path: Path) -> None:
-    whole = trainer(LOCAL, None, epochs=2)
+    whole = trainer(LOCAL, None, max_epochs=2)
     whole.fit(data())
-    first = trainer(LOCAL, tmp_path, steps=7, checkpoint_every_steps=3)
+    first = trainer(LOCAL, tmp_path, max_steps=7, checkpoint_every_steps=3)
     first.fit(data())
     assert steps(tmp_path) == [3, 4, 6, 7]
     for step in (7, 4):  # as if it had died before they were written
         files.checkpoint_path(tmp_path, step).rename(tmp_path / f"gone-{step}")
-    resumed = trainer(LOCAL, tmp_path, epochs=2, resume="auto")
-    assert resumed.run.cursor.step == 6
+    resumed = trainer(LOCAL, tmp_path, max_epochs=2, resume="auto")
+    assert resumed.progress.step == 6
     resumed.fit(data())
     assert torch.equal(parameters(resumed), parameters(whole))
 
 
 def test_one_at_the_end_of_an_epoch_has_its_results(tmp_path: Path) -> None:
-    trainer(LOCAL, tmp_path, epochs=1, checkpoint_every_steps=2).fit(data(), data())
+    trainer(LOCAL, tmp_path, max_epochs=1, checkpoint_every_steps=2).fit(data(), data())
     manifest = files.read_manifest(files.checkpoint_path(tmp_path, 4))
     assert set(manifest["results"]) == {"train_loss", "val_loss"}
     assert (manifest["epoch"], manifest["step"], manifest["sample"]) == (1, 4, 0)
@@ -316,32 +316,32 @@ def scripted(values: list[float]) -> dict[str, Any]:
 )
 def test_which_are_kept(tmp_path: Path, settings: dict[str, Any], kept: list[int]) -> None:
     metrics = scripted([3.0, 2.0, 1.0, 5.0, math.nan, 4.0])
-    trainer(LOCAL, tmp_path, epochs=6, metrics=metrics, eval_batch_size=48, **settings).fit(data(), data())
+    trainer(LOCAL, tmp_path, max_epochs=6, metrics=metrics, eval_batch_size=48, **settings).fit(data(), data())
     assert steps(tmp_path) == kept
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_damaged_one_does_not_push_out_a_sound_one(tmp_path: Path) -> None:
-    trainer(LOCAL, tmp_path, epochs=2).fit(data())
+    trainer(LOCAL, tmp_path, max_epochs=2).fit(data())
     (files.checkpoint_path(tmp_path, 8) / files.MANIFEST).unlink()
     assert Retention(1).obsolete(files.checkpoint_path(tmp_path, 8)) == []
 
 
 def test_damaged_ones_that_the_run_was_resumed_before_do_not_push_out_what_it_writes(tmp_path: Path) -> None:
-    trainer(LOCAL, tmp_path, epochs=3).fit(data())
+    trainer(LOCAL, tmp_path, max_epochs=3).fit(data())
     for step in (8, 12):
         (files.checkpoint_path(tmp_path, step) / files.TRAINING).write_bytes(b"")
-    resumed = trainer(LOCAL, tmp_path, steps=6, checkpoint_every_steps=1, keep_last=1, resume="auto")
-    assert resumed.run.cursor.step == 4
+    resumed = trainer(LOCAL, tmp_path, max_steps=6, checkpoint_every_steps=1, keep_last=1, resume="auto")
+    assert resumed.progress.step == 4
     resumed.fit(data())
-    assert trainer(LOCAL, tmp_path, epochs=3, resume="auto").run.cursor.step == 6
+    assert trainer(LOCAL, tmp_path, max_epochs=3, resume="auto").progress.step == 6
 
 
 def test_what_is_kept_beside_all_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"keep_best='val_loss' keeps .* keep_last=None all are kept\. Use .*=3"):
-        TrainConfig(epochs=1, output_dir="runs/first", keep_last=None, keep_best="val_loss")
+        TrainConfig(max_epochs=1, output_dir="runs/first", keep_last=None, keep_best="val_loss")
     with pytest.raises(ConfigError, match=r"TrainConfig\.keep_last must be at least 1, got 0"):
-        TrainConfig(epochs=1, keep_last=0)
+        TrainConfig(max_epochs=1, keep_last=0)
 
 
 def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
@@ -357,11 +357,11 @@ def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
         raise OSError("no room")
 
     files.write = slow
-    trainer(backend, Path(folder, "slow"), epochs=1).fit(data())
+    trainer(backend, Path(folder, "slow"), max_epochs=1).fit(data())
     files.write = fail
     for name, epochs in (("in the run", 3), ("at its end", 1)):
         try:
-            trainer(backend, Path(folder, name), epochs=epochs).fit(data())
+            trainer(backend, Path(folder, name), max_epochs=epochs).fit(data())
         except CheckpointError as error:
             found[name] = str(error)
     files.write = write

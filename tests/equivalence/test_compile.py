@@ -38,7 +38,7 @@ def train(backend: Backend, settings: dict[str, Any], by_user: bool = False) -> 
     model = network()
     given: Any = torch.compile(model) if by_user else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    config = TrainConfig(**{"epochs": 4, "batch_size": GLOBAL_BATCH // backend.size, "progress": "off", **settings})
+    config = TrainConfig(**{"max_epochs": 4, "batch_size": GLOBAL_BATCH // backend.size, "progress": "off", **settings})
     trainer = Trainer(given, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
     results = trainer.fit(data, data)
     assert backend.unwrap(trainer.model) is model
@@ -60,7 +60,7 @@ def test_it_computes_the_same_and_compiles_few_times(group: RankGroup, tmp_path:
         [({"compile": True}, False), ({}, True), ({"compile": True, "ema_decay": 0.5}, False)]
     ):
         output = {"output_dir": str(tmp_path / str(number)), "resume": True}
-        group.run(train, {**settings, **output, "epochs": 2}, by_user, timeout_seconds=240)
+        group.run(train, {**settings, **output, "max_epochs": 2}, by_user, timeout_seconds=240)
         for state, found_loss, graphs in group.run(train, {**settings, **output}, by_user, timeout_seconds=240):
             assert 0 < graphs <= 6, "a graph each for training and evaluation, of the first size and of any size"
             assert list(state) == list(expected)

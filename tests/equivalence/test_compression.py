@@ -215,8 +215,8 @@ def trainer(backend: Backend, compression: Compression, dtype: torch.dtype = tor
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.pop("lr", 0.1), momentum=0.9)
     loss_fn = settings.pop("loss_fn", nn.functional.cross_entropy)
     callbacks = settings.pop("callbacks", ())
-    batch_size = ROWS // backend.size // settings.get("accumulate", 1)
-    defaults = {"steps": STEPS, "batch_size": batch_size, "seed": 6, "progress": "off", "compression": compression}
+    batch_size = ROWS // backend.size // settings.get("gradient_accumulation_steps", 1)
+    defaults = {"max_steps": STEPS, "batch_size": batch_size, "seed": 6, "progress": "off", "compression": compression}
     config = TrainConfig(**{**defaults, **settings})
     return Trainer(model, optimizer, loss_fn, backend=backend, config=config, callbacks=callbacks)
 
@@ -244,7 +244,7 @@ class Overflow(Callback):
         last = trainer.backend.rank == trainer.backend.size - 1
 
         def overflow(_module: nn.Module, gradients: tuple[Tensor], _outputs: Any) -> tuple[Tensor] | None:
-            return (gradients[0] * float("inf"),) if last and trainer.run.cursor.step == self.step else None
+            return (gradients[0] * float("inf"),) if last and trainer.progress.step == self.step else None
 
         layer.register_full_backward_hook(overflow)
 
@@ -256,7 +256,7 @@ class Freezing(Callback):
         trainer.backend.unwrap(trainer.model)[0].requires_grad_(False)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        model, step = trainer.backend.unwrap(trainer.model), trainer.run.cursor.step
+        model, step = trainer.backend.unwrap(trainer.model), trainer.progress.step
         model[0].requires_grad_(step >= 3)
         model[2].requires_grad_(step < 8)
 
@@ -273,13 +273,13 @@ class AtTimes(nn.Sequential):
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "accumulated": {"accumulate": 2},
-    "clipped": {"clip_norm": 0.05},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "clipped": {"max_grad_norm": 0.05},
     "tokens": {"loss_fn": summed},
     "uneven": {"count": 4 * ROWS - 7},
     "freezing": {"callbacks": [Freezing()]},
-    "used at times": {"kind": AtTimes, "find_unused_parameters": True, "accumulate": 2},
-    "loss scaling": {"precision": "fp16", "accumulate": 2, "callbacks": [Overflow(4)]},
+    "used at times": {"kind": AtTimes, "find_unused_parameters": True, "gradient_accumulation_steps": 2},
+    "loss scaling": {"precision": "fp16", "gradient_accumulation_steps": 2, "callbacks": [Overflow(4)]},
     "bf16": {"precision": "bf16"},
 }
 LOOSE = ("loss scaling", "bf16")  # computed in half precision, in other batches
@@ -315,13 +315,13 @@ class Gradients(Callback):
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
 
-    def on_gradients(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
         self.kept.append(trainer.backend.unwrap(trainer.model)[0].weight.grad.clone())
 
 
 def test_what_is_owed_keeps_its_worth_while_the_number_of_tokens_changes() -> None:
     sent = Gradients()
-    settings = {"loss_fn": summed, "lr": 0.0, "shuffle": False, "steps": 4, "batch_size": ROWS}
+    settings = {"loss_fn": summed, "lr": 0.0, "shuffle": False, "max_steps": 4, "batch_size": ROWS}
     run = trainer(LOCAL, PowerSGD(rank=1, start_step=0), callbacks=[sent], **settings)
     samples = data()
     samples.tensors[1][ROWS : 2 * ROWS] = 3  # 64 tokens each
@@ -341,7 +341,7 @@ def test_what_is_owed_keeps_its_worth_while_the_number_of_tokens_changes() -> No
 
 
 def test_the_loss_scale_is_followed() -> None:
-    run = trainer(LOCAL, LOW_RANK, torch.float32, precision="fp16", callbacks=[Overflow(4)], steps=8)
+    run = trainer(LOCAL, LOW_RANK, torch.float32, precision="fp16", callbacks=[Overflow(4)], max_steps=8)
     run.fit(data(torch.float32))
     scale = LOCAL.compression_state(run.model).loss_scale()
     assert scale is not None
@@ -355,12 +355,12 @@ def run_to(backend: Backend, folder: Path, steps: int, compression: Compression,
     """Train until `steps`, going on from what is in `folder`, which is written to beside the training."""
     settings = {
         **VARIANTS[variant],
-        "asynchronous_checkpoints": True,
+        "async_checkpoints": True,
         "checkpoint_every_steps": 1,
         "keep_last": None,
     }
     dtype = torch.float32 if variant in LOOSE else torch.float64
-    run = trainer(backend, compression, dtype, steps=steps, output_dir=folder, resume=True, **settings)
+    run = trainer(backend, compression, dtype, max_steps=steps, output_dir=folder, resume=True, **settings)
     run.fit(data(dtype))
     return vector(run.backend.unwrap(run.model))
 
@@ -385,7 +385,9 @@ def test_a_run_that_goes_on_with_other_ranks_owes_the_same(ran: Ran, folder: Pat
 
 def test_without_its_memory_a_run_would_end_elsewhere(ran: Ran, tmp_path: Path) -> None:
     run_to(LOCAL, tmp_path, 7, LOW_RANK, "accumulated")
-    forgotten = trainer(LOCAL, LOW_RANK, steps=STEPS, output_dir=tmp_path, resume=True, accumulate=2)
+    forgotten = trainer(
+        LOCAL, LOW_RANK, max_steps=STEPS, output_dir=tmp_path, resume=True, gradient_accumulation_steps=2
+    )
     memory = LOCAL.compression_state(forgotten.model)
     memory.load_state_dict({**memory.state_dict(), "errors": {}})
     forgotten.fit(data())

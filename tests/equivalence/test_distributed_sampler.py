@@ -67,7 +67,7 @@ def own_loop(backend: Backend) -> nn.Module:
 
 def with_trainer(backend: Backend) -> nn.Module:
     model = network()
-    config = TrainConfig(epochs=EPOCHS, batch_size=BATCH_SIZE, seed=SEED, progress="off")
+    config = TrainConfig(max_epochs=EPOCHS, batch_size=BATCH_SIZE, seed=SEED, progress="off")
     Trainer(model, optimizer_of(model), nn.functional.cross_entropy, backend=backend, config=config).fit(samples())
     return model
 

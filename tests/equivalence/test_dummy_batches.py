@@ -59,7 +59,7 @@ def train(backend: Backend, counts: list[int], tokens: bool) -> dict[str, Tensor
 
     model = Routed()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=DECAY, momentum=0.5)
-    config = TrainConfig(epochs=1, stream="own", find_unused_parameters=True, progress="off")
+    config = TrainConfig(max_epochs=1, stream="own", find_unused_parameters=True, progress="off")
 
     def forward(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
         return model(batch), None

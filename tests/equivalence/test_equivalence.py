@@ -64,10 +64,10 @@ def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
     accumulate = 2 if variant in ("accumulate", "tokens accumulated") and backend.size > 1 else 1
     scaling: dict[str, Any] = {"lr_scaling": "linear", "reference_batch_size": 8, "warmup_steps": 40}
     config = TrainConfig(
-        steps=STEPS,
+        max_steps=STEPS,
         batch_size=GLOBAL_BATCH // (backend.size * accumulate),
-        accumulate=accumulate,
-        clip_norm=0.5 if variant == "clip" else None,
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=0.5 if variant == "clip" else None,
         sync_batch_norm=variant == "batch norm",
         ema_decay=0.9 if variant == "average" else None,
         seed=3,

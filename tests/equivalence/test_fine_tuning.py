@@ -20,7 +20,7 @@ TRAINED = [[2], [1, 2], [0, 1, 2], [0, 1]]  # the layers that each epoch trains
 
 class Unfreeze(Callback):
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
-        choose(trainer.backend.unwrap(trainer.model), trainer.run.cursor.epoch)
+        choose(trainer.backend.unwrap(trainer.model), trainer.progress.epoch)
 
 
 def choose(model: nn.Module, epoch: int) -> None:
@@ -36,7 +36,7 @@ def train(backend: Backend) -> tuple[list[Tensor], list[bool]]:
     choose(model, 0)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(38, 6, generator=generator), torch.randint(3, (38,), generator=generator))
-    config = TrainConfig(epochs=len(TRAINED), batch_size=12 // backend.size, ema_decay=0.5, progress="off")
+    config = TrainConfig(max_epochs=len(TRAINED), batch_size=12 // backend.size, ema_decay=0.5, progress="off")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     callbacks = [Unfreeze()]
     trainer = Trainer(

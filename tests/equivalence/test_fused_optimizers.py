@@ -20,9 +20,9 @@ LOCAL = LocalBackend(torch.device("cpu"))
 SCALING: dict[str, Any] = {"lr_scaling": "linear", "reference_batch_size": 6, "warmup_steps": 5}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "clipped, scaled": {"clip_norm": 0.5, **SCALING},
+    "clipped, scaled": {"max_grad_norm": 0.5, **SCALING},
     "fp16": {"precision": "fp16"},
-    "fp16, clipped, scaled": {"precision": "fp16", "clip_norm": 0.5, **SCALING},
+    "fp16, clipped, scaled": {"precision": "fp16", "max_grad_norm": 0.5, **SCALING},
 }
 KINDS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 CASES = list(itertools.product(KINDS, VARIANTS))
@@ -58,7 +58,7 @@ def train(backend: Backend, kind: str, settings: dict[str, Any], **options: Any)
     )  # where Adam does not magnify fp16's rounding of small gradients
     optimizer = KINDS[kind](model.parameters(), lr=0.02, **more, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.95)
-    config = TrainConfig(**{"epochs": 3, "batch_size": 12 // backend.size, "progress": "off", **settings})
+    config = TrainConfig(**{"max_epochs": 3, "batch_size": 12 // backend.size, "progress": "off", **settings})
     trainer = Trainer(
         model, optimizer, nn.functional.cross_entropy, backend=backend, config=config, scheduler=scheduler
     )
@@ -76,7 +76,7 @@ def train_all(backend: Backend, folder: str) -> dict[tuple[str, str], list[tuple
         ]
         if "precision" not in settings:  # where the overflow would come again
             output = {"output_dir": f"{folder}/{backend.name}{backend.size}-{kind}-{variant}", "resume": True}
-            train(backend, kind, {**settings, **output, "epochs": 1}, fused=True)
+            train(backend, kind, {**settings, **output, "max_epochs": 1}, fused=True)
             found[kind, variant].append(train(backend, kind, {**settings, **output}, fused=True))
     return found
 

@@ -184,10 +184,10 @@ def train(backend: Backend, data: Any, settings: dict[str, Any], val_data: Any =
     """Return the parameters, and the results with the cursor."""
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    config = TrainConfig(**{"epochs": 2, "progress": "off", "seed": 3, **settings})
+    config = TrainConfig(**{"max_epochs": 2, "progress": "off", "seed": 3, **settings})
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
     results = trainer.fit(data, val_data)
-    cursor = trainer.run.cursor
+    cursor = trainer.progress
     return [parameter.detach().clone() for parameter in model.parameters()], (results, cursor.epoch, cursor.step)
 
 
@@ -198,7 +198,7 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1
 
 def steps_of(backend: Backend, data: Any, settings: dict[str, Any], epochs: tuple[int, ...]) -> list[list[Any]]:
     """Return, for each epoch, the first values of this rank's batches in each step, and what the slices say of it."""
-    share = open_training_data(data, backend, TrainConfig(epochs=1, seed=3, **settings))
+    share = open_training_data(data, backend, TrainConfig(max_epochs=1, seed=3, **settings))
     found = []
     for epoch in epochs:
         steps: list[Any] = [[]]
@@ -233,7 +233,7 @@ def shared_steps(backend: Backend, workers: int, accumulate: int, persistent: bo
         Shuffled(62), batch_size=batch_size, num_workers=workers, persistent_workers=persistent,
         collate_fn=drawing_collate,
     )  # fmt: skip
-    return steps_of(backend, data, {"accumulate": accumulate}, (0, 1))
+    return steps_of(backend, data, {"gradient_accumulation_steps": accumulate}, (0, 1))
 
 
 def drawing_collate(items: list[tuple[int, Tensor]]) -> list[Tensor]:
@@ -263,14 +263,14 @@ def test_each_item_of_a_shared_stream_is_taken_once_in_the_step_of_one_process(
 
 
 def train_shared(backend: Backend, workers: int, settings: dict[str, Any]) -> tuple[list[Tensor], Any]:
-    accumulate = settings.get("accumulate", 1)
+    accumulate = settings.get("gradient_accumulation_steps", 1)
     settings = {"batch_size": 12 // (backend.size * accumulate), "num_workers": workers, **settings}
     return train(backend, Shuffled(62), settings, Shuffled(25))
 
 
 @pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (2, 2)])
 def test_a_shared_stream_trains_and_evaluates_as_one_process(group: RankGroup, workers: int, accumulate: int) -> None:
-    settings = {"accumulate": accumulate, "epochs": 4}
+    settings = {"gradient_accumulation_steps": accumulate, "max_epochs": 4}
     steps = [step for epoch in steps_of(LOCAL, Shuffled(62), {"batch_size": 12}, range(4)) for step, _ in epoch]  # type: ignore[arg-type]
     expected = by_hand(steps)
     model = Network()
@@ -298,7 +298,7 @@ def test_dropping_the_last_batch_of_a_shared_stream_means_the_global_one(group: 
 
 def episodes(backend: Backend, workers: int, persistent: bool) -> list[list[Any]]:
     loader: Any = DataLoader(Episodes(6), batch_size=2, num_workers=workers, persistent_workers=persistent)
-    share = open_training_data(loader, backend, TrainConfig(epochs=1, seed=3, stream="own"))
+    share = open_training_data(loader, backend, TrainConfig(max_epochs=1, seed=3, stream="own"))
     return [[row for batch, _ in share.micro_batches(epoch) for row in zip(*batch, strict=True)] for epoch in (0, 1)]
 
 
@@ -330,7 +330,7 @@ def test_unequal_streams_train_as_one_process_with_the_samples_of_each_step(
     lengths = LENGTHS[group.size]
     ranks = [own_batches(own_numbers(rank, lengths), 2, workers) for rank in range(group.size)]
     steps = expected_steps(ranks, accumulate, uneven)
-    settings = {"uneven": uneven, "num_workers": workers, "accumulate": accumulate}
+    settings = {"uneven": uneven, "num_workers": workers, "gradient_accumulation_steps": accumulate}
     results = group.run(train_own, lengths, 2, settings)
     expected = by_hand(steps * 2)
     for parameters, (_, epoch, step) in results:
@@ -405,7 +405,7 @@ def train_reused(backend: Backend, kind: str, accumulate: int, arrays: bool) -> 
     loader: Any = DataLoader(
         Reusing(mine, arrays=arrays), batch_size=None if whole else 1, collate_fn=None if whole else rows_of_items
     )
-    settings = {"stream": "own" if kind == "own" else "shared", "accumulate": accumulate}
+    settings = {"stream": "own" if kind == "own" else "shared", "gradient_accumulation_steps": accumulate}
     return train(backend, loader, settings, loader)[0]
 
 
@@ -444,7 +444,14 @@ def interrupted(backend: Backend, folder: str, kind: str, workers: int, settings
     else:
         data = DataLoader(Batches([3, 5, 1, 4, 2, 6, 3, 3, 2, 8]), batch_size=None, num_workers=workers)
     more = {} if kind == "batches" else {"batch_size": 2, "num_workers": workers}
-    settings = {"epochs": None, "output_dir": folder, "resume": True, "checkpoint_every": 100, **more, **settings}
+    settings = {
+        "max_epochs": None,
+        "output_dir": folder,
+        "resume": True,
+        "checkpoint_every_epochs": 100,
+        **more,
+        **settings,
+    }
     return train(backend, data, {"stream": "own" if kind == "own" else "shared", **settings})[0]
 
 
@@ -461,11 +468,11 @@ class Noisy(Listed):
     ("kind", "workers", "settings"),
     [
         ("shared", 0, {}),
-        ("shared", 2, {"accumulate": 2}),
+        ("shared", 2, {"gradient_accumulation_steps": 2}),
         ("own", 0, {"uneven": "weight"}),
         ("own", 2, {"uneven": "weight"}),
         ("own", 0, {"uneven": "pad"}),
-        ("own", 2, {"uneven": "pad", "accumulate": 2}),
+        ("own", 2, {"uneven": "pad", "gradient_accumulation_steps": 2}),
         ("own", 0, {"uneven": "drop"}),
         ("batches", 0, {}),
     ],
@@ -473,9 +480,9 @@ class Noisy(Listed):
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     group: RankGroup, kind: str, workers: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    whole = group.run(interrupted, str(tmp_path / "whole"), kind, workers, {"steps": 6, **settings})
+    whole = group.run(interrupted, str(tmp_path / "whole"), kind, workers, {"max_steps": 6, **settings})
     for steps in (1, 4, 6):
-        parts = group.run(interrupted, str(tmp_path / "parts"), kind, workers, {"steps": steps, **settings})
+        parts = group.run(interrupted, str(tmp_path / "parts"), kind, workers, {"max_steps": steps, **settings})
     for found, wanted in zip(parts, whole, strict=True):
         # A new DistributedDataParallel adds up the gradients of three ranks in another order in its first step.
         assert_equal(found, wanted, tolerance=0.0 if group.size < 3 else 1e-6)
@@ -495,7 +502,7 @@ class StopAfter(Callback):
         self.steps = steps
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.run.cursor.step == self.steps:
+        if trainer.progress.step == self.steps:
             trainer.stop("the test says so")
 
 
@@ -512,8 +519,9 @@ def noisy_run(backend: Backend, folder: str, kind: str, accumulate: int, drop_la
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         stops = end != ends[-1] and end % 2 == 0
         config = TrainConfig(
-            steps=100 if stops else end, accumulate=accumulate, stream="own" if kind == "own" else "shared",
-            output_dir=folder, resume=True, progress="off", seed=3, show_every=1,
+            max_steps=100 if stops else end, gradient_accumulation_steps=accumulate,
+            stream="own" if kind == "own" else "shared",
+            output_dir=folder, resume=True, progress="off", seed=3, log_every_n_steps=1,
         )  # fmt: skip
         trainer = Trainer(
             model, optimizer, nn.functional.cross_entropy, backend=backend, config=config,
@@ -537,7 +545,12 @@ def test_a_run_goes_on_with_the_random_numbers_of_its_collate_fn(
 
 
 def shared_run(backend: Backend, folder: str, steps: int) -> list[Tensor]:
-    settings = {"batch_size": 12 // backend.size, "num_workers": backend.size - 1, "epochs": None, "steps": steps}
+    settings = {
+        "batch_size": 12 // backend.size,
+        "num_workers": backend.size - 1,
+        "max_epochs": None,
+        "max_steps": steps,
+    }
     return train(backend, Shuffled(62), {"output_dir": folder, "resume": True, **settings})[0]
 
 
@@ -552,7 +565,7 @@ def ends_with_the_epoch(backend: Backend) -> tuple[int, int, int]:
     """Train for as many steps as an epoch has."""
     trainer_data = Listed(own_numbers(backend.rank, LENGTHS[backend.size]))
     steps = max(-(-length // 2) for length in LENGTHS[backend.size])
-    settings = {"stream": "own", "batch_size": 2, "epochs": None, "steps": steps}
+    settings = {"stream": "own", "batch_size": 2, "max_epochs": None, "max_steps": steps}
     _, (_, epoch, step) = train(backend, trainer_data, settings)
     return epoch, step, steps
 
@@ -572,17 +585,17 @@ class Children(Callback):
         self.numbers.append(len(multiprocessing.active_children()))
 
 
-LIMITS = [{"limit_train_steps": 2}, {"limit_train_steps": 99}, {"steps": 3, "epochs": None}]
+LIMITS = [{"limit_train_steps": 2}, {"limit_train_steps": 99}, {"max_steps": 3, "max_epochs": None}]
 
 
 @pytest.mark.parametrize("settings", LIMITS)
 def test_workers_end_with_the_epoch(settings: dict[str, Any]) -> None:
     children, model = Children(), Network()
-    config = TrainConfig(**{"epochs": 2, "batch_size": 4, "num_workers": 1, "progress": "off", **settings})
+    config = TrainConfig(**{"max_epochs": 2, "batch_size": 4, "num_workers": 1, "progress": "off", **settings})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_fn = nn.functional.cross_entropy
     Trainer(model, optimizer, loss_fn, backend=LOCAL, config=config, callbacks=[children]).fit(Shuffled(30))
-    assert children.numbers == [0] * (1 if "steps" in settings else 2)
+    assert children.numbers == [0] * (1 if "max_steps" in settings else 2)
 
 
 # Evaluation.
@@ -595,7 +608,7 @@ def evaluate(backend: Backend, length: int, workers: int, batch_size: int) -> tu
         if samples == len(batch[0])
     ]  # fmt: skip
     model = Network()
-    config = TrainConfig(epochs=1, progress="off")
+    config = TrainConfig(max_epochs=1, progress="off")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
     return taken, trainer.evaluate(loader)["loss"]
@@ -613,7 +626,7 @@ def test_each_item_is_evaluated_once(group: RankGroup, length: int, workers: int
 def evaluate_own(backend: Backend, lengths: list[int], drop_last: bool) -> tuple[float, list[int]]:
     """Return the mean loss over all streams, and the numbers of the samples that are predicted for."""
     model = Network()
-    config = TrainConfig(epochs=1, progress="off", stream="own", eval_batch_size=None if drop_last else 2)
+    config = TrainConfig(max_epochs=1, progress="off", stream="own", eval_batch_size=None if drop_last else 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data: Any = Listed(own_numbers(backend.rank, lengths))
     if drop_last:
@@ -641,7 +654,7 @@ def predict(backend: Backend, kind: str, workers: int) -> list[int]:
     if kind == "batches":
         data = DataLoader(Batches([3, 0, 5, 1, 4, 2, 4]), batch_size=None, num_workers=workers)
     model = Network()
-    config = TrainConfig(epochs=1, progress="off")
+    config = TrainConfig(max_epochs=1, progress="off")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(
         model, optimizer, nn.functional.cross_entropy, backend=backend, config=config,
@@ -843,7 +856,7 @@ def test_ranks_agree_once_for_all_that_workers_have_prepared(workers: int, accum
     Counting.gathered = 0
     share = open_training_data(
         Listed(list(range(32))), backend,
-        TrainConfig(epochs=1, batch_size=2, num_workers=workers, accumulate=accumulate),
+        TrainConfig(max_epochs=1, batch_size=2, num_workers=workers, gradient_accumulation_steps=accumulate),
     )  # fmt: skip
     steps = sum(part.ends_step for _, part in share.micro_batches(0))
     assert (steps, Counting.gathered) == (16 // accumulate, exchanges)

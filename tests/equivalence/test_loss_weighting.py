@@ -44,14 +44,14 @@ def network() -> nn.Module:
 
 def make(model: nn.Module, **settings: object) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    config = TrainConfig(**{"epochs": 2, "progress": "off", **settings})  # type: ignore[arg-type]
+    config = TrainConfig(**{"max_epochs": 2, "progress": "off", **settings})  # type: ignore[arg-type]
     return Trainer(model, optimizer, sum_and_count, backend=LOCAL, config=config)
 
 
 def test_it_is_the_mean_over_the_tokens_of_a_step() -> None:
     data = sequences()
     found = network()
-    results = make(found, batch_size=2, accumulate=2).fit(data, data)
+    results = make(found, batch_size=2, gradient_accumulation_steps=2).fit(data, data)
 
     by_hand, last = network(), 0.0
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
@@ -77,7 +77,7 @@ class Unfreezes(Callback):
     """Trains the first layer too, from the third step on."""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.run.cursor.step == 2:
+        if trainer.progress.step == 2:
             trainer.optimizer.add_param_group({"params": list(two_layers(trainer.model)[0].parameters()), "lr": 0.25})
 
 
@@ -98,7 +98,9 @@ def fit_with_added_group(backend: Backend) -> list[Tensor]:
         torch.optim.SGD(model[1].parameters(), lr=0.5),
         sum_and_count,
         backend=backend,
-        config=TrainConfig(batch_size=4 // backend.size, clip_norm=0.3, epochs=2, progress="off", shuffle=False),
+        config=TrainConfig(
+            batch_size=4 // backend.size, max_grad_norm=0.3, max_epochs=2, progress="off", shuffle=False
+        ),
         callbacks=[Unfreezes()],
     )
     trainer.fit(sequences(12))
@@ -128,7 +130,7 @@ def test_a_step_in_which_all_is_masked_changes_nothing() -> None:
     inputs, targets = sequences().tensors
     model = network()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    results = make(model, batch_size=4, epochs=1).fit(TensorDataset(inputs, torch.full_like(targets, IGNORED)))
+    results = make(model, batch_size=4, max_epochs=1).fit(TensorDataset(inputs, torch.full_like(targets, IGNORED)))
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
     assert results == {"train_loss": 0.0}
 
@@ -153,7 +155,9 @@ def test_many_tokens_fit_into_half_precision() -> None:
     seen: list[float] = []
     model.weight.register_hook(lambda gradient: seen.append(float(gradient.abs().max())))
     inputs = torch.randn(4, 10_000, 4, generator=torch.Generator().manual_seed(3))
-    make(model, batch_size=4, steps=3, epochs=None).fit(TensorDataset(inputs, torch.zeros(4, 10_000, dtype=torch.long)))
+    make(model, batch_size=4, max_steps=3, max_epochs=None).fit(
+        TensorDataset(inputs, torch.zeros(4, 10_000, dtype=torch.long))
+    )
     assert all(0 < value < 2 for value in seen), seen
 
 
@@ -178,7 +182,7 @@ def order_of_counting(backend: Backend) -> list[str]:
         def on_fit_start(self, trainer: Trainer) -> None:
             backend.allreduce = noted  # type: ignore[method-assign]
 
-        def on_gradients(self, trainer: Trainer) -> None:
+        def on_before_optimizer_step(self, trainer: Trainer) -> None:
             log.append("gradients")
 
         def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
@@ -186,7 +190,7 @@ def order_of_counting(backend: Backend) -> list[str]:
 
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    config = TrainConfig(epochs=1, batch_size=2, accumulate=2, progress="off")
+    config = TrainConfig(max_epochs=1, batch_size=2, gradient_accumulation_steps=2, progress="off")
     Trainer(model, optimizer, sum_and_count, backend=backend, config=config, callbacks=[Gradients()]).fit(sequences(16))
     return log
 

@@ -51,7 +51,7 @@ def data() -> TensorDataset:
 
 def make(backend: Backend, model: Network, **settings: Any) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    config = TrainConfig(**{"steps": 8, "batch_size": 12 // backend.size, "progress": "off", **settings})
+    config = TrainConfig(**{"max_steps": 8, "batch_size": 12 // backend.size, "progress": "off", **settings})
     scheduler = StepLR(optimizer, 1, gamma=0.9)
     return Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config, scheduler=scheduler)
 
@@ -85,7 +85,7 @@ def test_it_stays_near_single_precision() -> None:
 def test_the_loss_scale_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     whole, _ = train(LOCAL, 0, {"precision": "fp16"})
     settings = {"precision": "fp16", "output_dir": tmp_path, "resume": True}
-    train(LOCAL, 0, {**settings, "steps": 5})
+    train(LOCAL, 0, {**settings, "max_steps": 5})
     resumed = make(LOCAL, Network(), **settings)
     state = resumed._precision.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (32768.0, 1), "halved once, then one step without an overflow"
@@ -99,7 +99,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.5}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5}], ids=["plain", "clipped"])
 def test_an_overflow_on_one_rank_is_a_step_that_none_takes(group: RankGroup, settings: dict[str, Any]) -> None:
     settings = {"precision": "fp16", **settings}
     alone, steps = train(LOCAL, 0, settings)

@@ -76,7 +76,7 @@ def forward(model: nn.Module, batch: list[Tensor]) -> tuple[Any, Tensor]:
 
 def make(backend: Backend, **given: Any) -> Trainer:
     model = given.pop("model", None) or Model()
-    config = TrainConfig(**{"epochs": 1, "progress": "off", **given.pop("config", {})})
+    config = TrainConfig(**{"max_epochs": 1, "progress": "off", **given.pop("config", {})})
     parts: dict[str, Any] = {
         "forward": forward,
         "metrics": {
@@ -104,10 +104,10 @@ def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
     for length, batch_size, kind in cases:
         data: Any = samples(length) if kind == "tensors" else Indexed(samples(length))
         if kind in ("tensors", "indexed"):
-            trainer.config = TrainConfig(epochs=1, eval_batch_size=batch_size)
+            trainer.config = TrainConfig(max_epochs=1, eval_batch_size=batch_size)
         else:  # what shuffling there would be in training is not for evaluation
             data = DataLoader(data, batch_size, shuffle=kind == "shuffled" and length > 0, drop_last=True)
-            trainer.config = TrainConfig(epochs=1)
+            trainer.config = TrainConfig(max_epochs=1)
         try:
             seen.clear()
             values = trainer.evaluate(data)

@@ -201,7 +201,7 @@ def order_of_things(backend: Backend) -> list[str]:
 
     prefetch.PrefetchedIterator.fetch, Waiting.wait_for_ranks = noted_fetch, noted_wait  # type: ignore[method-assign]
     try:
-        train(samples, None, backend=backend, batch_size=3, accumulate=2, epochs=1)
+        train(samples, None, backend=backend, batch_size=3, gradient_accumulation_steps=2, max_epochs=1)
     finally:
         prefetch.PrefetchedIterator.fetch, Waiting.wait_for_ranks = fetch, wait  # type: ignore[method-assign]
     return log
@@ -328,7 +328,7 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    config = TrainConfig(**{"epochs": 3, "accumulate": 2, "progress": "off", **settings})
+    config = TrainConfig(**{"max_epochs": 3, "gradient_accumulation_steps": 2, "progress": "off", **settings})
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
     if early is not None:
         trainer._prefetch = trainer._evaluation._prefetch = early(backend.device)
@@ -356,16 +356,16 @@ def test_a_run_is_bit_equal_with_it(kind: str, early: type[Prefetcher]) -> None:
 @pytest.mark.parametrize("kind", DATA)
 def test_a_run_that_is_resumed_is_bit_equal_with_it(kind: str, early: type[Prefetcher], tmp_path: Path) -> None:
     data, settings = DATA[kind]
-    whole, _ = train(data, None, **{**settings, "epochs": None, "steps": 8})
+    whole, _ = train(data, None, **{**settings, "max_epochs": None, "max_steps": 8})
     stops = 6 if kind == "workers" else 4  # inside an epoch; but workers draw anew from where they start
-    first = {**settings, "epochs": None, "steps": stops, "output_dir": tmp_path, "resume": True}
+    first = {**settings, "max_epochs": None, "max_steps": stops, "output_dir": tmp_path, "resume": True}
     train(data, early, **first)
-    parts, _ = train(data, early, **{**first, "steps": 8})
+    parts, _ = train(data, early, **{**first, "max_steps": 8})
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
 
 
 @pytest.mark.parametrize("early", [Early, Beside])
 def test_what_is_loaded_here_is_loaded_when_it_is_asked_for(early: type[Prefetcher]) -> None:
     data = DrawnOrder(22)
-    train(lambda: data, early, batch_size=4, epochs=None, steps=1)
+    train(lambda: data, early, batch_size=4, max_epochs=None, max_steps=1)
     assert len(data.loaded) == 8

@@ -26,7 +26,7 @@ def train(backend: Backend, folder: str, epochs: int) -> list[Tensor]:
         torch.randn(SAMPLES, 6, generator=generator).double(), torch.randint(0, 3, (SAMPLES,), generator=generator)
     )
     config = TrainConfig(
-        epochs=epochs, batch_size=GLOBAL_BATCH // backend.size, output_dir=folder, resume=True, progress="off"
+        max_epochs=epochs, batch_size=GLOBAL_BATCH // backend.size, output_dir=folder, resume=True, progress="off"
     )
     trainer = Trainer(
         model, optimizer, nn.functional.cross_entropy, backend=backend, config=config, scheduler=scheduler

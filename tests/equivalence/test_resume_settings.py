@@ -33,7 +33,7 @@ def train(
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = kind(model.parameters(), **{"lr": 0.1, **(options or {})})
-    config = TrainConfig(epochs=epochs, batch_size=2, output_dir=folder, resume=True, progress="off", **settings)
+    config = TrainConfig(max_epochs=epochs, batch_size=2, output_dir=folder, resume=True, progress="off", **settings)
     scheduled = None if scheduler is None else scheduler(optimizer)
     trainer = Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config, scheduler=scheduled)
     trainer.fit(TensorDataset(torch.ones(4, 3), torch.ones(4, 1)))
@@ -97,7 +97,7 @@ def test_another_optimizer_is_recognized_in_checkpoints_without_the_names_of_cla
     model = nn.Linear(3, 1)
     kept = SGD(model.parameters(), lr=0.1).state_dict()
     path = files.checkpoint_path(tmp_path, 3)
-    files.write(path, model.state_dict(), {"optimizer": kept, "cursor": {}}, {})
+    files.write(path, model.state_dict(), {"optimizer": kept, "progress": {}}, {})
     with pytest.raises(CheckpointError, match=r"has no betas, eps, amsgrad.* of a Adam: another optimizer wrote it\."):
         files.load(path, model, ADAM(model.parameters(), lr=0.1), None)
     files.load(path, model, SGD(model.parameters(), lr=0.1), None)
@@ -123,7 +123,7 @@ def test_a_rate_that_a_scheduler_changed_is_no_changed_setting(
     scheduler: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with init("local") as backend:
-        every = {"scheduler_every": "epoch"}
+        every = {"scheduler_interval": "epoch"}
         first = train(backend, str(tmp_path), 3, scheduler=scheduler, **every)
         assert first[0] < 0.1
         train(backend, str(tmp_path), 4, scheduler=scheduler, **every)

@@ -33,16 +33,16 @@ class KillAt(Callback):
     def __init__(self, step: int) -> None:
         self.step, self.epochs = step, 0
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
-        if trainer.run.cursor.step == self.step:
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
+        if trainer.progress.step == self.step:
             trainer.run.finish()  # the checkpoint before is complete
             raise Kill
 
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
-        if trainer.run.cursor.step == self.step:
+        if trainer.progress.step == self.step:
             trainer.run.finish()
             raise Kill
-        self.epochs += trainer.run.cursor.sample == 0
+        self.epochs += trainer.progress.sample == 0
 
 
 class Stream(IterableDataset[tuple[Tensor, ...]]):
@@ -72,9 +72,9 @@ def run(
         return (losses.sum(), (target + 1).sum()) if weighted else losses.mean()
 
     config = TrainConfig(
-        **{"epochs": EPOCHS, **settings}, batch_size=GLOBAL_BATCH // backend.size, shuffle=False, output_dir=folder,
-        resume=resume, progress="off", scheduler_every="epoch", monitor="train_loss", checkpoint_every_steps=2,
-        checkpoint_every=2, keep_last=1, keep_best="train_loss",
+        **{"max_epochs": EPOCHS, **settings}, batch_size=GLOBAL_BATCH // backend.size, shuffle=False, output_dir=folder,
+        resume=resume, progress="off", scheduler_interval="epoch", monitor="train_loss", checkpoint_every_steps=2,
+        checkpoint_every_epochs=2, keep_last=1, keep_best="train_loss",
     )  # fmt: skip
     killing = KillAt(kill_at)
     trainer = Trainer(
@@ -163,12 +163,17 @@ def stopped_early(backend: Backend, folder: str | None, stops: list[int]) -> int
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = TrainConfig(
-            epochs=9, batch_size=4, output_dir=folder, resume=folder is not None, progress="off", show_every=1
+            max_epochs=9,
+            batch_size=4,
+            output_dir=folder,
+            resume=folder is not None,
+            progress="off",
+            log_every_n_steps=1,
         )
 
         class Stops(Callback):
             def on_step_end(self, trainer: Trainer, stop: int | None = stop) -> None:
-                if trainer.run.cursor.step == stop:
+                if trainer.progress.step == stop:
                     trainer.stop("asked for by the test")
 
         trainer = Trainer(
@@ -178,7 +183,7 @@ def stopped_early(backend: Backend, folder: str | None, stops: list[int]) -> int
         )  # fmt: skip
         data = TensorDataset(torch.ones(20, 6), torch.zeros(20, dtype=torch.int64))
         trainer.fit(data, data)
-        steps = trainer.run.cursor.step
+        steps = trainer.progress.step
     return steps
 
 

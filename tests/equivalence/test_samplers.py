@@ -178,11 +178,11 @@ def by_hand(steps: Steps) -> list[Tensor]:
 def train(backend: Backend, data: Any, **settings: Any) -> tuple[list[Tensor], int]:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    length = {} if "steps" in settings else {"epochs": EPOCHS}
+    length = {} if "max_steps" in settings else {"max_epochs": EPOCHS}
     config = TrainConfig(**{"progress": "off", "seed": SEED, **length, **settings})
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
     trainer.fit(data)
-    return [parameter.detach().clone() for parameter in model.parameters()], trainer.run.cursor.step
+    return [parameter.detach().clone() for parameter in model.parameters()], trainer.progress.step
 
 
 def train_sampled(backend: Backend, make: Callable[[], Any], workers: int, settings: dict[str, Any]) -> Any:
@@ -209,7 +209,7 @@ def test_it_equals_one_process_with_what_the_sampler_yields(
 ) -> None:
     steps = expected_steps(make, group.size, accumulate, "weight")
     expected = by_hand(steps)
-    for parameters, step in group.run(train_sampled, make, workers, {"accumulate": accumulate}):
+    for parameters, step in group.run(train_sampled, make, workers, {"gradient_accumulation_steps": accumulate}):
         assert step == len(steps)
         for found, wanted in zip(parameters, expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
@@ -230,9 +230,9 @@ def test_what_becomes_of_too_few_batches(group: RankGroup, make: Callable[[], An
 
 @pytest.mark.parametrize("make", [weighted, subset, buckets])
 def test_a_run_goes_on_in_the_middle_of_an_epoch(group: RankGroup, make: Callable[[], Any], tmp_path: Path) -> None:
-    whole = group.run(train_sampled, make, 0, {"steps": 9})
+    whole = group.run(train_sampled, make, 0, {"max_steps": 9})
     for steps in (2, 5, 9):
-        settings = {"steps": steps, "output_dir": str(tmp_path), "resume": True}
+        settings = {"max_steps": steps, "output_dir": str(tmp_path), "resume": True}
         parts = group.run(train_sampled, make, 0, settings)
     for (found, _), (wanted, _) in zip(parts, whole, strict=True):
         for one, other in zip(found, wanted, strict=True):
@@ -265,7 +265,8 @@ def predicted(backend: Backend, make: Callable[[], Any]) -> list[int]:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(
-        model, optimizer, nn.functional.cross_entropy, backend=backend, config=TrainConfig(epochs=1, progress="off"),
+        model, optimizer, nn.functional.cross_entropy, backend=backend,
+        config=TrainConfig(max_epochs=1, progress="off"),
         forward=lambda _, batch: (batch[0], batch[0]),
     )  # fmt: skip
     data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=make())
@@ -417,7 +418,11 @@ ERRORS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (broken, {}, "DataError: Broken failed in epoch 1: KeyError: 'weights'. Mend the DataLoader's sampler."),
     (empty, {}, "DataError: list yields nothing in epoch 1. Let it yield at least one sample each time"),
     (once_only, {}, "DataError: OnceOnly yields nothing in epoch 2. Let it yield"),
-    (too_few_batches, {"uneven": "drop", "accumulate": 2}, "DataError: BatchSampler makes 1 batches, fewer than the"),
+    (
+        too_few_batches,
+        {"uneven": "drop", "gradient_accumulation_steps": 2},
+        "DataError: BatchSampler makes 1 batches, fewer than the",
+    ),
     (too_few_batches, {"batch_size": 2}, "ConfigError: A batch size of 2 was asked for, but the DataLoader was built"),
     (too_few_batches, {"global_batch_size": 12}, "ConfigError: TrainConfig.global_batch_size 12 cannot be kept, beca"),
 ]

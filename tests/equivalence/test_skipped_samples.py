@@ -127,16 +127,16 @@ def loader(backend: Backend, kind: str, collate: str, workers: int, accumulate: 
 def trainer_of(backend: Backend, kind: str, **settings: Any) -> Trainer:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    settings = {"epochs": 2, "progress": "off", "stream": "own" if kind == "own" else "shared", **settings}
+    settings = {"max_epochs": 2, "progress": "off", "stream": "own" if kind == "own" else "shared", **settings}
     config = TrainConfig(**settings)
     return Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
 
 
 def train(backend: Backend, kind: str, collate: str, workers: int, accumulate: int, settings: dict[str, Any]) -> Any:
-    trainer = trainer_of(backend, kind, accumulate=accumulate, **settings)
+    trainer = trainer_of(backend, kind, gradient_accumulation_steps=accumulate, **settings)
     data = loader(backend, kind, collate, workers, accumulate)
     results = trainer.fit(data, data)
-    cursor = trainer.run.cursor
+    cursor = trainer.progress
     parameters = [parameter.detach().clone() for parameter in trainer.backend.unwrap(trainer.model).parameters()]
     return parameters, results, (cursor.epoch, cursor.step, cursor.sample)
 
@@ -186,7 +186,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(group: RankGroup, kind: str, wo
     steps = (global_steps(kind, group.size) * 2)[:9]
     expected = by_hand(steps)
     for end in (1, 2, 3, 5, 6, 9):
-        settings = {"epochs": None, "steps": end, "output_dir": str(tmp_path), "resume": True}
+        settings = {"max_epochs": None, "max_steps": end, "output_dir": str(tmp_path), "resume": True}
         parts = group.run(train, *arguments, settings)
     for parameters, _, (_, step, sample) in parts:
         assert (step, sample) == (9, sum(map(len, steps[5:])))
@@ -216,7 +216,7 @@ def keep_nothing(items: list[Any]) -> None:
 
 
 def train_on_nothing(backend: Backend, kind: str) -> str:
-    trainer = trainer_of(backend, kind, epochs=None, steps=3)
+    trainer = trainer_of(backend, kind, max_epochs=None, max_steps=3)
     data: Any = Samples() if kind == "map" else SampleStream()
     try:
         trainer.fit(DataLoader(data, batch_size=4, collate_fn=keep_nothing))

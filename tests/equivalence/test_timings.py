@@ -90,7 +90,12 @@ def train(backend: Backend, case: str, folder: Path) -> Row:
     optimizer = LateSGD(model.parameters(), lr=1e-4)
     optimizer.delay = delay("slow update") * MICRO_STEPS
     config = TrainConfig(
-        epochs=1, batch_size=BATCH, accumulate=MICRO_STEPS, show_every=5, progress="lines", output_dir=folder / case
+        max_epochs=1,
+        batch_size=BATCH,
+        gradient_accumulation_steps=MICRO_STEPS,
+        log_every_n_steps=5,
+        progress="lines",
+        output_dir=folder / case,
     )
     metrics = {"late": late_metric} if case == "slow validation" else {}
     trainer = Trainer(model, optimizer, mse_loss, backend=backend, config=config, metrics=metrics)

@@ -156,7 +156,7 @@ def data(count: int) -> TensorDataset:
 
 def make(backend: Backend, metrics: Any, **settings: Any) -> Trainer:
     model = Scaled()
-    config = TrainConfig(**{"epochs": 1, "batch_size": BATCH, "progress": "off", **settings})
+    config = TrainConfig(**{"max_epochs": 1, "batch_size": BATCH, "progress": "off", **settings})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, metrics=metrics)
 
@@ -291,9 +291,9 @@ def test_what_cannot_be_used_is_the_same_error_on_every_rank(group: RankGroup) -
 
 def fitted(backend: Backend) -> tuple[dict[str, float], tuple[str, ...], int]:
     """Train with a collection in place of the metrics, and stop early for one of its results."""
-    trainer = make(backend, collection(prefix="of_"), epochs=5)
+    trainer = make(backend, collection(prefix="of_"), max_epochs=5)
     trainer._callbacks = type(trainer._callbacks)([EarlyStopping("val_of_worst_1", mode="max", patience=2)])
-    return trainer.fit(data(29), data(29)), trainer.result_names, trainer.run.cursor.epoch
+    return trainer.fit(data(29), data(29)), trainer.result_names, trainer.progress.epoch
 
 
 def test_results_of_a_collection_can_be_followed(group: RankGroup) -> None:

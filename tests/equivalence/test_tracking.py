@@ -55,9 +55,9 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 def trainer(backend: Backend, loggers: Any, *callbacks: unitrain.Callback, **settings: Any) -> unitrain.Trainer:
     """Return a Trainer of four steps per epoch, on any number of ranks."""
     model, optimizer = make()
-    chosen = {"epochs": EPOCHS, "show_every": 1, "progress": "off", **settings}
-    if "steps" in chosen:
-        del chosen["epochs"]
+    chosen = {"max_epochs": EPOCHS, "log_every_n_steps": 1, "progress": "off", **settings}
+    if "max_steps" in chosen:
+        del chosen["max_epochs"]
     config = unitrain.TrainConfig(batch_size=12 // backend.size, **chosen)
     loss_fn = nn.functional.cross_entropy
     return unitrain.Trainer(
@@ -77,7 +77,7 @@ class Speaks(unitrain.Callback):
 
     def on_step_end(self, trainer: unitrain.Trainer) -> None:
         trainer.log(weight=next(trainer.model.parameters())[0, 0])
-        if trainer.run.cursor.step == self.fails_at:
+        if trainer.progress.step == self.fails_at:
             raise KeyError("a mistake")
 
     def on_epoch_end(self, trainer: unitrain.Trainer, results: dict[str, float]) -> None:
@@ -150,8 +150,8 @@ def interrupted_and_resumed(backend: Backend, folder: Path) -> None:
             Speaks(fails_at),
             output_dir=folder,
             resume=True,
-            asynchronous_checkpoints=False,
-            clip_norm=CLIP,
+            async_checkpoints=False,
+            max_grad_norm=CLIP,
             lr_scaling="linear",
             reference_batch_size=6,
             warmup_steps=5,
@@ -253,7 +253,7 @@ def test_every_step_is_logged_once_as_plain_torch_computes_it(ranks: RankGroup, 
     ]
     assert ends == [1, 0]
     _, (run,) = logger_output.mlflow_runs(tmp_path)
-    assert (run.info.status, run.data.params["size"], run.data.params["config.clip_norm"]) == (
+    assert (run.info.status, run.data.params["size"], run.data.params["config.max_grad_norm"]) == (
         "FINISHED",
         "2",
         str(CLIP),
@@ -287,7 +287,7 @@ def test_how_a_run_ended_is_told(tmp_path: Path) -> None:
             self.how = how
 
         def on_step_end(self, trainer: unitrain.Trainer) -> None:
-            if trainer.run.cursor.step != 2:
+            if trainer.progress.step != 2:
                 return
             if self.how == "signal":
                 signal.raise_signal(signal.SIGUSR1)
@@ -318,13 +318,13 @@ class StopsAt(unitrain.Callback):
         self.step = step
 
     def on_step_end(self, trainer: unitrain.Trainer) -> None:
-        if trainer.run.cursor.step == self.step:
+        if trainer.progress.step == self.step:
             trainer.stop("enough")
 
 
 def test_what_is_logged_between_runs_goes_on_in_their_files(tmp_path: Path) -> None:
     kept = Kept()
-    made = trainer(LOCAL, [kept, "csv", "tensorboard"], StopsAt(2), output_dir=tmp_path, steps=3)
+    made = trainer(LOCAL, [kept, "csv", "tensorboard"], StopsAt(2), output_dir=tmp_path, max_steps=3)
     with pytest.raises(ConfigError, match=r"^trainer\.log was called before fit, .* Call it from a callback"):
         made.log(early=1)
     made.fit(data())
@@ -356,7 +356,7 @@ import test_tracking as tests
 import unitrain
 
 wandb = unitrain.WandbLogger(mode="offline")
-made = tests.trainer(tests.LOCAL, [wandb, tests.HangsInStart()], output_dir=sys.argv[1], steps=1)
+made = tests.trainer(tests.LOCAL, [wandb, tests.HangsInStart()], output_dir=sys.argv[1], max_steps=1)
 tests.background._END_SECONDS = {"finished": 5.0}
 made.fit(tests.data())
 made.log(late=7)
@@ -390,7 +390,7 @@ def test_a_logger_that_cannot_be_used_is_refused(loggers: Any, kind: type[Except
 
 
 def test_what_cannot_be_logged_is_refused() -> None:
-    made = trainer(LOCAL, [], steps=1)
+    made = trainer(LOCAL, [], max_steps=1)
     made.fit(data())
     for value in ("high", None, torch.zeros(2)):
         with pytest.raises(ConfigError, match=r"^trainer\.log takes numbers by name, got accuracy="):
@@ -420,7 +420,7 @@ def test_histograms_are_those_of_the_global_gradients_and_the_weights_they_belon
     import numpy as np
 
     kept = Tables()
-    made = trainer(LOCAL, [kept], unitrain.Histograms(every=2), shuffle=False, steps=3)
+    made = trainer(LOCAL, [kept], unitrain.Histograms(every=2), shuffle=False, max_steps=3)
     made.fit(data())
     assert [(name, step) for name, step, _, _ in kept.histograms] == [
         (f"{kind}/{name}", 1)

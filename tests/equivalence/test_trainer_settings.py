@@ -39,9 +39,9 @@ def make() -> tuple[nn.Module, SGD]:
 def trainer(backend: Backend = LOCAL, scheduler: Any = None, **settings: Any) -> unitrain.Trainer:
     """Return a Trainer with the same global batch on any number of ranks."""
     model, optimizer = make()
-    chosen: dict[str, Any] = {"epochs": 2, "progress": "off", "global_batch_size": BATCH, **settings}
-    if chosen.get("steps") is not None:
-        chosen["epochs"] = None
+    chosen: dict[str, Any] = {"max_epochs": 2, "progress": "off", "global_batch_size": BATCH, **settings}
+    if chosen.get("max_steps") is not None:
+        chosen["max_epochs"] = None
     keywords = {name: chosen.pop(name) for name in ("metrics", "callbacks", "loggers") if name in chosen}
     config = unitrain.TrainConfig(**chosen)
     return unitrain.Trainer(
@@ -82,7 +82,7 @@ class Rates(unitrain.Callback):
     def __init__(self) -> None:
         self.rates: list[float] = []
 
-    def on_gradients(self, trainer: unitrain.Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: unitrain.Trainer) -> None:
         self.rates.append(float(trainer.optimizer.param_groups[0]["lr"]))
 
 
@@ -108,7 +108,7 @@ def compare_a_schedule(backend: Backend, folder: str) -> list[list[float]]:
         made = trainer(
             backend,
             one_cycle,
-            epochs=2,
+            max_epochs=2,
             output_dir=f"{folder}/{name}-{backend.name}-{backend.size}",
             resume=True,
             checkpoint_every_steps=2,
@@ -126,7 +126,7 @@ class StopsAt(unitrain.Callback):
         self.step = step
 
     def on_step_end(self, trainer: unitrain.Trainer) -> None:
-        if trainer.run.cursor.step == self.step:
+        if trainer.progress.step == self.step:
             trainer.stop("enough")
 
 
@@ -152,11 +152,11 @@ def test_a_schedule_by_epochs_counts_them() -> None:
         return LambdaLR(optimizer, lambda epoch: 1 - epoch / total_steps)
 
     rates = Rates()
-    trainer(LOCAL, build, epochs=4, scheduler_every="epoch", callbacks=[rates]).fit(data())
+    trainer(LOCAL, build, max_epochs=4, scheduler_interval="epoch", callbacks=[rates]).fit(data())
     assert totals == [4]
     assert rates.rates == pytest.approx([0.1 * (1 - step // 6 / 4) for step in range(24)])
-    trainer(LOCAL, build, steps=7).fit(data())
-    trainer(LOCAL, build, epochs=3, limit_train_steps=2).fit(data())
+    trainer(LOCAL, build, max_steps=7).fit(data())
+    trainer(LOCAL, build, max_epochs=3, limit_train_steps=2).fit(data())
     assert totals == [4, 7, 6]
 
 
@@ -166,55 +166,55 @@ class Endless(IterableDataset[Any]):
 
 
 def test_a_schedule_that_cannot_be_planned_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown for data without a length. Use TrainConfig\(steps=10_000\)"):
-        trainer(LOCAL, one_cycle, epochs=1, global_batch_size=None, batch_size=BATCH).fit(Endless())
+    with pytest.raises(ConfigError, match=r"unknown for data without a length. Use TrainConfig\(max_steps=10_000\)"):
+        trainer(LOCAL, one_cycle, max_epochs=1, global_batch_size=None, batch_size=BATCH).fit(Endless())
     with pytest.raises(ConfigError, match="The scheduler function returned int, not a scheduler of its optimizer"):
         trainer(LOCAL, lambda optimizer, total_steps: total_steps).fit(data())
-    trainer(LOCAL, one_cycle, epochs=1, output_dir=tmp_path / "a").fit(data())
+    trainer(LOCAL, one_cycle, max_epochs=1, output_dir=tmp_path / "a").fit(data())
     with pytest.raises(CheckpointError, match="was planned for 6 steps, but this run has 12"):
-        trainer(LOCAL, one_cycle, epochs=2, output_dir=tmp_path / "a", resume=True).fit(data())
-    trainer(LOCAL, None, epochs=1, output_dir=tmp_path / "b").fit(data())
+        trainer(LOCAL, one_cycle, max_epochs=2, output_dir=tmp_path / "a", resume=True).fit(data())
+    trainer(LOCAL, None, max_epochs=1, output_dir=tmp_path / "b").fit(data())
     with pytest.raises(CheckpointError, match="has no scheduler and this run has one"):
-        trainer(LOCAL, one_cycle, epochs=2, output_dir=tmp_path / "b", resume=True)
+        trainer(LOCAL, one_cycle, max_epochs=2, output_dir=tmp_path / "b", resume=True)
 
 
 def test_validation_within_an_epoch_is_logged_and_changes_nothing() -> None:
     kept = Kept()
     validation = data(10, seed=2)
-    made = trainer(validate_every_steps=2, loggers=[kept], epochs=1)
+    made = trainer(validate_every_steps=2, loggers=[kept], max_epochs=1)
     results = made.fit(data(), validation)
     logged = {step: values["val_loss"] for step, values in kept.values if "val_loss" in values}
     assert sorted(logged) == [2, 4, 6]
     for step, value in logged.items():
         assert value == pytest.approx(loss_of(plain(step)[0], validation), rel=1e-5)
     assert results["val_loss"] == logged[6]
-    assert torch.equal(weights(made.model), weights(trainer(epochs=1, callbacks=[]).model)) is False
-    undisturbed = trainer(epochs=1)
+    assert torch.equal(weights(made.model), weights(trainer(max_epochs=1, callbacks=[]).model)) is False
+    undisturbed = trainer(max_epochs=1)
     undisturbed.fit(data(), validation)
     assert torch.equal(weights(made.model), weights(undisturbed.model))
 
 
 def test_several_validation_sets_have_results_of_their_own() -> None:
     clean, noisy = data(10, seed=2), data(7, seed=3)
-    made = trainer(epochs=1, metrics={"error": lambda output, target: (output - target).abs().mean(1)})
+    made = trainer(max_epochs=1, metrics={"error": lambda output, target: (output - target).abs().mean(1)})
     results = made.fit(data(), {"clean": clean, "noisy": noisy})
     assert list(results) == ["train_loss", "val_clean_loss", "val_clean_error", "val_noisy_loss", "val_noisy_error"]
     assert made.result_names == tuple(results)
     for name, on in (("clean", clean), ("noisy", noisy)):
         assert results[f"val_{name}_loss"] == pytest.approx(loss_of(made.model, on), rel=1e-5)
-    stopping = trainer(epochs=9, callbacks=[unitrain.EarlyStopping("val_noisy_loss", patience=1, mode="max")])
+    stopping = trainer(max_epochs=9, callbacks=[unitrain.EarlyStopping("val_noisy_loss", patience=1, mode="max")])
     stopping.fit(data(), {"clean": clean, "noisy": noisy})
-    assert stopping.run.cursor.epoch < 9
+    assert stopping.progress.epoch < 9
     for names in ({}, {1: clean}):
         with pytest.raises(ConfigError, match="val_data takes data, or several by name"):
-            trainer(epochs=1).fit(data(), names)  # type: ignore[arg-type]
+            trainer(max_epochs=1).fit(data(), names)  # type: ignore[arg-type]
     model, optimizer = make()
     plateau = unitrain.Trainer(
         model,
         optimizer,
         nn.MSELoss(),
         backend=LOCAL,
-        config=unitrain.TrainConfig(epochs=1, batch_size=8, scheduler_every="epoch", progress="off"),
+        config=unitrain.TrainConfig(max_epochs=1, batch_size=8, scheduler_interval="epoch", progress="off"),
         scheduler=ReduceLROnPlateau(optimizer),
     )
     with pytest.raises(ConfigError, match=r"Name the result: TrainConfig\(monitor='val_clean_loss'\)"):
@@ -228,9 +228,9 @@ def train_with_limits(backend: Backend, folder: str) -> tuple[list[tuple[int, in
 
     class Places(unitrain.Callback):
         def on_epoch_end(self, trainer: unitrain.Trainer, results: dict[str, float]) -> None:
-            places.append((trainer.run.cursor.epoch, trainer.run.cursor.step))
+            places.append((trainer.progress.epoch, trainer.progress.step))
 
-    settings = {"epochs": 3, "limit_train_steps": 4, "resume": True}
+    settings = {"max_epochs": 3, "limit_train_steps": 4, "resume": True}
     for name, upto in (("whole", None), ("parts", 6), ("parts", None)):
         output = f"{folder}/{name}-{backend.name}"
         stops = [StopsAt(upto)] if upto else [Places()] if name == "whole" else []
@@ -255,7 +255,7 @@ def test_evaluated_batches_are_limited_per_rank() -> None:
         counted.append(len(output))
         return torch.zeros(len(output))
 
-    made = trainer(epochs=1, limit_val_batches=2, eval_batch_size=4, metrics={"count": count})
+    made = trainer(max_epochs=1, limit_val_batches=2, eval_batch_size=4, metrics={"count": count})
     validation = data(20, seed=2)
     results = made.fit(data(), validation)
     assert counted == [4, 4]
@@ -272,9 +272,9 @@ def test_evaluated_batches_are_limited_per_rank() -> None:
 def test_a_dry_run_trains_one_step_and_leaves_nothing(tmp_path: Path) -> None:
     kept = Kept()
     settings = {"output_dir": tmp_path / "run", "checkpoint_every_steps": 1, "keep_best": "val_loss", "loggers": [kept]}
-    made = trainer(LOCAL, one_cycle, dry_run=True, epochs=5, **settings)
+    made = trainer(LOCAL, one_cycle, dry_run=True, max_epochs=5, **settings)
     results = made.fit(data(), data(20, seed=2))
-    assert made.run.cursor.step == 1
+    assert made.progress.step == 1
     assert list(results) == ["train_loss", "val_loss"]
     assert not list(tmp_path.iterdir())
     assert kept.values == []
@@ -288,17 +288,17 @@ def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, monke
         def on_step_end(self, trainer: unitrain.Trainer) -> None:
             now[0] += 60.0
 
-    settings = {"checkpoint_every_minutes": 3.0, "show_every": 1, "keep_last": None, "epochs": 2}
-    trainer(output_dir=tmp_path, callbacks=[Minutes()], asynchronous_checkpoints=False, **settings).fit(data())
+    settings = {"checkpoint_every_minutes": 3.0, "log_every_n_steps": 1, "keep_last": None, "max_epochs": 2}
+    trainer(output_dir=tmp_path, callbacks=[Minutes()], async_checkpoints=False, **settings).fit(data())
     written = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("step-*"))
     # At 3 minutes; at 6 the epoch's; 9 again, and 12 with the epoch.
     assert written == [3, 6, 9, 12]
 
 
 def test_three_checkpoints_are_kept_by_default(tmp_path: Path) -> None:
-    trainer(output_dir=tmp_path, epochs=5).fit(data())
+    trainer(output_dir=tmp_path, max_epochs=5).fit(data())
     assert len(list(tmp_path.glob("step-*"))) == 3
-    trainer(output_dir=tmp_path / "all", epochs=5, keep_last=None).fit(data())
+    trainer(output_dir=tmp_path / "all", max_epochs=5, keep_last=None).fit(data())
     assert len(list((tmp_path / "all").glob("step-*"))) == 5
 
 
@@ -311,9 +311,9 @@ def load_the_best(backend: Backend, folder: str, ema_decay: float | None) -> tup
 
     model, optimizer = make()
     config = unitrain.TrainConfig(
-        epochs=5,
+        max_epochs=5,
         global_batch_size=BATCH,
-        scheduler_every="epoch",
+        scheduler_interval="epoch",
         progress="off",
         output_dir=f"{folder}/{backend.name}-{ema_decay}",
         keep_last=1,
@@ -347,7 +347,7 @@ def test_the_best_checkpoint_is_loaded_for_a_final_evaluation(tmp_path: Path) ->
             for losses, found in results:
                 assert min(losses) < losses[-1] / 1.5, losses
                 assert found["loss"] == pytest.approx(min(losses), rel=1e-6)
-    made = trainer(epochs=1)
+    made = trainer(max_epochs=1)
     made.fit(data())
     with pytest.raises(ConfigError, match="The best checkpoint is known to runs that keep it"):
         made.load_weights("best")
@@ -364,4 +364,4 @@ def test_settings_are_checked() -> None:
         ("dry_run", "yes", "must be True or False, got 'yes'"),
     ):
         with pytest.raises(ConfigError, match=f"TrainConfig.{name} {said}"):
-            unitrain.TrainConfig(epochs=1, **{name: value})  # type: ignore[arg-type]
+            unitrain.TrainConfig(max_epochs=1, **{name: value})  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def make(backend: Backend, model: nn.Module, **settings: Any) -> Trainer:
     config = TrainConfig(
         **{
-            "epochs": EPOCHS,
+            "max_epochs": EPOCHS,
             "batch_size": GLOBAL_BATCH // backend.size,
             "ema_decay": DECAY,
             "sync_batch_norm": True,
@@ -109,7 +109,7 @@ def test_it_equals_torchs_average_and_is_what_is_evaluated(group: RankGroup) -> 
 
 def test_it_goes_on_from_a_checkpoint_of_another_backend(group: RankGroup, tmp_path: Path) -> None:
     settings = {"output_dir": str(tmp_path), "resume": True}
-    make(LOCAL, network(), **settings, epochs=2).fit(data())
+    make(LOCAL, network(), **settings, max_epochs=2).fit(data())
     _, average = by_hand()
     results = group.run(states, settings, timeout_seconds=120)
     for _, averaged, _ in results:
@@ -122,7 +122,7 @@ def test_it_goes_on_from_a_checkpoint_of_another_backend(group: RankGroup, tmp_p
 def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
     whole = states(LOCAL, {})
     settings = {"output_dir": tmp_path, "resume": True}
-    states(LOCAL, {**settings, "epochs": 2})
+    states(LOCAL, {**settings, "max_epochs": 2})
     resumed = states(LOCAL, settings)
     assert_near(resumed[0], whole[0], 0)
     assert_near(resumed[1], whole[1], 0)
@@ -133,7 +133,7 @@ def test_before_the_first_step_it_is_the_model_and_each_run_may_begin_to_average
     assert trainer.averaged_model is not None
     assert_near(trainer.averaged_model.state_dict(), network().state_dict(), 0)
     settings = {"output_dir": tmp_path, "resume": True}
-    raw = make(LOCAL, network(), **settings, ema_decay=None, epochs=2)
+    raw = make(LOCAL, network(), **settings, ema_decay=None, max_epochs=2)
     assert raw.averaged_model is None
     raw.fit(data())
     begins = make(LOCAL, network(), **settings)
@@ -165,14 +165,14 @@ class Overflowing(nn.Module):
 def test_a_step_that_fp16_skips_does_not_move_it(fused: bool) -> None:
     model = Overflowing({2, 3})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    config = TrainConfig(steps=6, batch_size=8, precision="fp16", ema_decay=0.5, progress="off")
+    config = TrainConfig(max_steps=6, batch_size=8, precision="fp16", ema_decay=0.5, progress="off")
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=LOCAL, config=config)
     average, steps = trainer._average, []
     assert average is not None
     follow = average.follow
 
     def counted() -> None:
-        steps.append(trainer.run.cursor.step)
+        steps.append(trainer.progress.step)
         follow()
 
     average.follow = counted  # type: ignore[method-assign]
@@ -201,7 +201,7 @@ class Quantized(nn.Module):
 def test_integers_in_a_frozen_parameter_stay_what_they_are(first: bool) -> None:
     model = Quantized(first=first)
     trained = torch.optim.SGD(model.inner.parameters(), lr=0.05)
-    config = TrainConfig(steps=4, batch_size=8, ema_decay=DECAY, progress="off")
+    config = TrainConfig(max_steps=4, batch_size=8, ema_decay=DECAY, progress="off")
     trainer = Trainer(model, trained, nn.functional.cross_entropy, backend=LOCAL, config=config)
     trainer.fit(data())
     averaged = trainer.averaged_model

@@ -54,7 +54,7 @@ def main():
             for inputs, targets in loader:
                 nn.functional.mse_loss(model(inputs), targets).backward()
         else:
-            config = unitrain.TrainConfig(epochs=1, progress="off")
+            config = unitrain.TrainConfig(max_epochs=1, progress="off")
             unitrain.Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config).fit(loader)
 
 if __name__ == "__main__":

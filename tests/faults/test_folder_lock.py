@@ -34,7 +34,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 def trainer(output: Path, *callbacks: Callback, backend: Backend = LOCAL, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    chosen = {"epochs": 2, "batch_size": 2, "shuffle": False, "progress": "off", **settings}
+    chosen = {"max_epochs": 2, "batch_size": 2, "shuffle": False, "progress": "off", **settings}
     config = TrainConfig(output_dir=output, **chosen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks)
@@ -55,7 +55,7 @@ import unitrain
 
 class Waits(unitrain.Callback):
     def on_step_end(self, trainer):
-        if trainer.run.cursor.step == 6:
+        if trainer.progress.step == 6:
             trainer.run.finish()
             Path(sys.argv[1]).with_suffix(".waits").touch()
             time.sleep(120)
@@ -64,7 +64,7 @@ class Waits(unitrain.Callback):
 with unitrain.init(device="cpu") as backend:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = unitrain.TrainConfig(epochs=2, output_dir=sys.argv[1], progress="off", checkpoint_every_steps=1)
+    config = unitrain.TrainConfig(max_epochs=2, output_dir=sys.argv[1], progress="off", checkpoint_every_steps=1)
     data = DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), batch_size=2, num_workers=1)
     trainer = unitrain.Trainer(
         model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=[Waits()]
@@ -108,7 +108,7 @@ def test_a_second_job_is_refused_by_name_until_the_first_is_killed(
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait(20)
         second.fit(data())
-    assert second.run.cursor.step == 8
+    assert second.progress.step == 8
     assert not (run / ".step-000000099.unfinished").exists()
     assert [json.loads(line)["step"] for line in (run / "history.jsonl").read_text().splitlines()] == [4, 8]
     assert not (run / ".lock").exists()
@@ -193,7 +193,7 @@ def test_only_folders_of_the_writer_are_removed(tmp_path: Path) -> None:
         (tmp_path / name / "notes").write_text("kept")
     trainer(tmp_path, keep_last=1).fit(data())
     shutil.copytree(tmp_path / "step-000000008", tmp_path / "step-000000007.copy")
-    trainer(tmp_path, keep_last=1, epochs=3, resume=True).fit(data())
+    trainer(tmp_path, keep_last=1, max_epochs=3, resume=True).fit(data())
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {
         *users, "step-000000007.copy", "step-000000012"
     }  # fmt: skip
@@ -213,7 +213,7 @@ def test_a_new_trainer_waits_for_what_an_earlier_one_is_writing(
 
     class Fails(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
-            if trainer.run.cursor.step == 5:
+            if trainer.progress.step == 5:
                 raise ValueError("stopped by the test")
 
     monkeypatch.setattr(files, "write", slow)
@@ -222,7 +222,7 @@ def test_a_new_trainer_waits_for_what_an_earlier_one_is_writing(
     assert entered.is_set()
     assert list(tmp_path.glob("step-*")) == []
     again = trainer(tmp_path, resume=True)
-    assert again.run.cursor.step == 4
+    assert again.progress.step == 4
     again.fit(data())
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000000004", "step-000000008"]
     assert not (tmp_path / ".lock").exists()

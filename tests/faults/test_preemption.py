@@ -205,7 +205,7 @@ with unitrain.init(device="cpu") as backend:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = unitrain.TrainConfig(
-        epochs=None, steps=10**9, batch_size=2, num_workers=2, shuffle=False, output_dir=sys.argv[1], progress="off"
+        max_steps=10**9, batch_size=2, num_workers=2, shuffle=False, output_dir=sys.argv[1], progress="off"
     )
     loss = nn.functional.mse_loss
     trainer = unitrain.Trainer(model, optimizer, loss, backend=backend, config=config, callbacks=[Ready()])
@@ -256,7 +256,7 @@ held = []
 with unitrain.init(device="cpu") as backend:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = unitrain.TrainConfig(epochs=2, output_dir=output, progress="off")
+    config = unitrain.TrainConfig(max_epochs=2, output_dir=output, progress="off")
     callbacks = [] if kind == "persistent workers" else [Fails()]
     trainer = unitrain.Trainer(
         model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks
@@ -370,6 +370,6 @@ def test_it_ends_the_program_with_75() -> None:
 
 def test_no_such_signal() -> None:
     with pytest.raises(ConfigError, match=r"preemption_signals has 'SIGTREM'.*Did you mean 'SIGTERM'\?"):
-        TrainConfig(epochs=1, preemption_signals=("SIGTREM",))
+        TrainConfig(max_epochs=1, preemption_signals=("SIGTREM",))
     with pytest.raises(ConfigError, match="'SIGKILL', which is no signal that a program can handle"):
-        TrainConfig(epochs=1, preemption_signals=("SIGKILL",))
+        TrainConfig(max_epochs=1, preemption_signals=("SIGKILL",))

@@ -26,7 +26,7 @@ import unitrain
 class Dies(unitrain.Callback):
     def on_step_end(self, trainer):
         mark = Path(sys.argv[1]) / "died"
-        if trainer.backend.rank == 1 and trainer.run.cursor.step == 7 and not mark.exists():
+        if trainer.backend.rank == 1 and trainer.progress.step == 7 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.Signals[(sys.argv[2:] or ["SIGKILL"])[0]])
 
@@ -36,13 +36,13 @@ with unitrain.init(device="cpu") as backend:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = TensorDataset(torch.randn(60, 3), torch.randn(60, 1))
     config = unitrain.TrainConfig(
-        epochs=2, batch_size=4, output_dir=Path(sys.argv[1]) / "run", checkpoint_every_steps=5, progress="off"
+        max_epochs=2, batch_size=4, output_dir=Path(sys.argv[1]) / "run", checkpoint_every_steps=5, progress="off"
     )
     loss = nn.functional.mse_loss
     trainer = unitrain.Trainer(model, optimizer, loss, backend=backend, config=config, callbacks=[Dies()])
     trainer.fit(data)
     if backend.rank == 0:
-        print("weights", model.weight.tolist(), "steps", trainer.run.cursor.step)
+        print("weights", model.weight.tolist(), "steps", trainer.progress.step)
 """
 
 

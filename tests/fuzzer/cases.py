@@ -158,7 +158,9 @@ def _draw_trainer(r: random.Random, seed: int) -> Case:
     case["epochs"] = r.randint(1, 5)
     case["extra_call"] = maybe(0.4, r.choice(["evaluate", "predict"]))
     _combine(r, case)
-    case["again"] = maybe(0.12, [r.choice(["on_micro_step", "on_gradients", "on_step_end"]), r.randint(1, 5)])
+    case["again"] = maybe(
+        0.12, [r.choice(["on_micro_batch_end", "on_before_optimizer_step", "on_step_end"]), r.randint(1, 5)]
+    )
     segments = []
     end = 0
     for number in range(count := r.choices([1, 2, 3], [5, 4, 1])[0]):

@@ -165,11 +165,11 @@ _TRAINER: dict[str, Case] = {
         "segments": [_on("local", 1, ["raise after epoch", 2]), _on("local", 1)],
     },
     "fit once more after an exception in a micro-step": {
-        "again": ["on_micro_step", 4],
+        "again": ["on_micro_batch_end", 4],
         "epochs": 3,
         "segments": [_on("ddp", 2, None, 3)],
     },
-    "fit once more after an exception before a step": {"again": ["on_gradients", 2], "loss": "tokens"},
+    "fit once more after an exception before a step": {"again": ["on_before_optimizer_step", 2], "loss": "tokens"},
     "fit once more after an exception after a step": {"again": ["on_step_end", 3], "epochs": 2, "segments": TWO},
     "a part that is unfrozen while another is used in some micro-steps only": {
         "seed": 11,

@@ -45,20 +45,20 @@ class Recorder(unitrain.Callback):
             self.again = None
             raise InterruptionError
 
-    def on_micro_step(self, trainer: Any, batch: Any, part: Any, loss: Any) -> None:
+    def on_micro_batch_end(self, trainer: Any, batch: Any, part: Any, loss: Any) -> None:
         inputs = batch["x"] if isinstance(batch, dict) else batch[0]
         self.micro_steps.append((inputs[:, 0].long().tolist(), part.samples > 0))
-        self.interrupt("on_micro_step", trainer.run.cursor.step + 1)
+        self.interrupt("on_micro_batch_end", trainer.progress.step + 1)
 
-    def on_gradients(self, trainer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Any) -> None:
         rates = [float(group["lr"]) for group in self.held.param_groups]
-        cursor = trainer.run.cursor
+        cursor = trainer.progress
         self.steps[cursor.step] = {"epoch": cursor.epoch, "micro_steps": self.micro_steps, "rates": rates}
         self.micro_steps = []
-        self.interrupt("on_gradients", cursor.step + 1)
+        self.interrupt("on_before_optimizer_step", cursor.step + 1)
 
     def on_step_end(self, trainer: Any) -> None:
-        step, change = trainer.run.cursor.step, self.case["change"]
+        step, change = trainer.progress.step, self.case["change"]
         if change and step == change[1]:
             parts.change(self.case, self.model, self.held)
         if self.end and step == self.end[1] and self.end[0] == "stop":
@@ -68,9 +68,9 @@ class Recorder(unitrain.Callback):
         self.interrupt("on_step_end", step)
 
     def on_epoch_end(self, trainer: Any, results: dict[str, float]) -> None:
-        if self.end and trainer.run.cursor.step >= self.end[1] and self.end[0] == "raise after epoch":
+        if self.end and trainer.progress.step >= self.end[1] and self.end[0] == "raise after epoch":
             raise InterruptionError
-        self.epochs.append((trainer.run.cursor.epoch, trainer.run.cursor.sample == 0, dict(results)))
+        self.epochs.append((trainer.progress.epoch, trainer.progress.sample == 0, dict(results)))
 
 
 class Counting(unitrain.Callback):
@@ -153,8 +153,8 @@ def _run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, An
         "steps": recorder.steps,
         "epochs": recorder.epochs,
         "results": results,
-        "done": trainer.run.cursor.step,
-        "epochs_done": trainer.run.cursor.epoch,
+        "done": trainer.progress.step,
+        "epochs_done": trainer.progress.epoch,
         "parameters": copied(model.named_parameters()),
         "buffers": copied(model.named_buffers()),
         "average": None if trainer.averaged_model is None else copied(trainer.averaged_model.named_parameters()),
@@ -173,7 +173,7 @@ def config_of(case: Case, segment: Case, folder: str) -> unitrain.TrainConfig:
     """Return the settings of one segment of a case."""
     end = segment["end"]
     stops = end is not None and end[0] == "steps"
-    settings: dict[str, Any] = {"steps": end[1]} if stops else {"epochs": case["epochs"]}
+    settings: dict[str, Any] = {"max_steps": end[1]} if stops else {"max_epochs": case["epochs"]}
     if not case["loader"]:
         settings["batch_size"] = batch_size_of(case, segment)
     if case["validation"] == "tensors":
@@ -184,9 +184,9 @@ def config_of(case: Case, segment: Case, folder: str) -> unitrain.TrainConfig:
         settings |= {
             "output_dir": folder,
             "resume": True,
-            "checkpoint_every": case["checkpoint_every"],
+            "checkpoint_every_epochs": case["checkpoint_every"],
             "checkpoint_every_steps": case["checkpoint_every_steps"],
-            "asynchronous_checkpoints": case["asynchronous"],
+            "async_checkpoints": case["asynchronous"],
         }
     compression: Any = case["compression"]
     if compression.startswith("powersgd"):
@@ -195,19 +195,19 @@ def config_of(case: Case, segment: Case, folder: str) -> unitrain.TrainConfig:
             rank=8 if lossless else 1, start_step=0, min_compression_rate=1e-3 if lossless else 1.2
         )
     return unitrain.TrainConfig(
-        accumulate=segment["accumulate"],
+        gradient_accumulation_steps=segment["accumulate"],
         seed=case["seed"],
         shuffle=case["shuffle"],
         uneven=case["uneven"],
         stream="own" if case["source"] == "own" else "shared",
         find_unused_parameters=bool({"unused", "branch", "late", "embedding"} & set(case["features"])),
         sync_batch_norm="sync_norm" in case["features"],
-        clip_norm=case["clip"],
+        max_grad_norm=case["clip"],
         ema_decay=case["ema"],
         precision=case["precision"],
         compression=compression,
-        scheduler_every=case["scheduler_every"],
-        show_every=case["show_every"],
+        scheduler_interval=case["scheduler_every"],
+        log_every_n_steps=case["show_every"],
         progress="off",
         **settings,
     )

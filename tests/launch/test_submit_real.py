@@ -31,7 +31,8 @@ with unitrain.init(device="cpu") as backend:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = unitrain.TrainConfig(
-        epochs={EPOCHS}, batch_size=8, checkpoint_every={EPOCHS}, output_dir=sys.argv[1], resume="auto", progress="off"
+        max_epochs={EPOCHS}, batch_size=8, checkpoint_every_epochs={EPOCHS}, output_dir=sys.argv[1],
+        resume="auto", progress="off",
     )
     print(f"{{backend.name}} {{backend.rank}}/{{backend.size}} in attempt", os.environ.get("SLURM_RESTART_COUNT", "0"))
     unitrain.Trainer(

@@ -48,12 +48,12 @@ class Events(unitrain.Callback):
         plan = folder / "plan.json"
         self._plan: dict[str, dict[str, str]] = json.loads(plan.read_text()) if plan.exists() else {}
 
-    def on_micro_step(self, trainer: unitrain.Trainer, batch: Any, part: Any, loss: Any) -> None:
+    def on_micro_batch_end(self, trainer: unitrain.Trainer, batch: Any, part: Any, loss: Any) -> None:
         if part.samples:
             self._taken += batch[2].tolist()
 
     def on_step_end(self, trainer: unitrain.Trainer) -> None:
-        rank, size, step = trainer.backend.rank, trainer.backend.size, trainer.run.cursor.step
+        rank, size, step = trainer.backend.rank, trainer.backend.size, trainer.progress.step
         with (self._folder / f"taken-{rank}.txt").open("a") as file:
             file.write(json.dumps([step, size, self._taken]) + "\n")
         self._taken = []
@@ -88,11 +88,11 @@ def train(backend: unitrain.Backend, folder: Path, seconds: float = 0.0) -> list
     model = nn.Linear(3, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = unitrain.TrainConfig(
-        epochs=EPOCHS,
+        max_epochs=EPOCHS,
         batch_size=GLOBAL_BATCH // backend.size if backend.size == 1 else 4,
         output_dir=folder / "run",
         checkpoint_every_steps=5,
-        show_every=1,
+        log_every_n_steps=1,
         progress="off",
     )
     trainer = unitrain.Trainer(

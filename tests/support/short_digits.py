@@ -48,7 +48,7 @@ def main(folder: Path, name: str) -> None:
         total = backend.allreduce(torch.tensor([backend.rank + 1.0, 10.0]), op="sum")
         model = network()
         config = unitrain.TrainConfig(
-            steps=STEPS, batch_size=GLOBAL_BATCH // backend.size, seed=SEED, progress="off", output_dir=None
+            max_steps=STEPS, batch_size=GLOBAL_BATCH // backend.size, seed=SEED, progress="off", output_dir=None
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
         trainer = unitrain.Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)

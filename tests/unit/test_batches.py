@@ -215,7 +215,7 @@ def right(output: Tensor, target: Tensor) -> Tensor:
 def make(backend: Backend, forward: Any = None, accuracy: Any = right, **settings: Any) -> Trainer:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    config = TrainConfig(**{"epochs": 3, "progress": "off", **settings})
+    config = TrainConfig(**{"max_epochs": 3, "progress": "off", **settings})
     return Trainer(
         model, optimizer, nn.functional.cross_entropy, backend=backend, config=config, forward=forward,
         metrics={"accuracy": accuracy},
@@ -237,7 +237,7 @@ def trained(backend: Backend, kind: str) -> tuple[list[Tensor], dict[str, float]
 
     size = 12 // backend.size
     accumulate = 2 if backend.size < 3 else 1  # of what a rank takes, so that all take the same steps of 12
-    trainer = make(backend, watched if SHAPES[kind] else None, accumulate=accumulate)
+    trainer = make(backend, watched if SHAPES[kind] else None, gradient_accumulation_steps=accumulate)
     results = trainer.fit(data(kind, size // accumulate), data(kind, 5, 7))
     return (
         [parameter.detach().clone() for parameter in trainer.backend.unwrap(trainer.model).parameters()],

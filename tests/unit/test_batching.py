@@ -30,9 +30,9 @@ def test_what_is_not_said_is_one_micro_step() -> None:
     ("size", "batch_size", "accumulate", "whole", "message"),
     [
         (3, 16, None, 100, r"size 100 does not divide by 3 ranks x batch_size 16 = 48\. Use .*=96 or 144\."),
-        (3, None, 2, 100, r"does not divide by 3 ranks x accumulate 2 = 6\. Use global_batch_size=96 or 102\.$"),
-        (4, None, None, 3, r"does not divide by 4 ranks x accumulate 1 = 4\. Use global_batch_size=4\.$"),
-        (2, 8, 2, 64, r"64 is not 2 ranks x batch_size 8 x accumulate 2\. Leave out accumulate, which is then 4, or"),
+        (3, None, 2, 100, r"3 ranks x gradient_accumulation_steps 2 = 6\. Use global_batch_size=96 or 102\.$"),
+        (4, None, None, 3, r"divide by 4 ranks x gradient_accumulation_steps 1 = 4\. Use global_batch_size=4\.$"),
+        (2, 8, 2, 64, r"64 is not 2 ranks x batch_size 8 x grad.*steps 2\. Leave out grad.*, which is then 4, or"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_told_with_what_would(

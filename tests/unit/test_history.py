@@ -37,7 +37,7 @@ def train(
 ) -> Trainer:
     """Train on 22 samples in steps of 4, and return the Trainer."""
     model = nn.Linear(3, 1)
-    config = TrainConfig(**{"batch_size": 4, "show_every": 2, "progress": "off", "output_dir": folder, **given})
+    config = TrainConfig(**{"batch_size": 4, "log_every_n_steps": 2, "progress": "off", "output_dir": folder, **given})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, optimizer, nn.MSELoss(), backend=LOCAL, config=config, callbacks=callbacks)
     trainer.fit(data(22) if dataset is None else dataset)
@@ -57,14 +57,14 @@ def test_looks_go_on_where_epochs_are_shorter_than_their_interval(
         def on_step_end(self, trainer: Trainer) -> None:
             time.sleep(0.01)
 
-    train(tmp_path, data(16), [Slow()], epochs=40, show_every=None, checkpoint_every=100)
+    train(tmp_path, data(16), [Slow()], max_epochs=40, log_every_n_steps=None, checkpoint_every_epochs=100)
     looks = [row["step"] for row in rows(tmp_path, "steps.jsonl")]
     assert len(looks) >= 5
     assert looks[-1] > 100  # of 160
 
 
 def test_every_row_says_how_far_the_run_had_come(tmp_path: Path) -> None:
-    train(tmp_path, epochs=2)
+    train(tmp_path, max_epochs=2)
     assert [(row["step"], row["epochs"]) for row in rows(tmp_path, "run.jsonl")] == [(0, 0)]
     assert [(row["step"], row["epochs"]) for row in rows(tmp_path, "history.jsonl")] == [(6, 1), (12, 2)]
     looks = rows(tmp_path, "steps.jsonl")
@@ -78,30 +78,30 @@ def test_every_row_says_how_far_the_run_had_come(tmp_path: Path) -> None:
 
 
 def test_a_start_is_described(tmp_path: Path) -> None:
-    train(tmp_path, epochs=1, clip_norm=0.5)
+    train(tmp_path, max_epochs=1, max_grad_norm=0.5)
     (start,) = rows(tmp_path, "run.jsonl")
     said = {"backend": "local", "transport": "none", "size": 1, "device": "cpu", "model": "Linear", "parameters": 4}
     said |= {"optimizer": "SGD", "scheduler": None, "global_batch_size": 4, "steps_per_epoch": 6}
     assert {name: start[name] for name in said} == said
     assert start["versions"]["unitrain"] == __version__
     assert start["versions"]["torch"] == torch.__version__
-    assert start["config"]["clip_norm"] == 0.5
+    assert start["config"]["max_grad_norm"] == 0.5
     assert start["config"]["output_dir"] == str(tmp_path)
-    assert "steps" not in start["config"]  # None is not said
+    assert "max_steps" not in start["config"]  # None is not said
 
 
 def test_a_resumed_run_takes_up_its_record_where_it_goes_on(tmp_path: Path) -> None:
-    train(tmp_path, epochs=1)
-    train(tmp_path, epochs=2, resume=True)
+    train(tmp_path, max_epochs=1)
+    train(tmp_path, max_epochs=2, resume=True)
     # What a run that crashed in its third epoch has left, down to half a line.
     for name in ("history.jsonl", "steps.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 14, "epochs": 2.5}\n{"step": 16, "ep')
-    train(tmp_path, epochs=3, resume=True)
+    train(tmp_path, max_epochs=3, resume=True)
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 6, 12]
     assert [row["step"] for row in rows(tmp_path, "history.jsonl")] == [6, 12, 18]
     assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == list(range(2, 19, 2))
-    train(tmp_path, epochs=3, resume=True)  # has nothing left to do
+    train(tmp_path, max_epochs=3, resume=True)  # has nothing left to do
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 6, 12]
 
 
@@ -111,7 +111,7 @@ class Items(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def test_of_a_stream_nobody_knows_how_much_of_an_epoch_is_done(tmp_path: Path) -> None:
-    train(tmp_path, Items(), epochs=2)
+    train(tmp_path, Items(), max_epochs=2)
     (start,) = rows(tmp_path, "run.jsonl")
     assert (start["samples_per_epoch"], start["steps_per_epoch"]) == (None, None)
     assert [row["epochs"] for row in rows(tmp_path, "history.jsonl")] == [1, 2]
@@ -122,16 +122,16 @@ def test_of_a_stream_nobody_knows_how_much_of_an_epoch_is_done(tmp_path: Path) -
 def test_a_run_that_was_stopped_within_an_epoch_goes_on_there(tmp_path: Path) -> None:
     class Enough(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
-            if trainer.run.cursor.step == 8:
+            if trainer.progress.step == 8:
                 trainer.stop("enough")
 
-    trainer = train(tmp_path, epochs=3, callbacks=[Enough()])
-    assert trainer.run.cursor.step == 8
+    trainer = train(tmp_path, max_epochs=3, callbacks=[Enough()])
+    assert trainer.progress.step == 8
     stopped = rows(tmp_path, "history.jsonl")
     assert [(row["epoch"], row["step"], row["epochs"]) for row in stopped] == [(1, 6, 1), (2, 8, 1 + 8 / 22)]
     trainer.fit(data(22))  # the same Trainer, which begins anew to look out for the end
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 8]
-    train(tmp_path, epochs=4, resume=True)
+    train(tmp_path, max_epochs=4, resume=True)
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 8, 18]
     history = [(row["epoch"], row["step"]) for row in rows(tmp_path, "history.jsonl")]
     assert history == [(1, 6), (2, 8), (2, 12), (3, 18), (4, 24)]
@@ -139,36 +139,36 @@ def test_a_run_that_was_stopped_within_an_epoch_goes_on_there(tmp_path: Path) ->
 
 
 def test_a_run_that_was_killed_before_the_row_of_its_epoch_has_it_from_the_checkpoint(tmp_path: Path) -> None:
-    train(tmp_path, epochs=2)
+    train(tmp_path, max_epochs=2)
     first, second = (tmp_path / "history.jsonl").read_text().splitlines()
     (tmp_path / "history.jsonl").write_text(f"{first}\n{second[:-9]}")
-    train(tmp_path, epochs=3, resume=True)
+    train(tmp_path, max_epochs=3, resume=True)
     history = rows(tmp_path, "history.jsonl")
     assert [(row["epoch"], row["step"], row["epochs"]) for row in history] == [(1, 6, 1), (2, 12, 2), (3, 18, 3)]
     had = json.loads(second)
     assert history[1] == {name: value for name, value in had.items() if not name.endswith("_seconds")}
-    train(tmp_path / "other", epochs=4, resume=tmp_path)  # the rows of another folder stay there
+    train(tmp_path / "other", max_epochs=4, resume=tmp_path)  # the rows of another folder stay there
     assert [row["epoch"] for row in rows(tmp_path / "other", "history.jsonl")] == [4]
 
 
 def test_an_epoch_that_is_ended_twice_has_one_row(tmp_path: Path) -> None:
-    train(tmp_path, epochs=3, checkpoint_every=3, checkpoint_every_steps=6)
+    train(tmp_path, max_epochs=3, checkpoint_every_epochs=3, checkpoint_every_steps=6)
     (tmp_path / "step-000000018").rename(tmp_path / "gone")
     before = rows(tmp_path, "history.jsonl")[:2]
-    trainer = train(tmp_path, epochs=3, checkpoint_every=3, checkpoint_every_steps=6, resume=True)
-    assert trainer.run.cursor.step == 18
+    trainer = train(tmp_path, max_epochs=3, checkpoint_every_epochs=3, checkpoint_every_steps=6, resume=True)
+    assert trainer.progress.step == 18
     after = rows(tmp_path, "history.jsonl")
     assert after[:2] == before  # with the train_loss, which the second time nobody knows
     assert [row["epoch"] for row in after] == [1, 2, 3]
 
 
 def test_a_start_that_left_no_checkpoint_is_forgotten(tmp_path: Path) -> None:
-    train(tmp_path, epochs=1, checkpoint_every=2, max_seconds=None)
+    train(tmp_path, max_epochs=1, checkpoint_every_epochs=2, max_seconds=None)
     for path in tmp_path.glob("step-*"):
         for file in path.iterdir():
             file.unlink()
         path.rmdir()
-    train(tmp_path, epochs=1)
+    train(tmp_path, max_epochs=1)
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0]
     assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == [2, 4, 6]
 
@@ -185,7 +185,7 @@ def test_a_look_that_cannot_be_written_ends_the_run_when_the_ranks_next_meet(
 
     monkeypatch.setattr(History, "append", full)
     with pytest.raises(CheckpointError, match=r"^Cannot write '.*': OSError: No space left on device\. Check that"):
-        train(tmp_path, epochs=2)
+        train(tmp_path, max_epochs=2)
     assert not (tmp_path / "history.jsonl").exists()
 
 

@@ -48,7 +48,7 @@ def parts(rate: float) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
 
 def train(rate: float, **settings: Any) -> tuple[list[Tensor], torch.optim.Optimizer]:
     model, optimizer, scheduler = parts(rate)
-    config = TrainConfig(**{"epochs": 2, "batch_size": 4, "progress": "off", **settings})
+    config = TrainConfig(**{"max_epochs": 2, "batch_size": 4, "progress": "off", **settings})
     Trainer(
         model, optimizer, nn.functional.mse_loss, backend=LOCAL, config=config, scheduler=scheduler
     ).fit(data())  # fmt: skip
@@ -66,18 +66,18 @@ def test_a_resumed_run_is_scaled_once(tmp_path: Path) -> None:
     scaling: dict[str, Any] = {"lr_scaling": "sqrt", "reference_batch_size": 1, "warmup_steps": 5}
     expected, _ = train(0.02, **scaling)
     for epochs in (1, 2):
-        found, _ = train(0.02, **scaling, epochs=epochs, output_dir=tmp_path, resume=True)
+        found, _ = train(0.02, **scaling, max_epochs=epochs, output_dir=tmp_path, resume=True)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_another_policy_is_not_slipped_into_a_run(tmp_path: Path) -> None:
-    train(0.02, epochs=1, output_dir=tmp_path)
+    train(0.02, max_epochs=1, output_dir=tmp_path)
     with pytest.raises(CheckpointError, match=r"has lr_scaling='none', but TrainConfig\.lr_scaling is 'linear': its"):
         train(0.02, lr_scaling="linear", reference_batch_size=2, output_dir=tmp_path, resume=True)
 
 
 def test_it_is_said_at_the_start_and_written_down(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train(0.02, lr_scaling="linear", reference_batch_size=2, progress="lines", output_dir=tmp_path, epochs=1)
+    train(0.02, lr_scaling="linear", reference_batch_size=2, progress="lines", output_dir=tmp_path, max_epochs=1)
     assert "learning rates x 2: linear from batches of 2 to 4" in capfd.readouterr().err
     row = (tmp_path / "history.jsonl").read_text()
     assert f'"learning_rate": {0.02 * 0.25 * 2}' in row

@@ -50,7 +50,7 @@ def adamw(parameters: Any) -> Optimizer:
 
 
 def settings(**more: Any) -> TrainConfig:
-    length = {} if "steps" in more or "epochs" in more else {"epochs": 3}
+    length = {} if "max_steps" in more or "max_epochs" in more else {"max_epochs": 3}
     return TrainConfig(**{"batch_size": 4, "progress": "off", **length, **more})
 
 
@@ -65,26 +65,26 @@ def by_hand(
     data: TensorDataset,
     optimizer_class: MakeOptimizer,
     *,
-    epochs: int,
+    max_epochs: int,
     batch_size: int,
-    accumulate: int,
-    clip_norm: float | None,
+    gradient_accumulation_steps: int,
+    max_grad_norm: float | None,
     seed: int,
 ) -> tuple[nn.Module, list[float]]:
     """The loop one would write, on whole tensors; returns the model and the mean loss of each epoch."""
     model, losses = network(), []
     optimizer = optimizer_class(model.parameters())
     inputs, targets = data.tensors
-    for epoch in range(epochs):
+    for epoch in range(max_epochs):
         order, total = epoch_order(len(data), seed=seed, epoch=epoch, shuffle=True), 0.0
-        for step in order.split(batch_size * accumulate):
+        for step in order.split(batch_size * gradient_accumulation_steps):
             micro_steps = math.ceil(len(step) / batch_size)
             for part in step.tensor_split(micro_steps):
                 loss = nn.functional.cross_entropy(model(inputs[part]), targets[part])
                 (loss * (len(part) / len(step))).backward()
                 total += loss.item() * len(part)
-            if clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            if max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(total / len(data))
@@ -98,7 +98,13 @@ def by_hand(
 def test_it_equals_a_loop_written_by_hand_bit_for_bit(
     optimizer: MakeOptimizer, accumulate: int, clip_norm: float | None, length: int
 ) -> None:
-    given = {"epochs": 3, "batch_size": 4, "accumulate": accumulate, "clip_norm": clip_norm, "seed": 5}
+    given = {
+        "max_epochs": 3,
+        "batch_size": 4,
+        "gradient_accumulation_steps": accumulate,
+        "max_grad_norm": clip_norm,
+        "seed": 5,
+    }
     expected, losses = by_hand(samples(length), optimizer, **given)
     trainer = make(settings(**given), optimizer=optimizer)
     results = trainer.fit(samples(length))
@@ -110,7 +116,7 @@ def test_it_equals_a_loop_written_by_hand_bit_for_bit(
 def test_accumulation_equals_the_whole_batch_to_rounding() -> None:
     models = []
     for batch_size, accumulate in ((12, 1), (4, 3), (1, 12)):
-        trainer = make(settings(batch_size=batch_size, accumulate=accumulate, epochs=4))
+        trainer = make(settings(batch_size=batch_size, gradient_accumulation_steps=accumulate, max_epochs=4))
         trainer.fit(samples(29))
         models.append(trainer.model.state_dict())
     for other in models[1:]:
@@ -132,7 +138,7 @@ def test_the_scheduler_steps_once_per_optimizer_step_or_epoch(unit: Any, expecte
     model = network()
     optimizer = momentum(model.parameters())
     scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
-    config = settings(scheduler_every=unit, accumulate=1)
+    config = settings(scheduler_interval=unit, gradient_accumulation_steps=1)
     Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler).fit(samples())
     assert scheduler.last_epoch == expected
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**expected)
@@ -142,7 +148,7 @@ def test_an_epochs_scheduler_waits_for_the_end_of_the_epoch() -> None:
     model = network()
     optimizer = momentum(model.parameters())
     scheduler = StepLR(optimizer, 1)
-    config = settings(scheduler_every="epoch", steps=8)  # an epoch has 6
+    config = settings(scheduler_interval="epoch", max_steps=8)  # an epoch has 6
     Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=scheduler).fit(samples())
     assert scheduler.last_epoch == 1
 
@@ -152,27 +158,27 @@ def test_a_plateau_is_judged_by_the_validation_loss() -> None:
     optimizer = SGD(model.parameters(), lr=1e-12)
     scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
     plateau = {"backend": LOCAL, "scheduler": scheduler}
-    Trainer(model, optimizer, nn.CrossEntropyLoss(), config=settings(scheduler_every="epoch"), **plateau).fit(
+    Trainer(model, optimizer, nn.CrossEntropyLoss(), config=settings(scheduler_interval="epoch"), **plateau).fit(
         samples(), samples(9)
     )
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-14)
     with pytest.raises(
-        ConfigError, match=r"^ReduceLROnPlateau needs the results of an epoch.*scheduler_every=\"epoch\""
+        ConfigError, match=r"^ReduceLROnPlateau needs the results of an epoch.*scheduler_interval=\"epoch\""
     ):
         Trainer(model, optimizer, nn.CrossEntropyLoss(), config=settings(), **plateau)
 
 
 def test_steps_count_optimizer_steps() -> None:
-    trainer = make(settings(steps=8, accumulate=2))
+    trainer = make(settings(max_steps=8, gradient_accumulation_steps=2))
     trainer.fit(samples())  # an epoch has 3
-    assert (trainer.run.cursor.epoch, trainer.run.cursor.step, trainer.run.cursor.sample) == (2, 8, 16)
-    whole = make(settings(steps=6, accumulate=2))
+    assert (trainer.progress.epoch, trainer.progress.step, trainer.progress.sample) == (2, 8, 16)
+    whole = make(settings(max_steps=6, gradient_accumulation_steps=2))
     whole.fit(samples())
-    assert (whole.run.cursor.epoch, whole.run.cursor.sample) == (2, 0)
+    assert (whole.progress.epoch, whole.progress.sample) == (2, 0)
 
 
 def test_fitting_again_finds_nothing_left_to_do() -> None:
-    trainer = make(settings(epochs=1))
+    trainer = make(settings(max_epochs=1))
     trainer.fit(samples())
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     assert trainer.fit(samples()) == {}
@@ -186,7 +192,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Pat
     broken[epoch_order(22, seed=0, epoch=1, shuffle=True)[13]] = float(
         "inf"
     )  # in step 10, and in every first epoch too
-    trainer = make(settings(output_dir=tmp_path, show_every=show_every))
+    trainer = make(settings(output_dir=tmp_path, log_every_n_steps=show_every))
     with pytest.raises(
         NonFiniteLossError, match=r"^The mean loss became nan in epoch 1, by step \d+\. Lower the learning"
     ):
@@ -197,7 +203,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Pat
 
 def test_the_loss_is_checked_as_often_as_it_is_shown() -> None:
     inputs, targets = samples().tensors
-    trainer = make(settings(show_every=2))
+    trainer = make(settings(log_every_n_steps=2))
     with pytest.raises(NonFiniteLossError, match=r"in epoch 1, by step 2\."):
         trainer.fit(TensorDataset(inputs * float("nan"), targets))
 
@@ -212,7 +218,7 @@ def test_an_optimizer_of_a_part_sees_nothing_of_the_rest(precision: str) -> None
         optimizer = momentum(model[3].parameters())  # type: ignore[index]
         Trainer(
             model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL,
-            config=settings(clip_norm=0.05, find_unused_parameters=True, precision=precision),
+            config=settings(max_grad_norm=0.05, find_unused_parameters=True, precision=precision),
         ).fit(samples())  # fmt: skip
         results.append([parameter.detach().clone() for parameter in model.parameters()])
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -221,7 +227,7 @@ def test_an_optimizer_of_a_part_sees_nothing_of_the_rest(precision: str) -> None
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_fit_that_was_interrupted_goes_on_with_whole_steps(precision: str) -> None:
-    given = {"accumulate": 2, "clip_norm": 0.1, "precision": precision, "shuffle": False}
+    given = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "precision": precision, "shuffle": False}
     whole = make(settings(**given))
     results = whole.fit(samples())
     stopped, calls, loss_fn = make(settings(**given)), 0, nn.CrossEntropyLoss()
@@ -237,7 +243,7 @@ def test_a_fit_that_was_interrupted_goes_on_with_whole_steps(precision: str) -> 
     stopped.loss_fn = interrupted
     with pytest.raises(KeyboardInterrupt):
         stopped.fit(samples())
-    assert stopped.run.cursor.step == 1
+    assert stopped.progress.step == 1
     assert stopped.fit(samples())["train_loss"] == results["train_loss"]
     for one, two in zip(whole.model.parameters(), stopped.model.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -247,13 +253,13 @@ def test_a_fit_that_was_interrupted_goes_on_with_whole_steps(precision: str) -> 
     ("given", "data"),
     [
         ({"global_batch_size": 8, "batch_size": 2}, samples()),
-        ({"global_batch_size": 8, "accumulate": 4, "batch_size": None}, samples()),
+        ({"global_batch_size": 8, "gradient_accumulation_steps": 4, "batch_size": None}, samples()),
         ({"global_batch_size": 8, "batch_size": None}, DataLoader(samples(), batch_size=2, shuffle=True)),
-        ({"accumulate": 4, "batch_size": 2}, samples()),
+        ({"gradient_accumulation_steps": 4, "batch_size": 2}, samples()),
     ],
 )
 def test_batch_sizes_are_one_language(given: dict[str, Any], data: Any) -> None:
-    first, other = make(settings(batch_size=2, accumulate=4)), make(settings(**given))
+    first, other = make(settings(batch_size=2, gradient_accumulation_steps=4)), make(settings(**given))
     first.fit(samples())
     other.fit(data)
     for one, two in zip(first.model.parameters(), other.model.parameters(), strict=True):
@@ -266,7 +272,7 @@ def test_the_plateau_follows_what_it_is_told_to() -> None:
         optimizer = momentum(model.parameters())
         return Trainer(
             model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, metrics={"zero": lambda output, target: 0.0},
-            config=settings(epochs=4, scheduler_every="epoch", monitor=monitor),
+            config=settings(max_epochs=4, scheduler_interval="epoch", monitor=monitor),
             scheduler=ReduceLROnPlateau(optimizer, patience=0, threshold=0.0),
         )  # fmt: skip
 
@@ -285,7 +291,8 @@ def test_the_history_has_a_row_per_epoch(tmp_path: Path) -> None:
     model = network()
     optimizer = momentum(model.parameters())
     trainer = Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=settings(output_dir=tmp_path, show_every=1),
+        model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL,
+        config=settings(output_dir=tmp_path, log_every_n_steps=1),
         scheduler=StepLR(optimizer, 6), metrics={"accuracy": lambda output, target: output.argmax(1) == target},
     )  # fmt: skip
     results = trainer.fit(samples(), samples(9))
@@ -355,7 +362,7 @@ def test_a_dataset_is_evaluated_in_the_batch_size_of_the_training_loader(
 ) -> None:
     model = Sizes(6, 3)
     model.seen = []
-    trainer = make(settings(epochs=1, **given), model)
+    trainer = make(settings(max_epochs=1, **given), model)
     trainer.fit(DataLoader(samples(), batch_size=5), val_data)
     assert model.seen == expected
     model.seen.clear()
@@ -417,13 +424,13 @@ def test_a_history_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_optimizer_state_loaded_before_training_is_kept() -> None:
-    first = make(settings(epochs=1))
+    first = make(settings(max_epochs=1))
     first.fit(samples())
     model = network()
     model.load_state_dict(first.model.state_dict())
     optimizer = momentum(model.parameters())
     optimizer.load_state_dict(first.optimizer.state_dict())
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=settings(epochs=1))
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=settings(max_epochs=1))
     assert trainer.optimizer is optimizer
     states = (made.state_dict()["state"] for made in (first.optimizer, optimizer))
     for left, right in zip(*(state.values() for state in states), strict=True):
@@ -444,7 +451,7 @@ def test_progress_is_one_line_per_epoch_without_a_terminal(capfd: pytest.Capture
 def test_progress_can_be_a_bar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("unitrain.progress.display._Bar.interval_seconds", 0.0)
-    make(settings(steps=20, show_every=1, progress="auto")).fit(samples())
+    make(settings(max_steps=20, log_every_n_steps=1, progress="auto")).fit(samples())
     err = capfd.readouterr().err
     assert "20/20" in err
     assert "loss" in err

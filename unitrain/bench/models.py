@@ -124,6 +124,6 @@ def _arguments(
         "model": model,
         "optimizer": optimizer,
         "loss_fn": loss_fn,
-        "config": unitrain.TrainConfig(epochs=1, batch_size=batch_size),
+        "config": unitrain.TrainConfig(max_epochs=1, batch_size=batch_size),
         "train_data": data,
     }

@@ -20,7 +20,6 @@ from unitrain.backends.base import Backend
 from unitrain.bench.results import PARTS
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
-from unitrain.data.order import Cursor
 from unitrain.optim.step import Forward
 
 # Of the steps of a turn, so many more are watched to find out where the time goes.
@@ -78,7 +77,7 @@ class Stopwatch(Callback):
             value.register_hook(self._watch_backward)
         return loss
 
-    def on_micro_step(self, trainer: Any, batch: Any, part: Any, loss: Any) -> None:
+    def on_micro_batch_end(self, trainer: Any, batch: Any, part: Any, loss: Any) -> None:
         self.samples += part.samples
         self._lap("exposed")
 
@@ -146,20 +145,20 @@ def _prepare(
     made = factories.made_by(target)
     config: TrainConfig = made["config"]
     plain: dict[str, Any] = {
-        "epochs": None,
-        "steps": steps,
+        "max_epochs": None,
+        "max_steps": steps,
         "max_seconds": None,
         "preemption_signals": (),
         "monitor": None,
         "output_dir": None,
         "resume": False,
-        "checkpoint_every": 1,
+        "checkpoint_every_epochs": 1,
         "checkpoint_every_steps": None,
         "keep_last": None,
         "keep_every": None,
         "keep_best": None,
         "progress": "off",
-        "show_every": None,
+        "log_every_n_steps": None,
     }
     if batch_size is not None:
         plain["batch_size"] = batch_size
@@ -179,7 +178,7 @@ def _prepare(
 
 def _fit(backend: Backend, trainer: Any, data: Any, watch: Stopwatch, *, done: int, watching: bool) -> float:
     """Train as if `done` steps were, to the end, and return the seconds that it took, from barrier to barrier."""
-    trainer.run.cursor = Cursor(step=done)
+    trainer.progress.reset(step=done)
     watch.start(watching=watching)
     backend.barrier()
     started = time.perf_counter()

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from unitrain.optim.loss_weighting import Loss
     from unitrain.trainer import Trainer
 
-_MOMENTS = ("on_fit_start", "on_micro_step", "on_gradients", "on_step_end", "on_epoch_end", "on_fit_end")
+_MOMENTS = (
+    "on_fit_start",
+    "on_micro_batch_end",
+    "on_before_optimizer_step",
+    "on_step_end",
+    "on_epoch_end",
+    "on_fit_end",
+)
 
 
 class Callback:
@@ -24,28 +31,28 @@ class Callback:
     """
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """`fit` is about to train, from `trainer.run.cursor` on, if anything is left to do."""
+        """`fit` is about to train, from `trainer.progress` on, if anything is left to do."""
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
         """Forward and backward of a micro-step are done, for this rank's `batch`, which is on its device.
 
         `part.samples` of it count, none on a rank that only stands in for lack of samples. `loss.value` is the mean
         over them; where loss_fn counts tokens, the sum over `loss.tokens`.
         """
 
-    def on_gradients(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
         """The gradients of a step are complete: those of the global batch, before they are clipped.
 
         In fp16 they are multiplied by the loss scale still.
         """
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """The optimizer has stepped, or fp16 has skipped the step; `trainer.run.cursor.step` counts it."""
+        """The optimizer has stepped, or fp16 has skipped the step; `trainer.progress.step` counts it."""
 
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
         """An epoch, or the part of it before the run stops, is trained and validated; `results` are equal on all ranks.
 
-        Where the run stops within an epoch, `trainer.run.cursor.sample` is above 0, and the method is called again at
+        Where the run stops within an epoch, `trainer.progress.sample` is above 0, and the method is called again at
         the end of that epoch after a resume. It is called before the checkpoint is written.
         """
 
@@ -89,7 +96,7 @@ class Callbacks:
             except Exception as error:
                 raise CallbackError(
                     f"{type(callback).__name__}.{moment} failed on rank {trainer.backend.rank}, after step "
-                    f"{trainer.run.cursor.step}: {type(error).__name__}: {error}. "
+                    f"{trainer.progress.step}: {type(error).__name__}: {error}. "
                     "Mend it, or leave it out of the Trainer's callbacks."
                 ) from error
 

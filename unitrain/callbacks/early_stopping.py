@@ -50,7 +50,7 @@ class EarlyStopping(Callback):
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
         """Compare with the best so far, at the end of a whole epoch: an interrupted one ends after the resume."""
         found = results.get(self.monitor)
-        if found is None or trainer.run.cursor.sample:
+        if found is None or trainer.progress.sample:
             return
         if self._is_better(found):
             self.best, self.waited = found, 0

@@ -31,9 +31,9 @@ class GradientWatch(Callback):
         self.every = every
         self._overflows = 0
 
-    def on_gradients(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
         """Look at the gradients, which are the same on every rank."""
-        if trainer.run.cursor.step % self.every:
+        if trainer.progress.step % self.every:
             return
         gradients = {
             name: parameter.grad
@@ -50,7 +50,7 @@ class GradientWatch(Callback):
         bad = {name: norm for name, norm in zip(gradients, norms.tolist(), strict=True) if not abs(norm) < float("inf")}
         first, value = next(iter(bad.items()))
         raise NonFiniteGradientError(
-            f"The gradient of {first!r} became {value} in step {trainer.run.cursor.step + 1}, the first of {len(bad)} "
+            f"The gradient of {first!r} became {value} in step {trainer.progress.step + 1}, the first of {len(bad)} "
             f"of {len(gradients)} parameters; {_losses(trainer)}. Look at the data of that step, lower the learning "
             "rate, or find the operation with torch.autograd.set_detect_anomaly(True)."
         )

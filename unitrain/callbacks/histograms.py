@@ -31,9 +31,9 @@ class Histograms(Callback):
             )
         self.every, self.parameters, self.gradients = every, parameters, gradients
 
-    def on_gradients(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
         """Log the gradients and the parameters that they were computed with."""
-        if trainer.backend.rank != 0 or (trainer.run.cursor.step + 1) % self.every:
+        if trainer.backend.rank != 0 or (trainer.progress.step + 1) % self.every:
             return
         scale = trainer.loss_scale
         for name, parameter in trainer.backend.unwrap(trainer.model).named_parameters():

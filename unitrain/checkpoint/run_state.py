@@ -25,12 +25,12 @@ from unitrain.checkpoint.retention import Retention
 from unitrain.checkpoint.writer import CheckpointWriter, wait_for_earlier_writer
 from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
-from unitrain.data.order import Cursor
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.modules.buffers import share_buffers
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
 from unitrain.progress.stopping import Stopping
+from unitrain.progress.training_progress import TrainingProgress
 
 
 class Stateful(Protocol):
@@ -54,7 +54,7 @@ class Run:
     """
 
     def __init__(self, config: TrainConfig, backend: Backend, parts: Mapping[str, Stateful]) -> None:
-        self.cursor = Cursor()
+        self.progress = TrainingProgress()
         self.stopping = Stopping(
             backend,
             max_seconds=config.max_seconds,
@@ -68,9 +68,7 @@ class Run:
         if self._folder is not None:
             self._lock = FolderLock(self._folder)
             retention = Retention(config.keep_last, config.keep_every, config.keep_best, config.keep_best_mode)
-            self._writer = CheckpointWriter(
-                self._folder, backend, retention, asynchronous=config.asynchronous_checkpoints
-            )
+            self._writer = CheckpointWriter(self._folder, backend, retention, asynchronous=config.async_checkpoints)
         self._restored: dict[str, Any] | None = None
         self._generators: dict[str, Any] | None = None
         self._order: dict[str, Any] | None = None
@@ -106,14 +104,14 @@ class Run:
 
     def steps_left(self, share: TrainingData) -> int | None:
         """Return how many optimizer steps are left to do, None where the length of the data is unknown."""
-        if self._config.steps is not None:
-            return max(0, self._config.steps - self.cursor.step)
-        epochs = (self._config.epochs or 0) - self.cursor.epoch
-        here, whole = share.steps_in_epoch(self.cursor.position), share.steps_in_epoch()
+        if self._config.max_steps is not None:
+            return max(0, self._config.max_steps - self.progress.step)
+        epochs = (self._config.max_epochs or 0) - self.progress.epoch
+        here, whole = share.steps_in_epoch(self.progress.position), share.steps_in_epoch()
         if here is None or whole is None:
             return None
         if (limit := self._config.limit_train_steps) is not None:
-            here, whole = min(here, limit - self.cursor.step_in_epoch), min(whole, limit)
+            here, whole = min(here, limit - self.progress.step_in_epoch), min(whole, limit)
         return 0 if epochs <= 0 else here + (epochs - 1) * whole
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
@@ -144,16 +142,16 @@ class Run:
         """Go on in `share`'s data with this rank's random numbers, which repeat with the seed or are the checkpoint's.
 
         From here on to the end of `holding_folder` no other job can write to the folder. Raises CheckpointError, on all
-        ranks, where another job does, or where the cursor is inside an epoch of data in another order. From one epoch
+        ranks, where another job does, or where the progress is inside an epoch of data in another order. From one epoch
         to the next the data may change.
         """
         order = self._order or share.order_settings
-        for name in {**share.order_settings, **order} if self.cursor.sample else ():
+        for name in {**share.order_settings, **order} if self.progress.sample else ():
             had, has = order.get(name), share.order_settings.get(name)
             if had != has:
                 raise CheckpointError(
-                    f"The run is {self.cursor.sample} samples into epoch {self.cursor.epoch + 1} of training data with "
-                    f"{name}={had}, but this data has {name}={has}: samples would repeat or be "
+                    f"The run is {self.progress.sample} samples into epoch {self.progress.epoch + 1} of training data "
+                    f"with {name}={had}, but this data has {name}={has}: samples would repeat or be "
                     "missed. Go on with the same data, or from a checkpoint at the end of an epoch."
                 )
         if self._folder is not None and self._lock is not None:
@@ -174,7 +172,7 @@ class Run:
         if self._generators is not None:
             randomness.restore_generators(self._generators, self._backend.device)
         elif not self._seeded:
-            path = (self.cursor.step, self._backend.rank)
+            path = (self.progress.step, self._backend.rank)
             seed = randomness.derive_seed(self._config.seed, randomness.Stream.RANK, *path)
             randomness.seed_generators(seed)
         self._generators, self._seeded = None, True
@@ -182,7 +180,7 @@ class Run:
         self._keep_batch(share)
         if not self._complete():
             self.description |= describe_start(self._config, self._backend, share)
-            self._record(STARTS, {"step": self.cursor.step, **self.description})
+            self._record(STARTS, {"step": self.progress.step, **self.description})
 
     @contextmanager
     def holding_folder(self) -> Iterator[None]:
@@ -227,7 +225,7 @@ class Run:
             "optimizer": optimizer.state_dict(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "classes": files.classes(optimizer, scheduler),
-            "cursor": asdict(self.cursor),
+            "progress": self.progress.state_dict(),
             "seed": self._config.seed,
             "learning_rate": self._learning_rate(),
             "order": self._order,
@@ -235,13 +233,13 @@ class Run:
             "generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device)),
         }
         about = {
-            **asdict(self.cursor),
+            **self.progress.state_dict(),
             "results": {name: value if math.isfinite(value) else None for name, value in results.items()},
             "config": {
                 name: str(value) if isinstance(value, Path) else value for name, value in asdict(self._config).items()
             },
         }
-        self._writer.save(self.cursor.step, model, training, about)
+        self._writer.save(self.progress.step, model, training, about)
 
     def checkpoint_is_due(self) -> bool:
         """Whether `checkpoint_every_minutes` have passed since the last checkpoint, by the clock of this rank."""
@@ -293,8 +291,10 @@ class Run:
             )
 
     def _complete(self) -> bool:
-        epochs, steps = self._config.epochs, self._config.steps
-        return (epochs is not None and self.cursor.epoch >= epochs) or (steps is not None and self.cursor.step >= steps)
+        epochs, steps = self._config.max_epochs, self._config.max_steps
+        return (epochs is not None and self.progress.epoch >= epochs) or (
+            steps is not None and self.progress.step >= steps
+        )
 
     def _restore(self, where: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, required: bool) -> bool:
         """Restore what `where` holds, and tell whether there was anything."""
@@ -313,7 +313,8 @@ class Run:
                     f"The run in '{where}' has {name}={value!r}, but TrainConfig.{name} is {getattr(config, name)!r}: "
                     f"its learning rates would change. Use TrainConfig({name}={value!r})."
                 )
-        self.cursor, self._order = Cursor(**training["cursor"]), training.get("order")
+        self.progress.load_state_dict(training["progress"])
+        self._order = training.get("order")
         self._row = training.get("row")
         for name, part in self._parts.items():
             part.load_state_dict(training.get(name, {}))
@@ -323,7 +324,7 @@ class Run:
         return True
 
     def _rewind(self, history: History) -> None:
-        history.rewind(self.cursor.step)
+        history.rewind(self.progress.step)
         if self._row_is_own and self._row is not None:  # the rows of another folder stay there
             history.append(EPOCHS, self._row)
 
@@ -341,10 +342,10 @@ class Run:
     def _placed(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return `row` with how many passes over the data are done."""
         assert self._share is not None
-        epochs: float | None = self.cursor.epoch
-        if self.cursor.sample:
+        epochs: float | None = self.progress.epoch
+        if self.progress.sample:
             length = self._share.samples_in_epoch()
-            epochs = None if length is None else self.cursor.epoch + self.cursor.sample / length
+            epochs = None if length is None else self.progress.epoch + self.progress.sample / length
         return {**row, "epochs": epochs}
 
     def _write_history(self, name: str, change: Callable[[History], None]) -> None:

@@ -125,7 +125,7 @@ def _check_target(target: str, function: str) -> None:
 
 
 def _setting(text: str) -> dict[str, Any]:
-    """Return the settings in "precision=bf16,accumulate=2". Raises ConfigError for what TrainConfig does not take."""
+    """Return the settings in "precision=bf16,channels_last=True". Raises ConfigError for an unknown setting."""
     from unitrain.config import TrainConfig
 
     values: dict[str, Any] = {}
@@ -142,5 +142,5 @@ def _setting(text: str) -> dict[str, Any]:
             values[name] = json.loads(value)
         except ValueError:
             values[name] = {"True": True, "False": False, "None": None}.get(value, value)
-    TrainConfig(**{"epochs": 1, "batch_size": 1, **values})
+    TrainConfig(**{"max_epochs": 1, "batch_size": 1, **values})
     return values

@@ -136,22 +136,22 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
         names = ", ".join(list(found.model)[:3])
         raise CheckpointError(f"No name begins with {strip_prefix!r}; the first are {names}. Leave --strip-prefix out.")
     model = {name.removeprefix(strip_prefix): value for name, value in found.model.items()}
-    cursor = {
+    progress = {
         "epoch": (found.epoch or 0) if epoch is None else epoch,
         "step": (found.step or 0) if step is None else step,
         "sample": 0,
     }
-    training = {"optimizer": found.optimizer, "cursor": cursor}
+    training = {"optimizer": found.optimizer, "progress": progress}
     if found.scheduler is not None:
         training["scheduler"] = found.scheduler
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"Folder '{folder}' cannot be made: {error.strerror}. Name another folder.") from None
-    target = files.checkpoint_path(folder, cursor["step"])
+    target = files.checkpoint_path(folder, progress["step"])
     if target.exists():
         raise CheckpointError(f"'{target}' is there already. Name another folder.")
-    files.write(target, model, training, {**cursor, "converted_from": f"{found.kind} {source}"})
+    files.write(target, model, training, {**progress, "converted_from": f"{found.kind} {source}"})
     parts = [f"{len(model)} tensors", *(part for part in ("optimizer", "scheduler") if getattr(found, part))]
-    click.echo(f"{found.kind}: {', '.join(parts)}; epoch {cursor['epoch']}, step {cursor['step']}")
+    click.echo(f"{found.kind}: {', '.join(parts)}; epoch {progress['epoch']}, step {progress['step']}")
     click.echo(f'{target}  go on from it with TrainConfig(resume="{folder}", output_dir=...)')

@@ -1,4 +1,4 @@
-"""Batch sizes in one language: global_batch_size = batch_size x ranks x accumulate."""
+"""Batch sizes in one language: global_batch_size = batch_size x ranks x gradient_accumulation_steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def resolve_batch_sizes(
             maker = data.dataset if data.batch_sampler is None else data.batch_sampler
             raise ConfigError(
                 f"TrainConfig.global_batch_size {whole} cannot be kept, because {type(maker).__name__} decides how "
-                "large a batch is. Leave it out, and use accumulate for larger steps."
+                "large a batch is. Leave it out, and use gradient_accumulation_steps for larger steps."
             )
         asked = {"batch_size": own or batch_size, "accumulate": accumulate, "whole": whole}
         if elastic and (own or whole):
@@ -101,15 +101,16 @@ def derive_batch_sizes(size: int, *, batch_size: int | None, accumulate: int | N
     if batch_size is None:
         parts = size * (accumulate or 1)
         if whole % parts:
-            _refuse(whole, parts, f"{size} ranks x accumulate {accumulate or 1}")
+            _refuse(whole, parts, f"{size} ranks x gradient_accumulation_steps {accumulate or 1}")
         return BatchSizes(whole // parts, accumulate or 1)
     if whole % (size * batch_size):
         _refuse(whole, size * batch_size, f"{size} ranks x batch_size {batch_size}")
     needed = whole // (size * batch_size)
     if accumulate not in (None, needed):
         raise ConfigError(
-            f"TrainConfig.global_batch_size {whole} is not {size} ranks x batch_size {batch_size} x accumulate "
-            f"{accumulate}. Leave out accumulate, which is then {needed}, or global_batch_size."
+            f"TrainConfig.global_batch_size {whole} is not {size} ranks x batch_size {batch_size} x "
+            f"gradient_accumulation_steps "
+            f"{accumulate}. Leave out gradient_accumulation_steps, which is then {needed}, or global_batch_size."
         )
     return BatchSizes(batch_size, needed)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,21 +12,6 @@ from torch import Tensor
 from unitrain.config import Uneven
 
 StrideUnit = Literal["samples", "batches"]
-
-
-@dataclass
-class Cursor:
-    """How far a run has come: whole epochs, optimizer steps, and samples (of all ranks) of the epoch it is in.
-
-    `position` is where the epoch's data goes on, in what that counts: samples of its order, items of a stream.
-    `step_in_epoch` counts the optimizer steps of the epoch.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    sample: int = 0
-    position: int = 0
-    step_in_epoch: int = 0
 
 
 class MicroBatch(NamedTuple):

@@ -189,8 +189,9 @@ class TrainingShard(TrainingData):
         if length < whole:
             raise DataError(
                 f"The training data has {length} samples, fewer than one global batch of {whole} "
-                f"({self._size} ranks x batch_size {self.batch_size} x accumulate {self._accumulate}), and "
-                "the DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
+                f"({self._size} ranks x batch_size {self.batch_size} x "
+                f"gradient_accumulation_steps {self._accumulate}), "
+                "and the DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
             )
         return length - length % whole
 
@@ -202,7 +203,7 @@ class TrainingShard(TrainingData):
         if count < per_step:
             raise DataError(
                 f"{self._sampler_name} makes {count} batches, fewer than the {per_step} of a step ({self._size} ranks "
-                f"x accumulate {self._accumulate}), and TrainConfig.uneven 'drop' drops the rest. "
+                f"x gradient_accumulation_steps {self._accumulate}), and TrainConfig.uneven 'drop' drops the rest. "
                 "Use TrainConfig(uneven='weight')."
             )
         return bounds[first + (count - first) // per_step * per_step]
@@ -313,7 +314,7 @@ def open_training_data(
     """
     settings: dict[str, Any] = {
         "batch_size": config.batch_size,
-        "accumulate": config.accumulate,
+        "accumulate": config.gradient_accumulation_steps,
         "global_batch_size": config.global_batch_size,
         "seed": config.seed,
         "num_workers": config.num_workers,

@@ -118,5 +118,5 @@ def _not_finite(mean: float, epoch: int, step: int, ranks: Sequence[Sequence[flo
         where = " on every rank" if len(guilty) == len(ranks) else f" on {named}"
     return NonFiniteLossError(
         f"The mean loss became {mean}{where} in epoch {epoch}, by step {step}. "
-        "Lower the learning rate, or clip the gradients with TrainConfig(clip_norm=1.0)."
+        "Lower the learning rate, or clip the gradients with TrainConfig(max_grad_norm=1.0)."
     )

@@ -26,10 +26,10 @@ class EpochScheduler:
 
     def __init__(self, scheduler: LRScheduler | PlannedScheduler | None, config: TrainConfig) -> None:
         follows = isinstance(scheduler, ReduceLROnPlateau)
-        if follows and config.scheduler_every != "epoch":
+        if follows and config.scheduler_interval != "epoch":
             raise ConfigError(
-                'ReduceLROnPlateau needs the results of an epoch, and TrainConfig.scheduler_every is "step". '
-                'Use TrainConfig(scheduler_every="epoch").'
+                'ReduceLROnPlateau needs the results of an epoch, and TrainConfig.scheduler_interval is "step". '
+                'Use TrainConfig(scheduler_interval="epoch").'
             )
         if config.monitor is not None and not follows:
             raise ConfigError(
@@ -37,7 +37,7 @@ class EpochScheduler:
                 "Leave monitor out, or give the Trainer a ReduceLROnPlateau."
             )
         self._follows = follows
-        self._scheduler = scheduler if config.scheduler_every == "epoch" else None
+        self._scheduler = scheduler if config.scheduler_interval == "epoch" else None
         self._monitor = config.monitor
 
     def check(self, names: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ class PlannedScheduler:
     """The scheduler that `build(optimizer, total_steps)` returns, for schedules that need their length.
 
     `total_steps` counts the steps of the scheduler from the beginning of the run to its end: optimizer steps, or epochs
-    with TrainConfig.scheduler_every="epoch". It is the same in a resumed run. The scheduler is built on the learning
+    with TrainConfig.scheduler_interval="epoch". It is the same in a resumed run. The scheduler is built on the learning
     rates that `optimizer` has when this object is made, before a checkpoint is restored.
     """
 
@@ -113,7 +113,7 @@ class PlannedScheduler:
         if total_steps is None:
             raise ConfigError(
                 "The scheduler is built from the number of steps, which is unknown for data without a length. "
-                "Use TrainConfig(steps=10_000) instead of epochs."
+                "Use TrainConfig(max_steps=10_000) instead of epochs."
             )
         if self._restored is not None and self._restored["total_steps"] != total_steps:
             planned = self._restored["total_steps"]

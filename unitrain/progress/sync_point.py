@@ -21,7 +21,7 @@ class SyncPoint:
 
     def hold(self, beside: Sequence[float] = ()) -> list[list[float]]:
         """Agree and hear; return what each rank tells `beside`, as many numbers everywhere."""
-        stopping, step = self._run.stopping, self._run.cursor.step
+        stopping, step = self._run.stopping, self._run.progress.step
         known = stopping.reason
         seconds, steps = self._times.lately()
         ranks = stopping.agree(step, beside=[*seconds, *beside])

@@ -51,7 +51,7 @@ class Tracker:
         try:
             with choose_progress(self._config.progress, self._communicator.rank) as progress:
                 self._show(progress)
-                progress.start(steps_left, self._config.epochs)
+                progress.start(steps_left, self._config.max_epochs)
                 yield
             status = "stopped" if self._stopped else "finished"
         except Preempted:

@@ -133,7 +133,7 @@ def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
     if not charts:
         raise ReportError(
             f"Nothing has been recorded of {', '.join(names)} yet, so there is nothing to draw. Wait for the first "
-            "loss, which is recorded every two seconds, or every TrainConfig.show_every steps."
+            "loss, which is recorded every two seconds, or every TrainConfig.log_every_n_steps steps."
         )
     with mpl.rc_context(_STYLE):
         rows = -(-len(charts) // 2)

@@ -198,10 +198,10 @@ class Progress:
 def progress(record: Record) -> Progress:
     """Return how far a run has come, in what its length was given in."""
     config, step = record.start.get("config", {}), last_step(record)
-    if config.get("steps"):
-        return Progress("steps", step, config["steps"])
+    if config.get("max_steps"):
+        return Progress("steps", step, config["max_steps"])
     row = record.epochs[-1] if record.epochs else {}
     done = row.get("epochs") or row.get("epoch") or 0
     if record.steps and record.steps[-1]["step"] >= step:
         done = max(done, record.steps[-1].get("epochs") or 0)
-    return Progress("epochs", done, config.get("epochs"))
+    return Progress("epochs", done, config.get("max_epochs"))

@@ -68,7 +68,7 @@ class Recorder(Callback):
         if not self._fixed_batch and backend.size < self._request.as_ranks:
             # A layer that normalises over the samples of all ranks is to have as many at once here.
             at_once = config.batch_size is not None and (config.sync_batch_norm or _batch_statistics(model) == "all")
-            name = "batch_size" if at_once else "accumulate"
+            name = "batch_size" if at_once else "gradient_accumulation_steps"
             changes[name] = (getattr(config, name) or 1) * self._request.as_ranks // backend.size
         if self._request.float64:
             changes["precision"] = "fp32"  # which is to say: no autocast
@@ -80,7 +80,7 @@ class Recorder(Callback):
         self._start_values = {name: _saved(parameter) for name, parameter in _parameters(trainer).items()}
         self._generators = _generators(trainer.backend.device)
 
-    def on_micro_step(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
         self._samples.append(part.samples)
         if not part.samples:  # it only stands in for lack of samples
             return
@@ -89,7 +89,7 @@ class Recorder(Callback):
         self._weights.append(float(part.samples if loss.tokens is None else loss.tokens))
         self._digest += digest_of_samples(map_tensors(Tensor.cpu, batch), part.samples)
 
-    def on_gradients(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
         self._rates[:] = [float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group]
 
     def on_step_end(self, trainer: Trainer) -> None:

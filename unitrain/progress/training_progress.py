@@ -1,0 +1,46 @@
+"""Position of a training run: the state that a checkpoint stores to continue from the same sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass
+class TrainingProgress:
+    """Completed epochs, optimizer steps and samples of a training run. It is equal on all ranks after every step."""
+
+    epoch: int = 0
+    """Completed epochs."""
+    step: int = 0
+    """Completed optimizer steps since the start of the run."""
+    sample: int = 0
+    """Samples of the current epoch that all ranks together have trained on; 0 between two epochs."""
+    position: int = 0
+    """Where the data of the current epoch continues: an index into its order, or an item count for streams."""
+    step_in_epoch: int = 0
+    """Completed optimizer steps of the current epoch."""
+
+    def advance(self, samples: int, position: int) -> None:
+        """Count an optimizer step that trained on `samples` samples and ended before `position`."""
+        self.step += 1
+        self.step_in_epoch += 1
+        self.sample += samples
+        self.position = position
+
+    def end_epoch(self) -> None:
+        """Count the current epoch as completed."""
+        self.epoch += 1
+        self.sample = self.position = self.step_in_epoch = 0
+
+    def reset(self, step: int = 0) -> None:
+        """Return to the start of the first epoch, with `step` optimizer steps completed."""
+        self.load_state_dict({"step": step})
+
+    def state_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore the values in `state`; a missing one becomes 0."""
+        for field in fields(self):
+            setattr(self, field.name, state.get(field.name, 0))
