@@ -28,7 +28,8 @@ class TrainConfig:
     """The settings of a run; every rank passes the same. Raises ConfigError for a value that cannot be meant.
 
     Batches: `batch_size` counts samples per rank and micro-step, `gradient_accumulation_steps` micro-steps per step,
-    and `global_batch_size` samples per step over all ranks. Two of them give the third; `global_batch_size` alone is split
+    and `global_batch_size` samples per step over all ranks.
+    Two of them give the third; `global_batch_size` alone is split
     over the ranks, and `batch_size` alone is not accumulated. An elastic job keeps the global batch of the ranks that
     it began with. A DataLoader's own batch size, shuffling and workers
     count. `eval_batch_size` is for evaluation; without it a DataLoader's own counts, and for a Dataset the one trained
@@ -68,9 +69,8 @@ class TrainConfig:
     so many optimizer steps, `limit_val_batches` evaluates that many batches of each rank. `dry_run` trains one step,
     validates one batch of each rank, and writes and logs nothing: to see that a script works.
 
-    Length: `max_epochs` or `max_steps`, counted from the very first; `max_seconds` is for one call of `fit`, which stops
-    once
-    it has taken so long, and can be resumed from there. So it is after one of `preemption_signals` on any rank, where
+    Length: `max_epochs` or `max_steps`, counted from the very first; `max_seconds` is for one call of `fit`, which
+    stops once it has taken so long, and can be resumed from there. So it is after one of `preemption_signals` on any rank, where
     there is an `output_dir`: all ranks stop at the same step within about two seconds, save, and exit with 75; another
     signal more than three seconds later ends its process at once.
 

@@ -519,7 +519,7 @@ KILLED_WHILE_WRITING = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from unitrain.lifecycle import checkpoint_files
+from unitrain.checkpoint import files as checkpoint_files
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
