@@ -25,112 +25,129 @@ Uneven = Literal["weight", "drop", "pad"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The settings of a run; every rank passes the same. Raises ConfigError for a value that cannot be meant.
+    """Settings of a training run. Every rank passes the same values.
 
-    Batches: `batch_size` counts samples per rank and micro-step, `gradient_accumulation_steps` micro-steps per step,
-    and `global_batch_size` samples per step over all ranks.
-    Two of them give the third; `global_batch_size` alone is split
-    over the ranks, and `batch_size` alone is not accumulated. An elastic job keeps the global batch of the ranks that
-    it began with. A DataLoader's own batch size, shuffling and workers
-    count. `eval_batch_size` is for evaluation; without it a DataLoader's own counts, and for a Dataset the one trained
-    with.
-
-    Data: `seed` decides its order, and each rank's random numbers (dropout, augmentation) from the first step on,
-    whatever generator a DataLoader has. In its workers they begin anew with every epoch, so that a run resumed between
-    two epochs repeats them; persistent workers are seeded only when they start.
-
-    `stream` says what an IterableDataset is, which has no indices to share out. "shared": it yields the same items
-    everywhere, and each rank and worker takes its own of them, so that none is taken twice or lost; it is given the
-    same random numbers everywhere, and takes no part of its own because it is in a worker. "own": what it yields
-    belongs to the rank and worker that it is on, such as random episodes or a dataset that shards itself; nothing is
-    skipped, and each has random numbers of its own. A dataset or sampler with `set_epoch` is told the epoch.
-
-    `uneven` says what happens where ranks have unequal numbers of batches, as in such data and with a batch_sampler.
-    "weight": all are trained on, each sample once; a rank that is out stands in with weight 0. "drop": the epoch ends
-    when the first rank has no batch left for each micro-step of a step. "pad": ranks that are out begin their batches
-    again, and these count, until all ranks are out.
-
-    The model: `sync_batch_norm` lets BatchNorm normalise over the samples of all ranks in a micro-step.
-    `channels_last` lays out images and 4-d parameters so. `compile` is True, or a mode of torch.compile: a batch of
-    another size is compiled once more, for any size. With `ema_decay` an average follows the weights, and whatever is
-    evaluated is it: average = ema_decay * average + (1 - ema_decay) * weight after each step; buffers are copied.
-
-    Steps: `precision` is what forward computes in (autocast; with "fp16" the loss is scaled, and a step whose gradient
-    overflows on any rank is skipped on all), `tf32` lets GPUs multiply float32 in TF32, None leaves that as it is.
-    `max_grad_norm` limits the norm of the gradient of the global batch. `compression` is rule 7 of `backends/base.py`,
-    the
-    same arithmetic on one rank as on many; "powersgd" is `PowerSGD()`, whose memory checkpoints keep. With `lr_scaling`
-    the optimizer's learning rates are those for batches of `reference_batch_size`, and are multiplied by (the root of,
-    for "sqrt") how many times as large the global batch is, reached over `warmup_steps`. `monitor` names the result
-    that ReduceLROnPlateau follows, by default val_loss, else train_loss.
-
-    Validation is at the end of every epoch, and with `validate_every_steps` also within it: those results are shown and
-    logged, while schedulers, EarlyStopping and `keep_best` follow the epochs. `limit_train_steps` ends each epoch after
-    so many optimizer steps, `limit_val_batches` evaluates that many batches of each rank. `dry_run` trains one step,
-    validates one batch of each rank, and writes and logs nothing: to see that a script works.
-
-    Length: `max_epochs` or `max_steps`, counted from the very first; `max_seconds` is for one call of `fit`, which
-    stops once it has taken so long, and can be resumed from there. So it is after one of `preemption_signals` on any rank, where
-    there is an `output_dir`: all ranks stop at the same step within about two seconds, save, and exit with 75; another
-    signal more than three seconds later ends its process at once.
-
-    Output: `max_steps`, `log_every_n_steps` and `checkpoint_every_steps` count optimizer steps,
-    `checkpoint_every_epochs` epochs.
-    Checkpoints are written beside the training, which waits for a copy in host memory only, unless
-    `async_checkpoints` is off. `checkpoint_every_minutes` writes one whenever so much time has passed since the
-    last, by rank 0's clock. The `keep_last` newest are kept, all with None, and in addition that of every
-    `keep_every`-th epoch and that in which the result `keep_best` was lowest, or highest with `keep_best_mode` "max".
-    `log_every_n_steps` is how often the
-    exact mean loss over ranks is worked out, shown and checked, without it about every two seconds; with it the ranks
-    agree on whether to stop. Beside that, the loop waits for the device only in the few steps that it takes the time
-    of. Without `output_dir` nothing is written. During `fit` the folder is locked, by `flock` on its file `.lock`:
-    another job that trains there is refused. `resume=True`, or "auto", goes on from the newest sound checkpoint in
-    `output_dir`, or starts from the beginning where there is none; `resume="path"` demands a checkpoint there.
+    Only `max_epochs` or `max_steps` is required. A step is one update of the optimizer; a micro-batch is what a rank
+    passes through the model at once. Raises ConfigError for an invalid value or combination.
     """
 
+    # --- Length -------------------------------------------------------------------------------------------------------
     max_epochs: int | None = None
+    """Epochs to train, counted from the start of the run, also after a resume. Set either this or `max_steps`."""
     max_steps: int | None = None
+    """Optimizer steps to train, counted from the start of the run, also after a resume."""
     max_seconds: float | None = None
-    validate_every_steps: int | None = None
+    """Time limit of one call of `fit`, which then stops, saves a checkpoint, and can be resumed."""
     limit_train_steps: int | None = None
+    """End each epoch after this many optimizer steps."""
     limit_val_batches: int | None = None
+    """Validate on at most this many batches per rank."""
     dry_run: bool = False
+    """Check a script: train one step and validate one batch per rank, without checkpoints and logs."""
     preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    """Signals that stop the run if it has an `output_dir`. When any rank receives one, all ranks stop at the same step
+    within about two seconds, save a checkpoint, and exit with code 75. A second signal more than three seconds later
+    ends its process immediately."""
+
+    # --- Batches ------------------------------------------------------------------------------------------------------
+    # global_batch_size = batch_size * gradient_accumulation_steps * ranks. Any two settings define the third.
     batch_size: int | None = None
-    eval_batch_size: int | None = None
+    """Samples per rank and micro-batch. A DataLoader has its own batch size. An elastic job keeps the global batch size
+    with which it started when its number of ranks changes."""
     gradient_accumulation_steps: int | None = None
+    """Micro-batches per optimizer step. Without it and `global_batch_size`, 1."""
     global_batch_size: int | None = None
-    precision: PrecisionName = "fp32"
-    tf32: bool | None = None
-    max_grad_norm: float | None = None
-    lr_scaling: LrScaling = "none"
-    reference_batch_size: int | None = None
-    warmup_steps: int = 0
-    scheduler_interval: SchedulerUnit = "step"
-    monitor: str | None = None
+    """Samples per optimizer step on all ranks. If it is the only setting, it is divided by the number of ranks."""
+    eval_batch_size: int | None = None
+    """Samples per rank and batch in evaluation. By default that of the DataLoader, or of the training."""
+
+    # --- Data ---------------------------------------------------------------------------------------------------------
     seed: int = 0
+    """Seed of the data order and of each rank's random number generators (dropout, augmentation). Generators of
+    DataLoader workers are seeded at the start of each epoch, persistent workers only when they start."""
     shuffle: bool = True
+    """Shuffle a Dataset in every epoch. A DataLoader decides this itself."""
     num_workers: int = 0
+    """Worker processes per rank that load a Dataset; 0 loads it in the training process."""
     stream: StreamKind = "shared"
+    """How ranks and workers read an IterableDataset. "shared": the dataset yields the same items everywhere, and each
+    item is used by one of them; it must not shard itself. "own": the items of each rank and worker are its own, as from
+    random episodes or a dataset that shards itself. `set_epoch` is called on a dataset or sampler that has it."""
     uneven: Uneven = "weight"
+    """What happens if ranks have different numbers of batches. "weight": train on every sample once; a rank without
+    data computes dummy batches with weight 0. "drop": end the epoch when the first rank lacks a full step. "pad": ranks
+    without data repeat their batches, with full weight, until the last rank is done."""
+
+    # --- Model --------------------------------------------------------------------------------------------------------
     find_unused_parameters: bool = False
+    """Allow parameters that do not take part in the loss of a step, as in DDP."""
     sync_batch_norm: bool = False
-    ema_decay: float | None = None
+    """Let BatchNorm layers normalize over the samples of all ranks in a micro-batch."""
     channels_last: bool = False
+    """Store images and 4-d parameters in the memory format torch.channels_last."""
     compile: bool | CompileMode = False
+    """Compile the model with torch.compile: True, or one of its modes. Another batch size compiles it once more, with
+    dynamic shapes."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights, updated after each step: average = ema_decay * average +
+    (1 - ema_decay) * weight. Buffers are copied. Evaluation uses the average."""
+
+    # --- Optimization -------------------------------------------------------------------------------------------------
+    precision: PrecisionName = "fp32"
+    """Autocast format of the forward pass. With "fp16" the loss is scaled, and a step whose gradients overflow on any
+    rank is skipped on all ranks."""
+    tf32: bool | None = None
+    """Whether GPUs may multiply float32 matrices in TF32; None keeps torch's setting."""
+    max_grad_norm: float | None = None
+    """Clip the gradient of the global batch to this norm."""
     compression: Compression = "none"
-    output_dir: str | Path | None = None
-    checkpoint_every_epochs: int = 1
-    checkpoint_every_steps: int | None = None
-    checkpoint_every_minutes: float | None = None
-    async_checkpoints: bool = True
-    keep_last: int | None = 3
-    keep_every: int | None = None
-    keep_best: str | None = None
-    keep_best_mode: BestMode = "min"
-    resume: bool | str | Path = False
-    progress: ProgressStyle = "auto"
+    """Compress gradients that are communicated: "none", "fp16", "bf16", "powersgd" or a PowerSGD object, whose state is
+    part of checkpoints."""
+    lr_scaling: LrScaling = "none"
+    """Multiply the optimizer's learning rates by k = global batch size / `reference_batch_size` ("linear") or by its
+    square root ("sqrt")."""
+    reference_batch_size: int | None = None
+    """Global batch size for which the optimizer's learning rates were chosen. Required by `lr_scaling`."""
+    warmup_steps: int = 0
+    """Steps over which the factor of `lr_scaling` grows from 1 to its full value."""
+    scheduler_interval: SchedulerUnit = "step"
+    """Whether the learning rate scheduler steps after each "step" or each "epoch"."""
+    monitor: str | None = None
+    """Result that ReduceLROnPlateau reads; by default val_loss, or train_loss without validation."""
+
+    # --- Validation and logging ---------------------------------------------------------------------------------------
+    validate_every_steps: int | None = None
+    """Validate also within an epoch, every N steps. Schedulers, EarlyStopping and `keep_best` use the validation at the
+    end of the epoch only."""
     log_every_n_steps: int | None = None
+    """Steps between sync points, at which the ranks exchange the loss and stop requests, and rank 0 shows and logs the
+    exact mean loss. By default about every two seconds."""
+    progress: ProgressStyle = "auto"
+    """How rank 0 shows the progress: a "bar", "lines", "off", or "auto", a bar on a terminal and lines elsewhere."""
+
+    # --- Checkpoints --------------------------------------------------------------------------------------------------
+    output_dir: str | Path | None = None
+    """Folder of checkpoints, history and logs; nothing is written without it. `fit` locks it against other jobs with
+    `flock` on its file `.lock`."""
+    resume: bool | str | Path = False
+    """True or "auto" continues from the newest valid checkpoint in `output_dir`, or starts a new run if there is none.
+    A path continues from that checkpoint or run folder, which must exist."""
+    checkpoint_every_epochs: int = 1
+    """Save a checkpoint after every N epochs, and at the end."""
+    checkpoint_every_steps: int | None = None
+    """Save a checkpoint also every N optimizer steps."""
+    checkpoint_every_minutes: float | None = None
+    """Save a checkpoint also when this much time has passed since the last one, by the clock of rank 0."""
+    async_checkpoints: bool = True
+    """Write checkpoints in a background thread; the training waits only for a copy in host memory."""
+    keep_last: int | None = 3
+    """Newest checkpoints to keep; None keeps all."""
+    keep_every: int | None = None
+    """Keep also the checkpoint of every N-th epoch."""
+    keep_best: str | None = None
+    """Keep also the checkpoint with the best value of this result, such as "val_loss"."""
+    keep_best_mode: BestMode = "min"
+    """Whether the best value of `keep_best` is the lowest ("min") or highest ("max")."""
 
     def __post_init__(self) -> None:
         self._check_length()
