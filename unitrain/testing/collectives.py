@@ -15,6 +15,7 @@ from unitrain.backends.checks import DTYPES, REDUCE_OPS
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError
 from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.fake_backend import FakeBackend
 from unitrain.testing.models import build
 
 # Small tensors are transferred together with the consistency check, larger ones such as (11, 13) are not. Shapes with
@@ -378,3 +379,22 @@ def collective_inside_on_rank_zero_raises_immediately(backend: Backend) -> None:
                 raises(CollectiveMismatchError, told, collective)
     for collective in collectives.values():
         collective()
+
+
+@contract
+def fake_backend_equals_this_backend(backend: Backend) -> None:
+    for dtype, op, shape in itertools.product(DTYPES, REDUCE_OPS, ((), (5,), (2 * backend.size, 3))):
+        inputs = [_input(rank, shape, dtype) for rank in range(backend.size)]
+        own = inputs[backend.rank]
+        fake = FakeBackend(backend.rank, backend.size, peers=lambda operation, value, rank, inputs=inputs: inputs[rank])
+        assert torch.equal(fake.allgather(own), backend.allgather(own)), (dtype, shape)
+        assert torch.equal(fake.broadcast(own, backend.size - 1), backend.broadcast(own, backend.size - 1))
+        if _defined(dtype, op):
+            assert_close(fake.allreduce(own, op), backend.allreduce(own, op))  # type: ignore[arg-type]
+            if shape[:1] == (2 * backend.size,):
+                assert_close(fake.reducescatter(own, op), backend.reducescatter(own, op))  # type: ignore[arg-type]
+    fake = FakeBackend(backend.rank, backend.size, peers=lambda operation, value, rank: rank)
+    assert fake.allgather_object(backend.rank) == backend.allgather_object(backend.rank)
+    assert fake.broadcast_object(backend.rank, 0) == backend.broadcast_object(backend.rank, 0)
+    fake.barrier()
+    assert [operation for operation, _ in fake.calls] == ["allgather_object", "broadcast_object", "barrier"]
