@@ -1,4 +1,4 @@
-"""`unitrain verify`: the same numbers are found to be the same, and what is planted is found and named."""
+"""`unitrain verify` recognizes equal numbers, and finds and names planted differences."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.cli import unitrain as command
 from unitrain.cli.available import available_here
-from unitrain.verify.difference import difference
-from unitrain.verify.processes import last_words
+from unitrain.verify.commands import last_lines
+from unitrain.verify.difference import compare
+from unitrain.verify.digests import digest_of_samples
 from unitrain.verify.record import FOLDER, Record, Request
-from unitrain.verify.samples import digest_of_samples
-from unitrain.verify.verdict import Group, Outcome, Row, Run, confirm, judge
+from unitrain.verify.verdict import Group, Outcome, Row, Run, compare_outcomes, settle_with_float64
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
-# Its argument is the mistake to make.
+# The argument selects the planted mistake.
 SCRIPT = """
 import sys, time
 import torch
@@ -72,7 +72,7 @@ with unitrain.init("ddp" if planted == "crash" else None, device="cpu") as backe
         model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, callbacks=[Nudge()]
     )
     trainer.fit(TensorDataset(inputs, targets))
-    raise AssertionError("the steps that were asked for are done, and the script goes on")
+    raise AssertionError("the script continues after the requested steps")
 """
 FUNCTION = """
 import torch
@@ -98,7 +98,7 @@ def script(tmp_path: Path) -> str:
 
 
 def verify(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    """Run `unitrain verify` and return its exit code, what it printed, and its report."""
+    """Run `unitrain verify` and return its exit code, output and report."""
     report = folder / "report.json"
     with started([sys.executable, "-m", "unitrain", "verify", "--cpu", "--json", str(report), *arguments]) as launch:
         output = launch.process.communicate(timeout=3 * SECONDS)[0]
@@ -114,7 +114,7 @@ def rows(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 @needs_mpi
-def test_digits_gives_the_same_numbers_on_every_backend_and_transport(tmp_path: Path) -> None:
+def test_digits_has_the_same_numbers_on_every_backend_and_transport(tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, str(DIGITS), "--output", str(tmp_path / "runs"))
     assert code == 0, output
     assert output.endswith("Verdict: the same numbers.\n")
@@ -130,16 +130,16 @@ def test_digits_gives_the_same_numbers_on_every_backend_and_transport(tmp_path: 
         assert row["global_batch_sizes"] == [64] * 20
         assert row["replicas_bit_equal"]
         assert row["data"] == found["local", "none"]["data"]
-        assert len(set(row["data"])) == 20, "each step has samples of its own"
+        assert len(set(row["data"])) == 20, "each step has different samples"
         if backend != "local":
             # AdamW enlarges the rounding of gradients that are near zero; then float64 decides.
             assert row["difference"]["parameters"]["delta"] < 1e-4
             assert row["difference"]["loss"]["delta"] < 1e-6
     assert found["ddp", "gloo"]["losses"][0] > found["ddp", "gloo"]["losses"][-1] > 0
-    assert not (tmp_path / "runs").exists(), "what the user's runs leave is left alone"
+    assert not (tmp_path / "runs").exists(), "verify must not write to the user's output folder"
 
 
-def test_a_learning_rate_that_one_backend_multiplies_is_named(script: str, tmp_path: Path) -> None:
+def test_a_learning_rate_scaled_by_one_backend_is_named(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "4", "--backends", "ddp,horovod", script, "rate")
     assert code == 1
     found = rows(report)
@@ -148,35 +148,35 @@ def test_a_learning_rate_that_one_backend_multiplies_is_named(script: str, tmp_p
     assert row["status"] == "differs"
     assert row["reasons"] == ["the learning rate of step 1 is 0.2 instead of 0.1"]
     assert row["difference"]["first_data"] is None
-    assert row["difference"]["first_loss"] == 2, "the first loss is that of the same parameters"
+    assert row["difference"]["first_loss"] == 2, "the first loss is computed before the first update"
     assert "horovod over gloo, 2 ranks differs:\n  the learning rate of step 1 is 0.2 instead of 0.1.\n" in output
 
 
-def test_a_difference_by_rounding_is_settled_in_double_precision(script: str, tmp_path: Path) -> None:
+def test_a_rounding_difference_is_settled_in_float64(script: str, tmp_path: Path) -> None:
     options = ("--steps", "4", "--backends", "local,ddp", "--tolerance", "1e-12")
     code, output, report = verify(tmp_path, *options, script, "rounding")
     assert code == 0, output
-    assert "In float32 1 of 2 runs leave it open; float64 decides:" in output
+    assert "1 of 2 runs may differ by rounding only. Repeating them in float64:" in output
     row = rows(report)["ddp", "gloo"]
     assert row["status"] == "same numbers"
     assert row["difference"]["parameters"]["delta"] > 1e-12
     assert row["reasons"][0].startswith("the difference is rounding: in float64 the parameters differ by ")
 
 
-def test_an_unseeded_shuffle_and_a_rank_of_its_own_are_named(script: str, tmp_path: Path) -> None:
+def test_an_unseeded_shuffle_and_a_diverging_rank_are_named(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "5", "--backends", "local,ddp", script, "shuffle and nudge")
     assert code == 1
     row = rows(report)["ddp", "gloo"]
     assert row["difference"]["first_data"] == 1
     assert not row["replicas_bit_equal"]
     data, replica = row["reasons"]
-    assert data.startswith("step 1 has other samples. Seed whatever shuffles")
-    assert replica == "at the end 0.weight on rank 1 is not that of rank 0"
-    assert "other, step 1" in output
+    assert data.startswith("step 1 has other samples. Seed everything that shuffles")
+    assert replica == "after the last step, 0.weight on rank 1 differs from rank 0"
+    assert "differ in step 1" in output
     assert "rank 1 differs" in output
 
 
-def test_a_failing_run_shows_its_own_words_and_a_backend_that_the_script_chose_is_told(
+def test_a_failed_run_shows_its_output_and_a_backend_fixed_by_the_script_is_reported(
     script: str, tmp_path: Path
 ) -> None:
     code, output, report = verify(tmp_path, "--steps", "2", "--backends", "local,ddp", script, "crash")
@@ -189,10 +189,10 @@ def test_a_failing_run_shows_its_own_words_and_a_backend_that_the_script_chose_i
     assert "  | [rank" in output
     (local,) = [row for row in found.values() if row["processes"] == 1]
     assert local["status"] == "failed"
-    assert local["reasons"][0].startswith("the script used backend 'ddp' all the same. Let it call unitrain.init()")
+    assert local["reasons"][0].startswith("the script used backend 'ddp' instead. Call unitrain.init()")
 
 
-def test_dropout_keeps_one_process_apart_and_not_the_backends(script: str, tmp_path: Path) -> None:
+def test_with_dropout_only_the_single_process_differs_by_design(script: str, tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, "--steps", "6", script, "dropout")
     assert code == 0, output
     found = rows(report)
@@ -203,25 +203,25 @@ def test_dropout_keeps_one_process_apart_and_not_the_backends(script: str, tmp_p
     assert local["status"] == "by design"
     assert local["difference"]["parameters"]["delta"] > 1e-3
     assert local["difference"]["first_data"] is None
-    assert "random numbers are drawn while it trains (torch), as for dropout" in local["reasons"][0]
-    assert output.endswith("Verdict: the same numbers, except where they differ by design.\n")
+    assert "training draws random numbers (torch), for example for dropout" in local["reasons"][0]
+    assert output.endswith("Verdict: the same numbers, except for differences by design.\n")
 
 
-def test_a_run_that_hangs_is_ended_and_tells_where(script: str, tmp_path: Path) -> None:
-    """`verify` itself sees to it that nothing lives on when it has ended. On one process the script does not train."""
+def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path: Path) -> None:
+    """verify leaves no process behind. On one process the script does not train."""
     options = ("--timeout-seconds", "25", "--backends", "local,ddp")
     code, output, report = verify(tmp_path, *options, script, "hang", str(tmp_path))
     assert code == 1
-    assert (tmp_path / "0").exists(), "the ranks had come to where they hang"
+    assert (tmp_path / "0").exists(), "the ranks had reached the hang"
     found = {row["backend"]: row for row in report["groups"][0]["rows"]}
-    assert found["ddp"]["reasons"][0].startswith("it was not done after 25 s, and was ended.")
+    assert found["ddp"]["reasons"][0].startswith("it did not finish within 25 s and was terminated.")
     line = SCRIPT.splitlines().index("        time.sleep(1000)") + 1
     assert any(f"line {line} in <module>" in text for text in found["ddp"]["output"]), output
     assert found["local"]["reasons"][0].startswith("it ended without training.")
-    assert output.endswith("Verdict: not the same numbers. Of 2 runs 2 failed.\n")
+    assert output.endswith("Verdict: not the same numbers. Of 2 runs, 2 failed.\n")
 
 
-def test_a_signal_to_verify_ends_the_run_at_hand(script: str, tmp_path: Path) -> None:
+def test_sigterm_to_verify_terminates_the_current_run(script: str, tmp_path: Path) -> None:
     arguments = ["--backends", "ddp", script, "hang", str(tmp_path)]
     with started([sys.executable, "-m", "unitrain", "verify", *arguments]) as launch:
         deadline = time.monotonic() + SECONDS
@@ -233,20 +233,20 @@ def test_a_signal_to_verify_ends_the_run_at_hand(script: str, tmp_path: Path) ->
         assert launch.process.returncode != 0
 
 
-def test_a_function_in_double_precision_on_three_ranks(tmp_path: Path) -> None:
+def test_a_function_is_verified_in_float64_on_three_ranks(tmp_path: Path) -> None:
     (tmp_path / "made.py").write_text(FUNCTION)
     target = f"{tmp_path / 'made.py'}:regression"
     code, output, report = verify(tmp_path, "-np", "3", "--float64", "--backends", "local,ddp", target)
     assert code == 0, output
     row = rows(report)["ddp", "gloo"]
     assert row["status"] == "same numbers"
-    assert 0 < row["difference"]["parameters"]["delta"] < 1e-8, "as only double precision is"
-    assert row["global_batch_sizes"][:3] == [24, 24, 16], "also where the last batch is shared unevenly"
+    assert 0 < row["difference"]["parameters"]["delta"] < 1e-8, "possible only in double precision"
+    assert row["global_batch_sizes"][:3] == [24, 24, 16], "also if the last batch is sharded unevenly"
     assert report["tolerance"] == 1e-8
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["-np", "2,x", "{script}"],
@@ -254,18 +254,23 @@ def test_a_function_in_double_precision_on_three_ranks(tmp_path: Path) -> None:
         ),
         (["--backends", "ddp,hovorod", "{script}"], "Unknown backend 'hovorod'. Did you mean 'horovod'?"),
         (["{script}x"], "does not exist. Did you mean 'train.py'?"),
-        (["made:function", "--lr", "1"], "'made:function' is a function, which takes no arguments: --lr 1."),
+        (
+            ["made:function", "--lr", "1"],
+            "'made:function' is a function, which takes no arguments: --lr 1. Remove them.",
+        ),
+        (["{script}:"], "has no function name after the colon. Name a function as in "),
+        ([":function"], "':function' has no module or file before the colon. Name a function as in train.py:function"),
         (["--steps", "0", "{script}"], "0 is not in the range x>=1"),
     ],
-    ids=["ranks", "backend", "script", "arguments", "steps"],
+    ids=["ranks", "backend", "script", "arguments", "no function name", "no file name", "steps"],
 )
-def test_a_bad_call_is_refused(arguments: list[str], said: str, script: str) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str], message: str, script: str) -> None:
     result = CliRunner().invoke(command, ["verify", *(one.format(script=script) for one in arguments)])
     assert result.exit_code == 2, result.output
-    assert said in result.stderr
+    assert message in result.stderr
 
 
-def test_what_cannot_run_here_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_controllers_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     controllers, skipped = available_here(["ddp", "horovod", "local"])
     assert controllers == {"ddp": [None], "horovod": ["gloo"], "local": [None]}
@@ -274,7 +279,7 @@ def test_what_cannot_run_here_is_skipped_with_the_reason(monkeypatch: pytest.Mon
     assert why in ("mpirun is not on PATH.", "Horovod was built without it.")
 
 
-# From here on in this process, on one rank.
+# The following tests train in this process, on one rank.
 
 
 def samples(count: int = 24) -> TensorDataset:
@@ -300,7 +305,7 @@ def record(
     float64: bool = False,
     **settings: Any,
 ) -> Record:
-    """Train on one rank as a script would that is verified, and return what was recorded."""
+    """Train on one rank like a verified script, and return the record."""
     folder.mkdir()
     Request(steps=upto, as_ranks=as_ranks, float64=float64).write(folder)
     model, optimizer = made or make()
@@ -322,14 +327,14 @@ def record(
 
 def compared(*records: Record) -> Group:
     outcomes = [Outcome(run=Run(backend="local", as_ranks=1, processes=1), seconds=0.0, record=one) for one in records]
-    return judge(1, outcomes, 1e-6, float64=False)
+    return compare_outcomes(1, outcomes, 1e-6, float64=False)
 
 
 def second(*records: Record) -> Row:
     return compared(*records).rows[1]
 
 
-def test_what_is_recorded_is_what_plain_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_equals_a_plain_torch_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = record(tmp_path / "a", monkeypatch, shuffle=False, upto=7, max_grad_norm=0.5)
     model, optimizer = make()
     inputs, targets = samples().tensors
@@ -346,7 +351,7 @@ def test_what_is_recorded_is_what_plain_torch_does(tmp_path: Path, monkeypatch: 
     assert found.global_batch() == [4] * 7
     assert found.learning_rates() == [[0.1]] * 7
     data = found.data()
-    assert data[6] == data[0], "the second epoch begins with the samples of the first"
+    assert data[6] == data[0], "the second epoch starts with the same samples as the first"
     assert data[0] == digest_of_samples([inputs[:4], targets[:4]], 4) % 2**64
     from safetensors.torch import load_file
 
@@ -359,7 +364,9 @@ def test_what_is_recorded_is_what_plain_torch_does(tmp_path: Path, monkeypatch: 
         assert torch.equal(ends[f"state {name} momentum_buffer"], optimizer.state[parameter]["momentum_buffer"])
 
 
-def test_one_process_is_as_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_trains_with_the_global_batch_of_several_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = record(tmp_path / "a", monkeypatch, batch_size=12)
     as_three = record(tmp_path / "b", monkeypatch, as_ranks=3)
     fixed = record(tmp_path / "c", monkeypatch, as_ranks=3, batch_size=4, global_batch_size=12)
@@ -368,14 +375,16 @@ def test_one_process_is_as_several_ranks(tmp_path: Path, monkeypatch: pytest.Mon
     for found in (as_three, fixed, loaded):
         assert found.global_batch() == own.global_batch() == [12] * 5
         assert found.data() == own.data()
-        assert found.normalised() == [[4, 4, 4]] * 5
+        assert found.batch_norm_groups() == [[4, 4, 4]] * 5
         assert second(own, found).status == "same numbers"
-    assert own.normalised() == [[12]] * 5
+    assert own.batch_norm_groups() == [[12]] * 5
     assert (own.first.fixed_batch, fixed.first.fixed_batch) == (False, True)
 
 
-def test_one_process_normalises_over_as_many_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As several ranks do: each over its own, or all over those of all."""
+def test_one_process_normalizes_over_the_same_groups_as_several_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank normalizes over its own samples, or, with sync_batch_norm, over those of all ranks."""
 
     def normalised() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -386,26 +395,28 @@ def test_one_process_normalises_over_as_many_samples(tmp_path: Path, monkeypatch
     synced = record(tmp_path / "all", monkeypatch, made=normalised(), as_ranks=3, sync_batch_norm=True)
     own = record(tmp_path / "own", monkeypatch, made=normalised(), as_ranks=3)
     assert [found.first.batch_statistics for found in (whole, synced, own)] == ["rank", "all", "rank"]
-    assert synced.normalised() == [[12]] * 5
-    assert own.normalised() == [[4, 4, 4]] * 5
+    assert synced.batch_norm_groups() == [[12]] * 5
+    assert own.batch_norm_groups() == [[4, 4, 4]] * 5
     assert second(whole, synced).status == "same numbers"
     assert second(whole, own).status == "differs"
 
 
-def test_ranks_that_round_their_gradients_differ_by_design(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_gradients_differ_by_design_between_numbers_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = record(tmp_path / "a", monkeypatch, compression="bf16", batch_size=12)
     exact = record(tmp_path / "b", monkeypatch, batch_size=12)
     assert (one.first.rounding, exact.first.rounding) == ("bf16", "none")
-    assert second(one, exact).status == "differs", "as many ranks round alike"
+    assert second(one, exact).status == "differs", "the same number of ranks rounds in the same way"
     of_two = Record([replace(exact.first, size=2, rounding="bf16")], exact.folder)
     rows = {row.status: row for row in compared(one, of_two).rows}
     assert rows.keys() == {"reference", "by design"}
-    assert "each rank rounds its gradients to bf16 before they are added up" in rows["by design"].reasons[0]
+    assert "each rank rounds its gradients to bf16 before they are reduced" in rows["by design"].reasons[0]
     unrounded = Record([replace(one.first, size=2, rounding="none")], one.folder)
     assert {row.status for row in compared(exact, unrounded).rows} == {"reference", "differs"}
 
 
-def test_tokens_weigh_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_are_weighted_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         kept = target > 0
         return ((output - target) ** 2 * kept).sum(), kept.sum()
@@ -416,16 +427,16 @@ def test_tokens_weigh_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert second(whole, parts).status == "same numbers"
 
 
-def test_each_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_cause_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = record(tmp_path / "reference", monkeypatch)
     causes: dict[str, tuple[dict[str, Any], str]] = {
-        "seed": ({"made": make(seed=1)}, "0.weight starts from other values. Seed before the model is built"),
-        "model": ({"made": make(width=5)}, "parameter 0.bias is not in both, or not of the same shape"),
+        "seed": ({"made": make(seed=1)}, "0.weight has other initial values. Call torch.manual_seed(0) before"),
+        "model": ({"made": make(width=5)}, "parameter 0.bias exists in only one of the runs, or its shapes differ"),
         "rate": ({"made": make(lr=0.2)}, "the learning rate of step 1 is 0.2 instead of 0.1"),
         "order": ({"seed": 1}, "step 1 has other samples. Seed"),
-        "batch": ({"batch_size": 5}, "step 1 has other samples (5 and 4 of them). Seed"),
-        "length": ({"max_epochs": None, "max_steps": 3}, "it ended after 3 steps, the reference after 5"),
-        "clipping": ({"max_grad_norm": 0.01}, "the reason is not known: both runs have the same initial"),
+        "batch": ({"batch_size": 5}, "step 1 has other samples (5 instead of 4). Seed"),
+        "length": ({"max_epochs": None, "max_steps": 3}, "the run ended after 3 steps, the reference after 5"),
+        "clipping": ({"max_grad_norm": 0.01}, "the cause is unknown: initial values"),
     }
     for name, (changes, reason) in causes.items():
         row = second(reference, record(tmp_path / name, monkeypatch, **changes))
@@ -435,16 +446,14 @@ def test_each_cause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert second(reference, record(tmp_path / "same", monkeypatch, max_seconds=1e-9)).status == "same numbers"
 
 
-def test_a_run_that_is_not_finite_or_does_not_train_proves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_nan_or_without_updates_is_not_comparable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = record(tmp_path / "a", monkeypatch, log_every_n_steps=100, upto=3)
     inputs, targets = samples().tensors
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))  # of the first epoch
     broken = TensorDataset(inputs, torch.where(torch.isin(torch.arange(24), order[:6])[:, None], targets, float("nan")))
     nans = [record(tmp_path / name, monkeypatch, data=broken, log_every_n_steps=100, upto=3) for name in ("b", "c")]
     still = [record(tmp_path / name, monkeypatch, made=make(lr=0.0), upto=3) for name in ("d", "e")]
-    for pair, reason in ((nans, "the loss of step 2 is nan"), (still, "no parameter has changed after 3 steps")):
+    for pair, reason in ((nans, "the loss of step 2 is nan"), (still, "no parameter changed in 3 steps")):
         for outcomes in (pair, [reference, pair[0]]):
             row = second(*outcomes)
             assert row.status == "failed"
@@ -453,7 +462,7 @@ def test_a_run_that_is_not_finite_or_does_not_train_proves_nothing(
 
 
 def test_a_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the difference is far below the tolerance; float32 may leave it open, float64 decides."""
+    """Also if the difference is far below the tolerance. float32 may not resolve it; float64 does."""
 
     def scaled(factor: float) -> Any:
         return lambda output, target: factor * nn.functional.mse_loss(output, target)
@@ -474,16 +483,16 @@ def test_a_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypa
                 )
                 for number, factor in enumerate((1.0, 1.0, 1.01))
             )
-            # The same loss everywhere: what remains is the gradient.
+            # The loss has the same value in all runs, so only gradients differ.
             for one, other, same in ((right, again, True), (right, wrong, False)):
-                found = difference(other, one, 1e-8 if float64 else 1e-6, float64=float64)
+                found = compare(other, one, 1e-8 if float64 else 1e-6, float64=float64)
                 assert found.parameters.within == same or not found.parameters.resolved, (rate, float64)
                 assert not same or found.parameters.delta == 0
                 if float64:
                     assert found.parameters.resolved
                     assert found.parameters.within == same, rate
-                assert found.state.within == same, (rate, float64, "momentum is that of the gradient")
-    state = difference(
+                assert found.state.within == same, (rate, float64, "momentum accumulates gradients")
+    state = compare(
         record(tmp_path / "wrong", monkeypatch, made=adamw(), loss_fn=scaled(10.0)),
         record(tmp_path / "right", monkeypatch, made=adamw()),
         1e-6,
@@ -492,14 +501,14 @@ def test_a_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypa
     assert not state.within
 
 
-def test_double_precision_decides_what_rounding_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def both(name: str, *, float64: bool, wrong: bool) -> Group:
         runs = [
             record(
                 tmp_path / f"{name} {number} {float64}",
                 monkeypatch,
                 made=make(lr=1e-3),
-                # Rounded sums in another order, or gradients that are wrong.
+                # Sums rounded in another order, or wrong gradients.
                 loss_fn=(lambda output, target: (output - target).flip(0).square().mean() * (1.01 if wrong else 1.0))
                 if number
                 else nn.MSELoss(),
@@ -511,21 +520,23 @@ def test_double_precision_decides_what_rounding_hides(tmp_path: Path, monkeypatc
             Outcome(run=Run(backend=name, as_ranks=1, processes=1), seconds=0.0, record=one)
             for name, one in zip(("local", "ddp"), runs, strict=True)
         ]
-        return judge(1, outcomes, 1e-8 if float64 else 0.0, float64=float64)
+        return compare_outcomes(1, outcomes, 1e-8 if float64 else 0.0, float64=float64)
 
     for wrong, status in ((False, "same numbers"), (True, "differs")):
         first = both(f"{wrong}", float64=False, wrong=wrong)
         assert first.rows[1].status == "differs"
         assert first.rows[1].needs_float64
-        last = confirm(first, both(f"{wrong}", float64=True, wrong=wrong)).rows[1]
+        last = settle_with_float64(first, both(f"{wrong}", float64=True, wrong=wrong)).rows[1]
         assert last.status == status
-        said = (
-            "the difference is rounding: in float64" if status == "same numbers" else "it is not rounding: in float64"
+        message = (
+            "the difference is rounding: in float64"
+            if status == "same numbers"
+            else "the difference is not rounding: in float64"
         )
-        assert last.reasons[-1].startswith(said)
+        assert last.reasons[-1].startswith(message)
 
 
-def test_what_is_derived_from_the_number_of_ranks_keeps_one_process_apart(
+def test_settings_derived_from_the_number_of_ranks_differ_by_design(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = record(tmp_path / "a", monkeypatch), record(tmp_path / "b", monkeypatch, made=make(lr=0.2))
@@ -534,34 +545,34 @@ def test_what_is_derived_from_the_number_of_ranks_keeps_one_process_apart(
         Outcome(run=Run(backend=name, as_ranks=2, processes=processes), seconds=0.0, record=found)
         for name, processes, found in (("local", 1, one), ("ddp", 2, of_two), ("horovod", 2, of_two))
     ]
-    rows = {row.outcome.run.backend: row for row in judge(2, outcomes, 1e-6, float64=False).rows}
+    rows = {row.outcome.run.backend: row for row in compare_outcomes(2, outcomes, 1e-6, float64=False).rows}
     assert {name: row.status for name, row in rows.items()} == {
         "local": "by design",
         "ddp": "reference",
         "horovod": "same numbers",
     }
     assert rows["local"].reasons == [
-        "the script derives its learning rate from the number of ranks (1 here and 2 in the reference): in step 1 it "
-        "is 0.1 instead of 0.2"
+        "the script derives its learning rate from the number of ranks (1 here, 2 in the reference): it is 0.1 instead "
+        "of 0.2 in step 1"
     ]
-    # Derived on one backend only, it is a difference.
+    # A learning rate derived on one backend only is a defect.
     unscaled = Record([replace(one.first, size=2)], one.folder)
     outcomes[1] = replace(outcomes[1], record=unscaled)
-    rows = {row.outcome.run.backend: row for row in judge(2, outcomes, 1e-6, float64=False).rows}
+    rows = {row.outcome.run.backend: row for row in compare_outcomes(2, outcomes, 1e-6, float64=False).rows}
     assert rows["horovod"].status == "differs"
     assert rows["horovod"].reasons == ["the learning rate of step 1 is 0.2 instead of 0.1"]
 
 
-def test_an_option_after_the_script_is_warned_of(script: str, tmp_path: Path) -> None:
+def test_an_option_after_the_script_causes_a_warning(script: str, tmp_path: Path) -> None:
     code, output, _ = verify(tmp_path, "--backends", "local", "--steps", "1", script, "none", "--steps", "5", "--lr=1")
-    assert code == 1, "nothing to compare with"
+    assert code == 1, "there is nothing to compare"
     assert (
         f"Warning: --steps follows {script}, so it is passed to the script. Options of `unitrain verify` precede the "
         f"script: unitrain verify --steps ... {script}" in output
     )
 
 
-def test_double_precision_reaches_data_model_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_converts_data_model_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -572,7 +583,7 @@ def test_double_precision_reaches_data_model_and_loss(tmp_path: Path, monkeypatc
     assert seen == {torch.float64}
 
 
-def test_samples_have_one_digest_however_they_are_cut_up() -> None:
+def test_the_digest_of_samples_does_not_depend_on_batches_or_order() -> None:
     inputs, targets = samples().tensors
     batch = {"b": [inputs, targets.bool()], "a": targets.to(torch.bfloat16), "names": [str(n) for n in range(24)]}
 
@@ -591,20 +602,20 @@ def test_samples_have_one_digest_however_they_are_cut_up() -> None:
     changed = {**batch, "names": [*batch["names"][:23], "x"]}  # type: ignore[misc]
     assert digest_of_samples(changed, 24) != whole
     swapped = digest_of_samples([inputs, targets.flip(0)], 24)
-    assert swapped != digest_of_samples([inputs, targets], 24), "which target an input has counts"
-    # What does not tell its samples apart is digested as a whole.
+    assert swapped != digest_of_samples([inputs, targets], 24), "the pairing of inputs and targets matters"
+    # A batch without recognizable samples is digested as one value.
     graph = [inputs, torch.tensor([[0, 1], [1, 2]])]
     assert digest_of_samples(graph, 3) == digest_of_samples(graph, 3) != digest_of_samples([inputs, inputs], 3)
 
 
-def test_last_words_leave_out_the_launcher() -> None:
+def test_last_lines_exclude_the_report_of_the_launcher() -> None:
     told = "[0]<stderr>:Traceback\n[0]<stderr>:\n[0]<stderr>:ValueError: x\n"
-    assert last_words(f"{told}Process 0 exit with status code 1.\nTraceback\n") == [
+    assert last_lines(f"{told}Process 0 exit with status code 1.\nTraceback\n") == [
         "[0]<stderr>:Traceback",
         "[0]<stderr>:ValueError: x",
     ]
     torchrun = "W1121 12:31:16.246000 28654 torch/distributed/elastic/multiprocessing/api.py:1028] Sending\n"
-    assert last_words(f"ValueError: x\n{torchrun}ChildFailedError") == ["ValueError: x"]
-    assert last_words(f"ValueError: x\n{'-' * 74}\nPrimary job  terminated") == ["ValueError: x"]
-    assert last_words("Process 0 exit with status code 1.\n") == ["Process 0 exit with status code 1."]
-    assert last_words("\n".join(map(str, range(40))), most=2) == ["38", "39"]
+    assert last_lines(f"ValueError: x\n{torchrun}ChildFailedError") == ["ValueError: x"]
+    assert last_lines(f"ValueError: x\n{'-' * 74}\nPrimary job  terminated") == ["ValueError: x"]
+    assert last_lines("Process 0 exit with status code 1.\n") == ["Process 0 exit with status code 1."]
+    assert last_lines("\n".join(map(str, range(40))), max_lines=2) == ["38", "39"]

@@ -25,7 +25,7 @@ from unitrain.tune import tuned_settings
 from unitrain.tune.candidates import shown, tunables
 from unitrain.tune.search import PAIRS, Found, Gain, ratio_of_pair, search
 from unitrain.tune.trial import VARIABLE, Request, Result
-from unitrain.verify import processes
+from unitrain.verify.commands import last_lines, run_command
 
 _COMPRESSIONS = ("fp16", "bf16")
 
@@ -52,10 +52,10 @@ class _Trials:
         command = [
             sys.executable, program, "launch", "--untuned", *self.options, *settings, self.script, *self.args
         ]  # fmt: skip
-        ended = processes.run(
+        ended = run_command(
             command,
             environment.without_launcher() | {VARIABLE: request},
-            mark=VARIABLE,
+            marker=VARIABLE,
             script=self.script,
             output=Path(f"{name}.txt"),
             limit_seconds=self.limit_seconds,
@@ -63,7 +63,7 @@ class _Trials:
         result = Result.find(ended.output)
         if result is None:
             how = f"ended with exit code {ended.code}" if ended.code is not None else "was not done in time"
-            words = "\n".join(processes.last_words(ended.output))
+            words = "\n".join(last_lines(ended.output))
             raise ConfigError(f"Under {shown(variables)!r} the run {how} and timed no step. Its last words:\n{words}")
         return result
 

@@ -1,8 +1,8 @@
 """Compare the recorded numbers of two runs.
 
-A difference is permitted if it is small against the size of the values, the distance that training has moved them, and
-the rounding of their dtype. The size alone would accept a wrong gradient wherever the learning rate is small: 20 steps
-of 1e-8 change no parameter by more than the default tolerance, whatever its gradient is.
+A difference is permitted if it is small relative to the size of the values, to the distance that training has moved
+them, and to the rounding of their dtype. The size alone would accept a wrong gradient at a small learning rate: 20
+steps of 1e-8 change no parameter by more than the default tolerance, whatever the gradient is.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from torch import Tensor
 
 from unitrain.verify.record import TENSORS, Record
 
-# Largest difference relative to the distance that a parameter has moved, or to the largest value of optimizer state.
-# Rounding alone stays below it in most runs; `unitrain verify` repeats a run in float64 where it does not.
-RELATIVE = {False: 1e-3, True: 1e-7}
-# A true gradient of zero, as of a bias in front of BatchNorm, is rounding in practice, and Adam enlarges it. So a
-# difference is permitted up to this part of the distance that the furthest tensor has moved.
-_NOISE = 1e-6
-# A tensor whose permitted difference exceeds this part of the distance it moved does not show a wrong gradient.
-_RESOLVED = 0.05
-_ROUNDINGS_PER_STEP = 4  # of the update, the gradient and the parameter, in each of two runs
+# Largest permitted difference, relative to the distance that a parameter has moved or to the largest value of an
+# optimizer state; the key is whether the run used float64. Rounding alone usually stays below it. If it does not,
+# `unitrain verify` repeats the run in float64.
+RELATIVE_TOLERANCE = {False: 1e-3, True: 1e-7}
+# In practice, a gradient that is zero in exact arithmetic (a bias before BatchNorm) is rounding noise, and Adam scales
+# it up. Differences up to this fraction of the largest distance that any tensor of the kind has moved are permitted.
+_NOISE_FRACTION = 1e-6
+# If the permitted difference of a tensor exceeds this fraction of the distance that it moved, the comparison cannot
+# detect a wrong gradient.
+_RESOLVED_FRACTION = 0.05
+_ROUNDINGS_PER_STEP = 4  # of the gradient, the update and the parameter, in both runs
 
 
 @dataclass(frozen=True)
-class Furthest:
-    """The largest |difference| of some values, its place, and whether all differences are within the tolerance.
+class LargestDifference:
+    """The largest absolute difference among some values.
 
-    `resolved` is False if rounding hides a wrong gradient in one of the tensors.
+    `where` is the name of the tensor, or the step. `within` is True if all differences are within the tolerance.
+    `resolved` is False if rounding could hide a wrong gradient in one of the tensors.
     """
 
     delta: float = 0.0
@@ -44,117 +47,128 @@ class Furthest:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A run against its reference. Steps count from 1; None if there is no such step.
+    """The differences between a run and its reference.
 
-    `unlike` names a parameter or state that only one of the runs has, or has in another shape.
+    `steps` are the numbers of steps of the run and of the reference. The `first_...` fields are the first step, counted
+    from 1, at which losses, samples or learning rates differ. `start` is the first parameter whose initial values
+    differ, and `mismatched` the first tensor that exists in only one run or has different shapes. All are None if
+    nothing differs.
     """
 
-    parameters: Furthest
-    state: Furthest
-    loss: Furthest
+    parameters: LargestDifference
+    state: LargestDifference
+    loss: LargestDifference
     steps: tuple[int, int]
     first_loss: int | None
     first_data: int | None
     first_learning_rate: int | None
     start: str | None
-    unlike: str | None
+    mismatched: str | None
 
     @property
-    def none(self) -> bool:
-        """Whether both runs have the same numbers, within the tolerance, from the same data."""
+    def is_within_tolerance(self) -> bool:
+        """Whether both runs used the same data and their numbers agree within the tolerance."""
         return (
             all(part.within for part in (self.parameters, self.state, self.loss))
-            and self.unlike is None
+            and self.mismatched is None
             and self.first_data is None
             and self.steps[0] == self.steps[1]
         )
 
     @property
-    def resolved(self) -> bool:
-        """Whether the precision of the runs suffices to tell a wrong gradient from rounding."""
+    def is_resolved(self) -> bool:
+        """Whether the precision of the runs suffices to distinguish a wrong gradient from rounding."""
         return self.parameters.resolved and self.state.resolved
 
 
-def difference(run: Record, reference: Record, tolerance: float, *, float64: bool) -> Difference:
-    """Compare `run` with `reference`; both trained in double precision if `float64`.
+def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) -> Difference:
+    """Compare `run` with `reference`. `float64` states that both trained in double precision.
 
-    Let m be the largest |value| of the reference's tensor, d the distance it moved (m for optimizer state), D the
-    largest d of all parameters (of the same kind of state), and eps the resolution of the dtype. A difference is
-    permitted up to the smaller of `tolerance` * max(1, m) and RELATIVE * d + 1e-6 * D + 4 * eps * steps * m.
-    A loss is compared with the largest loss of the run in place of d.
+    Let m be the largest absolute value of the reference's tensor, d the distance that the tensor moved (m for optimizer
+    state), D the largest d of all parameters or of all optimizer state with the same key, and eps the resolution of the
+    dtype. The permitted difference is the smaller of `tolerance` * max(1, m) and
+    RELATIVE_TOLERANCE * d + 1e-6 * D + 4 * eps * steps * m. For losses, the largest loss of the run replaces d.
     """
-    losses, expected = run.losses(), reference.losses()
-    worst, first_loss = Furthest(), None
-    relative = RELATIVE[float64]
-    largest_loss = max((abs(loss) for loss in expected), default=0.0)
-    for step, (loss, other) in enumerate(zip(losses, expected, strict=False), 1):
-        delta = _distance(loss, other)
-        within = delta == 0 or delta <= min(tolerance * max(1.0, abs(other)), relative * largest_loss)
-        if not within and first_loss is None:
-            first_loss = step
-        if delta > worst.delta:
-            worst = Furthest(delta, f"step {step}", worst.within and within)
-        elif not within:
-            worst = Furthest(worst.delta, worst.where, False)
-    found = {"parameter": Furthest(), "state": Furthest()}
+    relative = RELATIVE_TOLERANCE[float64]
+    loss, first_loss = _compare_losses(run.losses(), reference.losses(), tolerance, relative)
+    found = {"parameter": LargestDifference(), "state": LargestDifference()}
     with (
-        safe_open(run.folder / TENSORS, framework="pt") as here,
-        safe_open(reference.folder / TENSORS, framework="pt") as there,
+        safe_open(run.folder / TENSORS, framework="pt") as run_tensors,
+        safe_open(reference.folder / TENSORS, framework="pt") as reference_tensors,
     ):
-        names = set(here.keys()), set(there.keys())
-        unlike = sorted(names[0] ^ names[1])
-        distances = _distances(there, reference)
-        furthest: dict[str, float] = {}
+        run_names, reference_names = set(run_tensors.keys()), set(reference_tensors.keys())
+        mismatched = sorted(run_names ^ reference_names)
+        distances = _distances(reference_tensors, reference)
+        largest: dict[str, float] = {}
         for name, distance in distances.items():
-            furthest[_kind(name)] = max(furthest.get(_kind(name), 0.0), distance)
-        for name in sorted(names[0] & names[1]):
+            largest[_kind(name)] = max(largest.get(_kind(name), 0.0), distance)
+        for name in sorted(run_names & reference_names):
             kind, _, rest = name.partition(" ")
-            left, right = here.get_tensor(name), there.get_tensor(name)
+            left, right = run_tensors.get_tensor(name), reference_tensors.get_tensor(name)
             if left.shape != right.shape:
-                unlike.append(name)
+                mismatched.append(name)
                 continue
-            scales = _Scales(tolerance, relative, reference.steps, distances[name], furthest[_kind(name)])
-            found[kind] = _further(found[kind], left, right, rest, scales)
+            scales = _Scales(tolerance, relative, reference.steps, distances[name], largest[_kind(name)])
+            found[kind] = _include(found[kind], left, right, rest, scales)
     return Difference(
         parameters=found["parameter"],
         state=found["state"],
-        loss=worst,
+        loss=loss,
         steps=(run.steps, reference.steps),
         first_loss=first_loss,
-        first_data=_first_unlike(run.data(), reference.data()),
-        first_learning_rate=_first_unlike(run.learning_rates(), reference.learning_rates()),
-        start=next((name for name, bits in reference.first.start.items() if run.first.start.get(name) != bits), None),
-        unlike=unlike[0] if unlike else None,
+        first_data=_first_different_step(run.data(), reference.data()),
+        first_learning_rate=_first_different_step(run.learning_rates(), reference.learning_rates()),
+        start=next(
+            (name for name, digest in reference.first.start.items() if run.first.start.get(name) != digest), None
+        ),
+        mismatched=mismatched[0] if mismatched else None,
     )
 
 
-def not_comparable(record: Record) -> str | None:
-    """Return why the numbers of a run prove nothing: a value is not finite, or training moved no parameter."""
+def why_not_comparable(record: Record) -> str | None:
+    """Return why a comparison with this run would prove nothing: a value is not finite, or no parameter changed."""
     for step, loss in enumerate(record.losses(), 1):
         if not math.isfinite(loss):
-            return f"the loss of step {step} is {loss}, and nothing can be compared with that"
+            return f"the loss of step {step} is {loss}, so the run cannot be compared"
     with safe_open(record.folder / TENSORS, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118
             if not tensors.get_tensor(name).isfinite().all():
-                return f"{name} is not finite after {record.steps} steps, and nothing can be compared with that"
+                return f"{name} is not finite after {record.steps} steps, so the run cannot be compared"
     if not any(record.first.moved.values()):
         return (
-            f"no parameter has changed after {record.steps} steps, so nothing is compared. Train more steps (--steps), "
-            "or check the learning rate and which parameters the optimizer has"
+            f"no parameter changed in {record.steps} steps, so a comparison would prove nothing. Train more steps "
+            "(--steps), or check the learning rate and the parameters that the optimizer holds"
         )
     return None
 
 
 @dataclass(frozen=True)
 class _Scales:
-    """The scales by which the difference of one tensor is measured. `distance` is that of the tensor, `furthest` the
-    largest of its kind."""
+    """The scales for the difference of one tensor: its own `distance`, and the largest distance among its kind."""
 
     tolerance: float
     relative: float
     steps: int
     distance: float
-    furthest: float
+    largest_distance: float
+
+
+def _compare_losses(
+    losses: Sequence[float], expected: Sequence[float], tolerance: float, relative: float
+) -> tuple[LargestDifference, int | None]:
+    """Return the largest difference of the losses, and the first step at which they differ."""
+    largest, first_step = LargestDifference(), None
+    largest_loss = max((abs(loss) for loss in expected), default=0.0)
+    for step, (loss, other) in enumerate(zip(losses, expected, strict=False), 1):
+        delta = _distance(loss, other)
+        within = delta == 0 or delta <= min(tolerance * max(1.0, abs(other)), relative * largest_loss)
+        if not within and first_step is None:
+            first_step = step
+        if delta > largest.delta:
+            largest = LargestDifference(delta, f"step {step}", largest.within and within)
+        elif not within:
+            largest = LargestDifference(largest.delta, largest.where, False)
+    return largest, first_step
 
 
 def _kind(name: str) -> str:
@@ -164,40 +178,41 @@ def _kind(name: str) -> str:
 
 
 def _distances(tensors: Any, record: Record) -> dict[str, float]:
-    """Return the distance that each tensor has moved: optimizer state starts from zero."""
+    """Return the distance that each tensor has moved. Optimizer state starts from zero."""
     return {
         name: record.first.moved[name.partition(" ")[2]]
         if _kind(name) == "parameter"
-        else _largest(tensors.get_tensor(name).double())
+        else _largest_value(tensors.get_tensor(name).double())
         for name in tensors.keys()  # noqa: SIM118
     }
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest_value(tensor: Tensor) -> float:
     return tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max().item() if tensor.numel() else 0.0
 
 
-def _further(worst: Furthest, left: Tensor, right: Tensor, where: str, scales: _Scales) -> Furthest:
+def _include(largest: LargestDifference, left: Tensor, right: Tensor, name: str, scales: _Scales) -> LargestDifference:
+    """Return `largest` extended by the difference between the tensors `left` and `right`, both called `name`."""
     if not left.numel():
-        return worst
+        return largest
     eps = torch.finfo(right.dtype).eps if right.is_floating_point() else 0.0
     left, right = left.double(), right.double()
     same = (left == right) | (left.isnan() & right.isnan())
     delta = torch.where(same, 0.0, (left - right).abs().nan_to_num(nan=math.inf, posinf=math.inf)).max().item()
-    largest = _largest(right)
+    largest_value = _largest_value(right)
     permitted = min(
-        scales.tolerance * max(1.0, largest),
+        scales.tolerance * max(1.0, largest_value),
         scales.relative * scales.distance
-        + _NOISE * scales.furthest
-        + _ROUNDINGS_PER_STEP * eps * scales.steps * largest,
+        + _NOISE_FRACTION * scales.largest_distance
+        + _ROUNDINGS_PER_STEP * eps * scales.steps * largest_value,
     )
-    has_gradient = scales.distance > _NOISE / _RESOLVED * scales.furthest
-    hidden = delta != 0 and has_gradient and permitted > _RESOLVED * scales.distance
-    return Furthest(
-        max(delta, worst.delta),
-        where if delta > worst.delta else worst.where,
-        worst.within and delta <= permitted,
-        worst.resolved and not hidden,
+    has_gradient = scales.distance > _NOISE_FRACTION / _RESOLVED_FRACTION * scales.largest_distance
+    is_hidden = delta != 0 and has_gradient and permitted > _RESOLVED_FRACTION * scales.distance
+    return LargestDifference(
+        max(delta, largest.delta),
+        name if delta > largest.delta else largest.where,
+        largest.within and delta <= permitted,
+        largest.resolved and not is_hidden,
     )
 
 
@@ -208,5 +223,5 @@ def _distance(left: float, right: float) -> float:
     return math.inf if math.isnan(delta) else delta
 
 
-def _first_unlike(left: Sequence[Any], right: Sequence[Any]) -> int | None:
+def _first_different_step(left: Sequence[Any], right: Sequence[Any]) -> int | None:
     return next((step for step, (a, b) in enumerate(zip(left, right, strict=False), 1) if a != b), None)

@@ -1,4 +1,4 @@
-"""What is asked of a run that is verified, and what its ranks tell: files in a folder of the run's own."""
+"""The files of a verified run: the request that `unitrain verify` writes, and the records that the ranks write."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# The variable that names the folder of a run that is verified; set for its processes only.
+# Environment variable with the folder of a verified run. It is set only for the processes of that run.
 FOLDER = "UNITRAIN_VERIFY"
 TENSORS = "end.safetensors"
 _REQUEST = "request.json"
-# Digests of samples are added up modulo this: a sum does not depend on which rank had which sample, and when.
-_DIGESTS = 2**64
+# Digests of samples are added modulo this number: the sum does not depend on the assignment of samples to ranks.
+_DIGEST_MODULUS = 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Train `steps` steps and end. A run on fewer than `as_ranks` ranks accumulates until its global batch is theirs.
+    """Train `steps` steps, then end.
 
-    With `float64` model and data are converted to double precision.
+    A run on fewer than `as_ranks` ranks accumulates gradients to reach the global batch of `as_ranks` ranks. If
+    `float64`, model and data are converted to double precision.
     """
 
     steps: int
@@ -28,19 +29,22 @@ class Request:
     float64: bool = False
 
     def write(self, folder: Path) -> None:
-        """Leave it in `folder`, for the ranks."""
+        """Write the request to `folder`, where the ranks read it."""
         (folder / _REQUEST).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Request:
-        """Return what was left in `folder`."""
+        """Return the request in `folder`."""
         return cls(**json.loads((folder / _REQUEST).read_text()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One rank's part of a step: the sum of its losses and how many samples or tokens that is over, how many samples
-    each of its micro-steps had, the sum of their digests, and the optimizer's learning rates."""
+    """One rank's part of a step.
+
+    `loss` is the sum of the losses over `weight` samples or tokens. `samples` has the number of samples of each
+    micro-batch, and `digest` is the sum of their digests. `learning_rates` has an entry per parameter group.
+    """
 
     loss: float
     weight: float
@@ -51,12 +55,13 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What one rank did. `start` and `end` are the digests of its parameters before the first step and after the last,
-    and `moved` is the largest |end - start| of each parameter.
+    """The record of one rank.
 
-    `random` names the generators that gave numbers in between, `fixed_batch` tells that the script states its global
-    batch itself, `batch_statistics` whose samples of a micro-step BatchNorm computes over: "rank", "all" or "none"; and
-    `rounding` the format that gradients are rounded to as they travel: "fp16", "bf16" or "none".
+    `start` and `end` are digests of its parameters before the first and after the last step, and `moved` is the largest
+    |end - start| of each parameter. `random` names the generators that were used in between. `fixed_batch` is True if
+    the script sets its global batch size itself. `batch_statistics` states over which samples of a micro-batch
+    BatchNorm normalizes: "rank", "all" or "none". `rounding` is the format to which gradients are rounded for
+    communication: "fp16", "bf16" or "none".
     """
 
     rank: int
@@ -75,7 +80,7 @@ class RankRecord:
     rounding: str
 
     def write(self, folder: Path) -> None:
-        """Leave it in `folder`, whole or not at all."""
+        """Write the record to `folder`, atomically."""
         path = folder / f"rank-{self.rank}.json"
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(asdict(self)))
@@ -83,33 +88,33 @@ class RankRecord:
 
     @classmethod
     def read(cls, path: Path) -> RankRecord:
-        """Return what a rank wrote to `path`."""
-        told = json.loads(path.read_text())
-        return cls(**told | {"steps": [StepRecord(**step) for step in told["steps"]]})
+        """Return the record that a rank wrote to `path`."""
+        data = json.loads(path.read_text())
+        return cls(**data | {"steps": [StepRecord(**step) for step in data["steps"]]})
 
 
 @dataclass(frozen=True)
 class Record:
-    """What all ranks of a run did, in rank order, and the folder with rank 0's tensors."""
+    """The records of all ranks of a run, in rank order, and the folder with the tensors of rank 0."""
 
     ranks: Sequence[RankRecord]
     folder: Path
 
     @classmethod
     def read(cls, folder: Path) -> Record | None:
-        """Return what the ranks left in `folder`, None unless all of them did."""
-        found = sorted((RankRecord.read(path) for path in folder.glob("rank-*.json")), key=lambda told: told.rank)
+        """Return the record in `folder`, or None if a rank has not written its part."""
+        found = sorted((RankRecord.read(path) for path in folder.glob("rank-*.json")), key=lambda record: record.rank)
         return cls(found, folder) if found and len(found) == found[0].size else None
 
     @property
     def first(self) -> RankRecord:
-        """What is the same on every rank is read from here."""
+        """The record of rank 0, for values that are equal on all ranks."""
         return self.ranks[0]
 
     @property
     def steps(self) -> int:
         """The number of steps that every rank finished."""
-        return min(len(told.steps) for told in self.ranks)
+        return min(len(record.steps) for record in self.ranks)
 
     def losses(self) -> list[float]:
         """Return the exact mean loss of each step, over the samples or tokens of all ranks."""
@@ -119,20 +124,20 @@ class Record:
         ]
 
     def data(self) -> list[int]:
-        """Return a digest of the samples of each step, whichever ranks had them."""
-        return [sum(one.digest for one in parts) % _DIGESTS for parts in self._by_step()]
+        """Return a digest of the samples of each step, independent of their assignment to ranks."""
+        return [sum(one.digest for one in parts) % _DIGEST_MODULUS for parts in self._by_step()]
 
     def global_batch(self) -> list[int]:
-        """Return the number of samples of each step."""
+        """Return the number of samples of each step, over all ranks."""
         return [sum(sum(one.samples) for one in parts) for parts in self._by_step()]
 
-    def normalised(self) -> list[list[int]]:
-        """Return over how many samples at a time BatchNorm computes in each step, largest first."""
-        whole = self.first.batch_statistics == "all"
+    def batch_norm_groups(self) -> list[list[int]]:
+        """Return the sizes of the groups of samples over which BatchNorm normalizes in each step, largest first."""
+        is_synced = self.first.batch_statistics == "all"
         return [
             sorted(
                 map(sum, zip(*(one.samples for one in parts), strict=True))
-                if whole
+                if is_synced
                 else (count for one in parts for count in one.samples if count),
                 reverse=True,
             )
@@ -140,16 +145,16 @@ class Record:
         ]
 
     def learning_rates(self) -> list[Sequence[float]]:
-        """Return the optimizer's learning rates at each step, one of each group."""
+        """Return the learning rates of each step, one per parameter group."""
         return [one.learning_rates for one in self.first.steps]
 
-    def unlike_rank_zero(self) -> tuple[int, str] | None:
-        """Return a rank and the parameter that ends there with other bits than on rank 0, None when there is none."""
-        for told in self.ranks:
+    def first_replica_mismatch(self) -> tuple[int, str] | None:
+        """Return the first (rank, parameter) whose final bits differ from those of rank 0, or None."""
+        for record in self.ranks:
             for name, digest in self.first.end.items():
-                if told.end.get(name) != digest:
-                    return told.rank, name
+                if record.end.get(name) != digest:
+                    return record.rank, name
         return None
 
     def _by_step(self) -> list[tuple[StepRecord, ...]]:
-        return list(zip(*(told.steps for told in self.ranks), strict=False))
+        return list(zip(*(record.steps for record in self.ranks), strict=False))

@@ -19,8 +19,8 @@ from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.data.batch import map_tensors
 from unitrain.modules.sync_batch_norm import SyncedForward
+from unitrain.verify.digests import digest_of_samples, digest_of_tensor
 from unitrain.verify.record import FOLDER, TENSORS, RankRecord, Request, StepRecord
-from unitrain.verify.samples import digest_of_samples, digest_of_tensor
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend

@@ -1,4 +1,4 @@
-"""The verdict as a table, and as data."""
+"""Print the verdict as a table, or write it as JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from unitrain.verify.difference import Difference, Furthest
+from unitrain.verify.difference import Difference, LargestDifference
 from unitrain.verify.verdict import Group, Row, Status, Verdict
 
-_WIDTH = 200  # where there is no terminal: no cell is broken into lines
+_WIDTH_WITHOUT_TERMINAL = 200  # wide enough that no cell is wrapped
 _VERBS = {"differs": "differs", "failed": "failed", "by design": "differs by design"}
-_COUNTED: dict[Status, tuple[str, str]] = {
+_COUNTED_STATUSES: dict[Status, tuple[str, str]] = {
     "differs": ("differs from its reference", "differ from their reference"),
     "failed": ("failed", "failed"),
 }
@@ -27,9 +27,11 @@ _STYLES = {"same numbers": "green", "differs": "red", "failed": "red", "by desig
 
 
 def show(verdict: Verdict, title: str) -> None:
-    """Print a table with a part for each number of ranks, what is to be said of its rows, and the verdict."""
+    """Print a table with a section per number of ranks, the reasons for differences, and the verdict."""
     terminal = Console(highlight=False, soft_wrap=True)
-    console = terminal if terminal.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDTH)
+    console = (
+        terminal if terminal.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDTH_WITHOUT_TERMINAL)
+    )
     table = Table(
         title=f"{title}\nΔ is the largest difference from the reference",
         title_justify="left",
@@ -50,19 +52,19 @@ def show(verdict: Verdict, title: str) -> None:
     for group in verdict.groups:
         for row in group.rows:
             _explain(console, group, row)
-    for what, why in verdict.skipped:
-        console.print(f"[bold]skipped[/bold] {what}: ", end="")
-        console.print(why, markup=False)
-    console.print(_sentence(verdict), markup=False, style="bold green" if verdict.same else "bold red")
+    for name, reason in verdict.skipped:
+        console.print(f"[bold]skipped[/bold] {name}: ", end="")
+        console.print(reason, markup=False)
+    console.print(_format_verdict(verdict), markup=False, style="bold green" if verdict.is_same else "bold red")
 
 
 def write_json(verdict: Verdict, settings: Mapping[str, Any], path: Path) -> None:
-    """Write all that is known to `path`; numbers that are not finite become null."""
+    """Write the settings, all rows and the verdict to `path`. Numbers that are not finite become null."""
     report = {
         **settings,
-        "same": verdict.same,
+        "same": verdict.is_same,
         "groups": [{"ranks": group.ranks, "rows": [_as_data(row) for row in group.rows]} for group in verdict.groups],
-        "skipped": [{"what": what, "why": why} for what, why in verdict.skipped],
+        "skipped": [{"name": name, "reason": reason} for name, reason in verdict.skipped],
     }
     path.write_text(json.dumps(_finite(report), indent=2) + "\n")
 
@@ -71,55 +73,59 @@ def _cells(row: Row) -> list[str]:
     outcome, found = row.outcome, row.difference
     style = _STYLES.get(row.status)
     status = f"[{style}]{row.status}[/{style}]" if style else row.status
-    who = [str(outcome.run.processes), outcome.run.backend, outcome.transport]
+    identity = [str(outcome.run.processes), outcome.run.backend, outcome.transport]
     if outcome.record is None:
-        return [*who, "", "", "", "", "", "", status]
-    who.append(str(outcome.record.global_batch()[0]))
-    replica = outcome.record.unlike_rank_zero()
-    alone = outcome.record.first.size == 1
-    replicas = "" if alone else "bit-equal" if replica is None else f"rank {replica[0]} differs"
+        return [*identity, "", "", "", "", "", "", status]
+    identity.append(str(outcome.record.global_batch()[0]))
+    mismatch = outcome.record.first_replica_mismatch()
+    is_single = outcome.record.first.size == 1
+    replicas = "" if is_single else "bit-equal" if mismatch is None else f"rank {mismatch[0]} differs"
     if found is None:
-        return [*who, "", "", "", "", replicas, status]
-    data = "same" if found.first_data is None else f"other, step {found.first_data}"
-    numbers = [_number(part) for part in (found.parameters, found.state, found.loss)]
-    return [*who, *numbers, data, replicas, status]
+        return [*identity, "", "", "", "", replicas, status]
+    data = "same" if found.first_data is None else f"differ in step {found.first_data}"
+    numbers = [_format_delta(part) for part in (found.parameters, found.state, found.loss)]
+    return [*identity, *numbers, data, replicas, status]
 
 
 def _explain(console: Console, group: Group, row: Row) -> None:
-    """Print the reasons, which the table has no room for."""
+    """Print the reasons of a row, which do not fit into the table."""
     if row.status == "reference" or not (row.reasons or row.status in _VERBS):
         return
     verb = _VERBS.get(row.status)
     console.print(f"[bold]{row.name}[/bold]{f' {verb}' if verb else ''}:")
     parts = [*row.reasons]
     if row.status == "differs" and row.difference is not None:
-        parts += _where(row.difference)
+        parts += _describe_location(row.difference)
     if row.status == "by design":
-        parts.append(f"only runs on {group.ranks} ranks can be compared")
-    for line in [*(f"{part}." for part in parts), *(f"| {line}" for line in row.outcome.words)]:
+        parts.append(f"only runs on {group.ranks} ranks can be compared with each other")
+    for line in [*(f"{part}." for part in parts), *(f"| {line}" for line in row.outcome.last_lines)]:
         console.print(f"  {line}", markup=False)
 
 
-def _where(found: Difference) -> list[str]:
-    said = [] if found.first_loss is None else [f"losses differ from step {found.first_loss} on"]
-    for kind, part in (("parameter", found.parameters), ("state of the optimizer", found.state)):
+def _describe_location(found: Difference) -> list[str]:
+    """Return sentences that locate the differences."""
+    sentences = [] if found.first_loss is None else [f"losses differ from step {found.first_loss}"]
+    for kind, part in (("parameter", found.parameters), ("optimizer state", found.state)):
         if not part.within:
-            said.append(f"the {kind} that is furthest off is {part.where}")
-    return said
+            sentences.append(f"the {kind} with the largest difference is {part.where}")
+    return sentences
 
 
-def _sentence(verdict: Verdict) -> str:
+def _format_verdict(verdict: Verdict) -> str:
     rows = [row for group in verdict.groups for row in group.rows]
     count = Counter(row.status for row in rows)
-    if verdict.same:
-        return f"Verdict: the same numbers{', except where they differ by design' if count['by design'] else ''}."
-    said = [f"{n} {texts[n > 1]}" for status, texts in _COUNTED.items() if (n := count[status])]
-    if said:
-        return f"Verdict: not the same numbers. Of {len(rows)} runs {' and '.join(said)}."
-    return "Verdict: nothing was compared, which takes two backends on the same number of ranks. Leave --backends out."
+    if verdict.is_same:
+        return f"Verdict: the same numbers{', except for differences by design' if count['by design'] else ''}."
+    parts = [f"{n} {texts[n > 1]}" for status, texts in _COUNTED_STATUSES.items() if (n := count[status])]
+    if parts:
+        return f"Verdict: not the same numbers. Of {len(rows)} runs, {' and '.join(parts)}."
+    return (
+        "Verdict: nothing was compared. A comparison takes two backends on the same number of ranks: omit --backends, "
+        "or name two."
+    )
 
 
-def _number(part: Furthest) -> str:
+def _format_delta(part: LargestDifference) -> str:
     return f"{part.delta:.1e}" if part.delta else "0"
 
 
@@ -138,7 +144,7 @@ def _as_data(row: Row) -> dict[str, Any]:
             "global_batch_sizes": record.global_batch(),
             "learning_rates": record.learning_rates(),
             "random_numbers": record.first.random,
-            "replicas_bit_equal": record.unlike_rank_zero() is None,
+            "replicas_bit_equal": record.first_replica_mismatch() is None,
         }
     )
     return {
@@ -149,7 +155,7 @@ def _as_data(row: Row) -> dict[str, Any]:
         "reasons": list(row.reasons),
         "seconds": round(outcome.seconds, 1),
         "difference": None if row.difference is None else dataclasses.asdict(row.difference),
-        "output": list(outcome.words),
+        "output": list(outcome.last_lines),
         **recorded,
     }
 

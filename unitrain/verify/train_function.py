@@ -1,7 +1,6 @@
-"""What a rank runs when it is a function that is verified: the function says what to train, the `Trainer` trains it.
+"""Program of each rank when `unitrain verify` is given a function: it trains what the function returns.
 
-python factory.py package.module:function
-python factory.py file.py:function
+It is executed by its path: python train_function.py package.module:function, or file.py:function.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from pathlib import Path
 
 
 def train(target: str) -> None:
-    """Train what the function named by `target` returns: see `factories.made_by`.
+    """Train with the arguments that the function named by `target` returns (see `factories.made_by`).
 
-    torch, numpy and Python are seeded with 0 before it is called, on every rank alike.
+    The generators of torch, numpy and Python are seeded with 0 on every rank before the function is called.
     """
     import unitrain
     from unitrain import factories, randomness
@@ -26,5 +25,6 @@ def train(target: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path.cwd())  # not the folder of this file, whose names are not the user's
+    # Python put the folder of this file first. The user's function is looked up in the working directory instead.
+    sys.path[0] = str(Path.cwd())
     train(sys.argv[1])

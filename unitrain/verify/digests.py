@@ -1,4 +1,4 @@
-"""A number that stands for the samples of a batch, whatever their order."""
+"""Digests of tensors, and of the samples of a batch independently of their order."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from unitrain.backends.tensors import as_bytes
 
 
 def digest_of_samples(batch: Any, count: int) -> int:
-    """Return the sum of 64-bit digests of the `count` samples in `batch`, which is on the CPU.
+    """Return the sum of the 64-bit digests of the `count` samples in `batch`, which is on the CPU.
 
-    So several batches have the sum of theirs as that of all their samples, however these were cut up. A batch that does
-    not tell which parts of it belong to one sample is digested as a whole.
+    The sum over several batches equals the sum over all their samples, however the samples are divided into batches.
+    If the structure of the batch does not show which parts belong to one sample, the batch is digested as one value.
     """
     rows = _rows(batch, count)
-    return sum(_digest(row) for row in ([_whole(batch)] if rows is None else rows))
+    return sum(_digest(row) for row in ([_serialize(batch)] if rows is None else rows))
 
 
 def digest_of_tensor(tensor: Tensor) -> str:
-    """Return a digest of the tensor's bits, in hexadecimal."""
+    """Return a hexadecimal digest of the tensor's bits."""
     return hashlib.blake2b(bits(tensor.detach().cpu()), digest_size=16).hexdigest()
 
 
 def bits(tensor: Tensor) -> bytes:
-    """Return the values of a dense tensor on the CPU, as they are in memory."""
+    """Return the bytes of the values of a dense CPU tensor."""
     return as_bytes(tensor).numpy().tobytes()
 
 
@@ -40,11 +40,11 @@ def _digest(content: bytes) -> int:
 
 
 def _rows(part: Any, count: int) -> list[bytes] | None:
-    """Return what `part` holds of each of `count` samples, None where that cannot be told."""
+    """Return the serialized content of each of the `count` samples in `part`, or None if it has no such rows."""
     if isinstance(part, Tensor):
         if part.layout is not torch.strided or part.dim() == 0 or len(part) != count:
             return None
-        return [_whole(row) for row in part]
+        return [_serialize(row) for row in part]
     if isinstance(part, Mapping):
         part = [part[key] for key in sorted(part, key=str)]
     elif is_dataclass(part):
@@ -55,29 +55,30 @@ def _rows(part: Any, count: int) -> list[bytes] | None:
     known = [rows for rows in inner if rows is not None]
     if len(known) == len(inner):
         return [b"|".join(rows) for rows in zip(*known, strict=True)]
-    return [_whole(one) for one in part] if len(part) == count else None
+    return [_serialize(one) for one in part] if len(part) == count else None
 
 
-def _whole(part: Any) -> bytes:
+def _serialize(part: Any) -> bytes:
     if isinstance(part, Tensor):
         dense = (part if part.layout is torch.strided else part.to_dense()).cpu()
         return f"{dense.dtype} {list(dense.shape)} ".encode() + bits(dense)
     if isinstance(part, Mapping):
-        return b"{" + b",".join(str(key).encode() + b":" + _whole(part[key]) for key in sorted(part, key=str)) + b"}"
+        items = (str(key).encode() + b":" + _serialize(part[key]) for key in sorted(part, key=str))
+        return b"{" + b",".join(items) + b"}"
     if isinstance(part, list | tuple):
-        return b"[" + b",".join(map(_whole, part)) + b"]"
+        return b"[" + b",".join(map(_serialize, part)) + b"]"
     if part is None or isinstance(part, str | int | float | bool):
         return repr(part).encode()
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(part)
-    except Exception:  # whatever a type of the user's raises: its name is then all that is known of it
+        _ContentPickler(file).dump(part)
+    except Exception:  # a user's type may raise anything; then only its name is digested
         return type(part).__qualname__.encode()
     return file.getvalue()
 
 
-class _Pickler(pickle.Pickler):
-    """Sees what is in tensors, of which pickle keeps addresses too."""
+class _ContentPickler(pickle.Pickler):
+    """Serializes tensors by content. pickle itself would include memory addresses."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return (bytes, (_whole(obj),)) if isinstance(obj, Tensor) else NotImplemented
+        return (bytes, (_serialize(obj),)) if isinstance(obj, Tensor) else NotImplemented

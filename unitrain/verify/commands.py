@@ -1,0 +1,101 @@
+"""Run a command with a time limit, and terminate every process that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unitrain.bootstrap.authentication import new_key
+from unitrain.bootstrap.environment import JOB_KEY
+from unitrain.processes import end_all, marked
+
+_TERMINATE_SECONDS = 5.0
+_STACK_SECONDS = 1.0
+_BETWEEN_RANKS_SECONDS = 0.05  # ranks that print at the same time would mix their lines
+# Python prints the stacks of its threads when it is aborted or crashes.
+_FAULT_HANDLER = {"PYTHONFAULTHANDLER": "1"}
+# The first line in which a launcher reports that a rank has ended.
+_LAUNCHER_REPORT = re.compile(
+    r"[EWI]\d{4} .* torch/distributed/elastic/"  # torchrun
+    r"|Process \d+ exit with status code"  # horovodrun
+    r"|-{50,}$"  # mpirun
+)
+_RANK_PREFIX = re.compile(r"\[[\d,]+\]<std(err|out)>:")  # of horovodrun
+_OMITTED = ("Extension modules: ", "Fatal Python error: Aborted")
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """The exit code of a command (None if it timed out), its duration, and its output up to the end or the timeout."""
+
+    code: int | None
+    seconds: float
+    output: str
+
+
+def run_command(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    marker: str,
+    script: str,
+    output: Path,
+    limit_seconds: float,
+) -> CommandResult:
+    """Run `command`, which runs `script`, in this environment. Its output is written to the file `output`.
+
+    After `limit_seconds` the command is terminated, and its ranks print their stacks. In any case this function
+    terminates every process that the command started: its process group, and every process whose environment has the
+    variable `marker` with the same value, because launchers start ranks in process groups of their own.
+    """
+    started = time.monotonic()
+    tag = f"{marker}={environment[marker]}".encode()
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            env={**environment, **_FAULT_HANDLER, JOB_KEY: new_key()},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code, text = None, None
+        try:
+            code = process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            _print_stacks(tag, script)
+            text = output.read_text(errors="replace")
+            process.terminate()  # launchers forward the signal to their ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TERMINATE_SECONDS)
+        finally:
+            end_all(process, tag)
+    return CommandResult(code, time.monotonic() - started, output.read_text(errors="replace") if text is None else text)
+
+
+def last_lines(output: str, max_lines: int = 16) -> list[str]:
+    """Return the last lines of the output before the launcher reported that a rank had ended."""
+    lines = [line for line in output.splitlines() if _RANK_PREFIX.sub("", line).strip()]
+    lines = [line for line in lines if not any(text in line for text in _OMITTED)]
+    end = next((number for number, line in enumerate(lines) if _LAUNCHER_REPORT.match(line)), None)
+    return (lines[:end] or lines)[-max_lines:]
+
+
+def _print_stacks(tag: bytes, script: str) -> None:
+    """Abort the ranks, so that they print their stacks. They are terminated afterwards in any case."""
+    for pid in marked(tag):
+        with contextlib.suppress(OSError):
+            program, *arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            if "python" in program and next((one for one in arguments if not one.startswith("-")), None) == script:
+                resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+                os.kill(pid, signal.SIGABRT)
+                time.sleep(_BETWEEN_RANKS_SECONDS)
+    time.sleep(_STACK_SECONDS)

@@ -1,0 +1,156 @@
+"""Make the runs of a verification, one after the other, and compare those with the same global batch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from unitrain.backends import registry
+from unitrain.bootstrap import environment
+from unitrain.errors import ConfigError
+from unitrain.verify.commands import last_lines, run_command
+from unitrain.verify.record import FOLDER, Record, Request
+from unitrain.verify.verdict import Group, Outcome, Run, compare_outcomes, settle_with_float64
+
+FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-6, 1e-8
+
+
+class Command(Protocol):
+    """A command line, and the variables to add to its environment."""
+
+    @property
+    def argv(self) -> Sequence[str]: ...
+
+    @property
+    def environment(self) -> Mapping[str, str]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The settings that all runs share.
+
+    `build_command(run, variables)` returns the launch command of a run with `variables` set for its ranks, and raises
+    ConfigError if the run cannot be launched. `report_progress(text)` receives parts of lines. `script` is the path
+    that the ranks execute.
+    """
+
+    script: str
+    steps: int
+    tolerance: float
+    float64: bool
+    limit_seconds: float
+    folder: Path
+    build_command: Callable[[Run, Mapping[str, str]], Command]
+    report_progress: Callable[[str], None]
+
+    def run_groups(
+        self, sizes: Sequence[int], controllers: Mapping[str, Sequence[str | None]], *, with_local: bool
+    ) -> list[Group]:
+        """Run every backend on each number of ranks in `sizes`, and compare the runs of each size.
+
+        `controllers` has, by backend, the controllers to launch it with. `with_local` adds a run on one process to each
+        group.
+        """
+        groups = []
+        local: Outcome | None = None
+        for size in sizes:
+            outcomes = list(self._run_backends(controllers, size))
+            if with_local:
+                if local is None or local.record is None or not local.record.first.fixed_batch:
+                    local = self._run_local(size, outcomes)
+                outcomes.insert(0, local)
+            group = compare_outcomes(size, outcomes, self.tolerance, float64=self.float64)
+            groups.append(self._repeat_unclear_runs(group))
+        return groups
+
+    def _run_backends(self, controllers: Mapping[str, Sequence[str | None]], size: int) -> Iterator[Outcome]:
+        """Run every backend on `size` ranks. On GPUs, a backend with several transports runs over each of them."""
+        for backend, choices in controllers.items():
+            for controller in choices if backend != "local" else ():
+                run = Run(backend=backend, as_ranks=size, processes=size, controller=controller)
+                outcome = self._run(run)
+                yield outcome
+                if outcome.record is not None and outcome.record.first.device.startswith("cuda"):
+                    transports = getattr(registry.load(backend), "transports", ())
+                    for transport in transports:
+                        if transport != outcome.transport:
+                            yield self._run(replace(run, transport=transport))
+
+    def _run_local(self, size: int, others: Sequence[Outcome]) -> Outcome:
+        """Run one process with the global batch of `others`.
+
+        The script's own batch is multiplied by `size`. If that does not give the global batch because the script
+        divides its batch by the number of ranks, the process runs with the script's own batch.
+        """
+        outcome = self._run(Run(backend="local", as_ranks=size, processes=1))
+        batches = {
+            one.record.global_batch()[0] for one in (outcome, *others) if one.record is not None and one.record.steps
+        }
+        if size > 1 and len(batches) > 1:
+            unscaled = self._run(Run(backend="local", as_ranks=1, processes=1))
+            record = unscaled.record
+            if record is not None and record.steps and record.global_batch()[0] in batches:
+                return unscaled
+        return outcome
+
+    def _repeat_unclear_runs(self, group: Group) -> Group:
+        """Repeat the runs whose differences may be rounding, in double precision."""
+        unclear = [row for row in group.rows if row.needs_float64]
+        if not unclear:
+            return group
+        self.report_progress(
+            f"{len(unclear)} of {len(group.rows)} runs may differ by rounding only. Repeating them in float64:\n"
+        )
+        in_float64 = replace(self, float64=True, tolerance=FLOAT64_TOLERANCE)
+        repeated = [*(row for row in group.rows if row.status == "reference"), *unclear]
+        outcomes = [in_float64._run(row.outcome.run) for row in repeated]
+        return settle_with_float64(group, compare_outcomes(group.ranks, outcomes, FLOAT64_TOLERANCE, float64=True))
+
+    def _run(self, run: Run) -> Outcome:
+        folder = Path(tempfile.mkdtemp(prefix=f"{run.backend}-", dir=self.folder))
+        Request(steps=self.steps, as_ranks=run.as_ranks, float64=self.float64).write(folder)
+        variables = {FOLDER: str(folder)}
+        if run.transport is not None:
+            variables["UNITRAIN_TRANSPORT"] = run.transport
+        try:
+            command = self.build_command(run, variables)
+        except ConfigError as error:
+            return Outcome(run=run, seconds=0.0, failure=str(error))
+        ranks = "1 process" if run.processes == 1 else f"{run.processes} ranks"
+        name = f"{run.backend} over {chosen}" if (chosen := run.transport or run.controller) else run.backend
+        self.report_progress(f"{name}, {ranks} ... ")
+        result = run_command(
+            command.argv,
+            environment.without_launcher() | dict(command.environment),
+            marker=FOLDER,
+            script=self.script,
+            output=folder / "output.txt",
+            limit_seconds=self.limit_seconds,
+        )
+        self.report_progress(f"{result.seconds:.0f} s\n")
+        record = Record.read(folder)
+        failure = self._failure(result.code, run, record)
+        if failure is None:
+            return Outcome(run=run, seconds=result.seconds, record=record)
+        return Outcome(run=run, seconds=result.seconds, failure=failure, last_lines=last_lines(result.output))
+
+    def _failure(self, code: int | None, run: Run, record: Record | None) -> str | None:
+        """Return why the run has no numbers to compare, or None."""
+        if code is None:
+            return (
+                f"it did not finish within {self.limit_seconds:g} s and was terminated. Allow more: --timeout-seconds"
+            )
+        if code != 0:
+            return f"it ended with exit code {code}" if code > 0 else f"it was terminated by signal {-code}"
+        if record is None:
+            return "it ended without training. Train with unitrain.Trainer: verify compares the numbers of its `fit`"
+        if record.first.backend != run.backend:
+            return (
+                f"the script used backend {record.first.backend!r} instead. Call unitrain.init() without a backend name"
+            )
+        if not record.steps:
+            return "it ended before its first step"
+        return None
