@@ -177,6 +177,6 @@ def _build_command(
         environment=added,
     )
     try:
-        return launchers.build(launchers.LAUNCHER_OF.get(run.backend, "torchrun"), spec)
+        return launchers.build(launchers.DEFAULT_LAUNCHERS.get(run.backend, "torchrun"), spec)
     except launchers.LaunchError as error:
         raise ConfigError(str(error)) from error
