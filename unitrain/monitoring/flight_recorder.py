@@ -1,146 +1,227 @@
-"""What a rank has lately done together with the others, for whoever asks what it waits for, or what it did last."""
+"""History of this rank's recent collectives and backwards, with the user's lines that called them."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from unitrain.monitoring.collective_call import CollectiveCall
-from unitrain.monitoring.stack_inspection import place, user_frame
+import torch
 
-_KEPT = 16
-_SHOWN = 4
+from unitrain.monitoring.stack_inspection import describe_line, user_frame
+
+_MAX_KEPT = 16
+_MAX_SHOWN = 4
 
 
-class GradientWork(NamedTuple):
-    """What ranks do together for their gradients, numbered by `kind`: "backward", or "bucketing", DDP's plan for it."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of `dtype` without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One rank's arguments of collective number `number`.
+
+    `shape` is [bytes] for objects. `refused` means that this rank's arguments are invalid.
+    """
+
+    number: int
+    operation: str
+    op: str = ""
+    root: int = -1
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    refused: bool = False
+
+    @property
+    def key(self) -> str:
+        """Identifier that is equal on all ranks that take part in this collective."""
+        return f"collective {self.number}"
+
+    @property
+    def fingerprint(self) -> int:
+        """Number below 2**63 that is equal on two ranks if and only if their calls match.
+
+        An allgather may differ in dim 0, and objects in their number of bytes.
+        """
+        if self.operation in ("broadcast_object", "allgather_object"):
+            arguments: tuple[object, ...] = ()
+        else:
+            first_fixed_dim = 1 if self.operation == "allgather" else 0
+            arguments = (self.dtype, len(self.shape), self.shape[first_fixed_dim:])
+        content = repr((self.number, self.operation, self.op, self.root, self.refused, arguments))
+        return int.from_bytes(blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
+
+    @property
+    def count(self) -> int:
+        """Length of dim 0 (1 for a scalar), or the number of bytes of an object: the part that may differ by rank."""
+        return self.shape[0] if self.shape else 1
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"{self.operation} with invalid arguments (collective #{self.number})"
+        arguments = []
+        if self.dtype is not None:
+            arguments.append(f"{dtype_name(self.dtype)} {list(self.shape)}")
+        if self.op:
+            arguments.append(self.op)
+        if self.root > 0:
+            arguments.append(f"root={self.root}")
+        return f"{self.operation}({', '.join(arguments)}) (collective #{self.number})"
+
+
+class GradientPhase(NamedTuple):
+    """A phase of gradient synchronization: `kind` is "backward" or "bucket rebuild", numbered by kind."""
 
     kind: str
     number: int
 
     @property
     def key(self) -> str:
-        """What every rank that takes part in it calls it."""
+        """Identifier that is equal on all ranks that take part in this phase."""
         return f"{self.kind} {self.number}"
 
     def __str__(self) -> str:
-        return f"began {self.kind} #{self.number}"
+        return f"{self.kind} #{self.number}"
 
 
-class _Found(NamedTuple):
-    """How deep the frame that the user's frame called was, and the code of both."""
+class FlightRecord(NamedTuple):
+    """An entry of a flight recorder, as it is sent to other ranks.
 
-    depth: int
-    called: CodeType
-    user: CodeType
-
-
-class Line(NamedTuple):
-    """A line of a ledger, as other ranks read it: `key` is what must be the same on all of them at this `position`."""
+    `key` must be equal on all ranks whose entry has the same `position`.
+    """
 
     position: int
     key: str
     text: str
 
 
-class FlightRecorder:
-    """The latest collectives and backwards of this rank, and the user's lines that they were called from.
+class _UserFramePosition(NamedTuple):
+    """Depth of the frame that the user's frame called, and the code of both frames."""
 
-    The training enters them, in any thread; any other thread may read. Entering takes about a microsecond.
+    depth: int
+    called: CodeType
+    user: CodeType
+
+
+class FlightRecorder:
+    """The latest collectives and gradient phases of this rank, and the user's lines that called them.
+
+    Any thread may record and read. Recording takes about a microsecond. `is_main_thread_waiting` is true while the main
+    thread waits for other ranks in the latest operation.
     """
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[int, CollectiveCall | GradientWork, str, int]] = deque(maxlen=_KEPT)
-        self._entered = 0
-        # Where the user's frame was in the stack, by the type of the entry: in a loop it is there again.
-        self._found: dict[type, _Found] = {}
+        self.is_main_thread_waiting = False
+        self._entries: deque[tuple[int, CollectiveCall | GradientPhase, str, int]] = deque(maxlen=_MAX_KEPT)
+        self._num_recorded = 0
+        # Position of the user's frame in the stack, by type of the operation: in a loop it is the same in every step.
+        self._positions: dict[type, _UserFramePosition] = {}
 
-    def enter(self, what: CollectiveCall | GradientWork) -> None:
-        """Note that this rank begins `what` now."""
-        frame = self._user_frame(type(what))
-        self._entries.append((self._entered, what, frame.f_code.co_filename, frame.f_lineno))
-        self._entered += 1
+    def record(self, operation: CollectiveCall | GradientPhase) -> None:
+        """Record that this rank begins `operation` now."""
+        frame = self._user_frame(type(operation))
+        self._entries.append((self._num_recorded, operation, frame.f_code.co_filename, frame.f_lineno))
+        self._num_recorded += 1
 
-    def _user_frame(self, kind: type) -> FrameType:
-        """Return the frame of the user that calls `enter`.
+    def _user_frame(self, operation_type: type) -> FrameType:
+        """Return the user's frame that leads to the call of `record`.
 
-        Each frame that Python code looks at is allocated first. In a loop the user's frame is usually as deep in the
-        stack as in the step before, so only that frame and the one that it called are compared with those found then.
+        Python allocates each frame object when it is first accessed. Within a loop, the user's frame is usually at the
+        same depth as in the previous step, so only that frame and the one that it called are compared with the known
+        ones.
         """
-        if (found := self._found.get(kind)) is not None:
+        if (position := self._positions.get(operation_type)) is not None:
             try:
-                called = sys._getframe(found.depth)
+                called = sys._getframe(position.depth)
             except ValueError:  # the stack is not that deep
                 pass
             else:
-                if called.f_code is found.called and (user := called.f_back) and user.f_code is found.user:
+                if called.f_code is position.called and (user := called.f_back) and user.f_code is position.user:
                     return user
-        called, depth = sys._getframe(1), 1  # `enter`
+        called, depth = sys._getframe(1), 1  # `record`
         user = user_frame(called.f_back or called)
         while called.f_back is not None and called.f_back is not user:
             called, depth = called.f_back, depth + 1
-        self._found[kind] = _Found(depth, called.f_code, user.f_code)
+        self._positions[operation_type] = _UserFramePosition(depth, called.f_code, user.f_code)
         return user
 
     @property
-    def entered(self) -> int:
-        """How many entries there have been; the same number on ranks that have done the same."""
-        return self._entered
+    def num_recorded(self) -> int:
+        """Number of operations recorded so far; equal on ranks that have called the same operations."""
+        return self._num_recorded
 
     @property
-    def sentence(self) -> str:
-        """What was entered last, as the rest of "rank 3 ..."; and without its verb, it is `latest`."""
-        return str(self._entries[-1][1]) if self._entries else "is with the others"
+    def latest_operation(self) -> str:
+        """Name of the latest operation."""
+        return str(self._entries[-1][1]) if self._entries else "the first operation"
 
     @property
-    def latest(self) -> str:
-        return _name(self._entries[-1][1]) if self._entries else "nothing yet"
+    def latest_key(self) -> str:
+        """Key of the latest operation, empty if there is none."""
+        return self._entries[-1][1].key if self._entries else ""
 
     @property
-    def meeting_point(self) -> str:
-        """What every rank that takes part in the latest entry calls it."""
-        return _key(self._entries[-1][1]) if self._entries else ""
-
-    @property
-    def last(self) -> str:
-        """The latest entry and where it was called, as part of a sentence; empty where there is none."""
+    def latest_entry(self) -> str:
+        """Name of the latest operation and the user's line that called it, empty if there is none."""
         if not self._entries:
             return ""
-        _, what, file, line = self._entries[-1]
-        return f"; its last was {_name(what)}, at {place(file, line)}"
+        _, operation, file, line = self._entries[-1]
+        return f"{operation}, at {describe_line(file, line)}"
 
-    def lines(self) -> list[Line]:
-        """Return all that is kept, oldest first."""
+    def records(self) -> list[FlightRecord]:
+        """Return all entries that are kept, oldest first."""
         return [
-            Line(position, f"{getattr(what, 'operation', '')} {_key(what)}", f"{_name(what)}, at {place(file, line)}")
-            for position, what, file, line in list(self._entries)
+            FlightRecord(
+                position,
+                f"{getattr(operation, 'operation', '')} {operation.key}",
+                f"{operation}, at {describe_line(file, line)}",
+            )
+            for position, operation, file, line in list(self._entries)
         ]
 
 
-def differences(ledgers: Mapping[int, Sequence[Line]]) -> list[str]:
-    """Return the last lines of each rank's ledger where any two of them differ, and nothing where none do."""
-    seen: dict[int, str] = {}
-    if all(seen.setdefault(line.position, line.key) == line.key for lines in ledgers.values() for line in lines):
+def describe_mismatch(calls: Sequence[CollectiveCall]) -> str:
+    """Return one sentence that lists the ranks' calls, given in rank order; ranks with equal calls are grouped."""
+    ranks_by_call: dict[str, list[str]] = {}
+    for rank, call in enumerate(calls):
+        ranks_by_call.setdefault(str(call), []).append(str(rank))
+    groups = [
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} called {call}"
+        for call, ranks in ranks_by_call.items()
+    ]
+    return f"The ranks called different collectives: {'; '.join(groups)}."
+
+
+def describe_differences(records_by_rank: Mapping[int, Sequence[FlightRecord]]) -> list[str]:
+    """Return the latest records of each rank as lines of text if the records of any two ranks differ, else []."""
+    keys: dict[int, str] = {}
+    if all(
+        keys.setdefault(record.position, record.key) == record.key
+        for records in records_by_rank.values()
+        for record in records
+    ):
         return []
-    told = ["What the ranks did together last differs; with UNITRAIN_DEBUG=1 that is an error at once:"]
-    for rank, lines in sorted(ledgers.items()):
-        told += [f"  rank {rank}: {line.text}" for line in lines[-_SHOWN:]]
-    return told
+    lines = ["The latest operations differ between ranks. Set UNITRAIN_DEBUG=1 to detect that immediately:"]
+    for rank, records in sorted(records_by_rank.items()):
+        lines += [f"  rank {rank}: {record.text}" for record in records[-_MAX_SHOWN:]]
+    return lines
 
 
-def not_begun(work: GradientWork | None, ranks: Sequence[int], ledgers: Mapping[int, Sequence[Line]]) -> list[int]:
-    """Return those of `ranks` whose ledger does not have `work`: a rank that has gone on since has begun it too."""
-    if work is None:
+def ranks_without(
+    phase: GradientPhase | None, ranks: Sequence[int], records_by_rank: Mapping[int, Sequence[FlightRecord]]
+) -> list[int]:
+    """Return those of `ranks` that have not begun `phase`, or all of them if it is None.
+
+    A rank that has continued with later operations has begun `phase` too.
+    """
+    if phase is None:
         return list(ranks)
-    return [rank for rank in ranks if all(line.key.strip() != work.key for line in ledgers.get(rank, ()))]
-
-
-def _key(what: CollectiveCall | GradientWork) -> str:
-    return what.key if isinstance(what, GradientWork) else f"collective {what.number}"
-
-
-def _name(what: CollectiveCall | GradientWork) -> str:
-    return str(what).removeprefix("called ").removeprefix("began ")
+    return [
+        rank for rank in ranks if all(record.key.strip() != phase.key for record in records_by_rank.get(rank, ()))
+    ]

@@ -1,4 +1,4 @@
-"""Counters of what the training loop has done, compared between ranks in the background."""
+"""Counters of a rank's training loop, compared between ranks in the background."""
 
 from __future__ import annotations
 
@@ -7,62 +7,63 @@ from typing import NamedTuple
 
 from unitrain.bootstrap.messages import MessageStore
 
-# As many backwards as a fast loop runs between two comparisons, with a margin.
-_KEPT = 4096
+# More backwards than a fast loop runs between two comparisons.
+_MAX_KEPT = 4096
 _KEY = "loop"
 
 
 class Counts(NamedTuple):
-    """The totals of one rank at the end of its backward number `backwards`; `unused` forwards reached no backward."""
+    """Totals of one rank at the end of a backward. `unused_forwards` are not followed by a backward."""
 
     backwards: int
     steps: int
     forwards: int
-    unused: int
+    unused_forwards: int
 
 
 class LoopCounters:
-    """Counts backwards, optimizer steps and forwards of this rank, which a loop runs equally often on every rank.
+    """Numbers of backwards, optimizer steps and forwards of this rank, which must be equal on all ranks.
 
-    The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the others. A rank that
-    skips a backward pairs each later one with that of another step of the other ranks, which no collective notices. It
-    shows in the counts: the rank has stepped without that backward, or has run a forward that no backward followed.
-    Forwards before the first backward are not compared: one rank may summarize or draw the model before training.
+    The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the others. If a rank
+    skips a backward, each of its later backwards is averaged with a backward of another step of the other ranks. No
+    collective notices that, but the counts do: the rank has stepped without that backward, or has run a forward that
+    no backward followed. Forwards before the first backward are not compared, because one rank may summarize or draw
+    the model before training.
     """
 
     def __init__(self) -> None:
-        # Plain tuples of what `Counts` names, which take a tenth of the time.
+        # Plain tuples with the fields of `Counts`: creating one takes a tenth of the time.
         self._latest = (0, 0, 0, 0)
-        self._kept = [self._latest] * _KEPT
-        self._steps = self._forwards = self._used = 0
-        self._before = 0
+        self._history = [self._latest] * _MAX_KEPT
+        self._steps = self._forwards = self._used_forwards = 0
+        self._forwards_before_training = 0
         self._expected: Counts | None = None
 
-    def step(self) -> None:
+    def count_step(self) -> None:
         """Count an optimizer step."""
         self._steps += 1
 
-    def forward(self) -> Forward:
+    def count_forward(self) -> CountedForward:
         """Count a forward whose output requires gradients."""
         self._forwards += 1
-        return Forward(self)
+        return CountedForward(self)
 
-    def backward(self) -> None:
+    def count_backward(self) -> None:
         """Count a backward that reduces gradients, at its end on this rank."""
         number = self._latest[0] + 1
         if number == 1:
-            self._before = self._forwards - self._used
-        # The other thread reads it: each assignment replaces an immutable record as a whole.
-        forwards = self._forwards - self._before
-        latest = (number, self._steps, forwards, forwards - self._used)
-        self._latest = self._kept[number % _KEPT] = latest
+            self._forwards_before_training = self._forwards - self._used_forwards
+        # The other thread reads these attributes, so each is assigned an immutable tuple at once.
+        forwards = self._forwards - self._forwards_before_training
+        latest = (number, self._steps, forwards, forwards - self._used_forwards)
+        self._latest = self._history[number % _MAX_KEPT] = latest
 
     def publish(self, store: MessageStore) -> None:
         """Write the latest counts to the store."""
         store.set(_KEY, json.dumps(self._latest))
 
     def compare(self, store: MessageStore, rank: int) -> str | None:
-        """Return what is wrong if this rank's counts differ from rank 0's at the same backward, else None.
+        """Return a description of the difference if this rank's counts differ from rank 0's at the same backward.
 
         A backward that this rank has not run yet is compared in a later call.
         """
@@ -73,35 +74,37 @@ class LoopCounters:
             self._expected = expected = Counts(*json.loads(store.get(_KEY)))
         if expected.backwards > self._latest[0]:
             return None
-        own = Counts(*self._kept[expected.backwards % _KEPT])
-        return None if own.backwards != expected.backwards else _difference(expected, own, rank)
+        own = Counts(*self._history[expected.backwards % _MAX_KEPT])
+        return None if own.backwards != expected.backwards else _describe_difference(expected, own, rank)
 
 
-class Forward:
-    """A forward, until a backward reaches its output."""
+class CountedForward:
+    """A forward that counts as unused until a backward reaches its output."""
 
     __slots__ = ("_counters",)
 
     def __init__(self, counters: LoopCounters) -> None:
         self._counters: LoopCounters | None = counters
 
-    def reached(self) -> None:
-        """Note that a backward has reached the output; further calls do nothing."""
+    def mark_used(self) -> None:
+        """Record that a backward has reached the output. Further calls have no effect."""
         if self._counters is not None:
-            self._counters._used += 1
+            self._counters._used_forwards += 1
             self._counters = None
 
 
-def _difference(first: Counts, own: Counts, rank: int) -> str | None:
-    # Neither is an error by itself: a rank may use several forwards in one backward, and may not use one of them.
-    skips = first.forwards != own.forwards and first.unused != own.unused
-    if first.steps == own.steps and not skips:
+def _describe_difference(rank_zero: Counts, own: Counts, rank: int) -> str | None:
+    # Neither difference alone is an error: a rank may use several forwards in one backward, or leave one unused.
+    has_skipped = rank_zero.forwards != own.forwards and rank_zero.unused_forwards != own.unused_forwards
+    if rank_zero.steps == own.steps and not has_skipped:
         return None
-    what = "optimizer steps" if first.steps != own.steps else "forwards without a backward"
-    counts = (first.steps, own.steps) if first.steps != own.steps else (first.unused, own.unused)
+    if rank_zero.steps != own.steps:
+        quantity, counts = "optimizer steps", (rank_zero.steps, own.steps)
+    else:
+        quantity, counts = "forwards without a backward", (rank_zero.unused_forwards, own.unused_forwards)
     return (
         f"The ranks are not in the same step: before the end of backward #{own.backwards}, rank 0 had run {counts[0]} "
-        f"{what} and rank {rank} had run {counts[1]}. One of them skipped a backward, so gradients of different steps "
-        "are averaged. Run every backward on every rank, with a loss of (output * 0).sum() where there is nothing to "
-        "learn, and other forwards inside torch.no_grad()."
+        f"{quantity} and rank {rank} had run {counts[1]}. One of them skipped a backward, so gradients of different "
+        "steps are averaged. Run every backward on every rank, with a loss of (output * 0).sum() if a rank has no "
+        "data, and other forwards inside torch.no_grad()."
     )

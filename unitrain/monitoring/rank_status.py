@@ -1,19 +1,39 @@
-"""Status that a rank reports when another rank asks for it, and its formatting."""
+"""Status of a rank as data, and its text in failure reports."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
-from unitrain.monitoring.flight_recorder import FlightRecorder, Line, differences
-from unitrain.monitoring.stack_inspection import LOADS, whereabouts
+from unitrain.monitoring.flight_recorder import FlightRecord, FlightRecorder, describe_differences
+from unitrain.monitoring.stack_inspection import (
+    awaited_worker,
+    describe_functions,
+    describe_line,
+    format_stack,
+    is_in_backward,
+    main_thread_stack,
+    user_position,
+)
 
-NO_ANSWER = "gives no answer: its process is gone or stopped, or its host cannot be reached"
+
+class Activity(Enum):
+    """Activity of a rank's main thread, or the reason why it has none."""
+
+    RUNNING = "running"
+    WAITING_FOR_RANKS = "waiting for ranks"
+    IN_BACKWARD = "in backward"
+    WAITING_FOR_DATA = "waiting for data"
+    MAIN_THREAD_ENDED = "main thread ended"
+    FAILED = "failed"
+    SHUT_DOWN = "shut down"
+    NO_RESPONSE = "no response"
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """The rank that failed first, and its error in one line."""
 
     rank: int
@@ -24,62 +44,122 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Status of a rank: `doing` completes "rank 3 ...", `stack` has its innermost frames."""
+class RankStatus:
+    """Status of a rank; fields that do not apply to its activity are empty.
 
-    doing: str = NO_ANSWER
+    `location` is the user's line ("train.py:41: code"), `operation` the collective or gradient phase that the rank
+    waits in, `worker` the DataLoader worker that it waits for. `library_function` and `unitrain_function` are the
+    functions that it runs. `detail` is the error of a failed rank, or the reason of a shutdown. `latest_entry` is the
+    latest operation and its line, `stack` the innermost frames as text, `records` the history of operations.
+    """
+
+    activity: Activity = Activity.NO_RESPONSE
+    location: str = ""
+    operation: str = ""
+    worker: str = ""
+    library_function: str = ""
+    unitrain_function: str = ""
+    detail: str = ""
+    latest_entry: str = ""
     stack: list[str] = field(default_factory=list)
-    flight_recorder: list[Line] = field(default_factory=list)
-
-    @property
-    def waits(self) -> bool:
-        """Whether this rank waits for other ranks, as opposed to keeping them waiting."""
-        return _waits(self.doing)
+    records: list[FlightRecord] = field(default_factory=list)
 
     @classmethod
-    def of_main_thread(cls, flight_recorder: FlightRecorder) -> Answer:
-        """Return where this process's main thread is now; any thread may ask."""
-        doing, stack = whereabouts(lambda: flight_recorder.latest)
-        return cls(doing if _waits(doing) else doing + flight_recorder.last, stack, flight_recorder.lines())
+    def of_main_thread(cls, flight_recorder: FlightRecorder) -> RankStatus:
+        """Return the status of this process's main thread. Any thread may call it."""
+        is_waiting = flight_recorder.is_main_thread_waiting
+        stack = main_thread_stack()
+        records, latest_entry = flight_recorder.records(), flight_recorder.latest_entry
+        if not stack:
+            return cls(Activity.MAIN_THREAD_ENDED, latest_entry=latest_entry, records=records)
+        user = stack[user_position(stack)]
+        location = describe_line(user.f_code.co_filename, user.f_lineno)
+        lines = format_stack(stack)
+        if is_waiting:
+            operation = flight_recorder.latest_operation
+            return cls(Activity.WAITING_FOR_RANKS, location, operation, stack=lines, records=records)
+        for frame in reversed(stack):  # a batch may be loaded inside a backward
+            if (worker := awaited_worker(frame)) is not None:
+                return cls(Activity.WAITING_FOR_DATA, location, worker=worker, stack=lines, records=records)
+            if is_in_backward(frame):
+                return cls(Activity.IN_BACKWARD, location, stack=lines, records=records)
+        library_function, unitrain_function = describe_functions(stack)
+        return cls(
+            Activity.RUNNING,
+            location,
+            library_function=library_function,
+            unitrain_function=unitrain_function,
+            latest_entry=latest_entry,
+            stack=lines,
+            records=records,
+        )
 
     @property
-    def loads_data(self) -> bool:
-        """Whether the rank waits for a worker of its DataLoader, and not for other ranks."""
-        return self.doing.startswith(LOADS)
+    def waits_for_ranks(self) -> bool:
+        """Whether this rank waits for other ranks, in a collective or in a backward."""
+        return self.activity in (Activity.WAITING_FOR_RANKS, Activity.IN_BACKWARD)
+
+    @property
+    def shows_stack(self) -> bool:
+        """Whether `stack` says more than the description: a waiting rank's shows torch's and unitrain's frames only."""
+        return not self.waits_for_ranks and self.activity is not Activity.WAITING_FOR_DATA
+
+    def to_json(self) -> str:
+        """Return this status as JSON."""
+        return json.dumps({**asdict(self), "activity": self.activity.value})
 
     @classmethod
-    def read(cls, text: bytes) -> Answer:
-        """Return the answer that another rank has written."""
-        doing, stack, lines = json.loads(text)
-        return cls(doing, stack, [Line(*line) for line in lines])
+    def from_json(cls, text: str | bytes) -> RankStatus:
+        """Return the status that `to_json` has written."""
+        fields = json.loads(text)
+        fields["activity"] = Activity(fields["activity"])
+        fields["records"] = [FlightRecord(*record) for record in fields["records"]]
+        return cls(**fields)
 
-    def write(self) -> str:
-        """Return it as text that `read` understands."""
-        return json.dumps([self.doing, self.stack, self.flight_recorder])
+    def __str__(self) -> str:
+        at = f"at {self.location}"
+        match self.activity:
+            case Activity.WAITING_FOR_RANKS:
+                text = f"waiting for other ranks in {self.operation}, {at}"
+            case Activity.IN_BACKWARD:
+                text = f"in a backward pass, {at}"
+            case Activity.WAITING_FOR_DATA:
+                text = f"waiting for a batch from {self.worker}, {at}"
+            case Activity.MAIN_THREAD_ENDED:
+                text = "its main thread has ended"
+            case Activity.FAILED:
+                text = f"failed too: {self.detail}"
+            case Activity.SHUT_DOWN:
+                text = f"has shut down: {self.detail}"
+            case Activity.NO_RESPONSE:
+                text = "does not respond: its process has exited or is stopped, or its host is unreachable"
+            case Activity.RUNNING:
+                text = f"in {self.library_function}, {at}" if self.library_function else at
+                text += f" ({self.unitrain_function})" if self.unitrain_function else ""
+        return text + (f"; last operation: {self.latest_entry}" if self.latest_entry else "")
 
 
-def describe(answers: Mapping[int, Answer], ledgers: Mapping[int, Sequence[Line]]) -> list[str]:
-    """Return lines that tell where ranks are, those that wait in the same place together, and how `ledgers` differ."""
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for rank, answer in answers.items():
-        alike.setdefault((answer.doing, *([] if _waits(answer.doing) else answer.stack)), []).append(rank)
+def format_statuses(
+    statuses: Mapping[int, RankStatus], records_by_rank: Mapping[int, Sequence[FlightRecord]]
+) -> list[str]:
+    """Return the statuses as lines of text, equal ones grouped, and the records of all ranks if any differ."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, status in statuses.items():
+        stack = status.stack if status.shows_stack else []
+        groups.setdefault((str(status), *stack), []).append(rank)
     lines = []
-    for (doing, *stack), ranks in alike.items():
-        lines += [f"  {name_ranks(ranks)} {doing}", *(f"    {line}" for line in stack)]
-    return lines + [f"  {line}" for line in differences(ledgers)]
+    for (text, *stack), ranks in groups.items():
+        lines += [f"  {name_ranks(ranks)}: {text}", *(f"    {line}" for line in stack)]
+    return lines + [f"  {line}" for line in describe_differences(records_by_rank)]
 
 
-def name_ranks(ranks: list[int]) -> str:
-    """Return "rank 3", or "each of ranks 0-2, 5"."""
-    parts: list[list[int]] = []
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0-2, 5" for ascending numbers."""
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            parts.append([rank, rank])
-    named = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
-    return f"rank {named}" if len(ranks) == 1 else f"each of ranks {named}"
-
-
-def _waits(doing: str) -> bool:
-    return doing.startswith(("waits", "is in the backward"))
+            ranges.append([rank, rank])
+    numbers = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

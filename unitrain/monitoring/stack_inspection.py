@@ -1,4 +1,4 @@
-"""Where a thread is, in words for somebody who looks for the rank that keeps the others waiting."""
+"""User's lines, functions and DataLoader workers that the stack of a thread shows."""
 
 from __future__ import annotations
 
@@ -7,109 +7,102 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
 
-_OURS = str(Path(__file__).parent.parent)
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_MOST_FRAMES = 14
-# What a function is called that waits for other ranks.
-_WAITS = "wait_for_ranks"
-# How the description of a rank begins that waits for a worker of its DataLoader.
-LOADS = "waits for a batch"
+_UNITRAIN_FOLDER = str(Path(__file__).parent.parent)
+_LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_MAX_FRAMES = 14
+_AUTOGRAD_FUNCTION = "_engine_run_backward"
+_DATALOADER_FILE, _DATALOADER_FUNCTION = "torch/utils/data/dataloader.py", "_next_data"
 
 
-def whereabouts(waits: Callable[[], str]) -> tuple[str, list[str]]:
-    """Return where the main thread is, as the rest of "rank 3 ...", and its innermost frames as traceback lines.
-
-    `waits` says what it waits for in a collective, if it is in one.
-    """
+def main_thread_stack() -> list[FrameType]:
+    """Return the frames of the main thread, outermost first; empty if that thread has ended."""
+    stack = []
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return "has ended its main thread", []
-    stack = _outermost_first(frame)
-    lines = traceback.StackSummary.extract(((one, one.f_lineno) for one in stack), limit=-_MOST_FRAMES).format()
-    return _describe(stack, waits), [line for entry in lines for line in entry.rstrip().splitlines()]
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    return stack[::-1]
+
+
+def format_stack(stack: Sequence[FrameType]) -> list[str]:
+    """Return the innermost frames of `stack` as lines of a traceback."""
+    summary = traceback.StackSummary.extract(((frame, frame.f_lineno) for frame in stack), limit=-_MAX_FRAMES)
+    return [line for entry in summary.format() for line in entry.rstrip().splitlines()]
 
 
 def call_site(frame: FrameType) -> str:
     """Return the line outside of unitrain and of libraries that is being executed, as "train.py:41: code"."""
     user = user_frame(frame)
-    return place(user.f_code.co_filename, user.f_lineno)
+    return describe_line(user.f_code.co_filename, user.f_lineno)
 
 
 def user_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame outside of unitrain and of libraries, from `frame` on, or the outermost of all."""
-    while (before := frame.f_back) is not None and not _is_users(frame.f_code.co_filename):
-        frame = before
+    """Return the innermost frame outside of unitrain and of libraries, starting at `frame`, or else the outermost."""
+    while (caller := frame.f_back) is not None and not _is_user_file(frame.f_code.co_filename):
+        frame = caller
     return frame
 
 
-def place(file: str, line: int) -> str:
+def user_position(stack: Sequence[FrameType]) -> int:
+    """Return the index in `stack` of the innermost frame outside of unitrain and of libraries, or else 0."""
+    return next((at for at in reversed(range(len(stack))) if _is_user_file(stack[at].f_code.co_filename)), 0)
+
+
+def describe_line(file: str, line: int) -> str:
     """Return "train.py:41: code"."""
     code = linecache.getline(file, line).strip()
     return f"{Path(file).name}:{line}" + (f": {code}" if code else "")
 
 
-def _describe(stack: list[FrameType], waits: Callable[[], str]) -> str:
-    user = next((at for at in reversed(range(len(stack))) if not _is_library(stack[at]) and not _is_ours(stack[at])), 0)
-    told = f"at {place(stack[user].f_code.co_filename, stack[user].f_lineno)}"
-    for frame in reversed(stack):  # a batch may be fetched, and a collective called, inside a backward
-        if _is_ours(frame) and frame.f_code.co_name == _WAITS:
-            return f"waits in {waits()}, {told}"
-        if (worker := _awaited_worker(frame)) is not None:
-            return f"{LOADS} from {worker}, {told}"
-        if frame.f_code.co_name == "_engine_run_backward":
-            return f"is in the backward pass, which reduces the gradients, {told}"
-    ours = max((at for at, frame in enumerate(stack) if _is_ours(frame)), default=user)
-    inner = max(ours, user)
-    if inner + 1 < len(stack):
-        told = f"in {_qualified(stack[inner + 1])}, {told}"
-    if ours > user:
-        told += f" ({_qualified(stack[ours])})"
-    return f"is {told}"
+def describe_functions(stack: Sequence[FrameType]) -> tuple[str, str]:
+    """Return the library function that user code or unitrain has called, and the unitrain function if there is one.
+
+    Each is empty if the innermost frame belongs to the caller itself.
+    """
+    user = user_position(stack)
+    unitrain = max((at for at, frame in enumerate(stack) if is_unitrain_frame(frame)), default=user)
+    caller = max(unitrain, user)
+    library_function = _qualified_name(stack[caller + 1]) if caller + 1 < len(stack) else ""
+    return library_function, _qualified_name(stack[unitrain]) if unitrain > user else ""
 
 
-def _awaited_worker(frame: FrameType) -> str | None:
-    """Return the DataLoader worker that `frame` waits for, and what it is doing where that is known."""
-    if frame.f_code.co_name != "_next_data" or not frame.f_code.co_filename.endswith("torch/utils/data/dataloader.py"):
+def is_in_backward(frame: FrameType) -> bool:
+    """Return whether `frame` runs torch's autograd engine."""
+    return frame.f_code.co_name == _AUTOGRAD_FUNCTION
+
+
+def awaited_worker(frame: FrameType) -> str | None:
+    """Return the DataLoader worker that `frame` waits for, and its activity where that is known; None if it does not.
+
+    The workers of a Trainer report their activity (`unitrain.data.workers`).
+    """
+    if frame.f_code.co_name != _DATALOADER_FUNCTION or not frame.f_code.co_filename.endswith(_DATALOADER_FILE):
         return None
     try:
-        iteration = frame.f_locals["self"]
-        number = iteration._task_info[iteration._rcvd_idx][0]
-        named = f"worker {number} (process {iteration._workers[number].pid}) of its DataLoader"
+        iterator = frame.f_locals["self"]
+        number = iterator._task_info[iterator._rcvd_idx][0]
+        name = f"DataLoader worker {number} (process {iterator._workers[number].pid})"
     except (AttributeError, KeyError, IndexError):  # another version of torch, or a loader without workers
         return None
-    # Workers of the Trainer report it.
-    report = getattr(iteration._worker_init_fn, "doing", None)
-    doing = report(number) if callable(report) else ""
-    return f"{named}, which {doing}" if doing else named
+    report = getattr(iterator._worker_init_fn, "doing", None)
+    activity = report(number) if callable(report) else ""
+    return f"{name}, which {activity}" if activity else name
 
 
-def _outermost_first(frame: FrameType) -> list[FrameType]:
-    stack = []
-    current: FrameType | None = frame
-    while current is not None:
-        stack.append(current)
-        current = current.f_back
-    return stack[::-1]
+def is_unitrain_frame(frame: FrameType) -> bool:
+    """Return whether `frame` runs code of unitrain."""
+    return frame.f_code.co_filename.startswith(_UNITRAIN_FOLDER)
 
 
-@cache  # every backward asks, and a program has few files
-def _is_users(file: str) -> bool:
-    return not file.startswith((_OURS, *_LIBRARIES, "<frozen"))
+@cache  # every backward calls it, and a program has few files
+def _is_user_file(file: str) -> bool:
+    return not file.startswith((_UNITRAIN_FOLDER, *_LIBRARY_FOLDERS, "<frozen"))
 
 
-def _is_library(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith(_LIBRARIES) or name.startswith("<frozen")
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_OURS)
-
-
-def _qualified(frame: FrameType) -> str:
+def _qualified_name(frame: FrameType) -> str:
     return getattr(frame.f_code, "co_qualname", frame.f_code.co_name)

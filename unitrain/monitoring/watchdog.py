@@ -1,8 +1,8 @@
-"""A thread beside the training that tells the ranks of each other's failures, and where each of them is.
+"""Watchdog thread that propagates failures between ranks, and ends the process if it is blocked.
 
-It asks the meeting place once in a while whether anybody has called for help, and costs the training nothing: where a
-rank is shows from its stack and its ledger when somebody asks. It works while the backend is stuck, and while the main
-thread waits in C++.
+It polls the rendezvous store every 0.5 s for a failure report. If another rank has failed, it publishes this rank's
+status (stack and recent operations), gives the main thread a few seconds to fail, and then ends the process. It does
+not depend on the backend, so it also works while a collective is stuck or the main thread is blocked in C++.
 """
 
 from __future__ import annotations
@@ -16,387 +16,429 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 import torch.distributed as dist
 
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.messages import MessageStore
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import CollectiveTimeoutError, ModelError
+from unitrain.monitoring.failure_store import FailureStore, RankProcess, Shutdown
 from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.liveness import LivenessCheck
 from unitrain.monitoring.loop_counters import LoopCounters
-from unitrain.monitoring.pending_work import Expectation, Expectations
-from unitrain.monitoring.rank_status import NO_ANSWER, Answer, Failure, describe
+from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, format_statuses
 
 _PERIOD_SECONDS = 0.5
-_ANSWER_SECONDS = 3.0
+# How long the main thread may take to fail by itself after another rank's failure.
 _GRACE_SECONDS = 5.0
-_MOST_QUESTIONS = 100  # that are answered at once: any program that reaches the store can raise their number
-_ASKED, _FAILED, _LEFT, _PROCESS = "asked", "failed", "left", "process"
-# Launchers that, when they are killed, leave their ranks running.
-_LEAVES_ORPHANS = ("torchrun",)
+# How long a rank that is blamed for a failure may take to print the report.
+_REPORT_SECONDS = 3.5
+# Launchers that leave their ranks running when they are killed.
+_LAUNCHERS_WITHOUT_CLEANUP = ("torchrun",)
 _LAST_CHECKPOINT_SECONDS = 60.0
-# How long a rank that lost a peer waits for whoever knows what became of that.
-_NEWS_SECONDS = 4 * _PERIOD_SECONDS
-# How much later than the main thread would do so by itself the watch ends a backward that waits in vain.
-_MARGIN_SECONDS = 5.0
-# How long ranks may still be busy with a collective after rank 0's process has exited, and the store with it: whether
-# rank 0 took part in that collective is then unknown.
-_LAST_SECONDS = 30.0
-_GONE = "its process is gone: it was killed, or ended without a word"
-_LEFT_EARLY = "it ended its part while other ranks still needed it"
-# How the loss of a peer looks, by transport: such an error is what a failure elsewhere leads to.
-_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Horovod has been shut down",
-              "Connection refused", "Read error", "Write error")  # fmt: skip
+# How long a rank that has lost a peer waits for a report of that peer's failure.
+_FAILURE_REPORT_SECONDS = 4 * _PERIOD_SECONDS
+# A deadline expires this much later than the timeout with which the main thread itself waits.
+_DEADLINE_MARGIN_SECONDS = 5.0
+# How long ranks may still finish a collective after rank 0's process has exited and the store with it: whether rank 0
+# took part in that collective is then unknown.
+_UNKNOWN_PARTICIPATION_SECONDS = 30.0
+_PROCESS_ENDED = "its process was killed or crashed"
+_SHUTDOWN_TOO_EARLY = "it shut down while other ranks still waited for it"
+# Messages of the transports after the loss of a peer: such an error is the consequence of another rank's failure.
+_PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
+                       "Horovod has been shut down", "Connection refused", "Read error", "Write error")  # fmt: skip
 
 
-class _Departure(NamedTuple):
-    """A rank that ended its part without an error, and how many entries its ledger had then, if that is known."""
+class Deadline:
+    """Work that the training thread has begun; `describe` returns the text of the error if it is not done in time.
 
-    rank: int
-    how: str
-    entered: int | None = None
+    The training thread may replace `is_done`. The watchdog thread calls it, so it must not block.
+    """
+
+    __slots__ = ("describe", "is_done")
+
+    def __init__(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
+        self.is_done, self.describe = is_done, describe
+
+    def cancel(self) -> None:
+        """Remove the deadline."""
+        self.is_done = _always_true
+
+
+class Deadlines:
+    """Deadlines of unfinished work. The training thread adds them; the watchdog thread asks for one that has expired.
+
+    The host may run ahead of a GPU by several backwards. The time of each begins when the watchdog finds that all
+    earlier work is done, so work that is added later does not move the deadline of work that never ends.
+    """
+
+    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_seconds, self._clock = timeout_seconds, clock
+        self._deadlines: deque[Deadline] = deque()
+        self._oldest: Deadline | None = None
+        self._began = 0.0
+
+    def add(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
+        """Add a deadline for work that is done when `is_done` returns true. Only the training thread calls it."""
+        while self._deadlines and self._deadlines[0].is_done():
+            self._deadlines.popleft()
+        deadline = Deadline(is_done, describe)
+        self._deadlines.append(deadline)
+        return deadline
+
+    def expired(self) -> Deadline | None:
+        """Return the oldest deadline if its work was not done in time. Only the watchdog thread calls it."""
+        oldest = next((deadline for deadline in self._deadlines.copy() if not deadline.is_done()), None)
+        if oldest is not self._oldest:
+            self._oldest, self._began = oldest, self._clock()
+        if oldest is None or self._clock() <= self._began + self._timeout_seconds:
+            return None
+        return oldest
 
 
 class Watchdog:
-    """Watches over this rank's main thread until `stop`. All ranks make theirs at the same time.
+    """Watchdog of this rank's main thread, active until `stop`. All ranks create theirs at the same time.
 
-    `flight_recorder` knows the collective that the main thread waits in. A rank that fails calls `fail`; for a
-    killed one rank 0 does; the others then end by themselves, or are ended after a few seconds, wherever they are.
+    A rank that fails calls `report_failure`. Failures of killed ranks are reported by rank 0, whose liveness check
+    notices them.
     """
 
-    def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder) -> None:
+    def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, loop_counters: LoopCounters) -> None:
         self._rank, self._size = rendezvous.rank_info.rank, rendezvous.rank_info.size
-        # A connection of its own: one that waits for an answer makes every other user of it wait too.
-        stores = [dist.PrefixStore("watch", rendezvous.store).clone() for _ in range(2)]
-        self._store, self._own = (MessageStore(store, "watch", counters=[_ASKED]) for store in stores)
-        self._flight_recorder = flight_recorder
-        self.counters = LoopCounters()
-        self._expectations = Expectations(rendezvous.timeout.total_seconds() + _MARGIN_SECONDS)
-        self._launcher, self._parent, self._process = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
-        self._ended, self._learned = threading.Event(), threading.Event()
-        self._error: BaseException | None = None
+        self._flight_recorder, self._loop_counters = flight_recorder, loop_counters
+        self._thread_store = FailureStore(rendezvous.store, self._rank)  # of the watchdog thread
+        self._store = FailureStore(rendezvous.store, self._rank)  # of all other threads
+        self._deadlines = Deadlines(rendezvous.timeout.total_seconds() + _DEADLINE_MARGIN_SECONDS)
+        self._launcher, self._parent_pid, self._pid = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
+        self._ended, self._failure_is_known = threading.Event(), threading.Event()
+        self._error: BaseException | None = None  # with which this rank fails
+        self._first_failure: Failure | None = None
+        self._has_reported = False  # whether this rank reported the first failure
         self._report: list[str] = []
-        self._first: Failure | None = None
-        self._answered = 0
-        self._announced = False
-        self._waits_since = (0, time.monotonic())
-        self._absent: dict[int, Answer] = {}
+        self._wait_began = (0, time.monotonic())
+        self._missing: dict[int, RankStatus] = {}
         self._reporter: threading.Thread | None = None
-        self._hook, sys.excepthook = sys.excepthook, self._excepthook
-        atexit.register(self._leave_at_exit)
-        self._own.set(f"{_PROCESS}/{self._rank}", json.dumps([_processes_of(), self._process]))
-        self._thread = threading.Thread(target=self._watchdog, name="unitrain watch", daemon=True)
-        self._presence = LivenessCheck(rendezvous, self._tell_of)
-        self._presence.start()
+        self._original_excepthook, sys.excepthook = sys.excepthook, self._excepthook
+        atexit.register(self._report_exit)
+        self._store.set_process(RankProcess(_process_namespace(), self._pid))
+        self._thread = threading.Thread(target=self._run, name="unitrain watchdog", daemon=True)
+        self._liveness = LivenessCheck(rendezvous, self._on_process_ended)
+        self._liveness.start()
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer; the ranks need not stop together.
+        """Stop the watchdog; ranks need not stop at the same time.
 
-        Record that this rank has left: if another rank still needs it, that rank's failure names this one.
+        Report the shutdown first: if another rank still waits for this one, its failure report names this rank.
         """
-        self._leave("it called shutdown(), or left its `with unitrain.init()` block")
+        self._report_shutdown("it called shutdown() or left its `with unitrain.init()` block")
         self._ended.set()
-        atexit.unregister(self._leave_at_exit)
+        atexit.unregister(self._report_exit)
         if sys.excepthook == self._excepthook:
-            sys.excepthook = self._hook
-        self._thread.join(2 * _PERIOD_SECONDS)  # it may hang on a host that is gone
-        self._presence.close()
+            sys.excepthook = self._original_excepthook
+        self._thread.join(2 * _PERIOD_SECONDS)  # with a limit, because the host of the store may be unreachable
+        self._liveness.close()
 
-    def expect(self, is_done: Callable[[], bool], tell: Callable[[], str]) -> Expectation:
-        """End the process, saying what `tell` returns, unless `is_done` by a few seconds after the timeout from now.
+    def set_deadline(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
+        """End the process with the text that `describe` returns unless `is_done` returns true in time.
 
-        It is for waits that cannot be ended otherwise, and costs about a microsecond. The time of work that was begun
-        earlier does not count.
+        It is for waits that cannot be interrupted otherwise, and takes about a microsecond. The limit is a few seconds
+        more than the timeout, beginning now or when earlier work is done.
         """
-        return self._expectations.add(is_done, tell)
+        return self._deadlines.add(is_done, describe)
 
-    def ask(self, ranks: list[int]) -> dict[int, Answer]:
-        """Return where each of `ranks` is; those that do not tell within three seconds give no answer."""
-        answers = dict.fromkeys(ranks, Answer())
-        with contextlib.suppress(dist.DistError):  # rank 0's process went, and the store with it
-            answers |= self._answers(f"where/{self._own.add(_ASKED, 1)}", ranks)
-        self._absent = self._with_departures(answers)
-        return self._absent
+    def request_statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
+        """Return the current status of each of `ranks`."""
+        statuses: dict[int, RankStatus] = {}
+        with contextlib.suppress(dist.DistError):
+            statuses = self._store.request_statuses(ranks, self._answer_while_waiting())
+        self._missing = self._complete_statuses(statuses, ranks)
+        return self._missing
 
     def model_error(self) -> ModelError | None:
-        """Return the ModelError with which the first rank failed, if it did and this rank knows of it."""
-        if self._first is None:
+        """Return the ModelError with which the first rank failed, None for another error or while it is unknown."""
+        if self._first_failure is None:
             return None
-        kind, _, text = self._first.error.partition(": ")
-        return ModelError(text) if kind == ModelError.__name__ else None
+        error_class, _, text = self._first_failure.error.partition(": ")
+        return ModelError(text) if error_class == ModelError.__name__ else None
 
     def cause_of(self, error: BaseException) -> ModelError | None:
         """Return the ModelError with which another rank failed, if the loss of that rank led to `error`.
 
-        It waits up to two seconds until this rank knows of it.
+        It waits up to two seconds until that failure is known.
         """
-        if not _lost_a_peer(error):
+        if not _is_peer_lost(error):
             return None
-        self._learned.wait(_NEWS_SECONDS)
+        self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)
         return self.model_error()
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends with `error`, and learn where they are. The main thread calls it."""
-        if self._error is not None or self._ended.is_set() or os.getpid() != self._process:
-            return  # a process that was forked from this one, such as a DataLoader's worker, is no rank
-        self._error = error
-        own = Failure(self._rank, _one_line(error))
-        if _lost_a_peer(error):
-            self._learned.wait(_NEWS_SECONDS)  # of what became of that peer, which is what failed first
-        if _is_consequence(error):
-            own = self._first_departure() or self._first_absence() or own
-        self._ended.set()
-        if self._announce(own):
-            self._announced = True
-            others = [rank for rank in range(self._size) if rank != self._rank]
-            self._report = self._describe(self._answers("heard", others), others)
-            self._continue_stopped(others)
-        elif self._first != Failure(0, _GONE):
-            self._tell(self._own, "heard", self._here())
-            if self._reporter is not None:  # a thread of this process that is printing the report
-                self._reporter.join(_ANSWER_SECONDS + _PERIOD_SECONDS)
-        if isinstance(error, SystemExit):  # for which there is no excepthook
-            _say(self._report)
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the other ranks that this rank ends with `error`, and collect their status.
 
-    def _leave(self, how: str) -> None:
-        """Record for the other ranks `how` this one ends its part without an error."""
-        if self._ended.is_set() or os.getpid() != self._process:
-            return
-        told = json.dumps([self._rank, f"{how}{self._flight_recorder.last}", self._flight_recorder.entered])
-        with contextlib.suppress(dist.DistError):  # rank 0's process went, and the store with it
-            self._own.set(f"{_LEFT}/{self._rank}", told)
-            self._own.compare_set(_LEFT, "", told)
-
-    def _leave_at_exit(self) -> None:
-        self._leave("its process exited")
-
-    def _first_departure(self) -> Failure | None:
-        """Return the first rank that ended its part without an error, as the cause of a failure that followed."""
-        left = self._departure()
-        if left is None or left.rank == self._rank:
-            return None
-        return Failure(left.rank, f"{_LEFT_EARLY}: {left.how}")
-
-    def _departure(self) -> _Departure | None:
-        store = self._store if threading.current_thread() is self._thread else self._own
-        try:
-            return _Departure(*json.loads(store.get(_LEFT))) if store.check([_LEFT]) else None
-        except dist.DistError:  # rank 0's process went, and the store with it
-            return _Departure(0, "its process exited") if 0 in self._presence.left else None
-
-    def _needs_departed(self) -> Failure | None:
-        """Return the departure of a rank that this one waits for in a later collective or backward than its last.
-
-        Such a wait cannot end; not every transport notices it.
+        The main thread or the watchdog thread calls it. Only the first call has an effect.
         """
-        left, begun = self._departure(), self._flight_recorder.entered
-        if left is None or left.rank == self._rank or not Answer.of_main_thread(self._flight_recorder).waits:
-            self._waits_since = (begun, time.monotonic())
-            return None
-        if self._waits_since[0] != begun:
-            self._waits_since = (begun, time.monotonic())
-        if left.entered is not None and begun <= left.entered:
-            return None  # both are, or were, in the same one
-        patience = _LAST_SECONDS if left.entered is None else _PERIOD_SECONDS
-        if time.monotonic() < self._waits_since[1] + patience:
-            return None
-        return Failure(left.rank, f"{_LEFT_EARLY}: {left.how}")
+        if self._error is not None or self._ended.is_set() or os.getpid() != self._pid:
+            return  # a process that was forked from this one, such as a DataLoader worker, is not a rank
+        self._error = error
+        failure = Failure(self._rank, _first_line(error))
+        if _is_peer_lost(error):
+            self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # because that peer has failed first
+        if _is_consequence(error):
+            failure = self._early_shutdown() or self._missing_rank() or failure
+        self._ended.set()
+        if self._announce(failure):
+            self._has_reported = True
+            other_ranks = [rank for rank in range(self._size) if rank != self._rank]
+            statuses = self._complete_statuses(self._collect_statuses(other_ranks), other_ranks)
+            self._report = self._format_report(statuses)
+            self._continue_stopped(other_ranks)
+        elif self._first_failure != Failure(0, _PROCESS_ENDED):
+            self._publish_status(self._store)
+            if self._reporter is not None:  # a thread of this process that prints the report
+                self._reporter.join(_REPORT_SECONDS)
+        if isinstance(error, SystemExit):  # Python does not call the excepthook for it
+            _print(self._report)
 
-    def _first_absence(self) -> Failure | None:
+    # --- shutdowns without an error ---
+
+    def _report_shutdown(self, reason: str) -> None:
+        if self._ended.is_set() or os.getpid() != self._pid:
+            return
+        if latest := self._flight_recorder.latest_entry:
+            reason += f"; last operation: {latest}"
+        with contextlib.suppress(dist.DistError):  # rank 0's process has exited, and the store with it
+            self._store.report_shutdown(reason, self._flight_recorder.num_recorded)
+
+    def _report_exit(self) -> None:
+        self._report_shutdown("its process exited")
+
+    def _first_shutdown(self) -> Shutdown | None:
+        """Return the first shutdown of another rank."""
+        store = self._thread_store if threading.current_thread() is self._thread else self._store
+        try:
+            shutdown = store.first_shutdown()
+        except dist.DistError:  # rank 0's process has exited, and the store with it
+            shutdown = Shutdown(0, "its process exited") if 0 in self._liveness.exited_ranks else None
+        return shutdown if shutdown is not None and shutdown.rank != self._rank else None
+
+    def _early_shutdown(self) -> Failure | None:
+        """Return the first shutdown of another rank as the cause of a failure that followed."""
+        shutdown = self._first_shutdown()
+        return None if shutdown is None else Failure(shutdown.rank, f"{_SHUTDOWN_TOO_EARLY}: {shutdown.reason}")
+
+    def _shutdown_of_awaited_rank(self) -> Failure | None:
+        """Return the shutdown of a rank that this rank waits for in an operation that the other one never began.
+
+        Such a wait cannot end, and not every transport notices it.
+        """
+        shutdown, num_recorded = self._first_shutdown(), self._flight_recorder.num_recorded
+        if shutdown is None or not self._status().waits_for_ranks:
+            self._wait_began = (num_recorded, time.monotonic())
+            return None
+        if self._wait_began[0] != num_recorded:
+            self._wait_began = (num_recorded, time.monotonic())
+        if shutdown.num_recorded is not None and num_recorded <= shutdown.num_recorded:
+            return None  # that rank took part in the operation
+        limit_seconds = _UNKNOWN_PARTICIPATION_SECONDS if shutdown.num_recorded is None else _PERIOD_SECONDS
+        if time.monotonic() < self._wait_began[1] + limit_seconds:
+            return None
+        return Failure(shutdown.rank, f"{_SHUTDOWN_TOO_EARLY}: {shutdown.reason}")
+
+    # --- failures ---
+
+    def _missing_rank(self) -> Failure | None:
         """Return the first rank that this one has waited for until the timeout, unless that rank waits too."""
-        for rank, answer in sorted(self._absent.items()):
-            if not answer.waits:
-                why = f", and {NO_ANSWER}" if answer == Answer() else ""
-                return Failure(
-                    rank, f"it did not join {self._flight_recorder.latest} of rank {self._rank} in time{why}"
-                )
+        for rank, status in sorted(self._missing.items()):
+            if not status.waits_for_ranks:
+                error = f"it did not join {self._flight_recorder.latest_operation} of rank {self._rank} in time"
+                return Failure(rank, error + (f", and {status}" if status.activity is Activity.NO_RESPONSE else ""))
         return None
+
+    def _announce(self, failure: Failure) -> bool:
+        """Report `failure` to all ranks unless an earlier one is known; return whether this call did.
+
+        Several ranks may find the same failure at once. Only the thread that gets True prints the report.
+        """
+        if self._first_failure is not None:
+            return False
+        own_name = f"{self._rank}/{threading.get_ident()}"
+        try:
+            self._first_failure, reporter = self._store.report_failure(failure, own_name)
+        except dist.DistError:  # rank 0's process has exited, and the store with it
+            self._first_failure = self._first_failure or failure
+            reporter = own_name if self._first_failure == failure else ""
+        self._failure_is_known.set()
+        return reporter == own_name
+
+    def _format_report(self, statuses: Mapping[int, RankStatus]) -> list[str]:
+        records = {rank: status.records for rank, status in statuses.items()}
+        records[self._rank] = self._flight_recorder.records()
+        return [f"unitrain: {self._first_failure} (of {self._size} ranks)", *format_statuses(statuses, records)]
+
+    def _collect_statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
+        """Return the statuses that `ranks` publish after a failure."""
+        return self._store.statuses_after_failure(ranks, self._answer_while_waiting())
+
+    def _answer_while_waiting(self) -> Callable[[], None] | None:
+        """Return the function that answers requests of other ranks while the watchdog thread itself waits for them."""
+        if threading.current_thread() is not self._thread:
+            return None
+        return partial(self._thread_store.answer_requests, self._status)
+
+    def _complete_statuses(self, statuses: Mapping[int, RankStatus], ranks: Sequence[int]) -> dict[int, RankStatus]:
+        """Return `statuses` with those of `ranks` that have not responded: they have shut down, or do not respond."""
+        complete = {rank: statuses.get(rank, RankStatus()) for rank in ranks}
+        with contextlib.suppress(dist.DistError):
+            for rank, status in complete.items():
+                if status.activity is Activity.NO_RESPONSE and (shutdown := self._store.shutdown_of(rank)) is not None:
+                    complete[rank] = RankStatus(Activity.SHUT_DOWN, detail=shutdown.reason)
+        return complete
 
     def _continue_stopped(self, ranks: Sequence[int]) -> None:
         """Continue the processes of `ranks` on this host that SIGSTOP has stopped.
 
-        A stopped process does not end on the launcher's SIGTERM: the launcher would wait until it sends SIGKILL. It
-        also keeps the memory of its GPU.
+        A stopped process does not react to the launcher's SIGTERM, so that the launcher would wait until it sends
+        SIGKILL. It also keeps the memory of its GPU.
         """
         for rank in ranks:
             with contextlib.suppress(dist.DistError, ProcessLookupError, PermissionError):
-                if self._own.check([key := f"{_PROCESS}/{rank}"]):
-                    processes, number = json.loads(self._own.get(key))
-                    if processes == _processes_of():
-                        os.kill(number, signal.SIGCONT)
+                process = self._store.process_of(rank)
+                if process is not None and process.namespace == _process_namespace():
+                    os.kill(process.pid, signal.SIGCONT)
 
-    def _with_departures(self, answers: Mapping[int, Answer]) -> dict[int, Answer]:
-        """Return `answers`, in which the ranks that have left say so instead of giving no answer."""
-        known = dict(answers)
+    def _status(self) -> RankStatus:
+        if self._error is not None:
+            return RankStatus(Activity.FAILED, detail=_first_line(self._error))
+        return RankStatus.of_main_thread(self._flight_recorder)
+
+    def _publish_status(self, store: FailureStore) -> None:
         with contextlib.suppress(dist.DistError):
-            for rank, answer in answers.items():
-                if answer == Answer() and self._own.check([f"{_LEFT}/{rank}"]):
-                    known[rank] = Answer(f"has left: {json.loads(self._own.get(f'{_LEFT}/{rank}'))[1]}")
-        return known
+            store.report_status(self._status())
 
-    def _announce(self, failure: Failure) -> bool:
-        """Report `failure` to all ranks unless they know of an earlier one; return whether this call did.
+    # --- the watchdog thread ---
 
-        Only the thread for which it is True prints the report: several ranks may find the same failure at once.
-        """
-        if self._first is not None:
-            return False
-        own = f"{self._rank}/{threading.get_ident()}"
-        try:
-            rank, error, reporter = json.loads(
-                self._own.compare_set(_FAILED, "", json.dumps([failure.rank, failure.error, own]))
-            )
-            self._first = Failure(rank, error)
-        except dist.DistError:  # rank 0's process went, and the store with it
-            self._first = self._first or failure
-            reporter = own if self._first == failure else ""
-        self._learned.set()
-        return bool(reporter == own)
-
-    def _describe(self, answers: Mapping[int, Answer], ranks: Sequence[int]) -> list[str]:
-        known = self._with_departures({rank: answers.get(rank, Answer()) for rank in ranks})
-        ledgers = {rank: answer.flight_recorder for rank, answer in known.items()} | {
-            self._rank: self._flight_recorder.lines()
-        }
-        return [f"unitrain: {self._first} (of {self._size} ranks)", *describe(known, ledgers)]
-
-    def _answers(self, key: str, ranks: Sequence[int]) -> dict[int, Answer]:
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        answers: dict[int, Answer] = {}
-        with contextlib.suppress(dist.DistError):
-            while len(answers) < len(ranks) and time.monotonic() < deadline:
-                for rank in ranks:
-                    if rank not in answers and self._own.check([f"{key}/{rank}"]):
-                        answers[rank] = Answer.read(self._own.get(f"{key}/{rank}"))
-                if threading.current_thread() is self._thread:
-                    self._answer_questions()  # of ranks that ask at the same time
-                time.sleep(0.02)
-        return answers
-
-    def _watchdog(self) -> None:
-        reachable = True
+    def _run(self) -> None:
+        store_is_reachable = True
         while not self._ended.wait(_PERIOD_SECONDS):
-            if os.getppid() != self._parent and self._launcher in _LEAVES_ORPHANS:
-                self._follow_launcher()
+            if os.getppid() != self._parent_pid and self._launcher in _LAUNCHERS_WITHOUT_CLEANUP:
+                self._exit_with_launcher()
                 return
             try:
-                if reachable:
-                    self._answer_questions()
-                if reachable and self._store.check([_FAILED]):
-                    self._first = Failure(*json.loads(self._store.get(_FAILED))[:2])
-                    self._tell(self._store, "heard", self._here())
-                    self._end()
-                    return
-                if reachable and (problem := self._compare_loops()) is not None:
-                    self._announce(Failure(self._rank, f"ModelError: {problem}"))
-                    self._tell(self._store, "heard", self._here())
-                    self._end()
+                if store_is_reachable and self._poll_store():
+                    self._publish_status(self._thread_store)
+                    self._end_process()
                     return
             except dist.DistError:
-                reachable = False  # rank 0's process is gone: what needs it fails by itself, and what does not goes on
-            if self._presence.left and self._error is None and (departed := self._needs_departed()) is not None:
-                self._blame(departed)
-                return
-            if (overdue := self._expectations.overdue()) is not None:
-                self._give_up(overdue)
+                # Rank 0's process has exited. Operations that need it fail by themselves; others continue.
+                store_is_reachable = False
+            if self._liveness.exited_ranks and self._error is None:
+                failure = self._shutdown_of_awaited_rank()
+                if failure is not None:
+                    self._blame(failure)
+                    return
+            if (deadline := self._deadlines.expired()) is not None:
+                self._handle_expired(deadline)
+
+    def _poll_store(self) -> bool:
+        """Answer status requests, and return whether a rank has failed."""
+        self._thread_store.answer_requests(self._status)
+        failure = self._thread_store.first_failure()
+        if failure is not None:
+            self._first_failure = failure
+            return True
+        problem = self._compare_loops()
+        if problem is not None:
+            self._announce(Failure(self._rank, f"{ModelError.__name__}: {problem}"))
+            return True
+        return False
 
     def _compare_loops(self) -> str | None:
-        """Return what is wrong if this rank's training loop is not in the same step as that of rank 0."""
+        """Return the difference if this rank's training loop is not in the same step as that of rank 0."""
         if self._rank:
-            return self.counters.compare(self._store, self._rank)
-        self.counters.publish(self._store)
+            return self._loop_counters.compare(self._thread_store.messages, self._rank)
+        self._loop_counters.publish(self._thread_store.messages)
         return None
 
-    def _answer_questions(self) -> None:
-        asked = self._store.add(_ASKED, 0) if self._store.check([_ASKED]) else 0
-        self._answered = max(self._answered, asked - _MOST_QUESTIONS)
-        while self._answered < asked:
-            self._answered += 1
-            self._tell(self._store, f"where/{self._answered}", self._here())
-
-    def _tell(self, store: MessageStore, key: str, answer: Answer) -> None:
-        with contextlib.suppress(dist.DistError):
-            store.set(f"{key}/{self._rank}", answer.write())
-
-    def _here(self) -> Answer:
-        if self._error is not None:
-            return Answer(f"failed too: {_one_line(self._error)}")
-        return Answer.of_main_thread(self._flight_recorder)
-
-    def _tell_of(self, lost: int) -> None:
-        """Say for a rank that is gone what it could not say itself. The thread that has noticed it calls this."""
-        if self._ended.is_set():
-            return
-        self._blame(Failure(lost, _GONE))
+    def _on_process_ended(self, rank: int) -> None:
+        """Report that the process of `rank` has ended unexpectedly. The thread of the liveness check calls it."""
+        if not self._ended.is_set():
+            self._blame(Failure(rank, _PROCESS_ENDED))
 
     def _blame(self, failure: Failure) -> None:
-        """Report `failure` of another rank, which cannot do so itself, and end this process."""
+        """Report `failure` of another rank, which cannot report it itself, and end this process."""
         self._reporter = threading.current_thread()
-        if failure.rank == 0:  # what the ranks meet at may be gone with it, or still be there and never answer
-            self._first = self._first or failure
+        if failure.rank == 0:  # the store may have ended with it, or may never respond
+            self._first_failure = self._first_failure or failure
         elif self._announce(failure):
             ranks = [rank for rank in range(self._size) if rank != failure.rank]
-            answers = self._answers("heard", [rank for rank in ranks if rank != self._rank])
-            _say(self._describe({**answers, self._rank: self._here()}, ranks))
-        self._end()
+            statuses = self._collect_statuses([rank for rank in ranks if rank != self._rank])
+            _print(self._format_report(self._complete_statuses({**statuses, self._rank: self._status()}, ranks)))
+        self._end_process()
 
-    def _give_up(self, overdue: Expectation) -> None:
-        """End the process if what it expects has not come; the main thread waits where no exception can reach it."""
-        error = CollectiveTimeoutError(overdue.describe())
-        if overdue.is_done():  # it came after all, or the main thread noticed itself
+    def _handle_expired(self, deadline: Deadline) -> None:
+        """End the process if the work is still not done: the main thread waits where no exception can reach it."""
+        error = CollectiveTimeoutError(deadline.describe())
+        if deadline.is_done():  # meanwhile, or the main thread has noticed the timeout itself
             return
-        stack = Answer.of_main_thread(self._flight_recorder).stack
-        self.fail(error)
-        _say([f"unitrain: {error}", *stack, *self._report])
+        stack = RankStatus.of_main_thread(self._flight_recorder).stack
+        self.report_failure(error)
+        _print([f"unitrain: {error}", *stack, *self._report])
         os._exit(1)
 
-    def _follow_launcher(self) -> None:
-        """End as the launcher should have asked for: in time for a checkpoint."""
-        _say([f"unitrain: rank {self._rank} of {self._size} ends, because {self._launcher} is gone"])
-        os.kill(self._process, signal.SIGTERM)
+    def _exit_with_launcher(self) -> None:
+        """Send SIGTERM to this process, as the launcher should have done: it leaves time for a checkpoint."""
+        _print([f"unitrain: stopping rank {self._rank} of {self._size} because {self._launcher} has ended"])
+        os.kill(self._pid, signal.SIGTERM)
         if not self._ended.wait(_LAST_CHECKPOINT_SECONDS):
             os._exit(1)
 
-    def _end(self) -> None:
-        """Give the main thread a moment to fail by itself, then end the process."""
-        self._learned.set()
+    def _end_process(self) -> None:
+        """Give the main thread a few seconds to fail by itself, then end the process."""
+        self._failure_is_known.set()
         if not self._ended.wait(_GRACE_SECONDS):
-            doing = self._here().doing
-            _say([f"unitrain: rank {self._rank} of {self._size} {doing}, and is ended, because {self._first}"])
+            reason = f"unitrain: ending rank {self._rank} of {self._size} because {self._first_failure}"
+            _print([reason, f"  rank {self._rank}: {self._status()}"])
             os._exit(1)
 
-    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception | KeyboardInterrupt) and os.getpid() == self._process:
-            self.fail(error)
-        first, own = self._first, _one_line(error)
-        place = f", at {_last_line(trace)}" if trace is not None else ""
+    # --- the main thread's error ---
+
+    def _excepthook(
+        self, error_class: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception | KeyboardInterrupt) and os.getpid() == self._pid:
+            self.report_failure(error)
+        first, own = self._first_failure, _first_line(error)
+        place = f", at {_last_line(traceback)}" if traceback is not None else ""
         follows = first is not None and first.rank != self._rank
-        told = f"rank {self._rank} of {self._size} ended with {own}{place}"
-        if follows and not self._announced and (own == getattr(first, "error", "") or _is_consequence(error)):
-            # Its traceback would be one of many, and show what followed from the failure, not the failure.
-            _say([f"unitrain: {told}; {first}"])
+        text = f"rank {self._rank} of {self._size} ended with {own}{place}"
+        if follows and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
+            # Its traceback would be one of many, and show a consequence of the failure instead of the failure.
+            _print([f"unitrain: {text}; {first}"])
         else:
-            self._hook(kind, error, trace)
-        if os.getpid() == self._process:
-            _record(f"{first}; {told}" if follows else told, follows=follows)
-        _say(self._report)
+            self._original_excepthook(error_class, error, traceback)
+        if os.getpid() == self._pid:
+            _write_torchrun_error(f"{first}; {text}" if follows else text, follows=follows)
+        _print(self._report)
 
 
-def _say(lines: list[str]) -> None:
+def _always_true() -> bool:
+    return True
+
+
+def _print(lines: Sequence[str]) -> None:
     if lines:
         sys.stderr.write("\n".join(lines) + "\n")
         sys.stderr.flush()
 
 
-def _record(text: str, *, follows: bool) -> None:
-    """Write the error for torchrun's summary, which shows it, without a traceback, which this rank prints itself.
+def _write_torchrun_error(text: str, *, follows: bool) -> None:
+    """Write the error for torchrun's summary, without a traceback, which this rank prints itself.
 
     torchrun names the rank with the earliest time, in whole seconds, as the root cause. An error that follows from
     another rank's must therefore have a later time.
@@ -408,38 +450,39 @@ def _record(text: str, *, follows: bool) -> None:
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")
 
 
-def _processes_of() -> str:
-    """Return a name for the process numbers of this host, or of this container where it has its own."""
+def _process_namespace() -> str:
+    """Return a name for the scope in which process numbers are valid: this host, or this container."""
     try:
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return socket.gethostname()
 
 
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _lost_a_peer(error: BaseException) -> bool:
+def _is_peer_lost(error: BaseException) -> bool:
+    """Return whether the transport has raised `error` because the connection to another rank was lost."""
     if isinstance(error, CollectiveTimeoutError):
         return False
-    told = str(error)
+    text = str(error)
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in told for sign in _PEER_LOST)
+        isinstance(error, RuntimeError) and any(message in text for message in _PEER_LOST_MESSAGES)
     )
 
 
 def _is_consequence(error: BaseException) -> bool:
     """Return whether `error` can follow from the failure of another rank."""
-    return _lost_a_peer(error) or _timed_out(error)
+    return _is_peer_lost(error) or _is_timeout(error)
 
 
-def _timed_out(error: BaseException) -> bool:
+def _is_timeout(error: BaseException) -> bool:
     return isinstance(error, CollectiveTimeoutError) or (isinstance(error, RuntimeError) and "imed out" in str(error))
 
 
-def _last_line(trace: TracebackType) -> str:
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+def _last_line(traceback: TracebackType) -> str:
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"

@@ -1,0 +1,132 @@
+"""Failure, status and shutdown reports that ranks exchange through the rendezvous store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from unitrain.bootstrap.messages import MessageStore
+from unitrain.monitoring.rank_status import Failure, RankStatus
+
+_REQUESTS, _FAILURE, _SHUTDOWN, _PROCESS = "requests", "failure", "shutdown", "process"
+_FAILURE_STATUS, _REQUESTED_STATUS = "failure_status", "requested_status"
+_STATUS_TIMEOUT_SECONDS = 3.0
+_POLL_SECONDS = 0.02
+# Any program that reaches the store can increase the number of requests, so only this many are answered at a time.
+_MAX_ANSWERED_REQUESTS = 100
+
+
+class Shutdown(NamedTuple):
+    """A rank that ended without an error, and the number of operations that it had recorded, if that is known."""
+
+    rank: int
+    reason: str
+    num_recorded: int | None = None
+
+
+class RankProcess(NamedTuple):
+    """A process number, and the host or container in which it is valid."""
+
+    namespace: str
+    pid: int
+
+
+class FailureStore:
+    """One thread's access to the reports of all ranks. Each thread needs its own object.
+
+    It has its own connection to the store, because a connection that waits for an answer blocks its other users. Every
+    method raises dist.DistError if rank 0's process, which serves the store, has exited.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._rank = rank
+        self.messages = MessageStore(dist.PrefixStore("failures", store).clone(), "failures", counters=[_REQUESTS])
+        self._num_answered = 0
+
+    def report_failure(self, failure: Failure, reporter: str) -> tuple[Failure, str]:
+        """Report `failure` unless another one was reported before; return the first one and the name of its reporter.
+
+        `reporter` is unique among all threads of all ranks.
+        """
+        content = json.dumps([failure.rank, failure.error, reporter])
+        rank, error, first_reporter = json.loads(self.messages.compare_set(_FAILURE, "", content))
+        return Failure(rank, error), first_reporter
+
+    def first_failure(self) -> Failure | None:
+        """Return the first failure that was reported, None if there is none."""
+        if not self.messages.check([_FAILURE]):
+            return None
+        rank, error, _ = json.loads(self.messages.get(_FAILURE))
+        return Failure(rank, error)
+
+    def report_shutdown(self, reason: str, num_recorded: int) -> None:
+        """Report that this rank ends without an error."""
+        content = json.dumps(Shutdown(self._rank, reason, num_recorded))
+        self.messages.set(f"{_SHUTDOWN}/{self._rank}", content)
+        self.messages.compare_set(_SHUTDOWN, "", content)
+
+    def first_shutdown(self) -> Shutdown | None:
+        """Return the first shutdown that was reported, None if there is none."""
+        return Shutdown(*json.loads(self.messages.get(_SHUTDOWN))) if self.messages.check([_SHUTDOWN]) else None
+
+    def shutdown_of(self, rank: int) -> Shutdown | None:
+        """Return the shutdown of `rank`, None if it has not shut down."""
+        key = f"{_SHUTDOWN}/{rank}"
+        return Shutdown(*json.loads(self.messages.get(key))) if self.messages.check([key]) else None
+
+    def set_process(self, process: RankProcess) -> None:
+        """Publish this rank's process."""
+        self.messages.set(f"{_PROCESS}/{self._rank}", json.dumps(process))
+
+    def process_of(self, rank: int) -> RankProcess | None:
+        """Return the process of `rank`, None if it has not published it."""
+        key = f"{_PROCESS}/{rank}"
+        return RankProcess(*json.loads(self.messages.get(key))) if self.messages.check([key]) else None
+
+    def report_status(self, status: RankStatus) -> None:
+        """Publish this rank's status after a failure."""
+        self.messages.set(f"{_FAILURE_STATUS}/{self._rank}", status.to_json())
+
+    def statuses_after_failure(
+        self, ranks: Sequence[int], while_waiting: Callable[[], object] | None = None
+    ) -> dict[int, RankStatus]:
+        """Return the statuses that `ranks` publish after a failure, without those of ranks that do not respond.
+
+        `while_waiting` is called repeatedly until all have responded.
+        """
+        return self._collect(_FAILURE_STATUS, ranks, while_waiting)
+
+    def request_statuses(
+        self, ranks: Sequence[int], while_waiting: Callable[[], object] | None = None
+    ) -> dict[int, RankStatus]:
+        """Ask `ranks` for their status now, and return it, without those of ranks that do not respond."""
+        return self._collect(f"{_REQUESTED_STATUS}/{self.messages.add(_REQUESTS, 1)}", ranks, while_waiting)
+
+    def answer_requests(self, status: Callable[[], RankStatus]) -> None:
+        """Publish this rank's status for each request since the last call."""
+        num_requests = self.messages.add(_REQUESTS, 0) if self.messages.check([_REQUESTS]) else 0
+        self._num_answered = max(self._num_answered, num_requests - _MAX_ANSWERED_REQUESTS)
+        while self._num_answered < num_requests:
+            self._num_answered += 1
+            self.messages.set(f"{_REQUESTED_STATUS}/{self._num_answered}/{self._rank}", status().to_json())
+
+    def _collect(
+        self, key: str, ranks: Sequence[int], while_waiting: Callable[[], object] | None
+    ) -> dict[int, RankStatus]:
+        deadline = time.monotonic() + _STATUS_TIMEOUT_SECONDS
+        statuses: dict[int, RankStatus] = {}
+        try:
+            while len(statuses) < len(ranks) and time.monotonic() < deadline:
+                for rank in ranks:
+                    if rank not in statuses and self.messages.check([f"{key}/{rank}"]):
+                        statuses[rank] = RankStatus.from_json(self.messages.get(f"{key}/{rank}"))
+                if while_waiting is not None:
+                    while_waiting()
+                time.sleep(_POLL_SECONDS)
+        except dist.DistError:  # rank 0's process has exited: return those that have responded
+            pass
+        return statuses

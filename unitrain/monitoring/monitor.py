@@ -1,0 +1,145 @@
+"""FailureMonitor: the interface of backends to failure detection and reporting."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.errors import CollectiveTimeoutError, ModelError
+from unitrain.monitoring.flight_recorder import (
+    CollectiveCall,
+    FlightRecorder,
+    GradientPhase,
+    describe_differences,
+    ranks_without,
+)
+from unitrain.monitoring.loop_counters import LoopCounters
+from unitrain.monitoring.rank_status import Activity, RankStatus, name_ranks
+from unitrain.monitoring.watchdog import Deadline, Watchdog
+
+# Ranks reach the timeout at slightly different times; each waits this long for the reports of the others.
+_LATE_RANKS_TIMEOUT = timedelta(seconds=2)
+# A thread that blocks lets its core sleep, and waking it takes longer than a small collective: with polling, an
+# exchange of 1 KB between two ranks takes 0.3 ms instead of 0.9. Longer waits block, which frees the core.
+_POLL_SECONDS = 0.005
+
+
+class FailureMonitor:
+    """Detects timeouts and failures of this rank and of the other ranks, and reports them.
+
+    A backend records its collectives, waits for them with `wait_for_ranks`, and reports its own failure. Errors then
+    name the missing ranks and their position in the program. All ranks create their monitor at the same time. With
+    `polls`, waits poll for a few milliseconds before they block, which only works on CPU tensors allow.
+    `use_watchdog=False` omits the thread that notices failures of other ranks.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, *, polls: bool, use_watchdog: bool = True) -> None:
+        self._rendezvous, self._polls = rendezvous, polls
+        self._main_thread = threading.main_thread().ident
+        self._recorder = FlightRecorder()
+        self.record: Callable[[CollectiveCall | GradientPhase], None] = self._recorder.record
+        self.loop_counters = LoopCounters()
+        self._watchdog: Watchdog | None = None
+        if use_watchdog and rendezvous.rank_info.size > 1:
+            self._watchdog = Watchdog(rendezvous, self._recorder, self.loop_counters)
+
+    def wait_for_ranks(self, work: dist.Work | None, *, polls: bool | None = None) -> None:
+        """Wait for `work`, which belongs to the latest recorded operation; under NCCL, let the stream wait for it.
+
+        `polls` overrides the constructor's. Raises CollectiveTimeoutError that names the missing ranks, or the
+        ModelError with which another rank has failed.
+        """
+        if work is None:
+            return
+        is_main_thread = threading.get_ident() == self._main_thread
+        if is_main_thread:
+            self._recorder.is_main_thread_waiting = True
+        try:
+            if self._polls if polls is None else polls:
+                _poll(work)
+            work.wait()
+        except (RuntimeError, CollectiveTimeoutError) as error:
+            if "imed out" in str(error) or "imeout" in str(error):
+                raise CollectiveTimeoutError(self._describe_timeout()) from None  # the transport names no rank
+            self.raise_cause_of(error)
+            raise
+        finally:
+            if is_main_thread:
+                self._recorder.is_main_thread_waiting = False
+
+    def set_deadline(self, is_done: Callable[[], bool], phase: GradientPhase) -> Deadline | None:
+        """End the process with a report of the missing ranks unless `is_done` returns true within the timeout.
+
+        It is for waits of the main thread that no exception can end, and takes about a microsecond. Return None if
+        there is no watchdog.
+        """
+        if self._watchdog is None:
+            return None
+        return self._watchdog.set_deadline(is_done, partial(self._describe_timeout, phase))
+
+    def raise_cause_of(self, error: BaseException) -> None:
+        """Raise the ModelError with which another rank failed if the loss of that rank led to `error`."""
+        if self._watchdog is not None and (cause := self._watchdog.cause_of(error)) is not None:
+            raise cause from error
+
+    def raise_model_error(self) -> None:
+        """Raise the ModelError with which another rank has failed, if this rank knows of one."""
+        if self._watchdog is not None and (error := self._watchdog.model_error()) is not None:
+            raise error
+
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the other ranks that this rank ends with `error`: they end within seconds."""
+        if self._watchdog is not None:
+            self._watchdog.report_failure(error)
+
+    def stop(self) -> None:
+        """Stop monitoring, without a failure. Ranks need not stop at the same time."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def _describe_timeout(self, phase: GradientPhase | None = None) -> str:
+        """Return the text of the error for the latest operation, or for an earlier `phase`, that has timed out.
+
+        It exchanges the ranks' positions through the rendezvous store, which works while the backend is stuck.
+        """
+        rank, seconds = self._rendezvous.rank_info.rank, self._rendezvous.timeout.total_seconds()
+        operation = self._recorder.latest_operation if phase is None else str(phase)
+        key = f"stuck/{self._recorder.latest_key if phase is None else phase.key}"
+        headline = f"{operation} timed out after {seconds:g} s on rank {rank}"
+        try:
+            self._rendezvous.post(key)
+            missing = self._rendezvous.missing_ranks(key, _LATE_RANKS_TIMEOUT)
+        except RuntimeError:  # the store ended with rank 0's process
+            return f"{headline}: the process of rank 0 has exited. See the first error that rank 0 logged."
+        statuses: dict[int, RankStatus] = {}
+        if self._watchdog is not None and missing:
+            statuses = self._watchdog.request_statuses(missing)
+        records = {other: status.records for other, status in statuses.items()}
+        missing = ranks_without(phase, missing, records)
+        names = ", ".join(map(str, missing)) or "none (all ranks arrived after the timeout)"
+        loading = [other for other, status in statuses.items() if status.activity is Activity.WAITING_FOR_DATA]
+        check = f"Check the data loading of {name_ranks(loading)}" if loading else "Check what those ranks do"
+        lines = [
+            f"{headline}. Missing ranks: {names}. "
+            f"{check}, or raise the limit with unitrain.init(timeout_seconds=...).",
+            *(f"  rank {other}: {status}" for other, status in statuses.items()),
+            *describe_differences({rank: self._recorder.records(), **records}),
+        ]
+        return "\n".join(lines)
+
+
+def _poll(work: dist.Work) -> None:
+    """Return when `work` is done, or after a few milliseconds."""
+    # Works that are implemented in Python poll in their `wait`.
+    if type(work) is not dist.Work or work.is_completed():
+        return
+    deadline = time.monotonic() + _POLL_SECONDS
+    while not work.is_completed() and time.monotonic() < deadline:
+        os.sched_yield()
