@@ -35,8 +35,7 @@ from unitrain.backends.gradients.ddp_wrapper import check_same_model
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous
-from unitrain.monitoring.flight_recorder import FlightRecorder
-from unitrain.monitoring.waiting import Waiting
+from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import all_gather
 
 SIZES = (2, 64, 256, 1024)  # powers of two, so that every rank of a sum sends and receives the same
@@ -107,10 +106,9 @@ class OneOfMany(ProcessGroupBackend):
 
     def __init__(self, size: int) -> None:
         self.device, self.rank, self.size = torch.device("cpu"), 0, size
-        flight_recorder = FlightRecorder()
         self._rendezvous = Rendezvous(RankInfo("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
-        self._waiting = Waiting(self._rendezvous, flight_recorder, None, polls=True)
-        self._agree = ConsistencyCheck(self, flight_recorder, self._waiting)
+        self._monitor = FailureMonitor(self._rendezvous, polls=True, use_watchdog=False)
+        self._agree = ConsistencyCheck(self, self._monitor)
         self._agree._point_to_point = True  # as Gloo's
 
 
@@ -218,7 +216,7 @@ def over_the_store(size: int, repeats: int) -> dict[str, float]:
     ]
     ways: dict[str, Callable[[Rendezvous, str], list[Any]]] = {
         "store, 0.1.0": keys_of_all_ranks,
-        "store": lambda rendezvous, key: rendezvous.exchange(key, 1),
+        "store": lambda rendezvous, key: rendezvous.allgather(key, 1),
     }
     seconds = {}
     with ThreadPoolExecutor(size) as pool:

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Backend
 from unitrain.backends.gradients.ddp_wrapper import GlobalGradients
-from unitrain.monitoring.collective_call import CollectiveCall
-from unitrain.monitoring.flight_recorder import FlightRecorder
+from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
 from unitrain.progress.stopping import Stopping
 
 STEP_SECONDS = 0.005
@@ -44,14 +43,14 @@ def microseconds(backend: Backend) -> dict[str, float]:
         seconds = {id(model): _each(partial(_step, model), 1) for model in order}
         taken.append([seconds[id(model)] for model in _models])
     flight_recorder, call = FlightRecorder(), CollectiveCall(1, "allreduce", "mean", dtype=torch.float32, shape=(2,))
-    watch: Any = backend._watch  # type: ignore[attr-defined]
+    watchdog: Any = backend._monitor._watchdog  # type: ignore[attr-defined]
     with Stopping(backend, max_seconds=None, signals=["SIGUSR1"]) as stopping:
         due = _each(lambda: stopping.due(0), _CALLS)
         agree = _each(lambda: stopping.agree(1, [0.0, 0.0]), 20)
-    beat = _each(lambda: (watch._answer_questions(), watch._own.check(["nothing"])), 50)
+    beat = _each(watchdog._poll_store, 50)
     costs = {
         "gradients": statistics.median(watched - bare for bare, watched in taken),
-        "ledger": _each(lambda: flight_recorder.enter(call), _CALLS),
+        "ledger": _each(lambda: flight_recorder.record(call), _CALLS),
         "heartbeat": beat * STEP_SECONDS / _HEARTBEAT_SECONDS,
         "signals": due + agree * STEP_SECONDS / _AGREE_SECONDS,
     }

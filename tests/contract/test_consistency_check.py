@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from unitrain.backends import consistency
 from unitrain.backends.base import Backend
 from unitrain.errors import CollectiveMismatchError
-from unitrain.monitoring.collective_call import CollectiveCall
+from unitrain.monitoring.flight_recorder import CollectiveCall
 from unitrain.testing import RankGroup, collectives, gradients
 from unitrain.testing.cases import CASES as CONTRACT
 
@@ -159,8 +159,8 @@ def test_many_ranks_name_who_differs(many: RankGroup) -> None:
         return
     texts = many.run(other_widths)
     assert len(set(texts)) == 1
-    assert "rank 0 called allreduce(float32 [200000], mean) as collective #" in texts[0]
-    assert "called allreduce(float32 [1], mean) as collective #" in texts[0]
+    assert "rank 0 called allreduce(float32 [200000], mean) (collective #" in texts[0]
+    assert "called allreduce(float32 [1], mean) (collective #" in texts[0]
 
 
 def test_fingerprints_are_equal_where_calls_fit() -> None:

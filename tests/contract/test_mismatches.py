@@ -8,8 +8,13 @@ import torch
 
 from unitrain.backends.base import Backend
 from unitrain.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError
-from unitrain.monitoring.collective_call import CollectiveCall
-from unitrain.monitoring.flight_recorder import FlightRecorder, GradientWork, Line, differences
+from unitrain.monitoring.flight_recorder import (
+    CollectiveCall,
+    FlightRecord,
+    FlightRecorder,
+    GradientPhase,
+    describe_differences,
+)
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, loss_of
 
@@ -74,11 +79,11 @@ def test_every_rank_is_told_who_does_what(backend: str) -> None:
     assert told[0] == told[1] == told[2]
     assert len(told[0]) == len(MISMATCHES)
     for text, (odd, others) in zip(told[0], MISMATCHES.values(), strict=True):
-        assert text.startswith(f"The ranks do not agree on a collective: ranks 0, 2 called {others}"), text
-        assert f"; rank {ODD} called {odd} as collective #" in text
+        assert text.startswith(f"The ranks called different collectives: ranks 0, 2 called {others}"), text
+        assert f"; rank {ODD} called {odd} (collective #" in text
 
 
-def in_vain(backend: Backend) -> str:
+def time_out(backend: Backend) -> str:
     model = backend.distributed_model(build())
     for _ in range(2):
         loss_of(model(batch(backend.rank))).backward()
@@ -86,25 +91,25 @@ def in_vain(backend: Backend) -> str:
         other_order(backend, model)
     except (CollectiveTimeoutError, RuntimeError) as error:
         return str(error)
-    raise AssertionError("it went through")
+    raise AssertionError("the ranks did not wait for each other")
 
 
-def test_without_debugging_a_timeout_shows_what_differs() -> None:
+def test_a_timeout_shows_the_differing_operations() -> None:
     with RankGroup("ddp", 2, backend_timeout_seconds=6.0) as group:
-        first, second = group.run(in_vain)
-    # Whose time is over first closes Gloo's connections, which may be all that the other one hears.
-    assert "ranks that have not come: " in first + second
-    if "ranks that have not come: " in first:
-        assert "Rank 0 began backward #2 and waited 6 s in vain; ranks that have not come: 1. " in first
-        assert "\nRank 1 waits in allreduce(float32 [2], mean) as collective #" in first
+        first, second = group.run(time_out)
+    # The rank that times out first closes Gloo's connections, which may be the only error on the other rank.
+    assert "Missing ranks: " in first + second
+    if "Missing ranks: " in first:
+        assert "backward #2 timed out after 6 s on rank 0. Missing ranks: 1. " in first
+        assert "\n  rank 1: waiting for other ranks in allreduce(float32 [2], mean) (collective #" in first
     else:
-        assert "\nRank 0 waits in backward #2, at test_mismatches.py:" in second
+        assert "\n  rank 0: waiting for other ranks in backward #2, at test_mismatches.py:" in second
     for text in (first, second):
-        if "ranks that have not come: " in text:
-            *_, shown = text.partition("What the ranks did together last differs")
+        if "Missing ranks: " in text:
+            *_, shown = text.partition("The latest operations differ between ranks")
             assert "  rank 0: backward #1, at test_mismatches.py:" in shown
             assert "  rank 0: backward #2, at test_mismatches.py:" in shown
-            assert "  rank 1: allreduce(float32 [2], mean) as collective #" in shown
+            assert "  rank 1: allreduce(float32 [2], mean) (collective #" in shown
 
 
 def debugging_differs(backend: Backend) -> str:
@@ -125,29 +130,27 @@ def test_all_ranks_debug_or_none() -> None:
     assert "UNITRAIN_DEBUG=False on rank 0 and UNITRAIN_DEBUG=True on rank 1" in told[0]
 
 
-def test_a_ledger_knows_the_lines_that_called() -> None:
+def test_the_flight_recorder_keeps_the_lines_of_callers() -> None:
     flight_recorder = FlightRecorder()
-    assert flight_recorder.last == ""
+    assert flight_recorder.latest_entry == ""
     for number in range(40):
-        flight_recorder.enter(CollectiveCall(number, "barrier"))
-    flight_recorder.enter(GradientWork("backward", 7))
-    assert flight_recorder.latest == "backward #7"
-    assert flight_recorder.last.startswith("; its last was backward #7, at test_mismatches.py:")
-    assert flight_recorder.last.endswith('ledger.enter(GradientWork("backward", 7))')
-    lines = flight_recorder.lines()
-    assert [line.position for line in lines] == list(range(25, 41))
-    assert lines[0].text.startswith("barrier() as collective #25, at test_mismatches.py:")
+        flight_recorder.record(CollectiveCall(number, "barrier"))
+    flight_recorder.record(GradientPhase("backward", 7))
+    assert flight_recorder.latest_operation == "backward #7"
+    assert flight_recorder.latest_entry.startswith("backward #7, at test_mismatches.py:")
+    assert flight_recorder.latest_entry.endswith('flight_recorder.record(GradientPhase("backward", 7))')
+    records = flight_recorder.records()
+    assert [record.position for record in records] == list(range(25, 41))
+    assert records[0].text.startswith("barrier() (collective #25), at test_mismatches.py:")
 
 
-def test_ledgers_differ_where_they_overlap() -> None:
-    def flight_recorder(*keys: str, since: int = 0) -> list[Line]:
-        return [Line(since + at, key, f"{key}, at x.py:1") for at, key in enumerate(keys)]
+def test_records_are_compared_at_equal_positions() -> None:
+    def records(*keys: str, first: int = 0) -> list[FlightRecord]:
+        return [FlightRecord(first + at, key, f"{key}, at x.py:1") for at, key in enumerate(keys)]
 
-    assert (
-        differences({0: flight_recorder("a", "b", "c"), 1: flight_recorder("a", "b"), 2: flight_recorder("b", since=1)})
-        == []
-    )
-    assert differences({0: flight_recorder("a"), 1: flight_recorder("b", since=1)}) == []
-    assert differences({0: flight_recorder("a", "b"), 3: flight_recorder("a", "c")})[1:] == [
+    equal = {0: records("a", "b", "c"), 1: records("a", "b"), 2: records("b", first=1)}
+    assert describe_differences(equal) == []
+    assert describe_differences({0: records("a"), 1: records("b", first=1)}) == []
+    assert describe_differences({0: records("a", "b"), 3: records("a", "c")})[1:] == [
         "  rank 0: a, at x.py:1", "  rank 0: b, at x.py:1", "  rank 3: a, at x.py:1", "  rank 3: c, at x.py:1",
     ]  # fmt: skip

@@ -89,9 +89,9 @@ def test_ranks_that_use_their_forwards_differently_are_in_step(backend: str, tmp
 
 def _count(counters: LoopCounters, times: int) -> None:
     for _ in range(times):
-        counters.forward().reached()
-        counters.backward()
-        counters.step()
+        counters.count_forward().mark_used()
+        counters.count_backward()
+        counters.count_step()
 
 
 def test_counts_are_compared_at_the_same_backward() -> None:
@@ -103,7 +103,7 @@ def test_counts_are_compared_at_the_same_backward() -> None:
     _count(other, 4990)
     assert other.compare(store, 3) is None  # not there yet
     _count(first, 1)
-    other.step()
+    other.count_step()
     _count(other, 10)
     found = other.compare(store, 3)
     assert found is not None
@@ -117,11 +117,11 @@ def test_forwards_may_go_unused_or_be_more_but_not_both() -> None:
         _count(first, 1)
         _count(other, 1)
         for counters, runs, without in ((first, 2, 0), (other, forwards, unused)):
-            made = [counters.forward() for _ in range(runs)]
+            made = [counters.count_forward() for _ in range(runs)]
             for forward in made[without:]:
-                forward.reached()
-                forward.reached()
-            counters.backward()
+                forward.mark_used()
+                forward.mark_used()
+            counters.count_backward()
         first.publish(store)
         assert (other.compare(store, 1) is not None) == differs
 
@@ -130,9 +130,9 @@ def test_forwards_before_the_first_backward_are_not_compared() -> None:
     """One rank may summarize or draw the model before training."""
     store = HashStore()
     first, other = LoopCounters(), LoopCounters()
-    other.forward()
+    other.count_forward()
     for counters in (first, other):
-        counters.forward().reached()
-        counters.backward()
+        counters.count_forward().mark_used()
+        counters.count_backward()
     first.publish(store)
     assert other.compare(store, 1) is None

@@ -25,7 +25,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.data import prefetch
 from unitrain.data.prefetch import Prefetcher, prefetch_one
 from unitrain.data.sharding import EvaluationShard, TrainingShard
-from unitrain.monitoring.waiting import Waiting
+from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.optim.step import backward
 from unitrain.testing import run_ranks
 
@@ -188,22 +188,23 @@ def test_what_is_fetched_meanwhile_is_closed_with_the_loop() -> None:
 def order_of_things(backend: Backend) -> list[str]:
     """Return what each step of four does of fetching, and of waiting inside of backward."""
     log: list[str] = []
-    fetch, wait = prefetch.PrefetchedIterator.fetch, Waiting.wait_for_ranks
+    fetch, wait = prefetch.PrefetchedIterator.fetch, FailureMonitor.wait_for_ranks
 
     def noted_fetch(coming: Any) -> None:
         log.append("fetch")
         fetch(coming)
 
-    def noted_wait(waiting: Waiting, work: Any, **settings: Any) -> None:
+    def noted_wait(monitor: FailureMonitor, work: Any, **settings: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             log.append("wait")
-        wait(waiting, work, **settings)
+        wait(monitor, work, **settings)
 
-    prefetch.PrefetchedIterator.fetch, Waiting.wait_for_ranks = noted_fetch, noted_wait  # type: ignore[method-assign]
+    prefetch.PrefetchedIterator.fetch = noted_fetch  # type: ignore[method-assign]
+    FailureMonitor.wait_for_ranks = noted_wait  # type: ignore[method-assign]
     try:
         train(samples, None, backend=backend, batch_size=3, gradient_accumulation_steps=2, max_epochs=1)
     finally:
-        prefetch.PrefetchedIterator.fetch, Waiting.wait_for_ranks = fetch, wait  # type: ignore[method-assign]
+        prefetch.PrefetchedIterator.fetch, FailureMonitor.wait_for_ranks = fetch, wait  # type: ignore[method-assign]
     return log
 
 

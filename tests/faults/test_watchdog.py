@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from launches import started, started_ranks
 
-from unitrain.monitoring.rank_status import name_ranks
-from unitrain.monitoring.stack_inspection import call_site, whereabouts
+from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
+from unitrain.monitoring.rank_status import Activity, RankStatus, format_statuses, name_ranks
+from unitrain.monitoring.stack_inspection import call_site
 
 PROGRAM = """\
 import contextlib, os, sys, time
@@ -70,19 +71,22 @@ with unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])) as backend:
 """
 
 
-LAST = "its last was backward #30, at train.py:46: nn.functional.mse_loss(model(inputs), targets).backward()"
-LEFT = "unitrain: rank 1 failed first: it ended its part while other ranks still needed it: "
+LAST = "last operation: backward #30, at train.py:46: nn.functional.mse_loss(model(inputs), targets).backward()"
+LEFT = "unitrain: rank 1 failed first: it shut down while other ranks still waited for it: "
 # What is told of rank 1, and how long a collective waits.
 FAULTS = {
     "raises": ("unitrain: rank 1 failed first: ValueError: item 31 is broken", 60.0),
     "exits": ("unitrain: rank 1 failed first: SystemExit: enough of this", 60.0),
-    "is killed": ("unitrain: rank 1 failed first: its process is gone: it was killed, or ended without a word", 60.0),
-    "returns": (f"{LEFT}it called shutdown(), or left its `with unitrain.init()` block; {LAST}", 60.0),
-    "exits with 0": (f"{LEFT}it called shutdown(), or left its `with unitrain.init()` block; {LAST}", 60.0),
+    "is killed": ("unitrain: rank 1 failed first: its process was killed or crashed", 60.0),
+    "returns": (f"{LEFT}it called shutdown() or left its `with unitrain.init()` block; {LAST}", 60.0),
+    "exits with 0": (f"{LEFT}it called shutdown() or left its `with unitrain.init()` block; {LAST}", 60.0),
     "exits with 0 outside of the block": (f"{LEFT}its process exited; {LAST}", 60.0),
     "is interrupted": ("unitrain: rank 1 failed first: KeyboardInterrupt", 60.0),
-    "is stopped": ("unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time, and gives no", 15.0),
-    "hangs": (f"  rank 1 is at train.py:31: time.sleep(300); {LAST}", 15.0),
+    "is stopped": (
+        "unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time, and does not respond",
+        15.0,
+    ),
+    "hangs": (f"  rank 1: at train.py:31: time.sleep(300); {LAST}", 15.0),
 }
 
 SIMILAR = ("exits", "exits with 0", "exits with 0 outside of the block", "is interrupted")
@@ -105,7 +109,7 @@ def test_a_fault_ends_all_ranks_and_is_told_once(backend: str, fault: str, tmp_p
     assert together.count(told) == 1, together
     assert "rank 0 failed first" not in together, together
     # Of ranks that nobody waits for, and that never come to wait themselves, somebody has to know where they are.
-    assert f"  rank 2 is at train.py:35: time.sleep(seconds); {LAST}" in together, together
+    assert f"  rank 2: at train.py:35: time.sleep(seconds); {LAST}" in together, together
     (began,) = re.findall(r"fault (\S+)", together)
     assert ended - float(began) < (timeout if timeout < 60 else 0) + 25, together
     assert together.count("Traceback (most recent call last)") <= 2, together  # with what caused it
@@ -142,9 +146,9 @@ def test_a_rank_that_is_killed_is_missed_within_seconds(tmp_path: Path) -> None:
         seconds = time.monotonic() - began
     for rank, output in enumerate(outputs, start=1):
         assert processes[rank].returncode == 1, output
-        told = f"unitrain: rank {rank} of 3 is at train.py:14: time.sleep(300); its last was barrier() as collective #0"
-        assert told in output, output
-        assert "and is ended, because rank 0 failed first: its process is gone" in output
+        reason = "rank 0 failed first: its process was killed or crashed"
+        status = "at train.py:14: time.sleep(300); last operation: barrier() (collective #0)"
+        assert f"unitrain: ending rank {rank} of 3 because {reason}; status: {status}" in output, output
     assert seconds < 10
 
 
@@ -176,10 +180,10 @@ def test_the_watch_ends_a_backward_that_its_transport_would_not(tmp_path: Path) 
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1, 1]
     for rank in (0, 2):
-        told = f"unitrain: Rank {rank} began backward #2 and waited 3 s in vain; ranks that have not come: 1. "
+        told = f"unitrain: backward #2 timed out after 3 s on rank {rank}. Missing ranks: 1. "
         assert told in outputs[rank], outputs[rank]
         assert (
-            "\nRank 1 is at train.py:14: time.sleep(300); its last was backward #1, at train.py:15: loss_of"
+            "\n  rank 1: at train.py:14: time.sleep(300); last operation: backward #1, at train.py:15: loss_of"
             in outputs[rank]
         )
     assert time.monotonic() - began < 60
@@ -212,25 +216,48 @@ def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:
     assert "unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time" in output, output
 
 
-@pytest.mark.parametrize(
-    ("ranks", "named"), [([3], "rank 3"), ([0, 1, 2, 5], "each of ranks 0-2, 5"), ([1, 3], "each of ranks 1, 3")]
-)
+@pytest.mark.parametrize(("ranks", "named"), [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([1, 3], "ranks 1, 3")])
 def test_ranks_are_named_in_few_words(ranks: list[int], named: str) -> None:
     assert name_ranks(ranks) == named
 
 
-def test_where_a_thread_is() -> None:
-    found: list[str] = []
+def test_the_status_shows_the_position_of_the_main_thread() -> None:
+    found: list[RankStatus] = []
+    flight_recorder = FlightRecorder()
+    flight_recorder.record(CollectiveCall(3, "barrier"))
 
-    def look() -> None:
+    def inspect(*, is_waiting: bool = False) -> None:
         time.sleep(0.3)
-        found.append(whereabouts(lambda: "nothing")[0])
+        flight_recorder.is_main_thread_waiting = is_waiting
+        found.append(RankStatus.of_main_thread(flight_recorder))
 
-    for body in (lambda: time.sleep(1), lambda: threading.Event().wait(1)):
-        thread = threading.Thread(target=look)
+    for body, is_waiting in (
+        (lambda: time.sleep(1), False),
+        (lambda: threading.Event().wait(1), False),
+        (lambda: time.sleep(1), True),
+    ):
+        thread = threading.Thread(target=inspect, kwargs={"is_waiting": is_waiting})
         thread.start()
         body()
         thread.join()
-    assert re.fullmatch(r"is at test_watchdog.py:\d+: .*time.sleep\(1\).*", found[0])
-    assert re.fullmatch(r"is in Event.wait, at test_watchdog.py:\d+: .*Event\(\)\.wait\(1\).*", found[1])
+    last = r"last operation: barrier\(\) \(collective #3\), at test_watchdog.py:\d+: .*"
+    assert re.fullmatch(rf"at test_watchdog.py:\d+: .*time.sleep\(1\).*; {last}", str(found[0]))
+    assert re.fullmatch(rf"in Event.wait, at test_watchdog.py:\d+: .*Event\(\)\.wait\(1\).*; {last}", str(found[1]))
+    waiting = r"waiting for other ranks in barrier\(\) \(collective #3\), at test_watchdog.py:\d+: .*"
+    assert re.fullmatch(waiting, str(found[2]))
+    assert [status.waits_for_ranks for status in found] == [False, False, True]
+    assert [RankStatus.from_json(status.to_json()) for status in found] == found
     assert re.fullmatch(r"test_watchdog.py:\d+: assert re.fullmatch.*call_site.*", call_site(sys._getframe()))
+
+
+def test_equal_statuses_are_grouped() -> None:
+    waiting = RankStatus(Activity.WAITING_FOR_RANKS, "train.py:3: step()", "backward #2", stack=["not shown"])
+    running = RankStatus(Activity.RUNNING, "train.py:9: log()", library_function="sleep", stack=["File", "line"])
+    statuses = {0: waiting, 1: waiting, 2: running, 3: waiting, 4: RankStatus()}
+    assert format_statuses(statuses, {}) == [
+        "  ranks 0-1, 3: waiting for other ranks in backward #2, at train.py:3: step()",
+        "  rank 2: in sleep, at train.py:9: log()",
+        "    File",
+        "    line",
+        "  rank 4: does not respond: its process has exited or is stopped, or its host is unreachable",
+    ]

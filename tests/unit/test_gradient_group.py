@@ -14,8 +14,9 @@ import torch.distributed as dist
 from unitrain.backends.base import Backend
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.bootstrap import environment
-from unitrain.monitoring.flight_recorder import FlightRecorder, GradientWork, not_begun
-from unitrain.monitoring.pending_work import Expectations
+from unitrain.monitoring.flight_recorder import FlightRecorder, GradientPhase, ranks_without
+from unitrain.monitoring.loop_counters import LoopCounters
+from unitrain.monitoring.watchdog import Deadline, Deadlines
 from unitrain.testing import RankGroup, compression, gradients, parameters
 
 
@@ -39,67 +40,69 @@ class Event:
         return self.done
 
 
-def _described(expectations: Expectations) -> str | None:
-    overdue = expectations.overdue()
-    return None if overdue is None else overdue.describe()
+def describe_expired(deadlines: Deadlines) -> str | None:
+    deadline = deadlines.expired()
+    return None if deadline is None else deadline.describe()
 
 
-def test_backwards_that_the_host_adds_later_do_not_move_the_deadline() -> None:
+def test_later_backwards_do_not_move_the_deadline() -> None:
     clock = Clock()
-    expectations = Expectations(10.0, clock)
+    deadlines = Deadlines(10.0, clock)
     events = [Event() for _ in range(20)]
     found = []
     for number, event in enumerate(events):
-        expectations.add(event.is_completed, lambda number=number: f"backward {number}")
-        found.append(_described(expectations))
+        deadlines.add(event.is_completed, lambda number=number: f"backward {number}")
+        found.append(describe_expired(deadlines))
         clock.now += 1.0
-    # The first of them, and not the latest, which other ranks may not have begun.
+    # The first backward, not the latest, which other ranks may not have begun.
     assert found == [None] * 11 + ["backward 0"] * 9
 
 
-def test_the_time_of_a_backward_begins_when_the_one_before_it_is_done() -> None:
+def test_the_time_of_a_backward_begins_when_the_previous_one_is_done() -> None:
     clock = Clock()
-    expectations = Expectations(10.0, clock)
+    deadlines = Deadlines(10.0, clock)
     first, second = Event(), Event()
     for number, event in enumerate((first, second)):
-        expectations.add(event.is_completed, lambda number=number: f"backward {number}")
-    assert _described(expectations) is None
+        deadlines.add(event.is_completed, lambda number=number: f"backward {number}")
+    assert describe_expired(deadlines) is None
     clock.now = 8.0
     first.done = True
-    assert _described(expectations) is None
+    assert describe_expired(deadlines) is None
     clock.now = 17.0
-    assert _described(expectations) is None
+    assert describe_expired(deadlines) is None
     clock.now = 19.0
-    assert _described(expectations) == "backward 1"
+    assert describe_expired(deadlines) == "backward 1"
     second.done = True
-    assert _described(expectations) is None
+    assert describe_expired(deadlines) is None
 
 
-def test_a_rank_that_is_further_ahead_is_not_missing() -> None:
+def test_a_rank_that_is_ahead_is_not_missing() -> None:
     ahead, behind = FlightRecorder(), FlightRecorder()
-    for flight_recorder, backwards in ((ahead, 8), (behind, 5)):
-        for number in range(backwards):
-            flight_recorder.enter(GradientWork("backward", number))
-    ledgers = {1: ahead.lines(), 2: behind.lines()}
-    assert not_begun(GradientWork("backward", 6), [1, 2, 3], ledgers) == [2, 3]
-    assert not_begun(GradientWork("backward", 4), [1, 2, 3], ledgers) == [3]
-    assert not_begun(None, [1, 2], ledgers) == [1, 2]
+    for flight_recorder, num_backwards in ((ahead, 8), (behind, 5)):
+        for number in range(num_backwards):
+            flight_recorder.record(GradientPhase("backward", number))
+    records = {1: ahead.records(), 2: behind.records()}
+    assert ranks_without(GradientPhase("backward", 6), [1, 2, 3], records) == [2, 3]
+    assert ranks_without(GradientPhase("backward", 4), [1, 2, 3], records) == [3]
+    assert ranks_without(None, [1, 2], records) == [1, 2]
 
 
-class SimulatedWatch:
-    """Records what is expected."""
+class SimulatedMonitor:
+    """Records the deadlines that are set."""
 
     def __init__(self) -> None:
-        from unitrain.monitoring.loop_counters import LoopCounters
+        self.loop_counters, self.clock = LoopCounters(), Clock()
+        self.deadlines = Deadlines(0.0, self.clock)
 
-        self.counters, self.expectations = LoopCounters(), Expectations(0.0, Clock())
+    def record(self, phase: GradientPhase) -> None:
+        pass
 
-    def expect(self, is_done: Callable[[], bool], tell: Callable[[], str]) -> Any:
-        return self.expectations.add(is_done, tell)
+    def set_deadline(self, is_done: Callable[[], bool], phase: GradientPhase) -> Deadline:
+        return self.deadlines.add(is_done, lambda: f"{phase} is not done")
 
 
 class SimulatedNccl(dist.ProcessGroup):
-    """A group whose works are done when the test says so; nobody waits for them on the host."""
+    """A group whose works are done when the test says so; the host does not wait for them."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -110,34 +113,28 @@ class SimulatedNccl(dist.ProcessGroup):
         return self.works[-1]
 
 
-def test_the_watchdog_is_active_while_the_host_waits_for_the_stream() -> None:
-    group, watch = SimulatedNccl(), SimulatedWatch()
-    waiting: Any = None
-    sent = ReducerGroup(group, FlightRecorder(), _Waiting(), watch, waiting, on_stream=True)  # type: ignore[arg-type]
-    active = []
+def test_the_deadline_is_active_while_the_host_waits_for_the_stream() -> None:
+    group, monitor = SimulatedNccl(), SimulatedMonitor()
+    reducer_group = ReducerGroup(group, monitor, None, on_stream=True)  # type: ignore[arg-type]
+    found = []
 
     def end_of_backward() -> None:  # as in a timed step, where the host now waits until the gradients are global
-        watch.expectations._clock.now += 1.0  # type: ignore[attr-defined]
-        watch.expectations.overdue()
-        watch.expectations._clock.now += 1.0  # type: ignore[attr-defined]
-        active.append(_described(watch.expectations))
+        monitor.clock.now += 1.0
+        monitor.deadlines.expired()
+        monitor.clock.now += 1.0
+        found.append(describe_expired(monitor.deadlines))
 
     def hook(gradient: torch.Tensor) -> None:
-        sent.expect_backward()
-        sent.allreduce([gradient])
+        reducer_group.expect_backward()
+        reducer_group.allreduce([gradient])
         torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
 
     weight = torch.ones(2, requires_grad=True)
     weight.register_hook(hook)
     weight.sum().backward()
-    assert active == ["began backward #0 is not done"]
+    assert found == ["backward #0 is not done"]
     group.works[0].done = True
-    assert watch.expectations.overdue() is None
-
-
-class _Waiting:
-    def who_is_missing(self, work: object) -> str:
-        return f"{work} is not done"
+    assert monitor.deadlines.expired() is None
 
 
 def in_order(backend: Backend) -> None:

@@ -21,7 +21,7 @@ from torch.distributed import HashStore, Store, TCPStore
 
 from unitrain.bootstrap import environment, network
 from unitrain.bootstrap.environment import RankInfo
-from unitrain.bootstrap.rendezvous import Rendezvous, meet
+from unitrain.bootstrap.rendezvous import Rendezvous, connect_ranks
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
 
 ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "TORCHELASTIC_RESTART_COUNT")
@@ -60,7 +60,7 @@ def nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_no_address_to_meet_at(launcher: str, message: str) -> None:
     with pytest.raises(LauncherMismatchError) as caught:
-        meet(RankInfo(launcher, 1, 2, 1), timedelta(seconds=1))
+        connect_ranks(RankInfo(launcher, 1, 2, 1), timedelta(seconds=1))
     assert str(caught.value) == message
 
 
@@ -108,7 +108,7 @@ def test_the_wait_for_horovodruns_server_has_one_limit(
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", port)
     began = time.monotonic()
     with pytest.raises(CollectiveTimeoutError) as caught:
-        meet(RankInfo("horovodrun", rank, 2, rank), timedelta(seconds=2))
+        connect_ranks(RankInfo("horovodrun", rank, 2, rank), timedelta(seconds=2))
     assert 1.9 < time.monotonic() - began < 8
     assert str(caught.value).startswith(
         f"This rank could not {missed} at horovodrun's server {horovodruns_server} within 2 s: "
@@ -160,14 +160,14 @@ def test_another_program_on_the_port_is_reported_within_the_timeout(kind: str, m
         monkeypatch.setenv("MASTER_PORT", str(port))
         began = time.monotonic()
         with pytest.raises(CollectiveTimeoutError) as caught:
-            meet(RankInfo("env", 1, 2, 1), timedelta(seconds=3))
+            connect_ranks(RankInfo("env", 1, 2, 1), timedelta(seconds=3))
         assert time.monotonic() - began < 5
         assert str(caught.value).startswith(
             f"Rank 1 could not reach rank 0 at 127.0.0.1:{port} within 3 s: {UNREACHED}."
         )
         assert str(caught.value).endswith("export MASTER_ADDR=<host of rank 0> MASTER_PORT=<free port>")
         with pytest.raises(ConfigError) as refused:
-            meet(RankInfo("env", 0, 2, 0), timedelta(seconds=3))
+            connect_ranks(RankInfo("env", 0, 2, 0), timedelta(seconds=3))
         assert str(refused.value).startswith(
             f"Rank 0 could not listen at 127.0.0.1:{port}: another program listens there. Choose a free port"
         )
@@ -183,7 +183,7 @@ def test_a_port_where_nobody_listens_is_reported_within_the_timeout(
     with pytest.raises(
         CollectiveTimeoutError, match=r"within 2 s: \[Errno 111\] Connection refused\. Look at the first"
     ):
-        meet(RankInfo("env", 1, 2, 1), timedelta(seconds=2))
+        connect_ranks(RankInfo("env", 1, 2, 1), timedelta(seconds=2))
     assert time.monotonic() - began < 4
     assert f"{port})" not in capfd.readouterr().err  # torch has not logged a stack of C++ for each attempt
 
@@ -201,7 +201,7 @@ def test_a_host_that_drops_packets_is_reported_within_the_timeout(monkeypatch: p
         monkeypatch.setenv("MASTER_PORT", str(full.getsockname()[1]))
         began = time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match=r"Rank 1 could not reach rank 0 at .* within 2 s: "):
-            meet(RankInfo("env", 1, 2, 1), timedelta(seconds=2))
+            connect_ranks(RankInfo("env", 1, 2, 1), timedelta(seconds=2))
         assert time.monotonic() - began < 4
 
 
@@ -210,7 +210,7 @@ def test_a_port_that_is_none(port: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(EnvironmentVariableError, match=f"MASTER_PORT must be a port from 1 to 65535, got '{port}'"):
-        meet(RankInfo("env", 1, 2, 1), timedelta(seconds=2))
+        connect_ranks(RankInfo("env", 1, 2, 1), timedelta(seconds=2))
 
 
 def test_another_program_in_the_place_of_horovodruns_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_another_program_in_the_place_of_horovodruns_server(monkeypatch: pytest.
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(port))
         with pytest.raises(CollectiveTimeoutError, match="This rank could not find the address of rank 0 at horovodr"):
-            meet(RankInfo("horovodrun", 1, 2, 1), timedelta(seconds=2))
+            connect_ranks(RankInfo("horovodrun", 1, 2, 1), timedelta(seconds=2))
 
 
 def test_a_process_that_gave_up_on_a_silent_program_exits() -> None:
@@ -261,7 +261,7 @@ def test_an_exchange_takes_as_many_requests_of_a_rank_for_any_number_of_ranks() 
 
     def exchanged(rank: int) -> list[Any]:
         rendezvous = Rendezvous(RankInfo("env", rank, size, rank), stores[rank], "127.0.0.1", timedelta(seconds=60))  # type: ignore[arg-type]
-        return [rendezvous.exchange("one", {"of": rank}), rendezvous.exchange("two", f"line\n{rank}")]
+        return [rendezvous.allgather("one", {"of": rank}), rendezvous.allgather("two", f"line\n{rank}")]
 
     with ThreadPoolExecutor(size) as pool:
         results = list(pool.map(exchanged, range(size)))
@@ -279,7 +279,7 @@ def test_an_exchange_names_every_rank_that_is_missing() -> None:
 
     def refusal(rank: int) -> str:
         with pytest.raises(CollectiveTimeoutError) as caught:
-            Rendezvous(RankInfo("env", rank, 4, rank), store, "127.0.0.1", timedelta(seconds=1)).exchange("seat", rank)
+            Rendezvous(RankInfo("env", rank, 4, rank), store, "127.0.0.1", timedelta(seconds=1)).allgather("seat", rank)
         return str(caught.value)
 
     with ThreadPoolExecutor() as pool:
@@ -292,19 +292,19 @@ def test_a_rank_that_posts_twice_counts_once() -> None:
     rendezvous = Rendezvous(RankInfo("env", 0, 2, 0), HashStore(), "127.0.0.1", timedelta(seconds=1))
     for _ in range(2):
         rendezvous.post("stuck", None)
-        assert rendezvous.wait_for("stuck", timedelta(seconds=0.1)) == [1]
+        assert rendezvous.missing_ranks("stuck", timedelta(seconds=0.1)) == [1]
 
 
 LIMITS = """
 import json, resource, sys
-from unitrain.backends.rendezvous import reserve_descriptors
-from unitrain.environment import Placement
+from unitrain.bootstrap.rendezvous import raise_descriptor_limit
+from unitrain.environment import RankInfo
 from unitrain.errors import ConfigError
 for rank, size in ((0, 2), (0, 500), (5, 1024), (0, 1024)):
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4000))
     refused = ""
     try:
-        reserve_descriptors(Placement("env", rank, size, 0))
+        raise_descriptor_limit(RankInfo("env", rank, size, 0))
     except ConfigError as error:
         refused = str(error)
     print(json.dumps([*resource.getrlimit(resource.RLIMIT_NOFILE), refused]))

@@ -12,7 +12,7 @@ from unitrain import validation
 from unitrain.backends.base import ReduceOp
 from unitrain.backends.compression_setting import Compression, read_compression
 from unitrain.errors import ConfigError, ModelError, TensorError, did_you_mean
-from unitrain.monitoring.collective_call import dtype_name
+from unitrain.monitoring.flight_recorder import dtype_name
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 DTYPES = (

@@ -18,9 +18,8 @@ from torch import Tensor
 from unitrain.backends.base import Backend
 from unitrain.backends.objects import pack, unpack
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError, UnitrainError
-from unitrain.monitoring.collective_call import CollectiveCall, describe_mismatch
-from unitrain.monitoring.flight_recorder import FlightRecorder
-from unitrain.monitoring.waiting import Waiting
+from unitrain.monitoring.flight_recorder import CollectiveCall, describe_mismatch
+from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import all_gather
 
 MOST_GATHERED = 64
@@ -55,14 +54,8 @@ class ConsistencyCheck:
     Its exchanges of CPU tensors use `group`, None for the default group.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        flight_recorder: FlightRecorder,
-        waiting: Waiting,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._backend, self._flight_recorder, self._waiting, self._group = backend, flight_recorder, waiting, group
+    def __init__(self, backend: Backend, monitor: FailureMonitor, group: dist.ProcessGroup | None = None) -> None:
+        self._backend, self._monitor, self._group = backend, monitor, group
         self._calls = 0
         self._point_to_point = _has_point_to_point(group)
         # Bounded in sum over ranks; 4 KB hold the statistics of a BatchNorm of 250 channels.
@@ -99,7 +92,7 @@ class ConsistencyCheck:
         except (TensorError, ConfigError) as error:
             problem = error
         self._calls += 1
-        self._flight_recorder.enter(call)
+        self._monitor.record(call)
         tensor = None if problem is not None or dtype is None else tensor
         exchange = self._gathered if self._backend.size <= MOST_GATHERED else self._summed
         agreed = exchange(call, tensor, dtype)
@@ -204,7 +197,7 @@ class ConsistencyCheck:
             if tensor is not None
         ]
         for work in works:  # which do not tell that they have ended until they are waited for
-            self._waiting.wait_for_ranks(work, polls=False)
+            self._monitor.wait_for_ranks(work, polls=False)
 
     def _raise_for_all(self, call: CollectiveCall, problem: UnitrainError | None) -> NoReturn:
         """Raise the lowest refused rank's error, or what differs, on every rank. All ranks call it."""
@@ -227,7 +220,7 @@ class ConsistencyCheck:
         return gathered
 
     def _wait(self, work: dist.Work | None) -> None:
-        self._waiting.wait_for_ranks(work, polls=True)
+        self._monitor.wait_for_ranks(work, polls=True)
 
 
 def _small(tensor: Tensor, dtype: torch.dtype, most: int) -> Tensor | None:

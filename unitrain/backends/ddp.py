@@ -14,7 +14,7 @@ from unitrain.backends.process_group import LAST_RESORT, ProcessGroupBackend, se
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.devices import check_gpus, choose_device
 from unitrain.bootstrap.network import interface_of
-from unitrain.bootstrap.rendezvous import meet
+from unitrain.bootstrap.rendezvous import connect_ranks
 from unitrain.errors import ConfigError, did_you_mean
 
 _TRANSPORTS = ("gloo", "nccl", "mpi")
@@ -34,7 +34,7 @@ class DDPBackend(ProcessGroupBackend):
         device = choose_device(options.device, rank_info.local_rank)
         transport = options.transport or ("nccl" if device.type == "cuda" else "gloo")
         _check_transport(transport, device)
-        rendezvous = meet(rank_info, options.timeout)
+        rendezvous = connect_ranks(rank_info, options.timeout)
         check_gpus(rendezvous, device, options.device)
         if (own := rendezvous.own_address) and (interface := interface_of(own)):
             environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})

@@ -39,9 +39,7 @@ from unitrain.backends.tensors import from_ordered_keys, needs_keys, ordered_key
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
-from unitrain.monitoring.flight_recorder import FlightRecorder
-from unitrain.monitoring.waiting import Waiting
-from unitrain.monitoring.watchdog import Watchdog
+from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import all_gather, reduce_scatter
 
 _TORCH_OPS = {
@@ -72,19 +70,17 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._rendezvous = rendezvous
-        self._flight_recorder = FlightRecorder()
         self._ended = False
         self._wrapped: WeakSet[GlobalGradients] = WeakSet()
         self._gradient_group: Any = None
         self._memories = CompressionStates()
-        own = rendezvous.seats[self.rank]
+        own = rendezvous.node_positions[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
         # Whether the ranks must use several groups in one order.
         self._keeps_order = transport == "nccl"
-        self._watchdog = Watchdog(rendezvous, self._flight_recorder) if self.size > 1 else None
-        self._waiting = Waiting(rendezvous, self._flight_recorder, self._watchdog, polls=device.type == "cpu")
-        self._agree = ConsistencyCheck(self, self._flight_recorder, self._waiting, control)
+        self._monitor = FailureMonitor(rendezvous, polls=device.type == "cpu")
+        self._agree = ConsistencyCheck(self, self._monitor, control)
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         dtype = _reduced_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check tells of what is no tensor
@@ -95,11 +91,11 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             result = agreed.total.to(dtype).view(tensor.shape)
         elif op in ("min", "max") and needs_keys(dtype, op):
             keys = ordered_keys(_widened(tensor, dtype), op)
-            self._waiting.wait_for_ranks(dist.all_reduce(keys, _TORCH_OPS[op], async_op=True))
+            self._monitor.wait_for_ranks(dist.all_reduce(keys, _TORCH_OPS[op], async_op=True))
             result = from_ordered_keys(keys, dtype)
         else:
             result = _widened(tensor, dtype)
-            self._waiting.wait_for_ranks(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
+            self._monitor.wait_for_ranks(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
         return self._finish(result, tensor.dtype, op)
 
     def allgather(self, tensor: Tensor) -> Tensor:
@@ -117,7 +113,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
                 piece = torch.cat([piece, piece.new_zeros((most - len(own), *rest))])
             gathered = piece.new_empty((self.size * most, *rest))
             if piece.numel():
-                self._waiting.wait_for_ranks(all_gather(gathered.view(-1), piece.view(-1), async_op=True))
+                self._monitor.wait_for_ranks(all_gather(gathered.view(-1), piece.view(-1), async_op=True))
             gathered = gathered.to(tensor.dtype)
         if min(rows) == most:
             return gathered
@@ -134,7 +130,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             whole = ordered_keys(whole, op)
         result = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         if result.numel():
-            self._waiting.wait_for_ranks(reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
+            self._monitor.wait_for_ranks(reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
         if needs_keys(tensor.dtype, op):
             result = from_ordered_keys(result, tensor.dtype)
         return self._finish(result, tensor.dtype, op)
@@ -147,7 +143,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self._agree("broadcast", tensor, root=root, check=check)
         result = _widened(tensor, _wide_dtype(tensor.dtype))
         if result.numel():
-            self._waiting.wait_for_ranks(dist.broadcast(result, root, async_op=True))
+            self._monitor.wait_for_ranks(dist.broadcast(result, root, async_op=True))
         return result.to(tensor.dtype)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
@@ -215,9 +211,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             buffers=ForwardBuffers(model, self) or None,
             sent_in=ReducerGroup(
                 own_group or dist.distributed_c10d._get_default_group(),
-                self._flight_recorder,
-                self._waiting,
-                self._watchdog,
+                self._monitor,
                 (lambda bucket: self._agree("gradients", bucket)) if debug else None,
                 on_stream=self._waits_on_stream,
                 at_end=own_group is not None and self._keeps_order,
@@ -249,12 +243,10 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         return getattr(inner, "_orig_mod", inner)
 
     def report_failure(self, error: BaseException) -> None:
-        if self._watchdog is not None:
-            self._watchdog.fail(error)
+        self._monitor.report_failure(error)
 
     def shutdown(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.stop()
+        self._monitor.stop()
         # A group ends with the last that holds it, and Gloo's threads with the group. Those that are still there when
         # the interpreter goes abort the process now and then (pytorch#179291).
         for model in self._wrapped:

@@ -47,7 +47,7 @@ def check_gpus(rendezvous: Rendezvous, device: torch.device, requested: str | to
     number. All ranks call it."""
     named = requested is not None and torch.device(requested).index is not None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" and not named else None
-    check_gpus_differ(rendezvous.exchange("gpu", [socket.gethostname(), gpu]))
+    check_gpus_differ(rendezvous.allgather("gpu", [socket.gethostname(), gpu]))
 
 
 def check_gpus_differ(told: Sequence[Sequence[str | None]]) -> None:

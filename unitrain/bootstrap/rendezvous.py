@@ -58,13 +58,13 @@ class Rendezvous:
     host: str
     timeout: timedelta
 
-    def exchange(self, key: str, value: Any) -> list[Any]:
+    def allgather(self, key: str, value: Any) -> list[Any]:
         """Return every rank's JSON-able `value`, in rank order; `key` is used once in a run. All ranks call it.
 
         It works while the backend itself is not up, or is stuck. Raises CollectiveTimeoutError naming missing ranks.
         """
         self.post(key, value)
-        if missing := self.wait_for(key):
+        if missing := self.missing_ranks(key):
             names = ", ".join(map(str, missing))
             raise CollectiveTimeoutError(
                 f"{self.rank_info.size} ranks should meet for {key!r}, but after {self.timeout.total_seconds():g} s "
@@ -91,7 +91,7 @@ class Rendezvous:
         if self.store.add(f"{key}/count", 1) == self.rank_info.size:
             self.messages.set(f"{key}/complete", "1")
 
-    def wait_for(self, key: str, timeout: timedelta | None = None) -> list[int]:
+    def missing_ranks(self, key: str, timeout: timedelta | None = None) -> list[int]:
         """Wait until every rank has posted under `key`; return the ranks that have not done so in time."""
         deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
         pause = max(_POLL_SECONDS, self.rank_info.size * _POLL_SECONDS_PER_RANK)
@@ -106,13 +106,13 @@ class Rendezvous:
         return dict(json.loads(line) for line in self.messages.lines(f"{key}/posted"))
 
     @cached_property
-    def seats(self) -> list[NodePosition]:
+    def node_positions(self) -> list[NodePosition]:
         """Every rank's seat, from what all ranks tell about themselves. All ranks ask for it.
 
         No launcher's own node number is trusted alone: Horovod's differs on uneven hosts, and Open MPI has none.
         """
         own = environment.setting("HOROVOD_HOSTNAME") or socket.gethostname()
-        told = self.exchange("seat", [own, self.rank_info.node_rank, self.rank_info.local_rank])
+        told = self.allgather("seat", [own, self.rank_info.node_rank, self.rank_info.local_rank])
         hosts = [(host, node_rank) for host, node_rank, _ in told]
         sizes = Counter(hosts)
         numbers = {host: number for number, host in enumerate(sizes)}
@@ -128,7 +128,7 @@ class Rendezvous:
             own = address_towards(self.host)
         except OSError:
             own = None
-        told = self.exchange("address", own)
+        told = self.allgather("address", own)
         if own is None or not is_loopback(own):
             return own
         # The first host may know its own name as 127.0.1.1, as Debian's installer sets it up.
@@ -136,13 +136,13 @@ class Rendezvous:
         return address_towards(elsewhere[0]) if elsewhere else own
 
 
-def meet(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
+def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Bring the ranks of any launcher together, and return when all have come. All ranks call it, equally often.
 
     Raises LauncherMismatchError where the launcher gives no address to meet at, CollectiveTimeoutError naming who is
     missing.
     """
-    reserve_descriptors(rank_info)
+    raise_descriptor_limit(rank_info)
     # Neither a restarted run nor a second meeting of the same processes may read the keys of the one before. The
     # number of restarts is torchrun's on this host: one that came later has seen fewer, but in no store that is shared.
     shared = environment.setting("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -150,7 +150,7 @@ def meet(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     name = f"unitrain/{attempt}/{next(_meetings)}"
     store, host = _shared_store(rank_info, timeout, name)
     rendezvous = Rendezvous(rank_info, PrefixStore(name, store), host, timeout)
-    _ = rendezvous.seats  # to ask for them is to wait for all ranks
+    _ = rendezvous.node_positions  # to ask for them is to wait for all ranks
     return rendezvous
 
 
@@ -159,12 +159,12 @@ def _shared_store(rank_info: RankInfo, timeout: timedelta, name: str) -> tuple[S
         return HashStore(), "127.0.0.1"
     if (host := environment.setting("MASTER_ADDR")) and (port := environment.setting("MASTER_PORT")):
         # torchrun may serve the store itself; otherwise rank 0 does.
-        serves = rank_info.rank == 0 and environment.setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        is_server = rank_info.rank == 0 and environment.setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
             raise EnvironmentVariableError(
                 f"MASTER_PORT must be a port from 1 to 65535, got {port!r}. Use: export MASTER_PORT=29500"
             )
-        return tcp_store(host, int(port), rank_info, timeout, serves=serves), host
+        return open_tcp_store(host, int(port), rank_info, timeout, is_server=is_server), host
     if environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         return _store_through_horovodrun(rank_info, timeout, name)
     remedy = {
@@ -182,7 +182,7 @@ def _shared_store(rank_info: RankInfo, timeout: timedelta, name: str) -> tuple[S
     )
 
 
-def reserve_descriptors(rank_info: RankInfo) -> None:
+def raise_descriptor_limit(rank_info: RankInfo) -> None:
     """Raise this process's soft limit of file descriptors to what its connections to the other ranks need.
 
     Raises ConfigError where the hard limit does not allow it.
@@ -204,13 +204,13 @@ def reserve_descriptors(rank_info: RankInfo) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta, *, serves: bool) -> TCPStore:
+def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta, *, is_server: bool) -> TCPStore:
     """Serve, or reach, the store at an address; who is missing is found out later, by name.
 
     The store that is served listens on one address if `host` determines it (`network.listen`). Raises ConfigError if
     rank 0 cannot listen there, CollectiveTimeoutError if no store answers in time.
     """
-    if not serves:
+    if not is_server:
         return _reached_store(host, port, rank_info, timeout)
     descriptor: int | None = None
     try:
@@ -292,7 +292,7 @@ def _store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name: str
     address = f"http://{server}:{environment.setting('HOROVOD_GLOO_RENDEZVOUS_PORT')}/unitrain/{key}"
     if rank_info.rank == 0:
         host = address_towards(server)
-        store = tcp_store(host, 0, rank_info, timeout, serves=True)
+        store = open_tcp_store(host, 0, rank_info, timeout, is_server=True)
         own = json.dumps([host, store.port]).encode()
         _ask_horovodrun(urllib.request.Request(address, data=own, method="PUT"), "leave its address", timeout)
         return store, host
@@ -307,7 +307,7 @@ def _store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name: str
             "Clear what is left over: unset HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT"
         ) from None
     left = max(timeout - timedelta(seconds=time.monotonic() - began), timedelta(seconds=_POLL_SECONDS))
-    store = tcp_store(host, port, rank_info, left, serves=False)
+    store = open_tcp_store(host, port, rank_info, left, is_server=False)
     store.set_timeout(timeout)
     return store, host
 

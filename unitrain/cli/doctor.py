@@ -63,7 +63,7 @@ def doctor(launch: str | None, as_json: bool, timeout_seconds: float, for_launch
 
 def _examine(timeout_seconds: float) -> dict[str, Any] | None:
     """Return the report of all ranks on rank 0, None on the others."""
-    from unitrain.bootstrap.rendezvous import meet
+    from unitrain.bootstrap.rendezvous import connect_ranks
     from unitrain.doctor.facts import Facts, gather
     from unitrain.doctor.findings import Told, judge
     from unitrain.doctor.probes import Between, probe
@@ -71,10 +71,10 @@ def _examine(timeout_seconds: float) -> dict[str, Any] | None:
     try:
         rank_info = environment.detect()
         # First the meeting: who is missing should show before anything slow.
-        rendezvous = meet(rank_info, timedelta(seconds=timeout_seconds))
+        rendezvous = connect_ranks(rank_info, timedelta(seconds=timeout_seconds))
         facts = gather(rank_info)
         between = probe(rendezvous) if rank_info.size > 1 else None
-        gathered = rendezvous.exchange("doctor/told", [facts.as_json(), between and between.as_json()])
+        gathered = rendezvous.allgather("doctor/told", [facts.as_json(), between and between.as_json()])
     except LauncherMismatchError as error:
         raise click.ClickException(f"{error} Or let unitrain launch it: unitrain doctor --launch ...") from error
     except UnitrainError as error:

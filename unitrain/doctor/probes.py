@@ -51,13 +51,13 @@ def probe(rendezvous: Rendezvous) -> Between:
 def _address(rendezvous: Rendezvous) -> str:
     """Return this host's address on the way to the others, which rank 0's host may take for itself by a loopback."""
     own = address_towards(rendezvous.host)
-    others = [other for other in rendezvous.exchange("doctor/address", own) if not other.startswith("127.")]
+    others = [other for other in rendezvous.allgather("doctor/address", own) if not other.startswith("127.")]
     return address_towards(others[0]) if own.startswith("127.") and others else own
 
 
 def _clock(rendezvous: Rendezvous) -> float:
     store, rank = rendezvous.store, rendezvous.rank_info.rank
-    rendezvous.exchange("doctor/ready", None)
+    rendezvous.allgather("doctor/ready", None)
     if rank == 0:
         time.sleep(0.1)  # until the others wait
         store.set("doctor/time", repr(time.time()))
@@ -75,7 +75,7 @@ def _unreachable(rendezvous: Rendezvous, address: str) -> dict[str, str]:
             listener = stack.enter_context(socket.create_server((address, 0), backlog=128))
             port = listener.getsockname()[1]
             threading.Thread(target=_answer, args=(listener,), daemon=True).start()
-        told = rendezvous.exchange("doctor/listens", [socket.gethostname(), address, port])
+        told = rendezvous.allgather("doctor/listens", [socket.gethostname(), address, port])
         failed: dict[str, str] = {}
         for rank, (host, other, port) in enumerate(told):
             if first and port and rank != rendezvous.rank_info.rank:
@@ -83,7 +83,7 @@ def _unreachable(rendezvous: Rendezvous, address: str) -> dict[str, str]:
                     socket.create_connection((other, port), timeout=_CONNECT_SECONDS).close()
                 except OSError as error:
                     failed[host] = f"{other}:{port}: {error}"
-        rendezvous.exchange("doctor/tried", None)
+        rendezvous.allgather("doctor/tried", None)
     return failed
 
 
@@ -100,10 +100,10 @@ def _shares_folder(rendezvous: Rendezvous) -> bool:
         with contextlib.suppress(OSError):
             mark.touch()
             left = True
-    told = rendezvous.exchange("doctor/left", [mark.name, left])
+    told = rendezvous.allgather("doctor/left", [mark.name, left])
     name, left = told[0]
     seen = left and (Path.cwd() / name).exists()
-    rendezvous.exchange("doctor/looked", None)
+    rendezvous.allgather("doctor/looked", None)
     if rendezvous.rank_info.rank == 0:
         mark.unlink(missing_ok=True)
     return bool(seen)

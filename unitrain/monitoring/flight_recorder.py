@@ -222,6 +222,4 @@ def ranks_without(
     """
     if phase is None:
         return list(ranks)
-    return [
-        rank for rank in ranks if all(record.key.strip() != phase.key for record in records_by_rank.get(rank, ()))
-    ]
+    return [rank for rank in ranks if all(record.key.strip() != phase.key for record in records_by_rank.get(rank, ()))]

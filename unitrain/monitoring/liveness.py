@@ -44,7 +44,7 @@ class LivenessCheck:
         self._on_loss = on_loss
         self._peers: dict[int, socket.socket] = {}
         self._closed = False
-        self.left: set[int] = set()  # ranks that have closed their connection in order
+        self.exited_ranks: set[int] = set()  # ranks that have closed their connection in order
         self._store = MessageStore(dist.PrefixStore("presence", rendezvous.store), "presence")
         with contextlib.suppress(OSError, dist.DistError, AuthenticationError):
             if rendezvous.rank_info.rank == 0:
@@ -74,7 +74,7 @@ class LivenessCheck:
                 except KeyError:  # closed by this rank, which ends too
                     return
                 if said == _GOODBYE:
-                    self.left.add(rank)
+                    self.exited_ranks.add(rank)
                 else:
                     if not self._closed:
                         self._on_loss(rank)

@@ -12,7 +12,7 @@ from functools import partial
 import torch.distributed as dist
 
 from unitrain.bootstrap.rendezvous import Rendezvous
-from unitrain.errors import CollectiveTimeoutError, ModelError
+from unitrain.errors import CollectiveTimeoutError
 from unitrain.monitoring.flight_recorder import (
     CollectiveCall,
     FlightRecorder,
@@ -127,8 +127,7 @@ class FailureMonitor:
         loading = [other for other, status in statuses.items() if status.activity is Activity.WAITING_FOR_DATA]
         check = f"Check the data loading of {name_ranks(loading)}" if loading else "Check what those ranks do"
         lines = [
-            f"{headline}. Missing ranks: {names}. "
-            f"{check}, or raise the limit with unitrain.init(timeout_seconds=...).",
+            f"{headline}. Missing ranks: {names}. {check}, or raise the limit with unitrain.init(timeout_seconds=...).",
             *(f"  rank {other}: {status}" for other, status in statuses.items()),
             *describe_differences({rank: self._recorder.records(), **records}),
         ]

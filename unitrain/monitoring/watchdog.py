@@ -402,8 +402,8 @@ class Watchdog:
         """Give the main thread a few seconds to fail by itself, then end the process."""
         self._failure_is_known.set()
         if not self._ended.wait(_GRACE_SECONDS):
-            reason = f"unitrain: ending rank {self._rank} of {self._size} because {self._first_failure}"
-            _print([reason, f"  rank {self._rank}: {self._status()}"])
+            reason = f"{self._first_failure}; status: {self._status()}"
+            _print([f"unitrain: ending rank {self._rank} of {self._size} because {reason}"])
             os._exit(1)
 
     # --- the main thread's error ---

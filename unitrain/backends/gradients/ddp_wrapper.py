@@ -36,7 +36,7 @@ from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ConfigError, EnvironmentVariableError, ModelError
-from unitrain.monitoring.loop_counters import Forward
+from unitrain.monitoring.loop_counters import CountedForward
 
 BUCKETS = Tunable(
     "UNITRAIN_BUCKETS_MB",
@@ -112,7 +112,7 @@ class GlobalGradients(DistributedDataParallel):
             watch_first_backward(
                 self,
                 model,
-                lambda names: rendezvous.exchange(f"{self._key}/unused", names),
+                lambda names: rendezvous.allgather(f"{self._key}/unused", names),
                 lambda: self.require_backward_grad_sync,
             )
 
@@ -147,7 +147,7 @@ class GlobalGradients(DistributedDataParallel):
                 passes.armed += not self.find_unused_parameters or _all_found(tensors, output)
                 sent_in.expect_backward()
             if tensors:
-                prepare = partial(self._prepare_backward, sent_in.counters.forward())
+                prepare = partial(self._prepare_backward, sent_in.loop_counters.count_forward())
                 for tensor in tensors:
                     tensor.register_hook(prepare)
         return output
@@ -167,7 +167,7 @@ class GlobalGradients(DistributedDataParallel):
         """
         if not self._left:
             self._sent_in.check_other_ranks()
-            self._sent_in.counters.step()
+            self._sent_in.loop_counters.count_step()
             try:
                 self.reducer._check_reducer_finalized()
             except RuntimeError as error:
@@ -187,7 +187,7 @@ class GlobalGradients(DistributedDataParallel):
         ):
             return  # what was frozen counts as unused, until it is trained again
         self._changes += 1
-        told = self._rendezvous.exchange(f"{self._key}/trains/{self._changes}", trains)
+        told = self._rendezvous.allgather(f"{self._key}/trains/{self._changes}", trains)
         names = [name for name, _ in self.module.named_parameters()]
         for rank, other in enumerate(told):
             if other != told[0]:
@@ -219,14 +219,14 @@ class GlobalGradients(DistributedDataParallel):
                 with _without_hooks(parameter):
                     torch.autograd.backward([parameter], [torch.zeros_like(parameter.grad)])
 
-    def _prepare_backward(self, forward: Forward, gradient: Tensor) -> None:
+    def _prepare_backward(self, forward: CountedForward, gradient: Tensor) -> None:
         """Arm the reducer for the backward that reaches an output first, where DDP has not.
 
         DDP arms it in a forward outside of `no_sync`, for one backward that uses what this forward used. A retained
         graph runs another one without a forward, several forwards may share one, and a backward outside of `no_sync`
         may follow a forward inside of it.
         """
-        forward.reached()
+        forward.mark_used()
         passes, backward = self._passes, torch._C._current_graph_task_id()
         if backward == passes.backward:
             return

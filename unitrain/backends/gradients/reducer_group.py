@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from unitrain.monitoring.flight_recorder import FlightRecorder, GradientWork
-from unitrain.monitoring.loop_counters import LoopCounters
-from unitrain.monitoring.pending_work import Expectation
-from unitrain.monitoring.waiting import Waiting
-from unitrain.monitoring.watchdog import Watchdog
+from unitrain.monitoring.flight_recorder import GradientPhase
+from unitrain.monitoring.monitor import FailureMonitor
+from unitrain.monitoring.watchdog import Deadline
 
 
 class ReducerGroup(dist.ProcessGroup):
@@ -40,30 +37,22 @@ class ReducerGroup(dist.ProcessGroup):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        flight_recorder: FlightRecorder,
-        waiting: Waiting,
-        watchdog: Watchdog | None,
+        monitor: FailureMonitor,
         agree: Callable[[Tensor], object] | None,
         *,
         on_stream: bool,
         at_end: bool = False,
     ) -> None:
         super().__init__(group.rank(), group.size())
-        self._group, self._flight_recorder, self._waiting, self._watchdog, self._agree = (
-            group,
-            flight_recorder,
-            waiting,
-            watchdog,
-            agree,
-        )
+        self._group, self._monitor, self._agree = group, monitor, agree
         self._on_stream, self.at_end = on_stream, at_end
         self._deferred: list[_DeferredWork] = []
-        self._work = GradientWork("backward", 0)
+        self._work = GradientPhase("backward", 0)
         self._works: list[dist.Work] = []
         self._backward = -1
         self._backwards = self._bucketings = self._counted = 0
         self._begins = False
-        self.counters = watchdog.counters if watchdog is not None else LoopCounters()
+        self.loop_counters = monitor.loop_counters
         self.on_reduced: Callable[[], None] = lambda: None
 
     def expect_backward(self) -> None:
@@ -72,8 +61,7 @@ class ReducerGroup(dist.ProcessGroup):
 
     def check_other_ranks(self) -> None:
         """Raise the ModelError with which another rank has failed, if this rank knows of one."""
-        if self._watchdog is not None and (error := self._watchdog.model_error()) is not None:
-            raise error
+        self._monitor.raise_model_error()
 
     def begin(self, bucket: Tensor) -> None:
         """Note that `bucket` is about to be sent, by whatever collective."""
@@ -81,8 +69,8 @@ class ReducerGroup(dist.ProcessGroup):
             self._begins = False
             self._works.clear()  # of a backward that an exception has ended
             self._deferred.clear()
-            self._work = GradientWork("backward", self._backwards)
-            self._flight_recorder.enter(self._work)
+            self._work = GradientPhase("backward", self._backwards)
+            self._monitor.record(self._work)
             self._backwards += 1
         backward = torch._C._current_graph_task_id()
         if backward not in (-1, self._backward):
@@ -97,16 +85,16 @@ class ReducerGroup(dist.ProcessGroup):
 
     def wait_for_ranks(self, work: dist.Work | None) -> None:
         """Wait for `work` of this backward; raises CollectiveTimeoutError naming who has not come."""
-        self._waiting.wait_for_ranks(work)
+        self._monitor.wait_for_ranks(work)
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
         """What waits for the gradients inside of this is watched."""
-        expectation = self._expect(_not_yet, self._work)
+        deadline = self._monitor.set_deadline(_not_yet, self._work)
         try:
             yield
         finally:
-            self._finished(expectation)
+            self._finished(deadline)
 
     # --- what the reducer calls, in C++ and in the middle of what torch.compile compiles ---
 
@@ -119,23 +107,22 @@ class ReducerGroup(dist.ProcessGroup):
         try:
             work = self._group.allreduce(tensors, opts)
         except RuntimeError as error:  # Horovod refuses operations after another rank has ended
-            if self._watchdog is not None and (cause := self._watchdog.cause_of(error)) is not None:
-                raise cause from error
+            self._monitor.raise_cause_of(error)
             raise
         self.add(work)
         return work
 
     @torch.compiler.disable
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        bucketing = GradientWork("bucketing", self._bucketings)
-        self._flight_recorder.enter(bucketing)
+        bucketing = GradientPhase("bucket rebuild", self._bucketings)
+        self._monitor.record(bucketing)
         self._bucketings += 1
         if self._agree is not None:
             self._agree(tensors[0])
         work = self._group.broadcast(tensors, opts)
-        self._waiting.wait_for_ranks(work)
+        self._monitor.wait_for_ranks(work)
         if self._on_stream:
-            self._expect(work.is_completed, bucketing)
+            self._monitor.set_deadline(work.is_completed, bucketing)
         return work
 
     @torch.compiler.disable
@@ -149,37 +136,32 @@ class ReducerGroup(dist.ProcessGroup):
     def _finish(self) -> None:
         if self._counted != self._backwards:  # a backward inside of this one may have been first
             self._counted = self._backwards
-            self.counters.backward()
+            self.loop_counters.count_backward()
         # As in `finishing`, without what a context manager costs in every step.
-        expectation = self._expect(_not_yet, self._work)
+        deadline = self._monitor.set_deadline(_not_yet, self._work)
         try:
             for late in self._deferred:
                 late.work = self._group.allreduce(late.tensors, late.opts)
                 self.add(late.work)
             if not self._on_stream:
                 for work in self._works:
-                    self._waiting.wait_for_ranks(work)
+                    self._monitor.wait_for_ranks(work)
             for late in self._deferred:
                 late.complete()
         finally:
             self._deferred.clear()
-            self._finished(expectation)
+            self._finished(deadline)
         self.on_reduced()
 
-    def _finished(self, expectation: Expectation | None) -> None:
+    def _finished(self, deadline: Deadline | None) -> None:
         """Expect the works from here on where a stream waits for them, also while the host waits for that stream."""
         works, self._works = self._works, []
-        if expectation is None:
+        if deadline is None:
             return
         if self._on_stream:
-            expectation.is_done = lambda: all(work.is_completed() for work in works)
+            deadline.is_done = lambda: all(work.is_completed() for work in works)
         else:
-            expectation.end()
-
-    def _expect(self, is_done: Callable[[], bool], work: GradientWork) -> Expectation | None:
-        if self._watchdog is None:
-            return None
-        return self._watchdog.expect(is_done, partial(self._waiting.who_is_missing, work))
+            deadline.cancel()
 
 
 class _DeferredWork(dist._Work):

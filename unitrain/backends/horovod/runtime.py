@@ -16,7 +16,13 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.horovodrun import BoundRendezvousServer
 from unitrain.bootstrap.network import LOOPBACK, address_towards, answering, interface_of, own_addresses
-from unitrain.bootstrap.rendezvous import NodePosition, Rendezvous, meet, reserve_descriptors, tcp_store
+from unitrain.bootstrap.rendezvous import (
+    NodePosition,
+    Rendezvous,
+    connect_ranks,
+    open_tcp_store,
+    raise_descriptor_limit,
+)
 from unitrain.errors import BackendUnavailableError, LauncherMismatchError
 
 CYCLE = Tunable(
@@ -63,12 +69,12 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
 def meet_with_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Bring the ranks together with Horovod running; under mpirun it is Horovod that brings them together."""
     if rank_info.launcher != "mpirun" or environment.setting("MASTER_ADDR"):
-        rendezvous = meet(
+        rendezvous = connect_ranks(
             rank_info, timeout
         )  # first, because Horovod aborts the process when it waits for ranks in vain
         start_horovod(rank_info, rendezvous)
         return rendezvous
-    reserve_descriptors(rank_info)
+    raise_descriptor_limit(rank_info)
     nowhere = Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timeout)
     start_horovod(rank_info, nowhere)
     store, host = _store_through_horovod(rank_info, timeout)
@@ -99,7 +105,7 @@ def _lead_to_each_other(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
             f"rank {rank_info.rank} of {rank_info.size}. "
             "Build it with both controllers: unitrain horovod build --force"
         )
-    seats = rendezvous.seats
+    seats = rendezvous.node_positions
     address = rendezvous.own_address or address_towards(rendezvous.host)
     own = ""
     if rank_info.rank == 0:
@@ -108,7 +114,7 @@ def _lead_to_each_other(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
         server.init([_slot(seats, rank) for rank in range(rank_info.size)])
         _servers.append(server)
         own = f"{address}:{port}"
-    host, _, port_text = rendezvous.exchange("horovod_server", own)[0].rpartition(":")
+    host, _, port_text = rendezvous.allgather("horovod_server", own)[0].rpartition(":")
     slot = _slot(seats, rank_info.rank)
     environment.export(
         {
@@ -148,9 +154,9 @@ def _slot(seats: list[NodePosition], rank: int) -> SlotInfo:
 
 def _store_through_horovod(rank_info: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:
     host, port = _free_address(rank_info)
-    served = tcp_store(host, port, rank_info, timeout, serves=True) if rank_info.rank == 0 else None
+    served = open_tcp_store(host, port, rank_info, timeout, is_server=True) if rank_info.rank == 0 else None
     hvd.broadcast_object(None, 0, name="unitrain.served")  # the others connect once rank 0 listens
-    return served or tcp_store(host, port, rank_info, timeout, serves=False), host
+    return served or open_tcp_store(host, port, rank_info, timeout, is_server=False), host
 
 
 def _free_address(rank_info: RankInfo) -> tuple[str, int]:

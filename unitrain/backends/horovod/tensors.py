@@ -14,7 +14,7 @@ from torch import Tensor
 from unitrain.backends.tensors import as_bytes as as_bytes
 from unitrain.backends.tensors import flatten, from_ordered_keys, has_unit_stride, ordered_keys
 from unitrain.errors import UnsupportedError
-from unitrain.monitoring.collective_call import dtype_name
+from unitrain.monitoring.flight_recorder import dtype_name
 
 # Horovod keeps counts and offsets of elements, and for an allgather those of bytes, in C's int: from 2^31 on it ends
 # the process or writes elsewhere. Larger tensors are sent in pieces, of which no operation moves more bytes than these.
