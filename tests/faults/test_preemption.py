@@ -69,7 +69,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
 # Who gets the signal, and what then comes back: torchrun and horovodrun end with codes of their own.
 CASES = {
     "none": (signal.SIGTERM, "launcher", {75}),
-    "torchrun": (signal.SIGTERM, "launcher", {1}),
+    "torchrun": (signal.SIGTERM, "launcher", {143}),
     "horovodrun": (signal.SIGUSR1, "one rank", {1, 75}),
 }
 
@@ -132,7 +132,7 @@ sys.exit(75)
     [
         (["--launcher", "torchrun"], "SIGUSR1", 75),
         (["--launcher", "horovodrun"], "SIGUSR1", 75),
-        (["--launcher", "torchrun", "--launcher-args", "--max-restarts 1"], "SIGTERM", 1),
+        (["--launcher", "torchrun", "--launcher-args", "--max-restarts 1"], "SIGTERM", 143),
     ],
     ids=["torchrun", "horovodrun", "torchrun with restarts"],
 )

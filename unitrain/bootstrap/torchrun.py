@@ -6,7 +6,8 @@ loopback interface, several hosts use the address of the first. The rendezvous b
 are.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks. If the first rank to fail ends with 75 because it was preempted, so does
-this process.
+this process. After a signal such as SIGTERM this process ends with 128 plus its number (143), where torchrun would print a
+traceback and end with 1.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -121,6 +123,8 @@ def main() -> None:
         if error.get_first_failure()[1].exitcode != PREEMPTED:
             raise
         sys.exit(PREEMPTED)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
 
 
 def _run(options: Namespace) -> None:

@@ -14,13 +14,13 @@ import click
 
 from unitrain.backends import registry
 from unitrain.bootstrap import environment
-from unitrain.cli.launch import check_script
 from unitrain.cli.translate import show
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers import LaunchError, parse_exports
 from unitrain.launchers.arguments import looks_secret
 from unitrain.launchers.translation import Job, Written, kubernetes, sbatch
 from unitrain.launchers.translation.hosts import spread
+from unitrain.supervisor.checks import check_script
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 _MEMORY = re.compile(r"(?P<amount>\d+)(?P<unit>[KMGT])i?", re.ASCII)

@@ -19,8 +19,8 @@ import click
 import unitrain
 from unitrain.backends import registry
 from unitrain.bootstrap import environment
-from unitrain.cli.launch import check_not_launched, check_script, check_started_once
 from unitrain.errors import ConfigError
+from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
 from unitrain.tune import tuned_settings
 from unitrain.tune.candidates import shown, tunables
 from unitrain.tune.search import PAIRS, Found, Gain, ratio_of_pair, search

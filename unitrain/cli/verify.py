@@ -15,8 +15,8 @@ import click
 from unitrain import launchers
 from unitrain.bootstrap import environment
 from unitrain.cli.available import available_here, names_of
-from unitrain.cli.launch import check_not_launched, check_script, check_started_once
 from unitrain.errors import ConfigError
+from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
 
 if TYPE_CHECKING:
     from unitrain.verify.verdict import Run

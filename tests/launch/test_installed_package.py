@@ -1,0 +1,173 @@
+"""The wheel, installed outside the checkout: its files, a launch, dry runs and a type check.
+
+The launches start in a folder whose files have the names of the standard library's and unitrain's modules, and the
+script's folder contains a package named `launchers`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 240
+SCRIPT = """
+import launchers
+import neighbor
+import torch
+import unitrain
+
+assert launchers.NAME == neighbor.NAME == "the user's"
+with unitrain.init() as backend:
+    total = backend.allreduce(torch.ones(2), op="sum").tolist()
+    print(f"{backend.name} rank {backend.rank} of {backend.size}: {total} from {unitrain.__file__}", flush=True)
+"""
+TYPED_SCRIPT = """
+from unitrain.launchers import LaunchSpec, build, parse_hosts
+
+command = build("torchrun", LaunchSpec(script="train.py", num_processes=2, hosts=parse_hosts("a:1,b:1")))
+reveal_type(command.argv)
+LaunchSpec(script=3)
+"""
+
+
+def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command outside the checkout, without variables that add modules of the checkout."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "UNITRAIN_BACKEND")}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**environ, **root, **variables},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+
+
+def build(source: Path, output: Path, kind: str) -> Path:
+    """Build the "wheel" or "sdist" of a source folder without network access, and return its path."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    output.mkdir()
+    done = run([sys.executable, "-c", code, str(output)], source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = output.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the files that are packaged: a build writes into its source folder."""
+    folder = tmp_path_factory.mktemp("source") / "unitrain"
+    folder.mkdir()
+    for path in ROOT.iterdir():
+        if path.is_file() and path.suffix in (".py", ".toml", ".md", ".in", ".txt", "") and path.name != ".git":
+            shutil.copy(path, folder)
+    for name in ("unitrain", "launchers"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".mypy_cache", ".ruff_cache")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(source, tmp_path_factory.mktemp("built") / "wheel", "wheel")
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment with the wheel and the packages of the test environment, except unitrain."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=TIMEOUT_SECONDS)
+    python = folder / "bin" / "python"
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    # Entries of a .pth file are appended to sys.path, and the .pth files in them (such as the one of an editable
+    # unitrain) are not read.
+    (site_packages / "test_environment.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*pip, str(wheel)], check=True, timeout=TIMEOUT_SECONDS)
+    return folder / "bin"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder to start in, with a script in `jobs` and files that must not replace modules."""
+    for name in ("logging", "json", "click", "socket", "unitrain"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the current folder was imported')\n")
+    jobs = tmp_path / "jobs"
+    (jobs / "launchers").mkdir(parents=True)
+    (jobs / "launchers" / "__init__.py").write_text('NAME = "the user\'s"\n')
+    (jobs / "neighbor.py").write_text('NAME = "the user\'s"\n')
+    (jobs / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def test_wheel_has_every_file_once(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert len(names) == len(set(names))
+    expected = {
+        *(str(path.relative_to(ROOT)) for path in (ROOT / "unitrain").rglob("*.py")),
+        *(f"unitrain/{path.relative_to(ROOT)}" for path in (ROOT / "launchers").rglob("*.py")),
+    }
+    assert expected <= set(names)
+    assert {"unitrain/py.typed", "unitrain/report/page.html", "unitrain/launchers/__init__.py"} <= set(names)
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"unitrain"}
+
+
+def test_wheel_of_the_sdist_equals_the_wheel_of_the_checkout(source: Path, wheel: Path, tmp_path: Path) -> None:
+    sdist = build(source, tmp_path / "sdist", "sdist")
+    shutil.unpack_archive(sdist, tmp_path / "unpacked", filter="data")
+    (folder,) = (tmp_path / "unpacked").iterdir()
+    rebuilt = build(folder, tmp_path / "wheel", "wheel")
+    assert sorted(zipfile.ZipFile(rebuilt).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_two_ranks_use_the_installed_package_and_modules_next_to_the_script(
+    backend: str, installed: Path, project: Path
+) -> None:
+    done = run([str(installed / "unitrain"), "launch", "--backend", backend, "-np", "2", "jobs/train.py"], project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"{backend} rank ") == 2
+    assert done.stdout.count(": [2.0, 2.0] from ") == 2
+    assert done.stdout.count(f"from {installed.parent}/lib/") == 2
+    assert "was imported" not in done.stdout + done.stderr
+
+
+def test_every_launcher_prints_its_command(installed: Path, project: Path) -> None:
+    (project / "scontrol").write_text("#!/bin/sh\necho n1; echo n2\n")
+    (project / "scontrol").chmod(0o755)
+    slurm = {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)",
+        "PATH": f"{project}:{os.environ['PATH']}",
+    }  # fmt: skip
+    for launcher, count, variables in (
+        ("torchrun", 2, {}), ("horovodrun", 2, {}), ("mpirun", 2, {}), ("none", 1, {}), ("srun", 2, slurm),
+    ):  # fmt: skip
+        command = [str(installed / "unitrain"), "launch", "--launcher", launcher, "-np", str(count), "--dry-run"]
+        done = run([*command, "jobs/train.py"], project, **variables)
+        assert done.returncode == 0, done.stderr
+        assert str(installed / "python") in done.stdout
+        assert done.stdout.endswith("jobs/train.py\n")
+        if launcher in ("torchrun", "horovodrun"):
+            assert f"{installed / 'python'} -P -m unitrain.bootstrap.{launcher} " in done.stdout
+
+
+def test_user_script_is_type_checked_against_the_installed_package(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TYPED_SCRIPT.lstrip())
+    # Not torch and its dependencies, which would take a minute.
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
+    command = [str(installed / "python"), "-m", "mypy", "--strict", "--no-incremental", "script.py"]
+    done = run(command, tmp_path)
+    lines = done.stdout.splitlines()
+    assert lines[0] == 'script.py:4: note: Revealed type is "tuple[str, ...]"', done.stdout + done.stderr
+    assert 'script.py:5: error: Argument "script" to "LaunchSpec" has incompatible type "int"' in lines[1]
+    assert lines[2] == "Found 1 error in 1 file (checked 1 source file)"

@@ -1,0 +1,61 @@
+"""Checks that commands which start ranks make first: the script exists, and no launcher has started the command."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from unitrain import launchers
+from unitrain.bootstrap import environment
+from unitrain.errors import did_you_mean
+
+_RANK_LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "mpirun_rsh", "mpiexec", "jsrun")
+
+
+def check_script(script: Path) -> None:
+    """Raise LaunchError unless `script` is a file."""
+    if script.is_file():
+        return
+    if re.fullmatch(r"python[\d.]*", script.name):
+        raise launchers.LaunchError(
+            f"'{script}' is the interpreter, which unitrain starts itself. Leave {script.name!r} out: "
+            "unitrain launch -np 2 train.py"
+        )
+    near = did_you_mean(script.name, [path.name for path in script.parent.glob("*.py")])
+    problem = "is not a file" if script.exists() else "does not exist"
+    raise launchers.LaunchError(f"Script '{script}' {problem}. {near}Options of unitrain go before the script.")
+
+
+def check_module(name: str) -> None:
+    """Raise LaunchError unless `python -m name` would find a file."""
+    if name.endswith(".py"):
+        raise launchers.LaunchError(f"-m takes the name of a module, got the file {name!r}. Leave -m out to run a file")
+    if launchers.find_module(name) is None:
+        raise launchers.LaunchError(
+            f"Module {name!r} is not found from {Path.cwd()}. Start from the folder that contains its package, or "
+            "install it: pip install -e ."
+        )
+
+
+def check_not_launched(fix: str) -> None:
+    """Raise LaunchError, with the `fix`, if a launcher has started this process, or it runs in one of several pods."""
+    if (pods := environment.pods()) > 1:
+        # Each pod would train separately.
+        raise launchers.LaunchError(
+            f"PET_NNODES={pods} says that this is one of {pods} pods of a job, but ranks would be started in this one "
+            "only. Start the script with torchrun, which reads it, as in: torchrun train.py"
+        )
+    rank_info = environment.detect(environment.without_pod())
+    if rank_info.launcher in _RANK_LAUNCHERS:
+        raise launchers.LaunchError(
+            f"{rank_info.launcher} has started this process already ({', '.join(rank_info.evidence)}). {fix}"
+        )
+
+
+def check_started_once(hint: str = "") -> None:
+    """Raise LaunchError, with the `hint`, if srun has started this command in each of several tasks."""
+    if launchers.is_one_of_several_tasks():
+        raise launchers.LaunchError(
+            f"srun has started this command in each of {environment.detect().size} tasks, and each would start its own "
+            f"ranks. Start it once: leave srun out, or use: srun --nodes=1 --ntasks=1.{hint}"
+        )

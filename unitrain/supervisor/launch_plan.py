@@ -1,0 +1,346 @@
+"""`unitrain launch` without its command line: a request is validated, planned and executed.
+
+plan = plan_launch(LaunchRequest(script=Path("train.py"), num_processes=2))
+execute(plan)  # becomes the launcher, or supervises it and exits
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from unitrain import launchers
+from unitrain.backends import registry
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.authentication import new_key
+from unitrain.errors import ConfigError, did_you_mean
+from unitrain.launchers import Command, Elastic, Host, LaunchError, LaunchSpec
+from unitrain.supervisor import logs
+from unitrain.supervisor.checks import check_module, check_not_launched, check_script, check_started_once
+from unitrain.supervisor.job import Job
+from unitrain.supervisor.membership import Membership
+from unitrain.supervisor.supervisor import Supervisor
+from unitrain.tune.candidates import BUILT_IN, shown
+from unitrain.tune.tuned_settings import FILE, Run, tuned_for
+
+# The backend of each launcher unless the user chooses another.
+_DEFAULT_BACKENDS = {launcher: backend for backend, launcher in launchers.DEFAULT_LAUNCHERS.items()} | {
+    "mpirun": "horovod",
+    "srun": "ddp",
+}
+_DEFAULT_ELASTIC_RESTARTS = 3
+_MULTI_HOST_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")  # without srun, whose hosts Slurm chooses
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """The arguments of `unitrain launch`. None stands for an option that was not given; its help has the default."""
+
+    script: Path
+    args: tuple[str, ...] = ()
+    module: bool = False
+    backend: str | None = None
+    launcher: str | None = None
+    num_processes: int | None = None
+    hosts: str | None = None
+    hostfile: Path | None = None
+    interface: str | None = None
+    controller: str | None = None
+    exports: tuple[str, ...] = ()
+    launcher_args: tuple[str, ...] = ()
+    max_restarts: int | None = None
+    elastic: str | None = None
+    host_discovery_script: Path | None = None
+    elastic_timeout_seconds: float = 600.0
+    log_dir: Path | None = None
+    use_tuned_settings: bool = True
+    is_dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A valid launch: the job, its first command, and for an elastic job the choice of its hosts."""
+
+    job: Job
+    command: Command
+    membership: Membership | None
+    uses_other_hosts: bool
+    log_dir: Path | None
+
+    def missing_program(self) -> str | None:
+        """Return a message if the command of a dry run could not run on this host, else None."""
+        try:
+            launchers.build(self.job.launcher, replace(self.job.spec, is_dry_run=False))
+        except launchers.MissingLauncherError as error:
+            return str(error)
+        except LaunchError:
+            return None  # other conditions, such as a Slurm allocation, are checked when the command runs
+        return None
+
+
+def plan_launch(request: LaunchRequest) -> LaunchPlan:
+    """Validate a request and return its plan. Starts nothing except the checks of other hosts.
+
+    Raises LaunchError and ConfigError.
+    """
+    launcher, spec = _build_spec(request)
+    if request.log_dir is not None:
+        spec = replace(spec, wrapper=logs.wrapper(request.log_dir))
+    uses_other_hosts = launcher in _MULTI_HOST_LAUNCHERS and not all(map(launchers.is_this_host, spec.hosts))
+    if not math.isfinite(request.elastic_timeout_seconds):
+        raise LaunchError(
+            f"--elastic-timeout takes a number of seconds, got {request.elastic_timeout_seconds}. "
+            "Use --elastic-timeout 600"
+        )
+    if not uses_other_hosts and launcher != "srun":
+        _check_interface(request.interface)
+    if request.log_dir is not None and not request.is_dry_run:
+        _create_log_folder(request.log_dir)
+    if request.elastic is None:
+        job = _plan_fixed_job(request, launcher, spec, uses_other_hosts)
+        return LaunchPlan(job, job.command(), None, uses_other_hosts, request.log_dir)
+    job, command, membership = _plan_elastic_job(request, launcher, spec, launchers.parse_elastic(request.elastic))
+    return LaunchPlan(job, command, membership, uses_other_hosts, request.log_dir)
+
+
+def execute(plan: LaunchPlan) -> NoReturn:
+    """Become the launcher, or supervise it (restarts, an elastic job, --log-dir) and exit with its exit code.
+
+    Raises LaunchError if a later attempt of a supervised job cannot be started.
+    """
+    sys.stdout.flush()
+    if not plan.uses_other_hosts:
+        environment.pass_terminal_on()
+    if plan.job.is_followed:
+        sizes_before: dict[str, int] = {}
+        log_dir = plan.log_dir
+        before_attempt = None if log_dir is None else lambda: sizes_before.update(logs.sizes(log_dir))
+        supervisor = Supervisor(plan.job, plan.membership, before_attempt)
+        code = supervisor.run()
+        if code and log_dir is not None:
+            click.echo("\n".join(logs.last_words(log_dir, supervisor.first_lost, sizes_before)), err=True)
+        sys.exit(code)
+    command = plan.command
+    click.echo(command.shell(), err=True)
+    if plan.uses_other_hosts and not command.per_host:
+        command = launchers.with_cleanup(command, plan.job.spec)
+    os.execvpe(command.argv[0], command.argv, environment.without_ranks() | dict(command.environment))
+
+
+def export_job_key() -> None:
+    """Set a new job key, with which ranks authenticate each other, in the environment that launchers forward."""
+    environment.export({environment.JOB_KEY: new_key()})
+
+
+def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
+    """Return the launcher and the spec, except the number of ranks and the fields that depend on it."""
+    hosts = _parse_hosts(request.hosts, request.hostfile)
+    backend = request.backend or environment.setting("UNITRAIN_BACKEND")
+    if backend is not None:
+        registry.check_known(backend)
+    launcher = request.launcher
+    if launcher is None:
+        # --gloo and --mpi are options of horovodrun, so they choose it unless something else does.
+        implied = "horovodrun" if request.controller is not None and backend is None else "torchrun"
+        launcher = launchers.DEFAULT_LAUNCHERS.get(backend or "", implied)
+    if backend is None:
+        backend = _DEFAULT_BACKENDS.get(launcher)
+    if request.module:
+        check_module(str(request.script))
+    else:
+        check_script(request.script)
+    check_not_launched(f"Run the script itself: python {'-m ' if request.module else ''}{request.script}")
+    options = launchers.parse_launcher_args(request.launcher_args)
+    # With explicit hosts, or a torchrun that is one of several nodes, starting the command in each task is intended.
+    if not hosts and launcher != "none" and not any(word.startswith("--nnodes") for word in options):
+        check_started_once(" To start a job in each task, name its host: -H localhost:N")
+    forwarded, values = launchers.parse_exports(request.exports)
+    if "UNITRAIN_BACKEND" in values:
+        raise LaunchError(
+            f"-x UNITRAIN_BACKEND={values['UNITRAIN_BACKEND']} conflicts with --backend, which sets this variable. "
+            f"Use: --backend {values['UNITRAIN_BACKEND']}"
+        )
+    return launcher, LaunchSpec(
+        script=str(request.script),
+        module=request.module,
+        args=request.args,
+        hosts=hosts,
+        interface=request.interface,
+        backend=backend,
+        controller=request.controller,
+        environment=values,
+        forwarded=forwarded,
+        launcher_args=options,
+        is_dry_run=request.is_dry_run,
+    )
+
+
+def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, uses_other_hosts: bool) -> Job:
+    """Return the job with a fixed number of ranks. Checks other hosts unless this is a dry run."""
+    if request.host_discovery_script is not None:
+        raise LaunchError(
+            f"--host-discovery-script '{request.host_discovery_script}' is for elastic jobs, and --elastic is missing. "
+            "Add the allowed number of ranks: --elastic 1:8"
+        )
+    num_processes = request.num_processes
+    if num_processes is None:
+        num_processes = sum(host.slots for host in spec.hosts) or launchers.allocated_slots(launcher) or 1
+    if request.use_tuned_settings:
+        tuned = _tuned_variables(launcher, spec, num_processes)
+        spec = replace(spec, environment=tuned | dict(spec.environment))
+    spec = replace(spec, num_processes=num_processes, max_restarts=request.max_restarts or 0)
+    if uses_other_hosts and not request.is_dry_run:
+        launch_id = {launchers.LAUNCH_ID_VARIABLE: secrets.token_hex(8)}
+        spec = replace(spec, port=launchers.check_hosts(spec), environment={**spec.environment, **launch_id})
+    return Job(launcher, spec)
+
+
+def _plan_elastic_job(
+    request: LaunchRequest, launcher: str, spec: LaunchSpec, limits: Elastic
+) -> tuple[Job, Command, Membership]:
+    """Return the elastic job, the command of its first attempt if all hosts are reachable, and its membership."""
+    _check_elastic(request, launcher, limits)
+    restarts = _DEFAULT_ELASTIC_RESTARTS if request.max_restarts is None else request.max_restarts
+    job = Job(launcher, replace(spec, elastic=limits, max_restarts=restarts))
+    list_hosts = _host_source(request, spec, limits)
+    membership = Membership(limits, list_hosts, request.elastic_timeout_seconds)
+    try:
+        listed = list_hosts()
+    except launchers.HostDiscoveryError as error:
+        if request.is_dry_run:
+            raise
+        # The supervisor runs the script again until --elastic-timeout expires.
+        click.echo(f"unitrain: {error} It is run again until --elastic-timeout expires.", err=True)
+        listed = ()
+    # Built on all listed hosts to find invalid requests before anything starts. The supervisor builds the command of
+    # each attempt again, on the reachable hosts.
+    if launcher == "torchrun" and len(listed) > 1:
+        hosts = listed  # torchrun rejects several hosts, with instructions for all of them
+    else:
+        hosts = limits.select_slots(listed) or (Host("localhost", limits.least),)
+    return job, job.command(hosts), membership
+
+
+def _parse_hosts(hosts: str | None, hostfile: Path | None) -> tuple[Host, ...]:
+    if hosts is not None and hostfile is not None:
+        raise LaunchError(f"-H {hosts} and --hostfile {hostfile} both name the hosts. Leave one of them out.")
+    if hostfile is not None:
+        return launchers.read_hostfile(hostfile)
+    return launchers.parse_hosts(hosts) if hosts is not None else ()
+
+
+def _check_interface(interface: str | None) -> None:
+    """Raise LaunchError for an `interface` that this host, the only one of the job, does not have."""
+    names = [name for _, name in socket.if_nameindex()]
+    if interface is not None and interface not in names:
+        raise LaunchError(
+            f"--interface {interface} is not a network interface of this host. {did_you_mean(interface, names)}"
+            f"Use one of: {', '.join(names)}. On one host it can be left out."
+        )
+
+
+def _create_log_folder(folder: Path) -> None:
+    """Create the `folder` of --log-dir. Raises LaunchError if that fails or it is not writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LaunchError(
+            f"--log-dir {folder} is not writable: {error.strerror}. Use another folder: --log-dir logs"
+        ) from None
+
+
+def _check_elastic(request: LaunchRequest, launcher: str, limits: Elastic) -> None:
+    """Raise LaunchError for options that an elastic job does not support."""
+    if launcher == "none":
+        raise LaunchError(
+            f"--elastic {limits} changes the number of ranks, but without a launcher there is always one. "
+            "Use --backend ddp or --backend horovod"
+        )
+    if launcher == "srun":
+        raise LaunchError(
+            f"--elastic {limits} changes the number of ranks, but the hosts of a Slurm job are fixed. Leave --elastic "
+            "out, and let Slurm start the job again: sbatch --requeue"
+        )
+    if request.num_processes is not None:
+        raise LaunchError(
+            f"-np {request.num_processes} requests a fixed number of ranks, but --elastic {limits} a variable one. "
+            f"Leave -np out, or use --elastic {request.num_processes}:{request.num_processes}"
+        )
+    if request.hosts is not None and request.host_discovery_script is not None:
+        raise LaunchError(
+            f"-H {request.hosts} and --host-discovery-script '{request.host_discovery_script}' both name the hosts. "
+            "Leave one of them out"
+        )
+
+
+def _host_source(request: LaunchRequest, spec: LaunchSpec, limits: Elastic) -> Callable[[], tuple[Host, ...]]:
+    """Return the function that lists the hosts of an elastic job. Raises LaunchError if fixed hosts are too few."""
+    if request.host_discovery_script is not None:
+        return partial(launchers.discover_hosts, request.host_discovery_script)
+    hosts = spec.hosts or (Host("localhost", limits.most),)
+    slots = sum(host.slots for host in hosts)
+    if slots < limits.least:
+        raise LaunchError(
+            f"--elastic {limits} needs slots for {limits.least} ranks, but the hosts have {slots} in all. "
+            f"Use --elastic {slots}:{limits.most}, or give the hosts more slots: "
+            f"-H {hosts[0].name}:{hosts[0].slots + limits.least - slots}"
+        )
+    return lambda: hosts
+
+
+def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dict[str, str]:
+    """Return the variables that `unitrain tune` stored for this run, except those that the user has set, and print
+    them.
+
+    Settings found with other arguments, hosts, machines or another torch are not used, which is printed too. Raises
+    ConfigError if the file sets any other variable: the file may come with another person's script, and a variable
+    such as LD_PRELOAD runs code.
+    """
+    if spec.module or not FILE.exists():  # unitrain tune takes files only
+        return {}
+    backend = spec.backend or "ddp"
+    hosts = spec.hosts or launchers.allocated_hosts(launcher)
+    nodes = len(launchers.processes_per_host(num_processes, hosts)) if hosts else 1
+    tuned, differences = tuned_for(Run.here(spec.script, spec.args, backend, num_processes, nodes))
+    if differences:
+        click.echo(
+            f"unitrain: The settings in {FILE} are not used: {'; '.join(differences)}. Find new ones with: "
+            f"unitrain tune, or delete the file",
+            err=True,
+        )
+    if tuned is None:
+        return {}
+    plugin_variables: set[str] = set()
+    if backend not in launchers.DEFAULT_LAUNCHERS:
+        plugin_variables = {tunable.variable for tunable in registry.load(backend).tunables}
+    for name in tuned.variables:
+        if name not in BUILT_IN | plugin_variables:
+            raise ConfigError(
+                f"{FILE} sets {name}, which is not a setting that unitrain tune changes for backend {backend!r}. "
+                f"Delete the file unless you trust it, and set the variable yourself: export {name}=..."
+            )
+    used = {
+        name: value
+        for name, value in tuned.variables.items()
+        if environment.setting(name) is None and name not in spec.environment
+    }
+    if used:
+        click.echo(
+            f"unitrain: {FILE} sets {shown(used)}: without these settings a step took {tuned.gain:.2f} times as long. "
+            "Ignore the file with: --untuned",
+            err=True,
+        )
+    return used
