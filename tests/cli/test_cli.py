@@ -261,7 +261,7 @@ def test_a_dry_run_needs_no_launcher_on_this_host(script: str, tmp_path: Path) -
         assert script in result.stdout
         assert f"Warning: the command cannot run on this host. Launcher {name!r} is not installed." in result.stderr
     assert refused_without_dry_run("--launcher", "mpirun", script, PATH=str(tmp_path)).startswith(
-        "Launcher 'mpirun' is not installed. Open MPI has it"
+        "Launcher 'mpirun' is not installed. It is part of Open MPI"
     )
 
 
@@ -331,11 +331,11 @@ def test_variables_and_options_are_handed_on(script: str) -> None:
     assert "LEVEL=3 " in printed
     assert "abc" not in printed
     assert refused("launch", "-x", "UNITRAIN_BACKEND=ddp", script) == (
-        "-x UNITRAIN_BACKEND=ddp is what --backend sets. Use: --backend ddp"
+        "-x UNITRAIN_BACKEND=ddp conflicts with --backend, which sets this variable. Use: --backend ddp"
     )
     assert refused("launch", "-x", "HF_TOKEN=abc", script).startswith("-x HF_TOKEN=... shows a value that looks secret")
     assert refused("launch", "--launcher-args", "core", script).startswith("--launcher-args 'core' does not begin with")
-    assert refused("launch", "--launcher", "srun", script).startswith("srun starts ranks in an allocation of Slurm's,")
+    assert refused("launch", "--launcher", "srun", script).startswith("srun starts ranks in a Slurm allocation,")
 
 
 @pytest.mark.parametrize("value", ["first", "²"])
@@ -354,15 +354,15 @@ def test_a_broken_variable_is_named(value: str, script: str) -> None:
         ),
         (
             "launch --log-dir /proc/x {script}",
-            "--log-dir /proc/x cannot be written to: No such file or directory. Use a",
+            "--log-dir /proc/x is not writable: No such file or directory. Use a",
         ),
         (
             "launch --log-dir {script}/x {script}",
-            "/x cannot be written to: Not a directory. Use a folder of yours: --log-d",
+            "/x is not writable: Not a directory. Use another folder: --log-d",
         ),
         (
             "launch --elastic 1:2 --elastic-timeout nan {script}",
-            "--elastic-timeout nan is no time. Use --elastic-timeout 600",
+            "--elastic-timeout takes a number of seconds, got nan. Use --elastic-timeout 600",
         ),
         (
             "ckpt verify {folder}",

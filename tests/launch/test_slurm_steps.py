@@ -111,7 +111,7 @@ def test_several_tasks_do_not_start_a_job_each(
     srun = ["srun", "--nodes=2", "--ntasks=2"]
     done = found[0].run([*srun, *LAUNCH, "-np", "2", str(script), str(tmp_path)], variables)
     assert done.returncode == 2, done.stdout
-    assert "srun has started this command in each of 2 tasks, and each would start ranks of its own." in done.stdout
+    assert "srun has started this command in each of 2 tasks, and each would start its own ranks." in done.stdout
     assert not (tmp_path / "0").exists()
     named = found[0].run([*srun, *LAUNCH, "--dry-run", "-np", "2", "-H", "localhost:2", str(script)], variables)
     assert named.returncode == 0, named.stdout

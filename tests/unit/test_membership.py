@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from unitrain.cli import unitrain
 from unitrain.launchers import Elastic, Host, LaunchError, discover_hosts, parse_elastic, parse_hosts
 from unitrain.launchers.elastic import find_reachable_hosts
 from unitrain.supervisor import membership
+from unitrain.supervisor.launch_plan import LaunchRequest, plan_launch
 from unitrain.supervisor.membership import Membership
 
 
@@ -159,6 +161,26 @@ def test_without_ssh_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         gather(members)
 
 
+def test_failing_host_discovery_is_repeated_within_the_elastic_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(membership, "POLL_SECONDS", 0.01)
+    (tmp_path / "train.py").touch()
+    script = tmp_path / "discover"
+    # Fails in its first two runs.
+    script.write_text(f"#!/bin/sh\necho >> {tmp_path}/runs\n[ $(wc -l < {tmp_path}/runs) -gt 2 ] && echo localhost:2\n")
+    script.chmod(0o755)
+    request = LaunchRequest(
+        script=tmp_path / "train.py", backend="horovod", elastic="2:2", host_discovery_script=script
+    )
+    plan = plan_launch(request)
+    assert "ended with exit code 1" in capsys.readouterr().err
+    assert plan.membership is not None
+    assert gather(plan.membership) == "localhost:2"
+    with pytest.raises(LaunchError, match="cannot be run: No such file or directory"):
+        plan_launch(replace(request, host_discovery_script=tmp_path / "absent"))
+
+
 @pytest.mark.parametrize("text", ["2", "a:b", "2:", ":3", "2:3:4", "-1:3", "1.5:2"])
 def test_what_is_no_range_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match=r"--elastic takes MIN:MAX ranks, got .* as in --elastic 2:8"):
@@ -176,11 +198,14 @@ def test_ranges() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-np", "2"], "-np 2 asks for a fixed number of ranks, and --elastic 2:4 for another one now and then."),
+        (["-np", "2"], "-np 2 requests a fixed number of ranks, but --elastic 2:4 a variable one."),
         (["-H", "a:1"], "--elastic 2:4 needs slots for 2 ranks, but the hosts have 1 in all. Use --elastic 1:4, or"),
-        (["-H", "a:2", "--host-discovery-script", "x"], "-H a:2 and --host-discovery-script 'x' both say which hosts"),
-        (["--backend", "local"], "--elastic 2:4 changes the number of ranks, but one process without a launcher is"),
-        (["--launcher", "srun"], "but Slurm gives a job its hosts once and for all. Leave --elastic out, and let"),
+        (["-H", "a:2", "--host-discovery-script", "x"], "-H a:2 and --host-discovery-script 'x' both name the hosts"),
+        (
+            ["--backend", "local"],
+            "--elastic 2:4 changes the number of ranks, but without a launcher there is always one",
+        ),
+        (["--launcher", "srun"], "but the hosts of a Slurm job are fixed. Leave --elastic out, and let"),
         (["-H", "a:2,b:1"], "torchrun counts hosts, and '2:4' counts ranks: hosts need equal slots, but -H has a:2"),
         (
             ["-H", "a:3,b:3", "--elastic", "4:5"],

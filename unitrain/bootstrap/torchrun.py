@@ -6,8 +6,8 @@ loopback interface, several hosts use the address of the first. The rendezvous b
 are.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks. If the first rank to fail ends with 75 because it was preempted, so does
-this process. After a signal such as SIGTERM this process ends with 128 plus its number (143), where torchrun would print a
-traceback and end with 1.
+this process. After a signal such as SIGTERM it ends with 128 plus the number of the signal (143); torchrun prints a
+traceback and ends with 1.
 """
 
 from __future__ import annotations
