@@ -27,6 +27,13 @@ from typing import Any
 _SECONDS = 5.0
 
 
+def usable_cores() -> tuple[int, ...]:
+    """Return the numbers of the CPU cores that this process may use, from its CPU affinity where the system has one."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
 def marked(tag: bytes) -> Iterator[int]:
     """Yield the processes with `tag`, NAME=value, in their environment; none where no /proc tells."""
     for folder in Path("/proc").glob("[0-9]*"):

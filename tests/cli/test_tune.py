@@ -1,4 +1,4 @@
-"""`unitrain tune`: what it takes for a gain, and what becomes of one."""
+"""`unitrain tune` finds, saves and applies faster settings."""
 
 from __future__ import annotations
 
@@ -20,23 +20,35 @@ from torch import nn
 
 import unitrain
 from unitrain.backends import registry
+from unitrain.backends.base import StartOptions
 from unitrain.backends.capabilities import Tunable
+from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap import environment
-from unitrain.cli import tune
+from unitrain.bootstrap.environment import RankInfo
 from unitrain.cli import unitrain as program
 from unitrain.errors import ConfigError, EnvironmentVariableError
 from unitrain.testing import RankGroup
 from unitrain.tune import trial
-from unitrain.tune.candidates import BUILT_IN, tunables
-from unitrain.tune.search import PAIRS, Found, Gain, ratio_of_pair, search
-from unitrain.tune.tuned_settings import FILE, Run, Tuned, forget, machine, torch_version, tuned_for
+from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
+from unitrain.tune.trial import VARIABLE, Request
+from unitrain.tune.tuned_settings import (
+    BUILT_IN_VARIABLES,
+    TUNED_FILE,
+    Run,
+    Tuned,
+    describe_machine,
+    find_tuned,
+    remove_tuned,
+    torch_version,
+)
+from unitrain.tune.tuning import save_and_describe
 
 SIZES = Tunable("SIZE", "", "1", ("2", "3"))
-COLOURS = Tunable("COLOUR", "", "red", ("green",))
+COLORS = Tunable("COLOR", "", "red", ("green",))
 
 
 class Machine:
-    """Takes so long for a step, and disturbs every measurement by up to `noise` of it; a run takes ten seconds."""
+    """A simulated machine: a run takes ten seconds, and each step time is increased by up to the fraction `noise`."""
 
     def __init__(self, noise: float, seed: int = 0) -> None:
         self.random, self.noise, self.now, self.runs = random.Random(seed), noise, 0.0, 0
@@ -46,7 +58,7 @@ class Machine:
         self.runs += 1
         seconds = 1.0
         seconds *= {"1": 1.0, "2": 0.9, "3": 0.8}[settings.get("SIZE", "1")]
-        seconds *= {"red": 1.0, "green": 0.9}[settings.get("COLOUR", "red")]
+        seconds *= {"red": 1.0, "green": 0.9}[settings.get("COLOR", "red")]
         return seconds * self.random.uniform(1, 1 + self.noise)
 
     def clock(self) -> float:
@@ -54,52 +66,52 @@ class Machine:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_best_of_each_knob_are_combined(seed: int) -> None:
+def test_the_best_values_of_each_tunable_are_combined(seed: int) -> None:
     machine = Machine(0.05, seed)
-    found = search(machine.measure, [SIZES, COLOURS], 1000, clock=machine.clock, seed=seed)
-    assert found.settings == {"SIZE": "3", "COLOUR": "green"}
+    found = search(machine.measure, [SIZES, COLORS], 1000, clock=machine.clock, seed=seed)
+    assert found.settings == {"SIZE": "3", "COLOR": "green"}
     assert found.gain is not None
     assert abs(found.gain.median - 1 / 0.72) < 0.05
     assert len(found.gain.ratios) == PAIRS
     assert machine.now <= 1000
 
 
-def test_noise_is_no_gain() -> None:
+def test_noise_is_not_reported_as_a_gain() -> None:
     harmless = Tunable("NAME", "", "0", ("1", "2", "3"))
-    claimed = 0
+    false_gains = 0
     for seed in range(200):
         machine = Machine(0.2, seed)
         found = search(machine.measure, [harmless], 2000, clock=machine.clock, seed=seed)
-        claimed += bool(found.settings)
-    # A coin that is thrown eight times falls seven or more times on one side in 3.5 %, and few are thrown at all.
-    assert claimed <= 10
+        false_gains += bool(found.settings)
+    # Seven or more of eight fair coins agree with probability 3.5 %, and few candidates reach the final check.
+    assert false_gains <= 10
 
 
-# A machine that favors runs by their place in time, though no setting matters: name -> factor of the n-th run.
+# Disturbances that depend on time while no setting matters: name -> factor of the n-th run.
 NOISES: dict[str, Callable[[int], float]] = {
     "every second run": lambda run: 1.0 if run % 2 else 1.02,
     "two of four runs": lambda run: 1.0 if run % 4 in (1, 2) else 1.02,
     "every third run": lambda run: 1.05 if run % 3 == 0 else 1.0,
-    "slower and slower": lambda run: 1.01**run,
-    "faster and faster": lambda run: 0.99**run,
+    "increasing": lambda run: 1.01**run,
+    "decreasing": lambda run: 0.99**run,
     "waves": lambda run: 1 + 0.05 * math.sin(run / 2),
 }
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_noise_that_follows_time_gives_at_most_five_percent_false_gains(noise: str) -> None:
+def test_time_dependent_noise_gives_at_most_five_percent_false_gains(noise: str) -> None:
     harmless = Tunable("NAME", "", "0", ("1", "2", "3"))
     searches = 400
-    claimed = 0
+    false_gains = 0
     for seed in range(searches):
         runs = itertools.count()
         found = search(lambda _, runs=runs: NOISES[noise](next(runs)), [harmless], 1e9, seed=seed)
-        claimed += bool(found.settings)
+        false_gains += bool(found.settings)
     # 3.5 % are expected at most: 14 of 400, with a standard deviation of 3.7.
-    assert claimed <= 0.05 * searches + 5
+    assert false_gains <= 0.05 * searches + 5
 
 
-def test_both_orders_of_a_pair_occur_and_give_the_same_ratio() -> None:
+def test_a_pair_is_measured_in_both_orders_with_the_same_ratio() -> None:
     order: list[str] = []
 
     def seconds(name: str, value: float) -> float:
@@ -108,34 +120,34 @@ def test_both_orders_of_a_pair_occur_and_give_the_same_ratio() -> None:
 
     generator = random.Random(0)
     ratios = {
-        ratio_of_pair(lambda: seconds("without", 3.0), lambda: seconds("within", 2.0), generator) for _ in range(32)
+        measure_ratio(lambda: seconds("without", 3.0), lambda: seconds("within", 2.0), generator) for _ in range(32)
     }
     assert ratios == {1.5}
     assert {"without", "within"} == set(order[::2]) == set(order[1::2])
 
 
-def test_no_more_time_is_taken_than_there_is() -> None:
+def test_the_search_respects_its_time_limit() -> None:
     machine = Machine(0.0)
-    found = search(machine.measure, [SIZES, COLOURS], 200, clock=machine.clock)
+    found = search(machine.measure, [SIZES, COLORS], 200, clock=machine.clock)
     assert machine.now <= 200
-    assert found.left == 1
+    assert found.skipped == 1
     assert found.settings == {"SIZE": "3"}
-    assert search(machine.measure, [SIZES, COLOURS], found.seconds, clock=machine.clock).left == 0
+    assert search(machine.measure, [SIZES, COLORS], found.seconds_needed, clock=machine.clock).left == 0
     assert search(machine.measure, [], 100, clock=machine.clock).gain is None
 
 
-def test_a_gain_takes_pairs_that_agree() -> None:
-    assert Gain([1.1] * 7 + [0.9]).clear
-    assert not Gain([1.1] * 6 + [0.9] * 2).clear
-    assert not Gain([1.1] * 7).clear
-    assert not Gain([1.005] * 8).clear
+def test_a_gain_is_significant_only_if_the_pairs_agree() -> None:
+    assert Gain([1.1] * 7 + [0.9]).is_significant
+    assert not Gain([1.1] * 6 + [0.9] * 2).is_significant
+    assert not Gain([1.1] * 7).is_significant
+    assert not Gain([1.005] * 8).is_significant
 
 
-def test_only_knobs_of_the_backend_are_turned() -> None:
-    assert tunables(registry.load("local").tunables, None, 4) == []
-    names = {one.variable for one in tunables(registry.load("ddp").tunables, None, 4)}
+def test_only_tunables_of_the_backend_are_searched() -> None:
+    assert list_tunables(registry.load("local").tunables, None, 4) == []
+    names = {one.variable for one in list_tunables(registry.load("ddp").tunables, None, 4)}
     assert names == {"UNITRAIN_BUCKETS_MB", "UNITRAIN_BUCKET_VIEW"}
-    of_horovod = {one.variable: one for one in tunables(registry.load("horovod").tunables, 2, 4)}
+    of_horovod = {one.variable: one for one in list_tunables(registry.load("horovod").tunables, 2, 4)}
     assert {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", *names, "OMP_NUM_THREADS"} == set(of_horovod)
     assert of_horovod["OMP_NUM_THREADS"].alternatives == ("1", "4", "8")
     for one in of_horovod.values():
@@ -153,18 +165,20 @@ def horovod_settings(backend: unitrain.Backend) -> tuple[str | None, ...]:
         ({"HOROVOD_FUSION_THRESHOLD": "0"}, ("0.5", "0")),
         ({"HOROVOD_AUTOTUNE": "1"}, (None,) * 2),
     ],
-    ids=["by itself", "the user's", "Horovod's"],
+    ids=["default", "set by the user", "set by autotune"],
 )
-def test_horovod_is_set_by_whoever_asks_to(variables: dict[str, str], settings: tuple[str | None, ...]) -> None:
+def test_user_settings_and_autotune_override_the_defaults(
+    variables: dict[str, str], settings: tuple[str | None, ...]
+) -> None:
     with RankGroup("horovod", 1, variables=variables) as group:
         assert group.run(horovod_settings) == [settings]
 
 
 def gradients(backend: unitrain.Backend) -> tuple[list[torch.Tensor], int]:
     torch.manual_seed(0)
-    layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]  # a MiB each
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]  # 1 MiB each
     model = backend.distributed_model(nn.Sequential(*layers))
-    for _ in range(3):  # the second time buckets are in the order of the first backward, and then that shows
+    for _ in range(3):  # DDP rebuilds its buckets after the first backward
         model.zero_grad()
         model(torch.full((1, 512), 1.0 + backend.rank)).square().mean().backward()
     found = [parameter.grad.clone() for parameter in model.parameters()]
@@ -173,7 +187,7 @@ def gradients(backend: unitrain.Backend) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_buckets_are_as_they_are_set_and_gradients_the_same(backend: str) -> None:
+def test_bucket_settings_change_the_buckets_but_not_the_gradients(backend: str) -> None:
     settings = {"UNITRAIN_BUCKETS_MB": "1,1", "UNITRAIN_BUCKET_VIEW": "0"}
     with RankGroup(backend, 2) as plain, RankGroup(backend, 2, variables=settings) as small:
         (expected, few), _ = plain.run(gradients)
@@ -184,7 +198,7 @@ def test_buckets_are_as_they_are_set_and_gradients_the_same(backend: str) -> Non
 
 
 @pytest.mark.parametrize("text", ["25", "0,25", "a,b", "1,2,3"])
-def test_a_bucket_size_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_bucket_size_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from unitrain.backends.gradients.ddp_wrapper import _bucketing
 
     monkeypatch.setenv("UNITRAIN_BUCKETS_MB", text)
@@ -213,10 +227,10 @@ def planned(*options: str, args: Sequence[str] = ("--epochs", "3 0")) -> Result:
     return result
 
 
-def test_launch_uses_what_is_kept_for_this_run_and_says_so(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned(script).keep()
-    tuned(script, size=3).keep()
-    tuned(script).keep()
+def test_launch_uses_and_prints_the_settings_saved_for_a_run(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(script).save()
+    tuned(script, size=3).save()
+    tuned(script).save()
     found = planned("-np", "2")
     assert "UNITRAIN_BUCKETS_MB=5,5" in found.stdout
     assert found.stderr.splitlines()[0] == (
@@ -225,32 +239,32 @@ def test_launch_uses_what_is_kept_for_this_run_and_says_so(script: Path, monkeyp
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     found = planned("-np", "2")
-    assert "OMP_NUM_THREADS" not in found.output, "what the user has set stays"
+    assert "OMP_NUM_THREADS" not in found.output, "variables set by the user take precedence"
     found = planned("-np", "2", "-x", "UNITRAIN_BUCKETS_MB=1,1")
     assert "UNITRAIN_BUCKETS_MB=1,1" in found.stdout
-    assert FILE.name not in found.stderr, "nothing of the file is used"
+    assert TUNED_FILE.name not in found.stderr, "the file is not used"
     for options in (["-np", "4"], ["-np", "2", "--backend", "horovod"], ["-np", "2", "--untuned"]):
         found = planned(*options)
         assert "BUCKETS" not in found.output
-        assert FILE.name not in found.stderr
+        assert TUNED_FILE.name not in found.stderr
     run = Run.here("train.py", ("--epochs", "3 0"), "ddp", 2, 1)
-    forget(run)
-    assert tuned_for(run) == (None, [])
-    assert tuned_for(replace(run, num_processes=3)) == (tuned(script, size=3), [])
-    FILE.write_text("[{}]")
+    remove_tuned(run)
+    assert find_tuned(run) == (None, [])
+    assert find_tuned(replace(run, num_processes=3)) == (tuned(script, size=3), [])
+    TUNED_FILE.write_text("[{}]")
     result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
     assert "unitrain-tuned.json cannot be read" in result.output
     with pytest.raises(ConfigError, match="Delete it"):
-        tuned_for(run)
+        find_tuned(run)
 
 
 @pytest.mark.parametrize(
-    ("recorded", "said"),
+    ("recorded", "message"),
     [
         ({"torch": "2.1.0"}, f"they were found with torch 2.1.0, and torch {torch_version()} is installed"),
         (
             {"machine": "a CPU, 64 cores"},
-            f"they were found on another machine (a CPU, 64 cores), and this is: {machine()}",
+            f"they were found on another machine (a CPU, 64 cores), and this is: {describe_machine()}",
         ),
         ({"num_nodes": 2}, "they were found on 2 hosts, and this run is on 1"),
         ({"args": ()}, "they were found with no arguments, and this run has the arguments \"--epochs '3 0'\""),
@@ -264,61 +278,55 @@ def test_launch_uses_what_is_kept_for_this_run_and_says_so(script: Path, monkeyp
     ],
     ids=str,
 )
-def test_settings_of_another_torch_machine_or_arguments_are_not_used(
-    recorded: dict[str, object], said: str, script: Path
+def test_settings_for_another_torch_machine_or_arguments_are_not_used(
+    recorded: dict[str, object], message: str, script: Path
 ) -> None:
-    tuned(script, **recorded).keep()
+    tuned(script, **recorded).save()
     found = planned("-np", "2")
     assert "BUCKETS" not in found.output
     assert found.stderr.splitlines()[0] == (
-        f"unitrain: The settings in unitrain-tuned.json are not used: {said}. Find new ones with: unitrain tune, or "
+        f"unitrain: The settings in unitrain-tuned.json are not used: {message}. Find new ones with: unitrain tune, or "
         "delete the file"
     )
-    tuned(script).keep()
-    assert "UNITRAIN_BUCKETS_MB=5,5" in planned("-np", "2").stdout, "those of this run are found among others"
+    tuned(script).save()
+    assert "UNITRAIN_BUCKETS_MB=5,5" in planned("-np", "2").stdout, "the entry of this run is found among others"
 
 
 def test_settings_of_an_earlier_version_are_not_used(script: Path) -> None:
     entry = {"script": "train.py", "backend": "ddp", "num_processes": 2, "variables": {"OMP_NUM_THREADS": "1"}}
-    FILE.write_text(json.dumps([{**entry, "gain": 1.2, "spread": [1.1, 1.3], "torch": torch_version()}]))
+    TUNED_FILE.write_text(json.dumps([{**entry, "gain": 1.2, "spread": [1.1, 1.3], "torch": torch_version()}]))
     found = planned("-np", "2", args=())
     assert (
-        "an earlier version of unitrain found them, which did not record the arguments and the machine" in found.stderr
+        "they were found by an earlier version of unitrain, which did not record the arguments and the machine"
+        in found.stderr
     )
     assert "sets OMP_NUM_THREADS" not in found.stderr
-    forget(Run.here("train.py", (), "ddp", 2, 1))
-    assert json.loads(FILE.read_text()) == []
+    remove_tuned(Run.here("train.py", (), "ddp", 2, 1))
+    assert json.loads(TUNED_FILE.read_text()) == []
 
 
-def test_a_gain_is_kept_for_the_run_that_was_timed(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = trial.Result(
-        seconds_per_step=0.1,
-        steps=10,
-        backend="ddp",
-        transport="gloo",
-        size=2,
-        num_nodes=1,
-        threads=1,
-        cores_per_rank=1,
-    )
+def test_a_significant_gain_is_saved_for_the_timed_run(script: Path) -> None:
+    run = Run.here("train.py", ("--epochs", "3 0"), "ddp", 2, 1)
     gain = Gain([1.2] * PAIRS)
-    tune._tell(Found({"UNITRAIN_BUCKETS_MB": "5,5"}, gain), first, "train.py", ("--epochs", "3 0"))
-    assert "Kept in unitrain-tuned.json." in capsys.readouterr().out
+    summary = save_and_describe(SearchResult({"UNITRAIN_BUCKETS_MB": "5,5"}, gain), run)
+    assert "Saved in unitrain-tuned.json." in summary
     assert "UNITRAIN_BUCKETS_MB=5,5" in planned("-np", "2").stdout
     assert "are not used" in planned("-np", "2", args=("--epochs", "4")).stderr
-    tune._tell(Found({}, None), first, "train.py", ("--epochs", "3 0"))
-    assert json.loads(FILE.read_text()) == []
+    save_and_describe(SearchResult({}, None), run)
+    assert json.loads(TUNED_FILE.read_text()) == []
 
 
-def test_a_file_sets_nothing_but_tunables(script: Path) -> None:
-    """The file may have come with somebody else's script."""
+def test_a_file_may_only_set_tunables(script: Path) -> None:
+    """The file may come from an untrusted source."""
     for name in ("LD_PRELOAD", "PYTHONPATH", "PATH", "NCCL_NET_PLUGIN", "UNITRAIN_SUPERVISOR"):
-        tuned(script, size=1, args=(), variables={name: "x"}).keep()
+        tuned(script, size=1, args=(), variables={name: "x"}).save()
         result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
         assert result.exit_code == 2
         assert f"unitrain-tuned.json sets {name}, which is not a setting that unitrain tune changes" in result.output
         assert CliRunner().invoke(program, ["launch", "--dry-run", "--untuned", "train.py"]).exit_code == 0
-    assert {tunable.variable for name in ("ddp", "horovod") for tunable in registry.load(name).tunables} < BUILT_IN
+    assert {
+        tunable.variable for name in ("ddp", "horovod") for tunable in registry.load(name).tunables
+    } < BUILT_IN_VARIABLES
 
 
 def test_a_script_is_tuned(tmp_path: Path) -> None:
@@ -329,18 +337,43 @@ def test_a_script_is_tuned(tmp_path: Path) -> None:
         output = launch.output()
         assert launch.living() == []
     assert f"{script} on 2 ranks of horovod over " in output
-    assert "Nothing is clearly faster" in output
-    assert "There was no time for" in output
+    assert "No settings are significantly faster" in output
+    assert "were not tried for lack of time" in output
 
 
-def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
+def test_cores_per_rank_follow_the_cpu_affinity(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3, 5})
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setenv(VARIABLE, Request(name="run", warmup=2, seconds=1e-9).text())
+    model = nn.Linear(4, 1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    config = unitrain.TrainConfig(max_epochs=1, batch_size=4)
+    backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        trainer = unitrain.Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config)
+        with pytest.raises(SystemExit):
+            trainer.fit(data)
+    finally:
+        backend.shutdown()
+    result = trial.Result.find(capsys.readouterr().out)
+    assert result is not None
+    assert result.cores_per_rank == 3
+
+
+def test_a_failed_run_is_reported_with_its_output(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('no data')")
     command = [sys.executable, "-m", "unitrain", "tune", "--launch", "-np 1", str(script)]
     with started(command) as launch:
         output = launch.output()
     assert launch.process.returncode == 1
-    assert "Under 'as it is' the run ended with exit code 1 and timed no step. Its last words:" in output
+    assert (
+        "With the default settings, the run ended with exit code 1 before enough steps were timed. Its last lines:"
+        in output
+    )
     assert "ValueError: no data" in output
 
 
@@ -354,10 +387,10 @@ def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
         '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": {}, "gain": "x", "spread": [1, 1]}]',
         "[" * 100_000,
     ],
-    ids=["object", "texts", "script", "variables", "gain", "deep"],
+    ids=["object", "strings", "script", "variables", "gain", "deep"],
 )
-def test_a_file_with_other_content_is_a_clear_error(content: str, tmp_path: Path) -> None:
+def test_a_file_with_other_content_is_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "unitrain-tuned.json"
     file.write_text(content)
-    with pytest.raises(ConfigError, match=r"cannot be read: .*\. Delete it"):
-        tuned_for(Run.here("train.py", (), "ddp", 1, 1), file)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*\. Delete it and run `unitrain tune` again"):
+        find_tuned(Run.here("train.py", (), "ddp", 1, 1), file)

@@ -1,4 +1,4 @@
-"""Callbacks: when they are called, what their errors say, and those that ship: stopping early, profiling, watching."""
+"""Callbacks: order of the hooks, errors, EarlyStopping, GradientWatch and Profiler."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def parameters(trainer: Trainer) -> Tensor:
 
 
 class Journal(Callback):
-    """Writes down when it is called."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -80,19 +80,19 @@ class Journal(Callback):
 
 
 def scripted(values: list[float]) -> dict[str, Any]:
-    """Return a metric that has these values in one evaluation after the other, of a batch each."""
+    """Return a metric with these values in consecutive evaluations of one batch each."""
     left = iter(values)
     return {"scripted": lambda output, target: next(left)}
 
 
-def test_each_is_called_at_its_moment() -> None:
+def test_hooks_are_called_in_order() -> None:
     journal = Journal()
     make(LOCAL, [journal], gradient_accumulation_steps=2).fit(data(), data())  # two steps per epoch
     steps = [[*[f"micro-step {done}"] * 2, f"gradients {done}", f"step {done + 1}"] for done in range(4)]
     assert journal.lines == ["start 0", *steps[0], *steps[1], "epoch 1", *steps[2], *steps[3], "epoch 2", "end 4"]
 
 
-def test_gradients_are_seen_before_they_are_clipped() -> None:
+def test_on_before_optimizer_step_receives_unclipped_gradients() -> None:
     class Norm(Callback):
         def on_before_optimizer_step(self, trainer: Trainer) -> None:
             self.norm = float(nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]))
@@ -102,17 +102,17 @@ def test_gradients_are_seen_before_they_are_clipped() -> None:
     assert norms.norm > 0.1
 
 
-def test_an_error_in_one_names_it() -> None:
+def test_an_error_names_the_callback_and_the_hook() -> None:
     class Broken(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
             if trainer.progress.step == 3:
-                raise ZeroDivisionError("by nought")
+                raise ZeroDivisionError("by zero")
 
     journal = Journal()
     with pytest.raises(CallbackError, match=r"Broken\.on_step_end failed on rank 0, after step 3: ZeroDivi.*: by") as e:
         make(LOCAL, [Broken(), journal]).fit(data())
     assert isinstance(e.value.__cause__, ZeroDivisionError)
-    assert journal.lines[-1] == "end 3"  # what is to be closed is closed
+    assert journal.lines[-1] == "end 3"  # on_fit_end is called
 
 
 class FailsOnce(Callback):
@@ -138,7 +138,7 @@ class FailsOnce(Callback):
 
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("hook", ["on_micro_batch_end", "on_before_optimizer_step", "on_step_end"])
-def test_fit_counts_a_step_once_that_an_error_in_a_callback_has_interrupted(hook: str, tokens: bool) -> None:
+def test_a_step_interrupted_by_a_callback_error_is_counted_once(hook: str, tokens: bool) -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Any:
         if not tokens:
             return nn.functional.cross_entropy(output, target)
@@ -155,7 +155,7 @@ def test_fit_counts_a_step_once_that_an_error_in_a_callback_has_interrupted(hook
     assert torch.equal(parameters(stopped), parameters(whole))
 
 
-def test_a_deliberate_error_stays_what_it_is() -> None:
+def test_a_unitrain_error_is_not_wrapped() -> None:
     class Refusing(Callback):
         def on_fit_start(self, trainer: Trainer) -> None:
             raise DataError("No such data. Give some.")
@@ -164,9 +164,9 @@ def test_a_deliberate_error_stays_what_it_is() -> None:
         make(LOCAL, [Refusing()]).fit(data())
 
 
-def test_something_else_is_refused() -> None:
+def test_a_class_instead_of_an_instance_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"must be a unitrain\.Callback, got .*EarlyStopping"):
-        make(LOCAL, [EarlyStopping])  # the class instead of one of it
+        make(LOCAL, [EarlyStopping])  # the class instead of an instance
 
 
 def epochs_until_stopped(values: list[float], **settings: Any) -> int:
@@ -193,7 +193,7 @@ def test_early_stopping(values: list[float], settings: dict[str, Any], epochs: i
     assert epochs_until_stopped(values, **settings) == epochs
 
 
-def test_early_stopping_says_why_and_remembers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_early_stopping_reports_the_reason_and_survives_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def again(epochs: int, values: list[float], patience: int = 2) -> Trainer:
         stopping = EarlyStopping("val_scripted", patience=patience)
         settings: dict[str, Any] = {"output_dir": tmp_path, "resume": True, "eval_batch_size": 48}
@@ -202,16 +202,16 @@ def test_early_stopping_says_why_and_remembers(tmp_path: Path, capsys: pytest.Ca
         trainer.fit(data(), data())
         return trainer
 
-    assert again(2, [2.0, 2.5]).progress.epoch == 2  # one epoch without a gain so far, interrupted here
-    assert again(9, [2.5, 0.0]).progress.epoch == 3  # the second one: the first was not forgotten
-    assert "stopped after step 12: val_scripted has not become better for 2 epochs; the best was 2" in (
+    assert again(2, [2.0, 2.5]).progress.epoch == 2  # one epoch without improvement before the interruption
+    assert again(9, [2.5, 0.0]).progress.epoch == 3  # the second epoch without improvement
+    assert "stopped after step 12: val_scripted has not improved for 2 epochs; the best was 2" in (
         capsys.readouterr().err
     )
     assert again(9, [0.0]).progress.epoch == 3  # stays stopped
-    assert again(5, [1.0, 1.0], patience=3).progress.epoch == 5  # unless it may wait longer
+    assert again(5, [1.0, 1.0], patience=3).progress.epoch == 5  # continues with more patience
 
 
-def test_a_stop_within_an_epoch_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_within_an_epoch_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     class Enough(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
             trainer.stop("enough")
@@ -222,7 +222,7 @@ def test_a_stop_within_an_epoch_is_said_once(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.count("stopped after step 1: enough") == 1
 
 
-def test_early_stopping_refuses_what_it_cannot_follow() -> None:
+def test_early_stopping_refuses_invalid_arguments() -> None:
     with pytest.raises(ConfigError, match=r"'val_los' is not a result of this run\. Did you mean 'val_loss'\?"):
         make(LOCAL, [EarlyStopping("val_los")]).fit(data(), data())
     with pytest.raises(ConfigError, match=r"'val_loss' is not a result of this run\..*Available: train_loss"):
@@ -232,7 +232,7 @@ def test_early_stopping_refuses_what_it_cannot_follow() -> None:
             EarlyStopping(**wrong)
 
 
-def test_max_seconds_ends_in_the_middle_and_is_resumed_from_there(tmp_path: Path) -> None:
+def test_a_run_stopped_by_max_seconds_resumes_at_the_same_step(tmp_path: Path) -> None:
     class Slow(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
             time.sleep(0.02)
@@ -252,22 +252,22 @@ def test_max_seconds_ends_in_the_middle_and_is_resumed_from_there(tmp_path: Path
         TrainConfig(max_epochs=1, max_seconds=0)
 
 
-def test_the_watch_names_the_first_bad_parameter() -> None:
+def test_gradient_watch_names_the_first_non_finite_parameter() -> None:
     class Poison(Callback):
         def on_before_optimizer_step(self, trainer: Trainer) -> None:
             if trainer.progress.step == 2:
                 list(trainer.model.parameters())[2].grad[0, 0] = math.inf
 
-    with pytest.raises(NonFiniteGradientError, match=r"'2\.weight' became inf in step 3, the first of 1 of 4 param"):
+    with pytest.raises(NonFiniteGradientError, match=r"'2\.weight' is inf in step 3\. 1 of 4 parameters"):
         make(LOCAL, [Poison(), GradientWatch()]).fit(data())
-    trainer = make(LOCAL, [Poison(), GradientWatch(every=3)])  # looks at steps 1 and 4
-    with pytest.raises(NonFiniteGradientError, match=r"'0\.weight' became nan in step 4"):
+    trainer = make(LOCAL, [Poison(), GradientWatch(every=3)])  # checks steps 1 and 4
+    with pytest.raises(NonFiniteGradientError, match=r"'0\.weight' is nan in step 4"):
         trainer.fit(data())
     with pytest.raises(ConfigError, match=r"GradientWatch\.every"):
         GradientWatch(every=0)
 
 
-def test_the_watch_lets_fp16_find_its_scale_and_no_more() -> None:
+def test_gradient_watch_permits_the_initial_overflows_of_fp16() -> None:
     class Poison(Callback):
         def __init__(self, steps: int) -> None:
             self.steps = steps
@@ -287,12 +287,12 @@ def events(trace: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("skip", "steps", "traced"), [(2, 3, 3), (0, 1, 1), (6, 5, 2)])
-def test_the_profiler_traces_its_window(tmp_path: Path, skip: int, steps: int, traced: int) -> None:
+def test_the_profiler_records_the_selected_steps(tmp_path: Path, skip: int, steps: int, traced: int) -> None:
     make(LOCAL, [Profiler(skip=skip, steps=steps)], output_dir=tmp_path).fit(data())  # 8 steps
     assert events(tmp_path / "profile" / "rank-0.json.gz").count("Optimizer.step#SGD.step") == traced
 
 
-def test_the_profiler_says_what_it_lacks(tmp_path: Path) -> None:
+def test_the_profiler_refuses_a_missing_or_invalid_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'Use Profiler\(folder="runs/profile"\)'):
         make(LOCAL, [Profiler()]).fit(data())
     (tmp_path / "file").touch()
@@ -306,11 +306,11 @@ def test_the_profiler_says_what_it_lacks(tmp_path: Path) -> None:
 
 
 class StopHere(Callback):
-    """Asks for the end after step 3, on rank 1 only."""
+    """Stops the run after step 3, on rank 1 only."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == 3 and trainer.backend.rank == 1:
-            trainer.stop("rank 1 has had enough")
+            trainer.stop("requested by rank 1")
 
 
 def loss_of(rank: int) -> Any:
@@ -349,7 +349,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_one_rank_may_stop_all(ranks: tuple[list[Any], Path]) -> None:
     for found in ranks[0]:
-        assert found["stopped"] == (4, "rank 1 has had enough")  # agreed on after every second step
+        assert found["stopped"] == (4, "requested by rank 1")  # agreed on after every second step
 
 
 def test_every_rank_hears_which_one_had_no_number(ranks: tuple[list[Any], Path]) -> None:

@@ -1,1 +1,8 @@
-"""Side effects of a run: what is called while it goes on, and those that ship with unitrain."""
+"""Callbacks: hooks into a training run, for side effects.
+
+callback        the base class with the hooks, and the list of callbacks of a run
+early_stopping  stop a run whose results no longer improve
+gradient_watch  raise an error at the first gradient with nan or inf
+histograms      log histograms of parameters and gradients
+profiler        record a few steps with torch.profiler
+"""

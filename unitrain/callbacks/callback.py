@@ -1,4 +1,4 @@
-"""What can be hooked into a run: six moments, and a state that its checkpoints keep."""
+"""The base class of callbacks: six hooks, and a state that checkpoints contain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from unitrain.optim.loss_weighting import Loss
     from unitrain.trainer import Trainer
 
-_MOMENTS = (
+_HOOKS = (
     "on_fit_start",
     "on_micro_batch_end",
     "on_before_optimizer_step",
@@ -23,96 +23,99 @@ _MOMENTS = (
 
 
 class Callback:
-    """Side effects of a run; override what is needed. Every rank has its own, and every rank is called.
+    """Base class for side effects of a run. Override the hooks that you need. They are called on every rank.
 
-    A method may read all of `trainer`, ask it to `stop`, and communicate over `trainer.backend` where every rank does
-    the same. What it raises ends the run as a CallbackError that names it. A method that is not overridden costs
-    nothing.
+    A hook may read the attributes of `trainer`, call `trainer.stop`, and call collectives of `trainer.backend` if every
+    rank calls the same ones. An exception in a hook ends the run with a CallbackError that names the hook. A hook that
+    is not overridden is not called and costs no time.
     """
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """`fit` is about to train, from `trainer.progress` on, if anything is left to do."""
+        """Called before `fit` trains its first step, which is the one after `trainer.progress`."""
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
-        """Forward and backward of a micro-step are done, for this rank's `batch`, which is on its device.
+        """Called after forward and backward of a micro-batch. `batch` is that of this rank, on its device.
 
-        `part.samples` of it count, none on a rank that only stands in for lack of samples. `loss.value` is the mean
-        over them; where loss_fn counts tokens, the sum over `loss.tokens`.
+        `part.samples` is the number of samples that count: 0 for a dummy batch. `loss.value` is the mean over them, or,
+        if loss_fn counts tokens, the sum over `loss.tokens` tokens.
         """
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        """The gradients of a step are complete: those of the global batch, before they are clipped.
+        """Called when the gradients of the global batch are complete, before they are clipped.
 
-        In fp16 they are multiplied by the loss scale still.
+        In fp16, they are still multiplied by the loss scale.
         """
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """The optimizer has stepped, or fp16 has skipped the step; `trainer.progress.step` counts it."""
+        """Called after the optimizer step, also if fp16 skipped it. `trainer.progress.step` already counts it."""
 
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
-        """An epoch, or the part of it before the run stops, is trained and validated; `results` are equal on all ranks.
+        """Called after the training and validation of an epoch, before its checkpoint is written.
 
-        Where the run stops within an epoch, `trainer.progress.sample` is above 0, and the method is called again at
-        the end of that epoch after a resume. It is called before the checkpoint is written.
+        `results` are equal on all ranks. If the run stops within an epoch, the hook is called with
+        `trainer.progress.sample` above 0, and again at the end of that epoch after a resume.
         """
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """`fit` is done, its last checkpoint written; it is called too when an exception ends it."""
+        """Called at the end of `fit`, after its last checkpoint, and also if an exception ends `fit`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep: tensors, numbers, strings and containers of these. Rank 0's is kept."""
+        """Return the state to save: tensors, numbers, strings, and containers of them. Rank 0's state is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; on every rank, in the Trainer's constructor."""
+        """Restore a state that `state_dict` returned. The Trainer's constructor calls it on every rank."""
 
 
 class Callbacks:
-    """Calls those that override a method, in the order in which they were given, and names the one that fails."""
+    """The callbacks of a run, in the order given by the user. Names the callback and the hook that fail."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ConfigError(
                     f"A callback must be a unitrain.Callback, got {callback!r}. "
-                    "Subclass it, and override the methods that are needed."
+                    "Subclass unitrain.Callback, and pass an instance."
                 )
         self._callbacks = tuple(callbacks)
         self._overriding = {
-            moment: tuple(
-                callback for callback in callbacks if getattr(type(callback), moment) is not getattr(Callback, moment)
+            hook: tuple(
+                callback for callback in callbacks if getattr(type(callback), hook) is not getattr(Callback, hook)
             )
-            for moment in _MOMENTS
+            for hook in _HOOKS
         }
 
-    def call(self, moment: str, trainer: Trainer, *arguments: Any) -> None:
-        """Call `moment` of each. Raises CallbackError for an exception that is not a deliberate one already."""
-        for callback in self._overriding[moment]:
-            method: Callable[..., None] = getattr(callback, moment)
+    def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
+        """Call `hook` of every callback that overrides it.
+
+        An exception other than UnitrainError is raised as a CallbackError.
+        """
+        for callback in self._overriding[hook]:
+            method: Callable[..., None] = getattr(callback, hook)
             try:
                 method(trainer, *arguments)
             except UnitrainError:
                 raise
             except Exception as error:
                 raise CallbackError(
-                    f"{type(callback).__name__}.{moment} failed on rank {trainer.backend.rank}, after step "
+                    f"{type(callback).__name__}.{hook} failed on rank {trainer.backend.rank}, after step "
                     f"{trainer.progress.step}: {type(error).__name__}: {error}. "
-                    "Mend it, or leave it out of the Trainer's callbacks."
+                    "Fix the callback, or remove it from the Trainer's callbacks."
                 ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each that has one, by its name."""
+        """Return the non-empty states by the name of the callback."""
         states = {name: callback.state_dict() for name, callback in self._named()}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Pass each its state; one that a checkpoint does not know starts anew, and what nobody claims is left."""
+        """Restore the callbacks that have a state in `states`. States of other callbacks are ignored."""
         for name, callback in self._named():
             if name in states:
                 callback.load_state_dict(states[name])
 
     def _named(self) -> list[tuple[str, Callback]]:
-        """Return each with its class's name, numbered from the second of the same class on."""
+        """Return (name, callback) pairs: the class name, numbered from the second callback of the same class."""
         counts: dict[str, int] = {}
         named = []
         for callback in self._callbacks:

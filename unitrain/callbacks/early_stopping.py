@@ -1,4 +1,4 @@
-"""Ending a run whose results no longer become better."""
+"""Stop a run whose results no longer improve."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Mode = Literal["min", "max"]
 
 
 class EarlyStopping(Callback):
-    """Stops the run when `monitor` has not become better for `patience` epochs in a row.
+    """Stops the run when the result `monitor` has not improved for `patience` epochs in a row.
 
-    Better is lower with `mode` "min" and higher with "max", by more than `min_delta`; nan never is. `best` and
-    `waited`, the number of epochs since, are kept in checkpoints: a run that was stopped is stopped again when it is
-    resumed, unless `patience` is larger by then. The results are exact over ranks, so all of them decide alike.
-    Raises ConfigError, on every rank, for a `monitor` that is not a result of the run.
+    With `mode` "min" a result improves if it is lower than the best by more than `min_delta`, with "max" if it is
+    higher; nan is never an improvement. Checkpoints contain `best` and `epochs_without_improvement`, so a stopped run
+    stops again after a resume unless `patience` was increased. All ranks make the same decision, because results are
+    equal on all ranks. Raises ConfigError on every rank if `monitor` is not a result of the run.
     """
 
     def __init__(
@@ -31,48 +31,48 @@ class EarlyStopping(Callback):
             raise ConfigError(f"EarlyStopping.mode must be 'min' or 'max', got {mode!r}. Use 'min' for a loss.")
         validation.text("EarlyStopping(monitor)", monitor, "Use EarlyStopping('val_loss')")
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-            raise ConfigError(f"EarlyStopping.patience must be a number of epochs from 1 on, got {patience!r}. Use 3.")
+            raise ConfigError(f"EarlyStopping.patience must be an integer of at least 1, got {patience!r}. Use 3.")
         if not isinstance(min_delta, int | float) or isinstance(min_delta, bool) or not 0 <= min_delta < math.inf:
             raise ConfigError(f"EarlyStopping.min_delta must be at least 0, got {min_delta!r}. Use 0.0.")
         self.monitor, self.patience, self.mode, self.min_delta = monitor, patience, mode, min_delta
         self.best: float | None = None
-        self.waited = 0
+        self.epochs_without_improvement = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Check `monitor`, and stop a run that was stopped before."""
+        """Check `monitor`, and stop a run that was already stopped before it was resumed."""
         if self.monitor not in trainer.result_names:
             raise ConfigError(
                 f"EarlyStopping.monitor {self.monitor!r} is not a result of this run. "
                 f"{did_you_mean(self.monitor, trainer.result_names)}Available: {', '.join(trainer.result_names)}."
             )
-        self._stop_after_patience(trainer)
+        self._stop_if_patience_is_exhausted(trainer)
 
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
-        """Compare with the best so far, at the end of a whole epoch: an interrupted one ends after the resume."""
-        found = results.get(self.monitor)
-        if found is None or trainer.progress.sample:
+        """Compare the result with the best so far. A part of an epoch does not count."""
+        result = results.get(self.monitor)
+        if result is None or trainer.progress.sample:
             return
-        if self._is_better(found):
-            self.best, self.waited = found, 0
+        if self._is_improvement(result):
+            self.best, self.epochs_without_improvement = result, 0
         else:
-            self.waited += 1
-        self._stop_after_patience(trainer)
+            self.epochs_without_improvement += 1
+        self._stop_if_patience_is_exhausted(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best result and how many epochs ago that was."""
-        return {"best": self.best, "waited": self.waited}
+        """Return the best result and the number of epochs since then."""
+        return {"best": self.best, "waited": self.epochs_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on waiting."""
-        self.best, self.waited = state["best"], state["waited"]
+        """Restore the best result and the number of epochs since then."""
+        self.best, self.epochs_without_improvement = state["best"], state["waited"]
 
-    def _is_better(self, found: float) -> bool:
-        if math.isnan(found) or self.best is None:
-            return not math.isnan(found)
-        gain = self.best - found if self.mode == "min" else found - self.best
+    def _is_improvement(self, result: float) -> bool:
+        if math.isnan(result) or self.best is None:
+            return not math.isnan(result)
+        gain = self.best - result if self.mode == "min" else result - self.best
         return gain > self.min_delta
 
-    def _stop_after_patience(self, trainer: Trainer) -> None:
-        if self.waited >= self.patience:
-            best = "it never was a number" if self.best is None else f"the best was {self.best:.4g}"
-            trainer.stop(f"{self.monitor} has not become better for {self.waited} epochs; {best}")
+    def _stop_if_patience_is_exhausted(self, trainer: Trainer) -> None:
+        if self.epochs_without_improvement >= self.patience:
+            best = "it was always nan" if self.best is None else f"the best was {self.best:.4g}"
+            trainer.stop(f"{self.monitor} has not improved for {self.epochs_without_improvement} epochs; {best}")

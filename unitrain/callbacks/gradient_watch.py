@@ -1,4 +1,4 @@
-"""Finding out at once which gradient is not a number, and on which rank it came up."""
+"""Raise an error at the first gradient that is not finite, and name the parameter and the rank."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from unitrain.errors import ConfigError, NonFiniteGradientError
 if TYPE_CHECKING:
     from unitrain.trainer import Trainer
 
-# fp16 begins with a loss scale of 2**16 and halves it at each overflow; after so many it is not the scale's fault.
-_OVERFLOWS = 20
+# fp16 starts with a loss scale of 2**16 and halves it at each overflow. After this many overflows in a row, the loss
+# scale cannot be the cause.
+_MAX_OVERFLOWS = 20
 
 
 class GradientWatch(Callback):
-    """Ends the run at the first gradient that holds nan or inf, and names the parameter, before anything is updated.
+    """Raises NonFiniteGradientError at the first gradient with nan or inf, before the optimizer step, on every rank.
 
-    It looks at every step, or at one in `every`; that is a pass over the gradients, and on a GPU a wait for them. With
-    fp16, where an overflow now and then is how the scale is found, it ends the run only when that goes on. Raises
-    NonFiniteGradientError, on every rank alike.
+    The error names the parameter. Every `every`-th step is checked, which takes a pass over the gradients, and on a GPU
+    a synchronization. With fp16, single overflows are part of the search for the loss scale, so only a series of
+    overflows is an error.
     """
 
     def __init__(self, *, every: int = 1) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ConfigError(f"GradientWatch.every must be a number of steps from 1 on, got {every!r}. Use 1.")
+            raise ConfigError(f"GradientWatch.every must be an integer of at least 1, got {every!r}. Use 1.")
         self.every = every
         self._overflows = 0
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        """Look at the gradients, which are the same on every rank."""
+        """Check the gradients, which are equal on every rank."""
         if trainer.progress.step % self.every:
             return
         gradients = {
@@ -45,14 +46,15 @@ class GradientWatch(Callback):
             self._overflows = 0
             return
         self._overflows += 1
-        if trainer.config.precision == "fp16" and self._overflows < _OVERFLOWS:
+        if trainer.config.precision == "fp16" and self._overflows < _MAX_OVERFLOWS:
             return
-        bad = {name: norm for name, norm in zip(gradients, norms.tolist(), strict=True) if not abs(norm) < float("inf")}
-        first, value = next(iter(bad.items()))
+        non_finite = {name: norm for name, norm in zip(gradients, norms.tolist(), strict=True) if not abs(norm) < float("inf")}
+        first, value = next(iter(non_finite.items()))
         raise NonFiniteGradientError(
-            f"The gradient of {first!r} became {value} in step {trainer.progress.step + 1}, the first of {len(bad)} "
-            f"of {len(gradients)} parameters; {_losses(trainer)}. Look at the data of that step, lower the learning "
-            "rate, or find the operation with torch.autograd.set_detect_anomaly(True)."
+            f"The gradient of {first!r} is {value} in step {trainer.progress.step + 1}. {len(non_finite)} of "
+            f"{len(gradients)} parameters have gradients that are not finite, and {_describe_losses(trainer)}. Check the "
+            "data of that step, lower the learning rate, or find the operation with "
+            "torch.autograd.set_detect_anomaly(True)."
         )
 
 
@@ -60,10 +62,10 @@ def _named_parameters(trainer: Trainer) -> list[tuple[str, nn.Parameter]]:
     return list(trainer.backend.unwrap(trainer.model).named_parameters())
 
 
-def _losses(trainer: Trainer) -> str:
-    """Say on which ranks the loss of the last micro-step was no number. All ranks call it: all have the gradients."""
+def _describe_losses(trainer: Trainer) -> str:
+    """Return on which ranks the loss of the last micro-batch was not finite. All ranks call it."""
     losses = trainer.backend.allgather(trainer.last_loss.detach().double()).tolist()
     ranks = [str(rank) for rank, loss in enumerate(losses) if not abs(loss) < float("inf")]
     if not ranks:
-        return "the loss was a number on every rank"
-    return f"the loss was not a number on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+        return "the loss was finite on every rank"
+    return f"the loss was not finite on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 class Histograms(Callback):
     """Logs a histogram of each parameter and of its gradient in every `every`-th step, on rank 0.
 
-    Gradients are those of the global batch, before clipping and without the loss scale of fp16; `wandb.watch` sees
-    those of one rank. They are logged as "parameters/NAME" and "gradients/NAME", to the loggers that take histograms:
-    W&B and TensorBoard. Values that are not finite are left out. A logged step copies all parameters to the host.
+    The gradients are those of the global batch, before clipping and without the loss scale of fp16 (`wandb.watch` logs
+    the gradients of one rank). The names are "parameters/NAME" and "gradients/NAME". W&B and TensorBoard support
+    histograms. Values that are not finite are omitted. A logged step copies all parameters to the host.
     """
 
     def __init__(self, *, every: int = 1000, parameters: bool = True, gradients: bool = True) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ConfigError(f"Histograms.every must be a number of steps from 1 on, got {every!r}. Use 1000.")
+            raise ConfigError(f"Histograms.every must be an integer of at least 1, got {every!r}. Use 1000.")
         if not (parameters or gradients):
             raise ConfigError(
                 "Histograms(parameters=False, gradients=False) has nothing to log. Use Histograms(parameters=False)."
@@ -40,10 +40,10 @@ class Histograms(Callback):
             if self.parameters:
                 trainer.log_histogram(f"parameters/{name}", parameter)
             if self.gradients and parameter.grad is not None:
-                trainer.log_histogram(f"gradients/{name}", _divided(parameter.grad, scale))
+                trainer.log_histogram(f"gradients/{name}", _unscale(parameter.grad, scale))
 
 
-def _divided(gradient: Tensor, scale: Tensor | None) -> Tensor:
+def _unscale(gradient: Tensor, scale: Tensor | None) -> Tensor:
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     with torch.no_grad():
         return gradient if scale is None else gradient / scale

@@ -1,4 +1,4 @@
-"""A window of a few steps through torch's profiler, on every rank."""
+"""Record a few steps with torch.profiler, on every rank."""
 
 from __future__ import annotations
 
@@ -18,46 +18,47 @@ if TYPE_CHECKING:
 
 
 class Profiler(Callback):
-    """Records `steps` optimizer steps, after the first `skip` of a call of `fit`, in a trace for every rank.
+    """Records `steps` optimizer steps, after the first `skip` steps of a call of `fit`, in one trace per rank.
 
-    Rank 3's is `rank-3.json.gz` in `folder`, by default `profile` in the output folder; https://ui.perfetto.dev and
-    chrome://tracing show it. The ranks' clocks are their hosts'. Further arguments are torch.profiler.profile's, such
-    as `with_stack` and `profile_memory`. Raises ConfigError where no folder is known or one cannot be made.
+    The trace of rank 3 is `rank-3.json.gz` in `folder`, by default `profile` in the output folder. Open it in
+    https://ui.perfetto.dev or chrome://tracing. Time stamps come from the clock of each rank's host. Further `options`
+    are arguments of torch.profiler.profile, such as `with_stack` and `profile_memory`. Raises ConfigError if there is
+    no folder or it cannot be created.
     """
 
     def __init__(self, *, skip: int = 10, steps: int = 5, folder: str | Path | None = None, **options: Any) -> None:
-        for name, value, least in (("skip", skip, 0), ("steps", steps, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"Profiler.{name} must be a number of steps from {least} on, got {value!r}. Use 5.")
+        for name, value, minimum in (("skip", skip, 0), ("steps", steps, 1)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+                raise ConfigError(f"Profiler.{name} must be an integer of at least {minimum}, got {value!r}. Use 5.")
         validation.folder("Profiler(folder=...)", folder, 'Use Profiler(folder="runs/profile")', optional=True)
         self.skip, self.steps, self.folder, self.options = skip, steps, folder, options
         self._profile: torch.profiler.profile | None = None
-        self._done = 0
+        self._steps_done = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Make the folder, and begin at once where nothing is to be skipped."""
-        self._folder = call_on_all_ranks(trainer.backend, lambda: self._make_folder(trainer.config.output_dir))
-        self._done = 0
+        """Create the folder, and start the profiler if no step is skipped."""
+        self._folder = call_on_all_ranks(trainer.backend, lambda: self._create_folder(trainer.config.output_dir))
+        self._steps_done = 0
         if self.skip == 0:
-            self._begin(trainer)
+            self._start(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Begin or end the window after this step."""
-        self._done += 1
-        if self._done == self.skip:
-            self._begin(trainer)
+        """Start the profiler after the skipped steps, and stop it after the recorded steps."""
+        self._steps_done += 1
+        if self._steps_done == self.skip:
+            self._start(trainer)
         elif self._profile is not None:
-            if self._done == self.skip + self.steps:
-                self._end(trainer)
+            if self._steps_done == self.skip + self.steps:
+                self._stop(trainer)
             else:
                 self._profile.step()
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Keep what a run that was shorter than the window has done of it."""
+        """Write the trace if the run ended before all steps were recorded."""
         if self._profile is not None:
-            self._end(trainer)
+            self._stop(trainer)
 
-    def _make_folder(self, output_dir: str | Path | None) -> Path:
+    def _create_folder(self, output_dir: str | Path | None) -> Path:
         if self.folder is None and output_dir is None:
             raise ConfigError(
                 "Profiler has no folder to write its traces to, and TrainConfig.output_dir is not set. "
@@ -70,14 +71,14 @@ class Profiler(Callback):
             raise ConfigError(f"Profiler cannot write to '{folder}': {error}. Choose another folder.") from error
         return folder
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _start(self, trainer: Trainer) -> None:
         activities = [ProfilerActivity.CPU]
         if trainer.backend.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(activities=activities, **self.options)
         self._profile.start()
 
-    def _end(self, trainer: Trainer) -> None:
+    def _stop(self, trainer: Trainer) -> None:
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()

@@ -31,8 +31,7 @@ from unitrain.supervisor.checks import check_module, check_not_launched, check_s
 from unitrain.supervisor.job import Job
 from unitrain.supervisor.membership import Membership
 from unitrain.supervisor.supervisor import Supervisor
-from unitrain.tune.candidates import BUILT_IN, shown
-from unitrain.tune.tuned_settings import FILE, Run, tuned_for
+from unitrain.tune.tuned_settings import BUILT_IN_VARIABLES, TUNED_FILE, Run, find_tuned, format_settings
 
 # The backend of each launcher unless the user chooses another.
 _DEFAULT_BACKENDS = {launcher: backend for backend, launcher in launchers.DEFAULT_LAUNCHERS.items()} | {
@@ -309,15 +308,15 @@ def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dic
     ConfigError if the file sets any other variable: the file may come with another person's script, and a variable
     such as LD_PRELOAD runs code.
     """
-    if spec.module or not FILE.exists():  # unitrain tune takes files only
+    if spec.module or not TUNED_FILE.exists():  # unitrain tune takes files only
         return {}
     backend = spec.backend or "ddp"
     hosts = spec.hosts or launchers.allocated_hosts(launcher)
     nodes = len(launchers.processes_per_host(num_processes, hosts)) if hosts else 1
-    tuned, differences = tuned_for(Run.here(spec.script, spec.args, backend, num_processes, nodes))
+    tuned, differences = find_tuned(Run.here(spec.script, spec.args, backend, num_processes, nodes))
     if differences:
         click.echo(
-            f"unitrain: The settings in {FILE} are not used: {'; '.join(differences)}. Find new ones with: "
+            f"unitrain: The settings in {TUNED_FILE} are not used: {'; '.join(differences)}. Find new ones with: "
             f"unitrain tune, or delete the file",
             err=True,
         )
@@ -327,9 +326,9 @@ def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dic
     if backend not in launchers.DEFAULT_LAUNCHERS:
         plugin_variables = {tunable.variable for tunable in registry.load(backend).tunables}
     for name in tuned.variables:
-        if name not in BUILT_IN | plugin_variables:
+        if name not in BUILT_IN_VARIABLES | plugin_variables:
             raise ConfigError(
-                f"{FILE} sets {name}, which is not a setting that unitrain tune changes for backend {backend!r}. "
+                f"{TUNED_FILE} sets {name}, which is not a setting that unitrain tune changes for backend {backend!r}. "
                 f"Delete the file unless you trust it, and set the variable yourself: export {name}=..."
             )
     used = {
@@ -339,7 +338,7 @@ def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dic
     }
     if used:
         click.echo(
-            f"unitrain: {FILE} sets {shown(used)}: without these settings a step took {tuned.gain:.2f} times as long. "
+            f"unitrain: {TUNED_FILE} sets {format_settings(used)}: without these settings a step took {tuned.gain:.2f} times as long. "
             "Ignore the file with: --untuned",
             err=True,
         )

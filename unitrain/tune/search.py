@@ -1,7 +1,8 @@
-"""Find the faster settings on a noisy machine: pairs of runs, medians, and a final check on fresh pairs.
+"""Find faster settings on a noisy machine: pairs of runs, medians, and a final check with new pairs.
 
-Each pair runs in a random order. Whatever the machine does to the first or the second run of a pair, or periodically,
-or as a drift, then favors either side with equal probability, so the final check has a known rate of false gains.
+The two runs of a pair are made in random order. A disturbance that favors the first or the second run of a pair, that
+is periodic or that drifts then favors either side with equal probability, so the final check has a known rate of false
+gains.
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ from dataclasses import dataclass, field
 from unitrain.backends.capabilities import Tunable
 
 Settings = Mapping[str, str]
-# Seconds of a step under some settings, in a run of its own.
+# Returns the seconds per step under some settings, measured in a separate run.
 Measure = Callable[[Settings], float]
-# If nothing differs, either side of a pair wins with probability 1/2: 7 or 8 of 8 pairs agree in 3.5 % of all checks.
-PAIRS, _MAY_DISAGREE = 8, 1
-# What is looked for at first, by single pairs, and what is worth to be combined.
-_PROMISING, _WORTH = 1.01, 1.02
-_AGAIN = 2
-_LIKELY = 4  # so many look promising on a machine that disturbs
+# If the settings make no difference, either side of a pair is faster with probability 1/2. Then 7 or 8 of 8 pairs agree
+# in 3.5 % of all checks.
+PAIRS, _MAX_DISAGREEING_PAIRS = 8, 1
+# Smallest gain in a single pair for which settings are measured again, and smallest gain for which they are combined.
+_PROMISING_RATIO, _COMBINED_RATIO = 1.01, 1.02
+_REPETITIONS = 2
+_TYPICAL_PROMISING = 4  # settings that look promising on a noisy machine, to estimate the duration of a search
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How much faster settings are than none: `ratios` of the seconds without them to those with them, pair by pair."""
+    """The gain of some settings: the ratio of the step time without them to that with them, for each pair of runs."""
 
     ratios: Sequence[float]
 
     @property
     def median(self) -> float:
-        """The middle ratio: above 1, the settings are faster."""
+        """The median ratio. Above 1, the settings are faster."""
         return statistics.median(self.ratios)
 
     @property
@@ -42,26 +44,43 @@ class Gain:
         return min(self.ratios), max(self.ratios)
 
     @property
-    def clear(self) -> bool:
-        """Whether it is more than noise: all pairs but one agree."""
-        against = sum(ratio <= 1 for ratio in self.ratios)
-        return len(self.ratios) >= PAIRS and against <= _MAY_DISAGREE and self.median > _PROMISING
+    def is_significant(self) -> bool:
+        """Whether the gain exceeds noise: at most one pair disagrees."""
+        disagreeing = sum(ratio <= 1 for ratio in self.ratios)
+        return len(self.ratios) >= PAIRS and disagreeing <= _MAX_DISAGREEING_PAIRS and self.median > _PROMISING_RATIO
 
 
 @dataclass
-class Found:
-    """What a search has found: the `settings`, their `gain` on fresh pairs, all that was tried, with its ratios, and
-    how many values were `left` for lack of time; if any, `seconds` is about what it takes to try all of them."""
+class SearchResult:
+    """The fastest `settings`, and their `gain` in new pairs of runs.
+
+    `ratios` has the ratios of all settings that were tried. `skipped` is the number of values that were not tried for
+    lack of time; if it is not zero, `seconds_needed` estimates the time for all of them.
+    """
 
     settings: Settings = field(default_factory=dict)
     gain: Gain | None = None
-    tried: dict[str, list[float]] = field(default_factory=dict)
-    left: int = 0
-    seconds: float = 0.0
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    skipped: int = 0
+    seconds_needed: float = 0.0
 
 
-def ratio_of_pair(without: Callable[[], float], within: Callable[[], float], generator: random.Random) -> float:
-    """Return the seconds of `without` / those of `within`, measured in a random order."""
+def list_tunables(backend_tunables: Sequence[Tunable], threads: int | None, cores_per_rank: int) -> list[Tunable]:
+    """Return the tunables of the backend, and that of the threads per rank.
+
+    `threads` is the default number of threads per rank, None on a GPU.
+    """
+    found = list(backend_tunables)
+    if threads is not None:
+        counts = {count for count in (1, cores_per_rank // 2, cores_per_rank, 2 * cores_per_rank) if count > 0}
+        alternatives = tuple(str(count) for count in sorted(counts - {threads}))
+        if alternatives:
+            found.append(Tunable("OMP_NUM_THREADS", "threads per rank", str(threads), alternatives))
+    return found
+
+
+def measure_ratio(without: Callable[[], float], within: Callable[[], float], generator: random.Random) -> float:
+    """Return the seconds of `without` divided by those of `within`, measured in random order."""
     if generator.random() < 0.5:
         seconds = without()
         return seconds / within()
@@ -72,66 +91,67 @@ def ratio_of_pair(without: Callable[[], float], within: Callable[[], float], gen
 def search(
     measure: Measure,
     tunables: Sequence[Tunable],
-    seconds: float,
+    limit_seconds: float,
     *,
     run_seconds: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
     seed: int | None = None,
-) -> Found:
-    """Return the fastest settings that can be found within about `seconds`, of which a good part goes to the last
-    check; none where no gain is clear. `run_seconds` is how long a measurement takes, as far as that is known.
+) -> SearchResult:
+    """Return the fastest settings that are found within about `limit_seconds`, or none if no gain is significant.
 
-    Each value is tried alone first; those that look promising again; then the best are combined, one by one. `seed`
-    makes the random order of each pair repeatable.
+    Each value is first tried alone, and promising values are measured again. Then the best values are combined one by
+    one. The final check takes a large part of the time. `run_seconds` is an estimate of the duration of one
+    measurement. `seed` makes the random order of the pairs reproducible.
     """
     began = clock()
     generator = random.Random(seed)
     pair_seconds = 2 * run_seconds
-    found = Found()
+    result = SearchResult()
 
-    def pair(settings: Settings) -> float:
+    def measure_pair(settings: Settings) -> float:
         nonlocal pair_seconds
         before = clock()
-        ratio = ratio_of_pair(lambda: measure({}), lambda: measure(settings), generator)
+        ratio = measure_ratio(lambda: measure({}), lambda: measure(settings), generator)
         pair_seconds = max(pair_seconds, clock() - before)
         return ratio
 
-    def time_for(pairs: int) -> bool:
-        return clock() - began + (pairs + PAIRS) * pair_seconds <= seconds
+    def has_time_for(pairs: int) -> bool:
+        return clock() - began + (pairs + PAIRS) * pair_seconds <= limit_seconds
 
-    def tried(settings: Settings) -> list[float]:
-        return found.tried.setdefault(" ".join(f"{name}={value}" for name, value in sorted(settings.items())), [])
+    def ratios_of(settings: Settings) -> list[float]:
+        name = " ".join(f"{name}={value}" for name, value in sorted(settings.items()))
+        return result.ratios.setdefault(name, [])
 
     candidates: list[Settings] = [{tunable.variable: value} for tunable in tunables for value in tunable.alternatives]
     for number, settings in enumerate(candidates):
-        if not time_for(1):
-            found.left = len(candidates) - number
-            found.seconds = clock() - began + (found.left + _AGAIN * _LIKELY + PAIRS) * pair_seconds
+        if not has_time_for(1):
+            result.skipped = len(candidates) - number
+            pairs = result.skipped + _REPETITIONS * _TYPICAL_PROMISING + PAIRS
+            result.seconds_needed = clock() - began + pairs * pair_seconds
             break
-        tried(settings).append(pair(settings))
+        ratios_of(settings).append(measure_pair(settings))
     promising = sorted(
-        (one for one in candidates[: len(candidates) - found.left] if tried(one)[0] > _PROMISING),
-        key=lambda one: -tried(one)[0],
+        (one for one in candidates[: len(candidates) - result.skipped] if ratios_of(one)[0] > _PROMISING_RATIO),
+        key=lambda one: -ratios_of(one)[0],
     )
     for settings in promising:
-        for _ in range(_AGAIN):
-            if time_for(1):
-                tried(settings).append(pair(settings))
-    worth = sorted(
-        (one for one in promising if len(tried(one)) > 1 and statistics.median(tried(one)) > _WORTH),
-        key=lambda one: -statistics.median(tried(one)),
+        for _ in range(_REPETITIONS):
+            if has_time_for(1):
+                ratios_of(settings).append(measure_pair(settings))
+    combinable = sorted(
+        (one for one in promising if len(ratios_of(one)) > 1 and statistics.median(ratios_of(one)) > _COMBINED_RATIO),
+        key=lambda one: -statistics.median(ratios_of(one)),
     )
-    best: Settings = (worth or promising or [{}])[0]
-    for settings in worth[1:]:
-        together = {**settings, **best}
-        if together == best or not time_for(_AGAIN):  # another value of the same knob
+    best: Settings = (combinable or promising or [{}])[0]
+    for settings in combinable[1:]:
+        combined = {**settings, **best}
+        if combined == best or not has_time_for(_REPETITIONS):  # equal if it is another value of the same tunable
             continue
-        tried(together).extend(pair(together) for _ in range(_AGAIN))
-        if statistics.median(tried(together)) > statistics.median(tried(best)):
-            best = together
+        ratios_of(combined).extend(measure_pair(combined) for _ in range(_REPETITIONS))
+        if statistics.median(ratios_of(combined)) > statistics.median(ratios_of(best)):
+            best = combined
     if best:
-        gain = Gain([pair(best) for _ in range(PAIRS)])
-        found.gain = gain
-        if gain.clear:
-            found.settings = best
-    return found
+        result.gain = Gain([measure_pair(best) for _ in range(PAIRS)])
+        if result.gain.is_significant:
+            result.settings = best
+    return result

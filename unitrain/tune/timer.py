@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from unitrain.bootstrap import environment
 from unitrain.callbacks.callback import Callback
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.errors import ConfigError
+from unitrain.processes import usable_cores
 from unitrain.tune.trial import VARIABLE, Request, Result
 
 if TYPE_CHECKING:
@@ -94,6 +94,9 @@ class StepTimer(Callback):
         backend = trainer.backend
         per_step = (self._now(trainer) - self._began) / self._steps
         slowest = backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
+        # Launchers may bind each rank to cores of its own, so the cores of a host are those of all its ranks.
+        affinities = backend.allgather_object((backend.node_rank, usable_cores()))
+        cores = len({core for node, usable in affinities if node == backend.node_rank for core in usable})
         if backend.rank == 0:
             on_gpu = backend.device.type == "cuda"
             result = Result(
@@ -104,7 +107,7 @@ class StepTimer(Callback):
                 size=backend.size,
                 num_nodes=backend.num_nodes,
                 threads=None if on_gpu else torch.get_num_threads(),
-                cores_per_rank=max(1, (os.cpu_count() or 1) // backend.local_size),
+                cores_per_rank=max(1, cores // backend.local_size),
             )
             sys.stdout.write(f"{result.text()}\n")
             sys.stdout.flush()

@@ -1,11 +1,10 @@
-"""The settings that `unitrain tune` has found, kept in a small file that `unitrain launch` reads."""
+"""The file of tuned settings: `unitrain tune` writes it, and `unitrain launch` reads it."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import shlex
@@ -15,15 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.errors import ConfigError
+from unitrain.processes import usable_cores
 
-FILE = Path("unitrain-tuned.json")
+TUNED_FILE = Path("unitrain-tuned.json")
+# Variables that tuned settings of the built-in backends may contain.
+BUILT_IN_VARIABLES = frozenset(
+    {
+        "HOROVOD_CYCLE_TIME",
+        "HOROVOD_FUSION_THRESHOLD",
+        "OMP_NUM_THREADS",
+        "UNITRAIN_BUCKETS_MB",
+        "UNITRAIN_BUCKET_VIEW",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What settings are found for: `script` with `args` on so many ranks and hosts, and the torch and machine there.
+    """The circumstances for which settings are tuned.
 
-    `torch` is the version of the installed package, "" without one, and `machine` describes this host (`machine()`).
+    `torch` is the version of the installed package ("" if there is none), and `machine` describes the hardware of this
+    host (see `describe_machine`).
     """
 
     script: str
@@ -36,7 +47,7 @@ class Run:
 
     @classmethod
     def here(cls, script: str, args: tuple[str, ...], backend: str, num_processes: int, num_nodes: int) -> Run:
-        """Return such a run with the torch and the machine that this process has."""
+        """Return the run with the torch and the machine of this process."""
         return cls(
             script=script,
             args=args,
@@ -44,15 +55,18 @@ class Run:
             num_processes=num_processes,
             num_nodes=num_nodes,
             torch=torch_version(),
-            machine=machine(),
+            machine=describe_machine(),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The `variables` under which a run was faster: `gain` is the median ratio of the seconds of a step without them to
-    those with them, `spread` its lowest and highest. The other fields are those of `Run`; None in the file of an
-    earlier version, which did not record them."""
+    """An entry of the file: the `variables` that made a run faster.
+
+    `gain` is the median ratio of the step time without them to that with them, and `spread` has the lowest and the
+    highest ratio. The other fields are those of `Run`. They are None in files of earlier versions, which did not record
+    them.
+    """
 
     script: str
     backend: str
@@ -65,25 +79,30 @@ class Tuned:
     num_nodes: int | None = None
     machine: str | None = None
 
-    def keep(self, file: Path = FILE) -> None:
-        """Write it to `file`, instead of what was found for the same run, be it with another torch."""
-        others = [one for one in _read(file) if one._identity != self._identity]
-        _write([*others, self], file)
+    def save(self, file: Path = TUNED_FILE) -> None:
+        """Write the entry to `file`. It replaces the entry for the same run, also one with another torch."""
+        others = [one for one in _load(file) if one._identity != self._identity]
+        _store([*others, self], file)
 
-    def is_of(self, run: Run) -> bool:
-        """Return whether it was found for this script, backend and number of ranks."""
+    def matches(self, run: Run) -> bool:
+        """Return whether script, backend and number of ranks are those of `run`."""
         same_script = Path(self.script).resolve() == Path(run.script).resolve()
         return same_script and (self.backend, self.num_processes) == (run.backend, run.num_processes)
 
     def differences(self, run: Run) -> list[str]:
-        """Return in words how `run` differs from the one that it was found for; nothing where it does not."""
+        """Return sentences about the differences between `run` and the tuned run, or an empty list."""
         if None in (self.torch, self.args, self.num_nodes, self.machine):
-            return ["an earlier version of unitrain found them, which did not record the arguments and the machine"]
+            return [
+                "they were found by an earlier version of unitrain, which did not record the arguments and the machine"
+            ]
         found: list[str] = []
         if self.args != run.args:
-            found.append(f"they were found with {_arguments(self.args or ())}, and this run has {_arguments(run.args)}")
+            found.append(
+                f"they were found with {_format_arguments(self.args or ())}, and this run has "
+                f"{_format_arguments(run.args)}"
+            )
         if self.num_nodes != run.num_nodes:
-            found.append(f"they were found on {_hosts(self.num_nodes or 1)}, and this run is on {run.num_nodes}")
+            found.append(f"they were found on {_format_hosts(self.num_nodes or 1)}, and this run is on {run.num_nodes}")
         if self.torch != run.torch:
             found.append(f"they were found with torch {self.torch}, and torch {run.torch} is installed")
         if self.machine != run.machine:
@@ -96,31 +115,31 @@ class Tuned:
         return (script, self.backend, self.num_processes, self.args, self.num_nodes, self.machine)
 
 
-def tuned_for(run: Run, file: Path = FILE) -> tuple[Tuned | None, list[str]]:
-    """Return what `file` has for this run, if anything. If it only has settings for its script, backend and number of
-    ranks under other circumstances, return None and how the run differs.
+def find_tuned(run: Run, file: Path = TUNED_FILE) -> tuple[Tuned | None, list[str]]:
+    """Return the entry of `file` for this run, or None.
 
-    Raises ConfigError for a file that cannot be read.
+    If the file only has entries for the same script, backend and number of ranks under other circumstances, the list
+    contains the differences. Raises ConfigError if the file cannot be read.
     """
-    found = [(one.differences(run), one) for one in _read(file) if one.is_of(run)]
+    found = [(one.differences(run), one) for one in _load(file) if one.matches(run)]
     if not found:
         return None, []
     differences, tuned = min(found, key=lambda each: len(each[0]))
     return (None, differences) if differences else (tuned, [])
 
 
-def forget(run: Run, file: Path = FILE) -> None:
-    """Take out of `file` what was found for this run, and what an earlier version found for its script."""
-    found = _read(file)
+def remove_tuned(run: Run, file: Path = TUNED_FILE) -> None:
+    """Remove the entry for this run from `file`, and entries of earlier versions for its script."""
+    found = _load(file)
 
-    def is_out(one: Tuned) -> bool:
+    def is_obsolete(one: Tuned) -> bool:
         unrecorded = None in (one.torch, one.args, one.num_nodes, one.machine)
         same = (one.args, one.num_nodes, one.machine) == (run.args, run.num_nodes, run.machine)
-        return one.is_of(run) and (unrecorded or same)
+        return one.matches(run) and (unrecorded or same)
 
-    others = [one for one in found if not is_out(one)]
+    others = [one for one in found if not is_obsolete(one)]
     if len(others) < len(found):
-        _write(others, file)
+        _store(others, file)
 
 
 def torch_version() -> str:
@@ -131,56 +150,60 @@ def torch_version() -> str:
         return ""
 
 
+def format_settings(settings: Mapping[str, str]) -> str:
+    """Return settings as shell assignments."""
+    return " ".join(f"{name}={value}" for name, value in settings.items()) or "the default settings"
+
+
 @functools.cache
-def machine() -> str:
-    """Return what this host computes with, as "Intel(R) Xeon(R) CPU, 8 cores, 2 x NVIDIA H100": not its name, so that
-    equal hosts of a cluster share settings."""
-    model = re.search(r"^model name\s*:\s*(.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parts = [model[1].strip() if model else platform.machine(), f"{cores} cores"]
+def describe_machine() -> str:
+    """Return the hardware of this host, such as "Intel(R) Xeon(R) CPU, 8 cores, 2 x NVIDIA H100".
+
+    The host name is not included, so that equal hosts of a cluster share settings.
+    """
+    model = re.search(r"^model name\s*:\s*(.*)$", _read_text("/proc/cpuinfo"), re.MULTILINE)
+    parts = [model[1].strip() if model else platform.machine(), f"{len(usable_cores())} cores"]
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    gpus = [found[1].strip() for file in files if (found := re.search(r"^Model:(.*)$", _text(file), re.MULTILINE))]
+    gpus = [found[1].strip() for file in files if (found := re.search(r"^Model:(.*)$", _read_text(file), re.MULTILINE))]
     parts += [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
     return ", ".join(parts)
 
 
-def _text(file: str | Path) -> str:
+def _read_text(file: str | Path) -> str:
     try:
         return Path(file).read_text(errors="replace")
     except OSError:
         return ""
 
 
-def _arguments(args: tuple[str, ...]) -> str:
+def _format_arguments(args: tuple[str, ...]) -> str:
     return f"the arguments {shlex.join(args)!r}" if args else "no arguments"
 
 
-def _hosts(count: int) -> str:
+def _format_hosts(count: int) -> str:
     return f"{count} host{'s' if count > 1 else ''}"
 
 
-def _write(entries: list[Tuned], file: Path) -> None:
+def _store(entries: list[Tuned], file: Path) -> None:
     file.write_text(json.dumps([asdict(one) for one in entries], indent=2) + "\n")
 
 
-def _read(file: Path) -> list[Tuned]:
+def _load(file: Path) -> list[Tuned]:
     if not file.exists():
         return []
     try:
-        return [_entry(entry) for entry in json.loads(file.read_text())]
+        return [_parse_entry(entry) for entry in json.loads(file.read_text())]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error}. Delete it, and find new settings: unitrain tune ..."
-        ) from error
+        raise ConfigError(f"{file} cannot be read: {error}. Delete it and run `unitrain tune` again.") from error
 
 
-def _entry(entry: Any) -> Tuned:
+def _parse_entry(entry: Any) -> Tuned:
     if not isinstance(entry, dict):
         raise TypeError("an entry is not an object")
     for name in ("script", "backend"):
         if not isinstance(entry.get(name), str):
-            raise TypeError(f"{name!r} of an entry is not a text")
+            raise TypeError(f"{name!r} of an entry is not a string")
     if not isinstance(entry.get("variables"), dict) or not isinstance(entry.get("gain"), int | float):
-        raise TypeError("'variables' or 'gain' of an entry is missing, or of another type")
+        raise TypeError("'variables' or 'gain' of an entry is missing or has another type")
     lists = {name: tuple(entry[name]) for name in ("spread", "args") if entry.get(name) is not None}
     return Tuned(**{**entry, **lists})

@@ -1,0 +1,145 @@
+"""Run a script repeatedly under different settings, and report the fastest settings that were found."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import unitrain
+from unitrain.backends import registry
+from unitrain.bootstrap import environment
+from unitrain.errors import ConfigError
+from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
+from unitrain.tune.trial import VARIABLE, Request, Result
+from unitrain.tune.tuned_settings import TUNED_FILE, Run, Tuned, format_settings, remove_tuned
+from unitrain.verify.commands import last_lines, run_command
+
+_WARMUP_STEPS = 10
+_COMPRESSIONS = ("fp16", "bf16")
+
+
+@dataclass
+class Tuner:
+    """Tunes one script. `launch_options` are the user's options of `unitrain launch`.
+
+    Each run times steps for `step_seconds` and is terminated after `limit_seconds`. Its files are written to `folder`.
+    """
+
+    launch_options: tuple[str, ...]
+    script: str
+    args: tuple[str, ...]
+    step_seconds: float
+    limit_seconds: float
+    folder: Path
+    runs: int = 0
+
+    def tune(
+        self,
+        search_seconds: float,
+        *,
+        with_compression: bool,
+        report: Callable[[str], None],
+        report_run: Callable[[str], None],
+    ) -> None:
+        """Search for about `search_seconds`, save a significant gain, and report the result.
+
+        `report` receives results, and `report_run` receives a line per run. Raises ConfigError if a run fails.
+        """
+        began = time.monotonic()
+        first = self.run({})
+        run_seconds = time.monotonic() - began
+        ranks = "1 rank" if first.size == 1 else f"{first.size} ranks"
+        report(
+            f"{self.script} on {ranks} of {first.backend} over {first.transport}: "
+            f"{first.seconds_per_step * 1e3:.2f} ms per step with the default settings"
+        )
+
+        def measure(settings: Mapping[str, str]) -> float:
+            result = self.run(settings)
+            report_run(f"  {result.seconds_per_step * 1e3:9.2f} ms  {format_settings(settings)}")
+            return result.seconds_per_step
+
+        # The tunables of a backend concern communication, which one rank does not have.
+        backend_tunables = registry.load(first.backend).tunables if first.size > 1 else ()
+        tunables = list_tunables(backend_tunables, first.threads, first.cores_per_rank)
+        found = search(measure, tunables, search_seconds, run_seconds=run_seconds)
+        report(save_and_describe(found, Run.here(self.script, self.args, first.backend, first.size, first.num_nodes)))
+        if with_compression:
+            for name in _COMPRESSIONS:
+                report(self._compare_compression(name))
+
+    def run(self, variables: Mapping[str, str], compression: str | None = None) -> Result:
+        """Run the script with `variables` and return the timing.
+
+        Raises ConfigError, with the last lines of the run's output, if the run ends without a timing.
+        """
+        self.runs += 1
+        name = f"{self.folder}/{self.runs}"
+        request = Request(name=name, warmup=_WARMUP_STEPS, seconds=self.step_seconds, compression=compression).text()
+        settings = [word for one in {VARIABLE: request, **variables}.items() for word in ("-x", "=".join(one))]
+        program = str(Path(unitrain.__file__).with_name("__main__.py"))
+        command = [
+            sys.executable, program, "launch", "--untuned", *self.launch_options, *settings, self.script, *self.args
+        ]  # fmt: skip
+        ended = run_command(
+            command,
+            environment.without_launcher() | {VARIABLE: request},
+            marker=VARIABLE,
+            script=self.script,
+            output=Path(f"{name}.txt"),
+            limit_seconds=self.limit_seconds,
+        )
+        result = Result.find(ended.output)
+        if result is None:
+            end = f"ended with exit code {ended.code}" if ended.code is not None else "timed out"
+            lines = "\n".join(last_lines(ended.output))
+            raise ConfigError(
+                f"With {format_settings(variables)}, the run {end} before enough steps were timed. Its last lines:"
+                f"\n{lines}"
+            )
+        return result
+
+    def _compare_compression(self, name: str) -> str:
+        generator = random.Random()
+        plain, compressed = partial(self._seconds_per_step, None), partial(self._seconds_per_step, name)
+        gain = Gain([measure_ratio(plain, compressed, generator) for _ in range(PAIRS)])
+        verdict = "Use it if the numbers may change" if gain.is_significant else "The difference is within the noise"
+        return f'TrainConfig(compression="{name}"): {_format_gain(gain)}. {verdict}.'
+
+    def _seconds_per_step(self, compression: str | None) -> float:
+        return self.run({}, compression=compression).seconds_per_step
+
+
+def save_and_describe(found: SearchResult, run: Run) -> str:
+    """Save the settings for `run` if their gain is significant, otherwise remove its entry; return a summary."""
+    gain = found.gain
+    skipped = ""
+    if found.skipped:
+        minutes = math.ceil(found.seconds_needed / 60)
+        skipped = f" {found.skipped} other settings were not tried for lack of time. Allow more: --minutes {minutes}"
+    if gain is None or not gain.is_significant:
+        best = f" The best gain, {_format_gain(gain)}, is within the noise." if gain is not None else ""
+        remove_tuned(run)
+        return f"No settings are significantly faster than the default settings.{best}{skipped}"
+    Tuned(
+        **asdict(run),
+        variables=found.settings,
+        gain=round(gain.median, 4),
+        spread=(round(gain.spread[0], 4), round(gain.spread[1], 4)),
+    ).save()
+    return (
+        f"Faster by {_format_gain(gain)}: {format_settings(found.settings)}.{skipped}\n"
+        f"Saved in {TUNED_FILE}. In this folder, unitrain launch uses these settings for the same arguments, hosts, "
+        "torch version and hardware, and prints them. Ignore them with: --untuned"
+    )
+
+
+def _format_gain(gain: Gain) -> str:
+    low, high = gain.spread
+    return f"a factor of {gain.median:.3f} (between {low:.3f} and {high:.3f} in {len(gain.ratios)} pairs)"
