@@ -300,7 +300,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "EarlyStopping.patience": (
         lambda p: unitrain.EarlyStopping(patience=True),
-        "EarlyStopping.patience must be a number of epochs from 1 on, got True.",
+        "EarlyStopping.patience must be an integer of at least 1, got True.",
         "Use 3.",
     ),
     "EarlyStopping.min_delta": (
@@ -475,7 +475,7 @@ def test_rows_lost_to_a_power_loss_do_not_stop_a_resumed_run(name: str, tmp_path
             file.write("\0" * 100 + '\n{"step": 1, "lo\n' + "\0" * 40)
         Parts(backend, "").fit(output_dir=tmp_path, log_every_n_steps=1, resume=True, max_epochs=2)
     assert path.read_text().splitlines()[: len(rows)] == rows
-    assert f"'{path}' has 2 damaged lines, as after a power loss. They are left out." in caplog.text
+    assert f"'{path}' has 2 damaged lines, as after a power loss. The damaged lines are skipped." in caplog.text
 
 
 @pytest.mark.parametrize("content", ["[]", "\0\0\0", '{"batches": 5}', '{"batches": [[1]]}', '{"job": "a'])

@@ -193,7 +193,9 @@ def test_early_stopping(values: list[float], settings: dict[str, Any], epochs: i
     assert epochs_until_stopped(values, **settings) == epochs
 
 
-def test_early_stopping_reports_the_reason_and_survives_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_early_stopping_reports_the_reason_and_survives_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def again(epochs: int, values: list[float], patience: int = 2) -> Trainer:
         stopping = EarlyStopping("val_scripted", patience=patience)
         settings: dict[str, Any] = {"output_dir": tmp_path, "resume": True, "eval_batch_size": 48}
@@ -347,22 +349,22 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield group.run(on_ranks, str(folder), timeout_seconds=120), folder
 
 
-def test_one_rank_may_stop_all(ranks: tuple[list[Any], Path]) -> None:
+def test_a_stop_on_one_rank_stops_all_ranks(ranks: tuple[list[Any], Path]) -> None:
     for found in ranks[0]:
-        assert found["stopped"] == (4, "requested by rank 1")  # agreed on after every second step
+        assert found["stopped"] == (4, "requested by rank 1")  # synchronized after every second step
 
 
-def test_every_rank_hears_which_one_had_no_number(ranks: tuple[list[Any], Path]) -> None:
+def test_every_rank_reports_the_rank_with_a_non_finite_loss(ranks: tuple[list[Any], Path]) -> None:
     assert len({found["watch"] for found in ranks[0]}) == 1
-    assert "'0.weight' became nan in step 3" in ranks[0][0]["watch"]
-    assert "the loss was not a number on rank 1." in ranks[0][0]["watch"]
+    assert "'0.weight' is nan in step 3" in ranks[0][0]["watch"]
+    assert "the loss was not finite on rank 1." in ranks[0][0]["watch"]
 
 
-def test_all_ranks_stop_early_alike(ranks: tuple[list[Any], Path]) -> None:
+def test_early_stopping_ends_all_ranks_at_the_same_epoch(ranks: tuple[list[Any], Path]) -> None:
     assert {found["early"] for found in ranks[0]} == {(3, 0.5)}
 
 
-def test_every_rank_has_its_trace(ranks: tuple[list[Any], Path]) -> None:
+def test_every_rank_writes_a_trace(ranks: tuple[list[Any], Path]) -> None:
     found, folder = ranks
     traces = sorted(folder.iterdir())
     assert [trace.name for trace in traces] == [f"rank-{rank}.json.gz" for rank in range(len(found))]

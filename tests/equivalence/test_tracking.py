@@ -26,7 +26,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
 from unitrain.errors import CallbackError, ConfigError, LoggerError, MissingDependencyError, Preempted, TensorError
 from unitrain.loggers import background
-from unitrain.loggers.logger import Logger, Start, imported
+from unitrain.loggers.logger import Logger, Start, import_package
 from unitrain.testing import RankGroup
 from unitrain.verify.record import FOLDER, Request
 
@@ -111,7 +111,7 @@ class FailsInPrepare(Logger):
 
 class NeedsAPackage(Logger):
     def prepare(self, output_dir: Path | None) -> None:
-        imported("no_such_package", self, "nothing")
+        import_package("no_such_package", self, "nothing")
 
 
 class FailsInStart(Kept):
@@ -174,7 +174,10 @@ def told() -> list[str]:
 
 def with_bad_loggers(backend: Backend) -> tuple[Tensor, Tensor, float, list[str], list[tuple[Any, ...]], str]:
     """Return the parameters with loggers that fail and without any, how long it took, what was said and logged."""
-    background._CALL_SECONDS, background._END_SECONDS = 0.3, dict.fromkeys(("finished", "stopped", "failed"), 1.0)
+    background._CALL_LIMIT_SECONDS, background._FINISH_LIMIT_SECONDS = (
+        0.3,
+        dict.fromkeys(("finished", "stopped", "failed"), 1.0),
+    )
     warnings, good, late = told(), Kept(), FailsInLog()
 
     class Waits(unitrain.Callback):
@@ -268,10 +271,10 @@ def test_a_logger_that_fails_or_hangs_is_told_and_changes_nothing(ranks: RankGro
         assert 1.2 < seconds < 6.0
         assert said.startswith("FailsInPrepare cannot be used: OSError: no room. ")
     assert first[3] == [
-        "FailsInLog failed in 'log': SystemExit: enough. The run goes on without it.",
-        "FailsInStart failed in 'start': ConnectionError: nobody there. The run goes on without it.",
-        "Hangs has been busy with 'log' for more than 0.3 s. The run goes on without it.",
-        "HangsInFinish did not come to an end with the run. The run goes on without it.",
+        "FailsInLog failed in 'log': SystemExit: enough. The run continues without this logger.",
+        "FailsInStart failed in 'start': ConnectionError: nobody there. The run continues without this logger.",
+        "Hangs has been busy with 'log' for more than 0.3 s. The run continues without this logger.",
+        "HangsInFinish did not finish with the run. The run continues without this logger.",
     ]
     assert [call[1] for call in first[4]] == [
         0,
@@ -357,7 +360,7 @@ import unitrain
 
 wandb = unitrain.WandbLogger(mode="offline")
 made = tests.trainer(tests.LOCAL, [wandb, tests.HangsInStart()], output_dir=sys.argv[1], max_steps=1)
-tests.background._END_SECONDS = {"finished": 5.0}
+tests.background._FINISH_LIMIT_SECONDS = {"finished": 5.0}
 made.fit(tests.data())
 made.log(late=7)
 """
@@ -368,7 +371,7 @@ def test_what_is_logged_last_is_there_when_the_program_ends(tmp_path: Path) -> N
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(script, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("HangsInStart did not come to an end with the run. The run goes on without it.") == 1
+    assert done.stderr.count("HangsInStart did not finish with the run. The run continues without this logger.") == 1
     assert logger_output.from_wandb(tmp_path)[-1] == ("late", 1, 7.0)
     assert len(logger_output.wandb_starts(tmp_path)) == 2
 
@@ -379,7 +382,7 @@ def test_what_is_logged_last_is_there_when_the_program_ends(tmp_path: Path) -> N
         ("csv", ConfigError, r"^The Trainer's loggers must be a list, got 'csv'\. Use loggers=\['csv'\]\.$"),
         (["tensorbord"], ConfigError, r"^Unknown logger 'tensorbord'\. Did you mean 'tensorboard'\? Available: csv, "),
         ([3], ConfigError, r"^A logger must be a unitrain\.Logger or a name, got 3\. Use Trainer\(loggers="),
-        (["csv", "csv"], ConfigError, r"^The Trainer's loggers name 'csv' twice\. Name each once\.$"),
+        (["csv", "csv"], ConfigError, r"^The Trainer's loggers contain 'csv' twice\. Pass each logger once\.$"),
         (["jsonl"], ConfigError, r"^JSONLinesLogger has no folder to write to, .* Use JSONLinesLogger\(folder="),
         ([NeedsAPackage()], MissingDependencyError, r'^NeedsAPackage needs .* pip install "\.\[nothing\]"$'),
     ],
@@ -447,7 +450,7 @@ def test_histograms_are_those_of_the_global_gradients_and_the_weights_they_belon
     assert kept.histograms[-1][2].sum() == 2
     assert kept.tables == [("worst", 3, ["label", "predicted"], [[7, "one"], [None, True]])]
     for columns, rows, said in (
-        ("label", [], "takes the names of its columns, got 'label'"),
+        ("label", [], "needs a list of column names, got 'label'"),
         (["a"], [[1, 2]], r"Row 0 of trainer.log_table\('t'\) is \[1, 2\], and the columns are \['a'\]"),
         (["a"], [[torch.ones(1)]], "has a Tensor. Use numbers, strings, booleans or None"),
     ):
@@ -455,7 +458,7 @@ def test_histograms_are_those_of_the_global_gradients_and_the_weights_they_belon
             made.log_table("t", columns, rows)
     with pytest.raises(TensorError, match="takes a tensor of any shape, got list"):
         made.log_histogram("h", [1.0])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"Histograms.every must be a number of steps from 1 on, got 0"):
+    with pytest.raises(ConfigError, match=r"Histograms.every must be an integer of at least 1, got 0"):
         unitrain.Histograms(every=0)
 
 

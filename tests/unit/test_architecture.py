@@ -121,7 +121,7 @@ FORBIDDEN = [
     (
         "unitrain/tracking/loggers/*",
         ["torch", "unitrain"],
-        ["unitrain.loggers", "unitrain.loggers.rows", "unitrain.errors", "unitrain.validation"],
+        ["unitrain.loggers", "unitrain.loggers.json_lines", "unitrain.errors", "unitrain.validation"],
     ),
     ("unitrain/* -unitrain/tracking/loggers/*", ["wandb", "mlflow", "tensorboard", "torch.utils.tensorboard"], []),
     # trainer -> run -> data, step, tracking, metrics, modules -> config

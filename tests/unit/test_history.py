@@ -19,7 +19,7 @@ from unitrain.callbacks.callback import Callback
 from unitrain.checkpoint import job
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
-from unitrain.loggers.rows import drop_rows_after
+from unitrain.loggers.json_lines import drop_rows_after
 from unitrain.progress.history import History
 from unitrain.report.figures import counts_epochs
 from unitrain.report.record import read_records

@@ -1,4 +1,4 @@
-"""Loggers, each with its real package and read back with that: what a run and its resumption leave behind."""
+"""Loggers write the values of a run and of its resumption; the values are read back with the package of each logger."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOGGERS: dict[str, tuple[Callable[[], Logger], Callable[[Path], logger_output.Po
     "wandb": (lambda: WandbLogger(mode="offline"), logger_output.from_wandb),
     "mlflow": (MLflowLogger, logger_output.from_mlflow),
 }
-# What was logged after the checkpoint is taken back, or is left as the first start has logged it.
+# Loggers that remove the values after the checkpoint. The others keep the values of the first start.
 REWOUND = ("csv", "json lines", "tensorboard")
 DESCRIPTION = {"size": 2, "config": {"batch_size": 8, "output_dir": Path("somewhere")}}
 
@@ -37,7 +37,7 @@ def _mlflow_database(tmp_path: Path) -> None:
 
 
 def run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -> None:
-    """Log the steps after `first`, an "even" one also in every second; and an image after the last."""
+    """Log "loss" in the steps after `first`, "even" and "rate" in every second step, and an image after the last."""
     logger.prepare(folder)
     background = Background(logger, Start(first, folder, DESCRIPTION))
     for step in range(first + 1, last + 1):
@@ -46,7 +46,7 @@ def run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -
             background.call("log", {"even": step + offset, "rate": 0.1}, step)
     background.call("image", "picture", np.full((5, 4, 3), 200, dtype=np.uint8), last, "grey")
     background.wait(background.finish("finished"))
-    assert not background.left_out
+    assert not background.is_disabled
 
 
 def expected(steps: dict[int, float]) -> logger_output.Points:
@@ -73,7 +73,7 @@ def test_a_resumed_run_has_every_step_once(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LOGGERS)
-def test_a_run_that_begins_again_is_another_one(kind: str, tmp_path: Path) -> None:
+def test_a_new_start_creates_another_run(kind: str, tmp_path: Path) -> None:
     make, read = LOGGERS[kind]
     run(make(), tmp_path, 0, 3, offset=0.25)
     run(make(), tmp_path, 0, 2, offset=0.75)
@@ -87,7 +87,7 @@ def test_a_run_that_begins_again_is_another_one(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", LOGGERS)
-def test_what_is_no_number_is_logged_and_harms_nothing(kind: str, tmp_path: Path) -> None:
+def test_nan_and_unusual_names_are_logged(kind: str, tmp_path: Path) -> None:
     make, read = LOGGERS[kind]
     logger = make()
     logger.prepare(tmp_path)
@@ -166,7 +166,7 @@ def test_mlflow_has_images_parameters_and_one_run(tmp_path: Path) -> None:
     assert list(tmp_path.glob("mlflow/*/artifacts/images/*.png"))
 
 
-def test_csv_and_json_lines_drop_a_line_that_was_cut_off(tmp_path: Path) -> None:
+def test_csv_and_json_lines_drop_an_unfinished_line(tmp_path: Path) -> None:
     for kind, name in (("csv", "metrics.csv"), ("json lines", "metrics.jsonl")):
         make, read = LOGGERS[kind]
         run(make(), tmp_path, 0, 12, offset=0.5)

@@ -48,12 +48,14 @@ class GradientWatch(Callback):
         self._overflows += 1
         if trainer.config.precision == "fp16" and self._overflows < _MAX_OVERFLOWS:
             return
-        non_finite = {name: norm for name, norm in zip(gradients, norms.tolist(), strict=True) if not abs(norm) < float("inf")}
+        non_finite = {
+            name: norm for name, norm in zip(gradients, norms.tolist(), strict=True) if not abs(norm) < float("inf")
+        }
         first, value = next(iter(non_finite.items()))
         raise NonFiniteGradientError(
             f"The gradient of {first!r} is {value} in step {trainer.progress.step + 1}. {len(non_finite)} of "
-            f"{len(gradients)} parameters have gradients that are not finite, and {_describe_losses(trainer)}. Check the "
-            "data of that step, lower the learning rate, or find the operation with "
+            f"{len(gradients)} parameters have gradients that are not finite, and {_describe_losses(trainer)}. Check "
+            "the data of that step, lower the learning rate, or find the operation with "
             "torch.autograd.set_detect_anomaly(True)."
         )
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
 from unitrain.errors import ConfigError
+from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
 
 _STARTUP_SECONDS = 120.0
 

@@ -1,4 +1,4 @@
-"""A logger for spreadsheets: one CSV file, a column for each name."""
+"""A logger that writes one CSV file with a column per name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unitrain.loggers.logger import Logger, Start, chosen_folder
+from unitrain.loggers.logger import Logger, Start, select_folder
 
 
 class CSVLogger(Logger):
-    """Writes `metrics.csv` in `folder`, by default the output folder: a row whenever something is logged.
+    """Writes `metrics.csv` in `folder`, by default the output folder: one row per call of `log`.
 
-    Where a value that was not there before is logged, the file gets another column. A resumed run drops the rows of the
-    steps that it does again. Images are left out.
+    A new name adds a column to the file. A resumed run removes the rows of the steps that it repeats. Images are
+    ignored.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -24,17 +24,17 @@ class CSVLogger(Logger):
         self._columns: list[str] = []
 
     def prepare(self, output_dir: Path | None) -> None:
-        """Choose the folder."""
-        self._path = chosen_folder(self, self.folder, output_dir) / "metrics.csv"
+        """Select the folder."""
+        self._path = select_folder(self, self.folder, output_dir) / "metrics.csv"
 
     def start(self, start: Start) -> None:
-        """Drop the rows after `start.step`."""
+        """Remove the rows after `start.step`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns, rows = self._read()
         self._write(row for row in rows if start.step and int(row["step"]) <= start.step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add a row."""
+        """Append a row."""
         new = [name for name in values if name not in self._columns]
         if new:
             _, rows = self._read()
@@ -44,7 +44,7 @@ class CSVLogger(Logger):
             csv.DictWriter(file, self._columns).writerow({"step": step, **values})
 
     def _read(self) -> tuple[list[str], list[dict[str, Any]]]:
-        """Return the columns and the rows, without a last one that was not written to its end."""
+        """Return the columns and the complete rows."""
         text = self._path.read_text() if self._path.exists() else ""
         reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
         rows = list(reader)

@@ -1,4 +1,4 @@
-"""Check images, histograms and tables, and convert them to the form that loggers take."""
+"""Check images, histograms and tables, and convert them for loggers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _BINS = 64
 
 
 def check_image(image: Tensor) -> None:
-    """Raise TensorError unless `image` is one, by its shape and dtype."""
+    """Raise TensorError unless `image` has the shape and dtype of an image."""
     shape = list(image.shape) if isinstance(image, Tensor) else type(image).__name__
-    fits = isinstance(image, Tensor) and (
+    is_image = isinstance(image, Tensor) and (
         image.dim() == 2 or (image.dim() == 3 and (image.shape[0] in _CHANNELS or image.shape[2] in _CHANNELS))
     )
-    if not fits or not (image.is_floating_point() or image.dtype in (torch.uint8, torch.bool)):
+    if not is_image or not (image.is_floating_point() or image.dtype in (torch.uint8, torch.bool)):
         raise TensorError(
             f"An image to log is a tensor [height, width], [channels, height, width] or [height, width, channels], "
-            f"uint8 or floating between 0 and 1, with 1, 3 or 4 channels; got {shape} of "
+            f"uint8 or floating point between 0 and 1, with 1, 3 or 4 channels; got {shape} of "
             f"{getattr(image, 'dtype', None)}. Log one image at a time: trainer.log_image(name, images[0])."
         )
 
 
 def to_pixels(image: Tensor) -> NDArray[Any]:
-    """Return `image` as uint8 [height, width, channels] on the host; floating values are cut off below 0 and above 1.
+    """Return `image` as a uint8 array [height, width, channels]. Floating-point values are clamped to [0, 1].
 
-    Where both ends have so few entries, the first are the channels.
+    If both the first and the last dimension could be channels, the first is used.
     """
     pixels = image.detach().cpu()
     if pixels.dim() == 2:
@@ -46,9 +46,9 @@ def to_pixels(image: Tensor) -> NDArray[Any]:
 
 
 def to_histogram(values: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return (counts, edges) of 64 equal bins over the finite `values`; complex ones by their magnitude.
+    """Return (counts, edges) of 64 equal bins over the finite `values`. Complex values count by their magnitude.
 
-    Raises TensorError for what is not a tensor.
+    Raises TensorError if `values` is not a tensor.
     """
     if not isinstance(values, Tensor):
         raise TensorError(
@@ -60,11 +60,11 @@ def to_histogram(values: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def check_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Raise ConfigError unless each of `rows` has a cell for each of `columns`, of a type that loggers take."""
-    names = not isinstance(columns, str) and all(isinstance(column, str) for column in columns)
-    if not names or not len(columns):
+    """Raise ConfigError unless every row has a cell of a supported type for every column."""
+    are_names = not isinstance(columns, str) and all(isinstance(column, str) for column in columns)
+    if not are_names or not len(columns):
         raise ConfigError(
-            f"trainer.log_table({name!r}) takes the names of its columns, got {columns!r}. "
+            f"trainer.log_table({name!r}) needs a list of column names, got {columns!r}. "
             'Use trainer.log_table("samples", ["label", "predicted"], [[7, 1]]).'
         )
     for number, row in enumerate(rows):

@@ -1,19 +1,24 @@
-"""A logger for programs: one JSON object per line."""
+"""A logger that writes JSON lines, and functions for files of JSON lines that a resumed run continues."""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from unitrain.loggers.logger import Logger, Start, chosen_folder
-from unitrain.loggers.rows import append_row, drop_rows_after
+from unitrain.loggers.logger import Logger, Start, select_folder
+
+_log = logging.getLogger(__name__)
 
 
 class JSONLinesLogger(Logger):
-    """Writes `metrics.jsonl` in `folder`, by default the output folder: an object whenever something is logged.
+    """Writes `metrics.jsonl` in `folder`, by default the output folder: one JSON object per call of `log`.
 
-    Each has a "step"; nan and infinity are null. A resumed run drops those of the steps that it does again. Images are
-    left out.
+    Each object has a "step". nan and infinity are written as null. A resumed run removes the objects of the steps that
+    it repeats. Images are ignored.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -21,14 +26,67 @@ class JSONLinesLogger(Logger):
         self._path: Path
 
     def prepare(self, output_dir: Path | None) -> None:
-        """Choose the folder."""
-        self._path = chosen_folder(self, self.folder, output_dir) / "metrics.jsonl"
+        """Select the folder."""
+        self._path = select_folder(self, self.folder, output_dir) / "metrics.jsonl"
 
     def start(self, start: Start) -> None:
-        """Drop the rows after `start.step`."""
+        """Remove the rows after `start.step`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         drop_rows_after(start.step or -1, self._path)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add a row."""
+        """Append a row."""
         append_row({"step": step, **values}, self._path)
+
+
+def append_row(row: dict[str, Any], path: Path) -> None:
+    """Append `row` to the file. Numbers that JSON does not support (nan, infinity) become null."""
+    finite = {key: value if _is_json_number(value) else None for key, value in row.items()}
+    with path.open("a") as file:
+        file.write(json.dumps(finite, default=str) + "\n")
+
+
+def last_row(path: Path) -> dict[str, Any] | None:
+    """Return the last complete row of the file, or None if there is none."""
+    rows = _complete_rows(path) if path.exists() else []
+    return rows[-1] if rows else None
+
+
+def drop_rows_after(step: int, path: Path) -> None:
+    """Remove the rows of later steps and damaged lines from the file, if it exists.
+
+    After a power loss, a file may end with zeros or with a part of a row.
+    """
+    if not path.exists():
+        return
+    rows = _complete_rows(path)
+    kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
+    rewritten = path.with_name(f"{path.name}.unfinished")
+    rewritten.unlink(missing_ok=True)  # left by a killed run, or a link to another file
+    with rewritten.open("x") as file:
+        file.write(kept)
+    rewritten.rename(path)
+
+
+def _complete_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of the file. Damaged lines are skipped with a warning, an unfinished last line without one."""
+    *lines, _ = path.read_text(errors="replace").split("\n")
+    rows, damaged = [], 0
+    for line in lines:
+        try:
+            row = json.loads(line.strip("\0"))
+            rows.append({**row, "step": int(row["step"])})
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            damaged += 1
+    if damaged:
+        _log.warning(
+            "'%s' has %d damaged %s, as after a power loss. The damaged lines are skipped.",
+            path,
+            damaged,
+            "line" if damaged == 1 else "lines",
+        )
+    return rows
+
+
+def _is_json_number(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

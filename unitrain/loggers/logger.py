@@ -1,9 +1,10 @@
-"""What a logger is: it takes the numbers and images of a run somewhere."""
+"""The interface of a logger, and functions that several loggers use."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +19,9 @@ Status = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Start:
-    """A run begins, or goes on, after `step` optimizer steps.
+    """The start of a run, or its continuation after `step` optimizer steps.
 
-    `description` is what it was asked for and where it runs, in numbers, strings and dictionaries of these.
+    `description` has the configuration and the environment of the run: numbers, strings, and dictionaries of them.
     """
 
     step: int
@@ -29,40 +30,40 @@ class Start:
 
 
 class Logger:
-    """Takes the numbers of a run somewhere; override what is needed. Every rank has one, only rank 0's is ever called.
+    """Base class for loggers. Override the methods that you need. They are called on rank 0 only.
 
-    `prepare` is called in the Trainer's constructor, and what it raises ends the run on every rank. The others are
-    called in a thread of the logger's own, one after the other, so that training never waits for them. What they raise
-    is told in a warning, as is one that does not come back, and the run goes on without this logger.
+    `prepare` is called in the Trainer's constructor, and an exception in it ends the run on every rank. The other
+    methods are called one after the other in a separate thread, so training does not wait for them. If one of them
+    raises an exception or does not return, a warning is logged and the run continues without this logger.
     """
 
     def prepare(self, output_dir: Path | None) -> None:
-        """Find all that is needed, before anything is trained. Raises ConfigError or MissingDependencyError."""
+        """Check the requirements before training. Raises ConfigError or MissingDependencyError."""
 
     def start(self, start: Start) -> None:
-        """Begin, or go on: what was logged for steps after `start.step` is going to be logged again.
+        """Start a run, or continue one. Values for steps after `start.step` will be logged again.
 
-        A run goes on also to log a result when it is over. It begins anew where `start.step` is 0.
+        A run is new if `start.step` is 0. A finished run is continued to log further results.
         """
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take `values`, which may be nan or infinite, as they are after `step` optimizer steps of all ranks."""
+        """Log `values`, which may be nan or infinite, for the state after `step` optimizer steps."""
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
-        """Take an image, uint8 [height, width, 1, 3 or 4 channels]. A logger that only takes numbers leaves it."""
+        """Log an image: uint8 [height, width, 1, 3 or 4 channels]. Loggers for numbers only do not override it."""
 
     def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
         """Log a histogram: `counts` int64 [bins] of the values between `edges` float64 [bins + 1]."""
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Log a table, whose cells are numbers, strings, booleans or None."""
+        """Log a table. Its cells are numbers, strings, booleans or None."""
 
     def finish(self, status: Status) -> None:
-        """The run is over, was stopped before its time, or an exception ends it; the last call before a new start."""
+        """Finish the run: it is complete, was stopped early, or failed with an exception. No call follows."""
 
 
-def imported(module: str, logger: Logger, extra: str) -> Any:
-    """Return the module. Raises MissingDependencyError, with the extra of unitrain that brings it, where it is not."""
+def import_package(module: str, logger: Logger, extra: str) -> Any:
+    """Import and return the module. If it is missing, raise MissingDependencyError with the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -72,8 +73,8 @@ def imported(module: str, logger: Logger, extra: str) -> Any:
         ) from error
 
 
-def chosen_folder(logger: Logger, folder: str | Path | None, output_dir: Path | None, default: str = "") -> Path:
-    """Return `folder`, or `default` in the output folder. Raises ConfigError where there is neither."""
+def select_folder(logger: Logger, folder: str | Path | None, output_dir: Path | None, default: str = "") -> Path:
+    """Return `folder`, or else `default` in the output folder. Raises ConfigError if both are None."""
     name = type(logger).__name__
     validation.folder(f"{name}(folder)", folder, f'Use {name}(folder="runs/first")', optional=True)
     if folder is not None:
@@ -83,3 +84,40 @@ def chosen_folder(logger: Logger, folder: str | Path | None, output_dir: Path | 
             f'{name} has no folder to write to, and TrainConfig.output_dir is not set. Use {name}(folder="runs/first").'
         )
     return output_dir / default
+
+
+class ServiceRun:
+    """The id of a run at a tracking service and the last logged step of every name, saved in the output folder.
+
+    Services cannot remove values. If a resumed run repeats steps, their first values remain and are not logged again.
+    Without a `folder`, nothing is saved.
+    """
+
+    def __init__(self, name: str, folder: Path | None, step: int) -> None:
+        self._path = None if folder is None else folder / f".{name}.json"
+        self.id: str | None = None
+        self._previous_steps: dict[str, int] = {}
+        if step and self._path is not None and self._path.exists():
+            saved = json.loads(self._path.read_text())
+            self.id, self._previous_steps = saved["id"], saved["steps"]
+        self._last_steps = dict(self._previous_steps)
+
+    def set_id(self, run_id: str) -> None:
+        """Save the id that the service has assigned."""
+        self.id = run_id
+        self._save()
+
+    def select_new(self, names: Iterable[str], step: int) -> list[str]:
+        """Return the names that were not logged for `step` before the run was resumed."""
+        return [name for name in names if step > self._previous_steps.get(name, -1)]
+
+    def mark_logged(self, names: Iterable[str], step: int) -> None:
+        """Save that `names` are logged for `step`."""
+        self._last_steps.update(dict.fromkeys(names, step))
+        self._save()
+
+    def _save(self) -> None:
+        if self._path is not None:
+            rewritten = self._path.with_name(f"{self._path.name}.unfinished")
+            rewritten.write_text(json.dumps({"id": self.id, "steps": self._last_steps}))
+            rewritten.rename(self._path)

@@ -1,4 +1,4 @@
-"""A logger for MLflow: a file of the output folder, or a tracking server."""
+"""A logger for MLflow: a database in the output folder, or a tracking server."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from typing import Any
 from numpy.typing import NDArray
 
 from unitrain.errors import ConfigError
-from unitrain.loggers.kept_run import KeptRun
-from unitrain.loggers.logger import Logger, Start, Status, imported
+from unitrain.loggers.logger import Logger, ServiceRun, Start, Status, import_package
 
-# What MLflow takes in a name, and of parameters in one request.
-_NOT_IN_NAMES = re.compile(r"[^\w./ :-]")
-_MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 6000
+# Limits of MLflow: characters that names cannot contain, parameters per request, and characters per parameter.
+_INVALID_NAME_CHARACTERS = re.compile(r"[^\w./ :-]")
+_MAX_PARAMETERS_PER_REQUEST, _MAX_PARAMETER_LENGTH = 100, 6000
 
 
 class MLflowLogger(Logger):
     """Logs to a run of `experiment`, at `tracking_uri`.
 
-    Without a `tracking_uri` that is the one that MLflow has been told (MLFLOW_TRACKING_URI), else the database
-    `mlflow.db` in the output folder, to be seen with `mlflow ui --backend-store-uri sqlite:///...`. A resumed run has
-    the id that it had; what was logged for the steps that are done again stays, and is not logged twice. Needs
-    pip install ".[mlflow]".
+    The default `tracking_uri` is the one configured for MLflow (MLFLOW_TRACKING_URI), or else the database `mlflow.db`
+    in the output folder, which `mlflow ui --backend-store-uri sqlite:///...` shows. A resumed run keeps its id. Values
+    of repeated steps are not logged a second time. Requires pip install ".[mlflow]".
     """
 
     def __init__(
@@ -34,70 +32,70 @@ class MLflowLogger(Logger):
         self.experiment, self.tracking_uri, self.run_name = experiment, tracking_uri, run_name
         self._package: Any = None
         self._client: Any = None
-        self._kept: KeptRun
+        self._service_run: ServiceRun
 
     def prepare(self, output_dir: Path | None) -> None:
-        """Import the package, and see whether there is a place for the numbers."""
-        self._package = imported("mlflow", self, "mlflow")
+        """Import the package, and check that there is a tracking URI or an output folder."""
+        self._package = import_package("mlflow", self, "mlflow")
         if output_dir is None and self.tracking_uri is None and not self._package.tracking.is_tracking_uri_set():
             raise ConfigError(
-                "MLflowLogger has no place to log to, and TrainConfig.output_dir is not set. "
+                "MLflowLogger has no tracking URI, and TrainConfig.output_dir is not set. "
                 'Use MLflowLogger(tracking_uri="sqlite:////tmp/mlflow.db") or TrainConfig(output_dir="runs/first").'
             )
 
     def start(self, start: Start) -> None:
-        """Create a run, or go on with it."""
+        """Create a run, or continue it."""
         uri, artifacts = self.tracking_uri, None
         if uri is None and not self._package.tracking.is_tracking_uri_set():
             assert start.output_dir is not None
             folder = start.output_dir.resolve()
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "mlflow").as_uri()
         self._client = self._package.MlflowClient(tracking_uri=uri)
-        self._kept = KeptRun("mlflow", start.output_dir, start.step)
-        if self._kept.id is None:
+        self._service_run = ServiceRun("mlflow", start.output_dir, start.step)
+        if self._service_run.id is None:
             found = self._client.get_experiment_by_name(self.experiment)
             experiment = found.experiment_id if found else self._client.create_experiment(self.experiment, artifacts)
-            self._kept.begin(self._client.create_run(experiment, run_name=self.run_name).info.run_id)
+            self._service_run.set_id(self._client.create_run(experiment, run_name=self.run_name).info.run_id)
             self._log_parameters(start.description)
         else:
-            self._client.update_run(self._kept.id, status="RUNNING")
+            self._client.update_run(self._service_run.id, status="RUNNING")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log what is not there yet."""
-        new = self._kept.not_there(values, step)
+        """Log the values that the service does not have yet."""
+        new = self._service_run.select_new(values, step)
         if new:
             now = int(time.time() * 1000)
-            metrics = [self._package.entities.Metric(_name(name), values[name], now, step) for name in new]
-            self._client.log_batch(self._kept.id, metrics=metrics)
-            self._kept.logged(new, step)
+            metrics = [self._package.entities.Metric(_valid_name(name), values[name], now, step) for name in new]
+            self._client.log_batch(self._service_run.id, metrics=metrics)
+            self._service_run.mark_logged(new, step)
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
-        """Log an image; MLflow has no captions."""
-        if self._kept.not_there([name], step):
-            self._client.log_image(self._kept.id, image, key=_name(name), step=step)
-            self._kept.logged([name], step)
+        """Log an image. MLflow does not support captions."""
+        if self._service_run.select_new([name], step):
+            self._client.log_image(self._service_run.id, image, key=_valid_name(name), step=step)
+            self._service_run.mark_logged([name], step)
 
     def finish(self, status: Status) -> None:
         """Mark the run as finished, or as failed after an exception."""
-        self._client.set_terminated(self._kept.id, "FAILED" if status == "failed" else "FINISHED")
+        self._client.set_terminated(self._service_run.id, "FAILED" if status == "failed" else "FINISHED")
 
     def _log_parameters(self, description: Mapping[str, Any]) -> None:
         parameters = [
-            self._package.entities.Param(_name(name), str(value)[:_LONGEST_PARAMETER])
-            for name, value in _flat(description)
+            self._package.entities.Param(_valid_name(name), str(value)[:_MAX_PARAMETER_LENGTH])
+            for name, value in _flatten(description)
         ]
-        for first in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(self._kept.id, params=parameters[first : first + _MOST_PARAMETERS])
+        for first in range(0, len(parameters), _MAX_PARAMETERS_PER_REQUEST):
+            self._client.log_batch(self._service_run.id, params=parameters[first : first + _MAX_PARAMETERS_PER_REQUEST])
 
 
-def _name(name: str) -> str:
-    return _NOT_IN_NAMES.sub("_", name)
+def _valid_name(name: str) -> str:
+    return _INVALID_NAME_CHARACTERS.sub("_", name)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield "config.batch_size" and so on."""
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested values with dotted names such as "config.batch_size"."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

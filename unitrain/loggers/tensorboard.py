@@ -1,4 +1,4 @@
-"""A logger for TensorBoard: event files."""
+"""A logger that writes event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from unitrain.loggers.logger import Logger, Start, Status, chosen_folder, imported
+from unitrain.loggers.logger import Logger, Start, Status, import_package, select_folder
 
 
 class TensorBoardLogger(Logger):
     """Writes event files in `folder`, by default `tensorboard` in the output folder.
 
-    A resumed run begins another file, which says from which step on TensorBoard is to forget what is in the others. The
-    text "run" is the description of the run. Needs pip install ".[tensorboard]".
+    A resumed run starts another file, with the step from which TensorBoard ignores the previous files. The text "run"
+    contains the description of the run. Requires pip install ".[tensorboard]".
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -26,9 +26,9 @@ class TensorBoardLogger(Logger):
         self._writer: Any = None
 
     def prepare(self, output_dir: Path | None) -> None:
-        """Choose the folder, and import the package."""
-        self._folder = chosen_folder(self, self.folder, output_dir, "tensorboard")
-        self._package = imported("torch.utils.tensorboard", self, "tensorboard")
+        """Select the folder, and import the package."""
+        self._folder = select_folder(self, self.folder, output_dir, "tensorboard")
+        self._package = import_package("torch.utils.tensorboard", self, "tensorboard")
 
     def start(self, start: Start) -> None:
         """Open a file."""
@@ -39,27 +39,27 @@ class TensorBoardLogger(Logger):
         self._writer.flush()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to the curve of each name."""
+        """Add a scalar for each name."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
-        """Add an image, and its caption as a text of that name."""
+        """Add an image, and its caption as a text with the same name."""
         self._writer.add_image(name, image, step, dataformats="HWC")
         if caption is not None:
             self._writer.add_text(name, caption, step)
 
     def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
         """Add a histogram."""
-        middles = (edges[:-1] + edges[1:]) / 2
+        centers = (edges[:-1] + edges[1:]) / 2
         self._writer.add_histogram_raw(
             name,
             min=float(edges[0]),
             max=float(edges[-1]),
             num=int(counts.sum()),
-            sum=float(counts @ middles),
-            sum_squares=float(counts @ middles**2),
+            sum=float(counts @ centers),
+            sum_squares=float(counts @ centers**2),
             bucket_limits=edges[1:].tolist(),
             bucket_counts=counts.tolist(),
             global_step=step,

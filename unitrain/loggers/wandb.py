@@ -9,17 +9,16 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from unitrain.loggers.kept_run import KeptRun
-from unitrain.loggers.logger import Logger, Start, Status, chosen_folder, imported
+from unitrain.loggers.logger import Logger, ServiceRun, Start, Status, import_package, select_folder
 
 
 class WandbLogger(Logger):
-    """Logs to a run of `project`, whose files are in `folder`, by default `wandb` in the output folder.
+    """Logs to a run of `project`. Its files are in `folder`, by default `wandb` in the output folder.
 
-    `mode="offline"` needs no network: `wandb sync` uploads what is in the folder. A resumed run has the id that it had;
-    offline every start has a folder of its own, with that id. What was logged for the steps that are done again stays,
-    and is not logged twice. `config` is added to the description of the run. Further `options` are those of wandb.init.
-    Needs pip install ".[wandb]".
+    `mode="offline"` does not use the network, and `wandb sync` uploads the folder later. A resumed run keeps its id;
+    offline, every start creates a separate folder with that id. Values of repeated steps are not logged a second time.
+    `config` is added to the description of the run. Further `options` are arguments of wandb.init. Requires
+    pip install ".[wandb]".
     """
 
     def __init__(
@@ -37,33 +36,33 @@ class WandbLogger(Logger):
         self._folder: Path
         self._package: Any = None
         self._run: Any = None
-        self._kept: KeptRun
+        self._service_run: ServiceRun
 
     def prepare(self, output_dir: Path | None) -> None:
-        """Choose the folder, and import the package."""
-        self._folder = chosen_folder(self, self.folder, output_dir)
-        self._package = imported("wandb", self, "wandb")
+        """Select the folder, and import the package."""
+        self._folder = select_folder(self, self.folder, output_dir)
+        self._package = import_package("wandb", self, "wandb")
 
     def start(self, start: Start) -> None:
-        """Begin a run, or go on with it."""
+        """Start a run, or continue it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._kept = KeptRun("wandb", self._folder, start.step)
-        going_on = {} if self._kept.id is None else {"id": self._kept.id}
-        if going_on and self.mode != "offline":
-            going_on["resume"] = "allow"
+        self._service_run = ServiceRun("wandb", self._folder, start.step)
+        resume_options = {} if self._service_run.id is None else {"id": self._service_run.id}
+        if resume_options and self.mode != "offline":
+            resume_options["resume"] = "allow"
         self._run = self._package.init(
             project=self.project,
             name=self.name,
             mode=self.mode,
             dir=str(self._folder),
             config={**json.loads(json.dumps(start.description, default=str)), **self.config},
-            **going_on,
+            **resume_options,
             **self.options,
         )
-        self._kept.begin(self._run.id)
+        self._service_run.set_id(self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log what is not there yet."""
+        """Log the values that the service does not have yet."""
         self._log(dict(values), step)
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
@@ -80,11 +79,11 @@ class WandbLogger(Logger):
         self._log({name: self._package.Table(columns=list(columns), data=data, allow_mixed_types=True)}, step)
 
     def finish(self, status: Status) -> None:
-        """End the run, as failed after an exception; what is left to upload is uploaded first."""
+        """Upload the remaining data, and finish the run, as failed after an exception."""
         self._run.finish(exit_code=1 if status == "failed" else 0)
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        new = self._kept.not_there(values, step)
+        new = self._service_run.select_new(values, step)
         if new:
             self._run.log({name: values[name] for name in new}, step=step)
-            self._kept.logged(new, step)
+            self._service_run.mark_logged(new, step)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unitrain.loggers.rows import append_row, drop_rows_after, last_row
+from unitrain.loggers.json_lines import append_row, drop_rows_after, last_row
 
 STARTS, EPOCHS, STEPS = "run.jsonl", "history.jsonl", "steps.jsonl"
 

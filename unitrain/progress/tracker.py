@@ -15,8 +15,8 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, LoggerError, Preempted, UnitrainError
+from unitrain.loggers import create_loggers
 from unitrain.loggers.background import Background
-from unitrain.loggers.choice import choose_loggers
 from unitrain.loggers.images import check_image, check_table, to_histogram, to_pixels
 from unitrain.loggers.logger import Start, Status
 from unitrain.progress.display import Progress, choose_progress
@@ -34,7 +34,7 @@ class Tracker:
     def __init__(self, config: TrainConfig, communicator: Communicator, loggers: object) -> None:
         self._config, self._communicator = config, communicator
         self._output_dir = None if config.output_dir is None else Path(config.output_dir)
-        self._loggers = call_on_all_ranks(communicator, lambda: choose_loggers(loggers))
+        self._loggers = call_on_all_ranks(communicator, lambda: create_loggers(loggers))
         self._started: list[Background] = []
         self._description: Mapping[str, Any] | None = None
         self._show(Progress())
@@ -140,7 +140,7 @@ class Tracker:
             except Exception as error:
                 raise LoggerError(
                     f"{type(logger).__name__} cannot be used: {type(error).__name__}: {error}. "
-                    "Mend it, or leave it out of the Trainer's loggers."
+                    "Fix the logger, or remove it from the Trainer's loggers."
                 ) from error
 
     def _start(self, step: int) -> None:
@@ -152,7 +152,7 @@ class Tracker:
         started, self._started = self._started, []
         for logger, deadline in [(logger, logger.finish(status)) for logger in started]:
             logger.wait(deadline)
-        lost = [one.logger for one in started if one.left_out]
+        lost = [one.logger for one in started if one.is_disabled]
         self._loggers = tuple(logger for logger in self._loggers if logger not in lost)
 
     def _goes_on(self, step: int) -> bool:

@@ -338,7 +338,8 @@ def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dic
     }
     if used:
         click.echo(
-            f"unitrain: {TUNED_FILE} sets {format_settings(used)}: without these settings a step took {tuned.gain:.2f} times as long. "
+            f"unitrain: {TUNED_FILE} sets {format_settings(used)}: without these settings a step took "
+            f"{tuned.gain:.2f} times as long. "
             "Ignore the file with: --untuned",
             err=True,
         )
