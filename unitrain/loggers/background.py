@@ -83,7 +83,7 @@ class Background:
             finally:
                 self._current_call = None
                 if method == "start":
-                    # Registered after the logger's package is imported, to run before the exit handlers of that package.
+                    # Registered after the import of the logger's package, to run before that package's exit handlers.
                     atexit.register(self._finish_at_exit)
                     self._started.set()
 
