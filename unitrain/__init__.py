@@ -42,6 +42,7 @@ _EXPORTS = {
     "Logger": "unitrain.loggers.logger",
     "LoggerError": "unitrain.errors",
     "MLflowLogger": "unitrain.loggers.mlflow",
+    "MeanMetric": "unitrain.metrics.means",
     "MetricError": "unitrain.errors",
     "MissingDependencyError": "unitrain.errors",
     "ModelError": "unitrain.errors",
@@ -53,6 +54,7 @@ _EXPORTS = {
     "RankFailedError": "unitrain.errors",
     "RankInfo": "unitrain.bootstrap.environment",
     "ReportError": "unitrain.errors",
+    "ShardedLoader": "unitrain.data.sharded_loader",
     "TensorBoardLogger": "unitrain.loggers.tensorboard",
     "TensorError": "unitrain.errors",
     "TrainConfig": "unitrain.config",
@@ -97,6 +99,7 @@ __all__ = [
     "Logger",
     "LoggerError",
     "MLflowLogger",
+    "MeanMetric",
     "MetricError",
     "MissingDependencyError",
     "ModelError",
@@ -108,6 +111,7 @@ __all__ = [
     "RankFailedError",
     "RankInfo",
     "ReportError",
+    "ShardedLoader",
     "TensorBoardLogger",
     "TensorError",
     "TrainConfig",
@@ -141,6 +145,7 @@ if TYPE_CHECKING:
     from unitrain.callbacks.histograms import Histograms
     from unitrain.callbacks.profiler import Profiler
     from unitrain.config import TrainConfig
+    from unitrain.data.sharded_loader import ShardedLoader
     from unitrain.errors import (
         AuthenticationError,
         BackendUnavailableError,
@@ -176,6 +181,7 @@ if TYPE_CHECKING:
     from unitrain.loggers.mlflow import MLflowLogger
     from unitrain.loggers.tensorboard import TensorBoardLogger
     from unitrain.loggers.wandb import WandbLogger
+    from unitrain.metrics.means import MeanMetric
     from unitrain.modules.buffers import share_buffers
     from unitrain.modules.differentiable_allgather import differentiable_allgather
     from unitrain.modules.sync_batch_norm import sync_batch_norm

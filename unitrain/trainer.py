@@ -19,7 +19,7 @@ from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import load_weights
 from unitrain.checkpoint.run_state import Run, Stateful
 from unitrain.config import TrainConfig, check_alike, for_dry_run
-from unitrain.data.loading import Data
+from unitrain.data.loading import Data, check_is_dataset
 from unitrain.data.order import MicroBatch
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.sharding import EvaluationShard, open_training_data
@@ -275,7 +275,7 @@ class Trainer:
 
         def check() -> None:
             for name, value in data.items():
-                trainer_arguments.check_data(f"Trainer.{method}({name})", value)
+                check_is_dataset(f"Trainer.{method}({name})", value)
 
         call_on_all_ranks(self.backend, check)
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unitrain import validation
 from unitrain.backends.base import Backend
 from unitrain.backends.checks import check_is_model, check_is_optimizer, check_one_optimizer
 from unitrain.config import TrainConfig
-from unitrain.errors import ConfigError, DataError, UnsupportedError
+from unitrain.errors import ConfigError, UnsupportedError
 
 _METRICS = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float()}'
 
@@ -92,22 +92,3 @@ def check_results(names: Sequence[str]) -> None:
             "Trainer(metrics=...) has a result called 'loss', which is what the loss function's own is called. "
             "Give it another name, such as 'plain_loss'."
         )
-
-
-def check_data(name: str, data: Any) -> None:
-    """Raise DataError for what is no dataset, and for a list of whole batches."""
-    fix = "Give a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader"
-    if data is None or isinstance(data, type | str | bytes | Mapping | nn.Module | torch.optim.Optimizer):
-        raise DataError(f"{name} must be a dataset or a DataLoader, got {validation.found(data)}. {fix}.")
-    if isinstance(data, list | tuple) and data and all(map(_is_batch, data[:8])):
-        raise DataError(
-            f"{name} is a {type(data).__name__} of {len(data)} pairs of tensors that look like whole batches: each "
-            "would count as one sample. Give the samples, TensorDataset(inputs, targets); or, where each pair is one "
-            "sample, DataLoader(data, batch_size=32)."
-        )
-
-
-def _is_batch(item: Any) -> bool:
-    """Whether `item` is several tensors with the same first dimension, of more than 1."""
-    tensors = isinstance(item, list | tuple) and len(item) > 1 and all(isinstance(part, Tensor) for part in item)
-    return bool(tensors and len({part.shape[:1] for part in item}) == 1 and item[0].dim() and item[0].shape[0] > 1)

@@ -331,7 +331,7 @@ def test_dropping_the_last_batch_means_the_global_one_and_only_in_training() -> 
     ]
     assert evaluated == list(range(11))
     with pytest.raises(
-        DataError, match=r"3 samples, fewer than one global batch of 4 \(2 ranks x batch_size 2 x accum"
+        DataError, match=r"3 samples, fewer than one global batch of 4 \(2 ranks x batch_size 2 x gradient"
     ):
         TrainingShard(DataLoader(Numbers(3), batch_size=2, drop_last=True), rank_of(0, 2))
 

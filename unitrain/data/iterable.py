@@ -44,10 +44,12 @@ class StreamSource:
         pin_memory: bool,
         seed: int,
         setting: str,
+        owner: str,
+        drop_last: bool,
         every_item: bool,
     ) -> None:
-        self.batch_size = per_rank_batch_size(data, batch_size, setting)
-        self.drop_last = isinstance(data, DataLoader) and data.drop_last and not every_item
+        self.batch_size = per_rank_batch_size(data, batch_size, setting, owner)
+        self.drop_last = (data.drop_last if isinstance(data, DataLoader) else drop_last) and not every_item
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
         self.name = type(dataset).__name__
         items, load = dataset, None
@@ -109,7 +111,9 @@ def open_stream(
     kind: StreamKind,
     seed: int,
     setting: str,
+    owner: str,
     what: str,
+    drop_last: bool = False,
     every_item: bool = False,
 ) -> StreamSource:
     """Return this rank's `StreamSource`. Raises DataError, on all ranks, where they would not deal `data` out alike.
@@ -128,6 +132,8 @@ def open_stream(
             pin_memory=communicator.device.type == "cuda",
             seed=seed,
             setting=setting,
+            owner=owner,
+            drop_last=drop_last,
             every_item=every_item,
         ),
     )

@@ -11,7 +11,7 @@ from unitrain.config import StreamKind, Uneven
 from unitrain.data.batch_size import ElasticBatchSize, resolve_batch_sizes
 from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
-from unitrain.data.loading import Data, check_same_data
+from unitrain.data.loading import Data, call_of, check_same_data
 from unitrain.data.order import MicroBatch
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import DataError
@@ -44,9 +44,12 @@ class TrainingStream(TrainingData):
         num_workers: int = 0,
         stream: StreamKind = "shared",
         uneven: Uneven = "weight",
+        drop_last: bool = False,
         elastic: bool = False,
         kept: ElasticBatchSize | None = None,
+        owner: str = "TrainConfig",
     ) -> None:
+        self._owner = owner
         batching = resolve_batch_sizes(
             data,
             communicator,
@@ -65,7 +68,9 @@ class TrainingStream(TrainingData):
             kind=stream,
             seed=seed,
             setting="batch_size",
+            owner=owner,
             what="The training data",
+            drop_last=drop_last,
         )
         check_same_data("The training data", communicator, None, {"uneven": uneven, "accumulate": batching.accumulate})
         sizes: list[int | None] = communicator.allgather_object(source.batch_size)
@@ -89,7 +94,7 @@ class TrainingStream(TrainingData):
             full=full,
             copies=source.may_reuse_memory,
         )
-        self._steps = _Steps(source, self._aligner, communicator, 0, 0)
+        self._steps = _Steps(source, self._aligner, communicator, 0, 0, owner)
 
     @property
     def order_settings(self) -> dict[str, Any]:
@@ -116,9 +121,13 @@ class TrainingStream(TrainingData):
         """Return None, for the same reason."""
         return None
 
+    def count_batches(self) -> int | None:
+        """Return None, for the same reason."""
+        return None
+
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
-        self._steps = _Steps(self._source, self._aligner, self._communicator, epoch, start)
+        self._steps = _Steps(self._source, self._aligner, self._communicator, epoch, start, self._owner)
         return self._steps
 
     def is_epoch_finished(self, position: int) -> bool:
@@ -149,9 +158,9 @@ class _Steps(Iterator[tuple[Any, MicroBatch]]):
     """
 
     def __init__(
-        self, source: StreamSource, aligner: StepAligner, communicator: Communicator, epoch: int, start: int
+        self, source: StreamSource, aligner: StepAligner, communicator: Communicator, epoch: int, start: int, owner: str
     ) -> None:
-        self._source, self._communicator, self._epoch = source, communicator, epoch
+        self._source, self._communicator, self._epoch, self._owner = source, communicator, epoch, owner
         shared = source.kind == "shared"
         self._begun, self._looks, self.position = start > 0, shared and epoch == 0, start
         self._steps = aligner.micro_batches(
@@ -186,8 +195,8 @@ class _Steps(Iterator[tuple[Any, MicroBatch]]):
         first_items = set(self._communicator.allgather_object(self._source.first_item)) - {None}
         if len(first_items) > 1 and self._communicator.rank == 0:
             _log.warning(
-                "%s does not begin alike on every rank, but TrainConfig.stream 'shared' deals out one stream: unless "
+                "%s does not begin alike on every rank, but %s.stream 'shared' deals out one stream: unless "
                 "only an augmentation differs, samples are lost or taken twice. "
-                "Use TrainConfig(stream='own') for a dataset that shards itself.",
-                self._source.name,
+                "Use %s for a dataset that shards itself.",
+                *(self._source.name, self._owner, call_of(self._owner, "stream='own'")),
             )

@@ -8,7 +8,7 @@ from itertools import tee
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -20,6 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from unitrain import validation
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.data.batch import CountedBatch, CountingCollate
@@ -42,16 +43,25 @@ class Source:
     """
 
     def __init__(
-        self, data: Data, *, batch_size: int | None, shuffle: bool, num_workers: int, pin_memory: bool, setting: str
+        self,
+        data: Data,
+        *,
+        batch_size: int | None,
+        shuffle: bool,
+        drop_last: bool,
+        num_workers: int,
+        pin_memory: bool,
+        setting: str,
+        owner: str,
     ) -> None:
-        self.batch_size = per_rank_batch_size(data, batch_size, setting)
+        self.batch_size = per_rank_batch_size(data, batch_size, setting, owner)
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
         self.sampler: Iterable[Any] | None = None
         if isinstance(data, DataLoader):
             self.sampler = custom_sampler(data)
             shuffle = self.sampler is None and isinstance(data.sampler, RandomSampler)
         self.shuffle = shuffle
-        self.drop_last: bool = isinstance(data, DataLoader) and data.drop_last
+        self.drop_last: bool = data.drop_last if isinstance(data, DataLoader) else drop_last
         self.length = _length(data)
         # Workers are seeded from it when they start, so that their augmentations repeat; the global one is spared.
         self._generator = torch.Generator()
@@ -233,7 +243,7 @@ def _from_start(indices: Tensor, length: int) -> Tensor:
     return torch.where(indices < 0, indices + length, indices)
 
 
-def per_rank_batch_size(data: Data, batch_size: int | None, setting: str) -> int | None:
+def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner: str) -> int | None:
     """Return how many samples a batch of `data` has: those of a DataLoader, if it is one, else `batch_size`.
 
     None where the DataLoader's dataset or batch_sampler makes whole batches. Raises DataError for a DataLoader that
@@ -251,15 +261,20 @@ def per_rank_batch_size(data: Data, batch_size: int | None, setting: str) -> int
             )
             raise ConfigError(
                 f"A batch size of {batch_size} was asked for, but the DataLoader was built with {found}. "
-                f"Leave one of them out: a DataLoader needs no TrainConfig.{setting}."
+                f"Leave one of them out: with a DataLoader, {owner} does not need {setting}."
             )
         return data.batch_size
     if batch_size is None:
         raise ConfigError(
-            f"A {type(data).__name__} was given without a batch size. Use TrainConfig({setting}=32), "
+            f"A {type(data).__name__} was given without a batch size. Use {call_of(owner, f'{setting}=32')}, "
             "or give a DataLoader."
         )
     return batch_size
+
+
+def call_of(owner: str, arguments: str) -> str:
+    """Return the call in which the user passes `arguments` to `owner`, TrainConfig or ShardedLoader, for a message."""
+    return f"{owner}({'' if owner == 'TrainConfig' else 'data, backend, '}{arguments})"
 
 
 def is_stream(data: Any) -> bool:
@@ -308,3 +323,22 @@ def check_same_data(what: str, communicator: Communicator, length: int | None, s
             )
     if length == 0:
         raise DataError(f"{what} is empty. Give a dataset with at least one sample.")
+
+
+def check_is_dataset(name: str, data: Any) -> None:
+    """Raise DataError unless the argument `name` can be a dataset, and for a list of batches instead of samples."""
+    fix = "Give a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader"
+    if data is None or isinstance(data, type | str | bytes | Mapping | nn.Module | torch.optim.Optimizer):
+        raise DataError(f"{name} must be a dataset or a DataLoader, got {validation.found(data)}. {fix}.")
+    if isinstance(data, list | tuple) and data and all(map(_is_batch, data[:8])):
+        raise DataError(
+            f"{name} is a {type(data).__name__} of {len(data)} pairs of tensors that look like whole batches: each "
+            "would count as one sample. Give the samples, TensorDataset(inputs, targets); or, where each pair is one "
+            "sample, DataLoader(data, batch_size=32)."
+        )
+
+
+def _is_batch(item: Any) -> bool:
+    """Return whether `item` is several tensors with the same first dimension, larger than 1."""
+    tensors = isinstance(item, list | tuple) and len(item) > 1 and all(isinstance(part, Tensor) for part in item)
+    return bool(tensors and len({part.shape[:1] for part in item}) == 1 and item[0].dim() and item[0].shape[0] > 1)

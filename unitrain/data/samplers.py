@@ -108,7 +108,7 @@ def _draw(sampler: Iterable[Any], whole: bool, seed: int, epoch: int) -> DrawnOr
     if not ended:
         raise DataError(
             f"{name} has not ended after {_MOST:,} elements, and the order of an epoch is drawn whole. "
-            "Let it end: epochs follow one another until TrainConfig.max_steps are done."
+            "Let its __iter__ end: it is iterated again in each epoch."
         )
     if not keys:
         raise DataError(

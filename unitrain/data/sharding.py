@@ -20,7 +20,7 @@ from unitrain.data.batch_size import ElasticBatchSize, resolve_batch_sizes
 from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.iterable_training import TrainingStream
-from unitrain.data.loading import Data, Source, check_same_data, is_stream
+from unitrain.data.loading import Data, Source, call_of, check_same_data, is_stream
 from unitrain.data.order import MicroBatch, StrideUnit, epoch_order, micro_batches_of_sampler, micro_batches_of_samples
 from unitrain.data.samplers import DrawnOrder, draw_order
 from unitrain.data.training_data import TrainingData
@@ -53,9 +53,13 @@ class TrainingShard(TrainingData):
         shuffle: bool = True,
         num_workers: int = 0,
         uneven: Uneven = "weight",
+        drop_last: bool = False,
         elastic: bool = False,
         kept: ElasticBatchSize | None = None,
+        allow_empty_ranks: bool = False,
+        owner: str = "TrainConfig",
     ) -> None:
+        self._owner = owner
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
         batching = resolve_batch_sizes(
@@ -68,7 +72,16 @@ class TrainingShard(TrainingData):
             kept=kept,
         )
         self._seed, self._accumulate, self._uneven = seed, batching.accumulate, uneven
-        self._source = source = _open(data, communicator, batching.batch_size, shuffle, num_workers, "batch_size")
+        self._source = source = _open(
+            data,
+            communicator,
+            batch_size=batching.batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            setting="batch_size",
+            owner=owner,
+        )
         self.batch_size = source.batch_size
         self._sampler_name = None if source.sampler is None else type(source.sampler).__name__
         # What decides which samples a rank takes: where it differs, ranks would take the same ones, or wait for ever.
@@ -83,7 +96,7 @@ class TrainingShard(TrainingData):
         self._whole = batching.whole
         self.global_batch_size = None if source.batch_size is None else self._whole or source.batch_size * micro_steps
         if source.sampler is None:
-            if source.length < self._size:
+            if source.length < self._size and not allow_empty_ranks:
                 raise DataError(
                     f"The training data has {source.length} samples, fewer than the {self._size} ranks that share "
                     f"them. Start at most {source.length} ranks, or give more data."
@@ -138,6 +151,17 @@ class TrainingShard(TrainingData):
             return self._end_of(source.length)
         length = None if source.batch_size is None else _length(source.sampler)
         return None if length is None else self._end_of(length)
+
+    def count_batches(self) -> int | None:
+        """Return how many micro-batches each rank has in one epoch; None with a sampler without a length."""
+        source, size = self._source, self._size
+        length = source.length if source.sampler is None else _length(source.sampler)
+        if length is None:
+            return None
+        if source.batch_size is not None:
+            return -(-self._end_of(length) // (size * source.batch_size))
+        per_step = size * self._accumulate
+        return length // per_step * self._accumulate if self._uneven == "drop" else -(-length // size)
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
@@ -201,10 +225,11 @@ class TrainingShard(TrainingData):
             return bounds[-1]
         count, first, per_step = len(bounds) - 1, bisect_left(bounds, start), self._size * self._accumulate
         if count < per_step:
+            weight = call_of(self._owner, "uneven='weight'")
             raise DataError(
                 f"{self._sampler_name} makes {count} batches, fewer than the {per_step} of a step ({self._size} ranks "
-                f"x gradient_accumulation_steps {self._accumulate}), and TrainConfig.uneven 'drop' drops the rest. "
-                "Use TrainConfig(uneven='weight')."
+                f"x gradient_accumulation_steps {self._accumulate}), and {self._owner}.uneven 'drop' drops the "
+                f"rest. Use {weight}."
             )
         return bounds[first + (count - first) // per_step * per_step]
 
@@ -228,9 +253,11 @@ class EvaluationShard:
         num_workers: int = 0,
         stream: StreamKind = "shared",
         limit_batches: int | None = None,
+        owner: str = "TrainConfig",
     ) -> None:
         self._limit = limit_batches
-        what, setting, rank, size = "The evaluation data", "eval_batch_size", communicator.rank, communicator.size
+        what, rank, size = "The evaluation data", communicator.rank, communicator.size
+        setting = "eval_batch_size" if owner == "TrainConfig" else "batch_size"
         self._rank = rank
         self._source: Source | StreamSource
         if is_stream(data):
@@ -242,11 +269,21 @@ class EvaluationShard:
                 kind=stream,
                 seed=0,
                 setting=setting,
+                owner=owner,
                 what=what,
                 every_item=True,
             )
             return
-        self._source = source = _open(data, communicator, batch_size, False, num_workers, setting)
+        self._source = source = _open(
+            data,
+            communicator,
+            batch_size=batch_size,
+            shuffle=False,
+            drop_last=False,
+            num_workers=num_workers,
+            setting=setting,
+            owner=owner,
+        )
         sampler = None if source.sampler is None else type(source.sampler).__name__
         check_same_data(what, communicator, source.length, {"sampler": sampler})
         self._order, bounds = DrawnOrder(torch.arange(source.length), None)
@@ -260,6 +297,15 @@ class EvaluationShard:
             first, last = (place * len(self._order) // size for place in (rank, rank + 1))
             step = source.batch_size or 1
             self._parts = [slice(at, min(at + step, last)) for at in range(first, last, step)]
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per batch; None where the data or a batch_sampler makes whole batches."""
+        return self._source.batch_size
+
+    def count_batches(self) -> int | None:
+        """Return how many batches this rank has; None for a stream."""
+        return None if isinstance(self._source, StreamSource) else len(self._parts[: self._limit])
 
     @property
     def can_prefetch(self) -> bool:
@@ -312,36 +358,44 @@ def open_training_data(
     An elastic job keeps its global batch on however many ranks there are: the one `kept` since it began.
     Raises what TrainingShare and TrainingStream raise.
     """
-    settings: dict[str, Any] = {
-        "batch_size": config.batch_size,
-        "accumulate": config.gradient_accumulation_steps,
-        "global_batch_size": config.global_batch_size,
-        "seed": config.seed,
-        "num_workers": config.num_workers,
-        "uneven": config.uneven,
-        "elastic": elastic,
-        "kept": kept,
-    }
-    # Where the ranks do not make the same of it, they ask each other the same all the same, and find out.
-    if is_stream(data):
-        return TrainingStream(data, communicator, stream=config.stream, **settings)
-    return TrainingShard(data, communicator, shuffle=config.shuffle, **settings)
-
-
-def _open(
-    data: Data, communicator: Communicator, batch_size: int | None, shuffle: bool, num_workers: int, setting: str
-) -> Source:
-    return call_on_all_ranks(
+    return create_training_shard(
+        data,
         communicator,
-        lambda: Source(
-            data,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            num_workers=num_workers,
-            pin_memory=communicator.device.type == "cuda",
-            setting=setting,
-        ),
+        shuffle=config.shuffle,
+        stream=config.stream,
+        batch_size=config.batch_size,
+        accumulate=config.gradient_accumulation_steps,
+        global_batch_size=config.global_batch_size,
+        seed=config.seed,
+        num_workers=config.num_workers,
+        uneven=config.uneven,
+        elastic=elastic,
+        kept=kept,
     )
+
+
+def create_training_shard(
+    data: Data,
+    communicator: Communicator,
+    *,
+    shuffle: bool,
+    stream: StreamKind,
+    allow_empty_ranks: bool = False,
+    **settings: Any,
+) -> TrainingData:
+    """Return this rank's shard of `data`: a TrainingStream for data without indices, otherwise a TrainingShard.
+
+    All ranks call it. `settings` are the other arguments of both classes.
+    """
+    # If the ranks do not choose the same class, both classes compare the same values first and raise an error.
+    if is_stream(data):
+        return TrainingStream(data, communicator, stream=stream, **settings)
+    return TrainingShard(data, communicator, shuffle=shuffle, allow_empty_ranks=allow_empty_ranks, **settings)
+
+
+def _open(data: Data, communicator: Communicator, **settings: Any) -> Source:
+    pin_memory = communicator.device.type == "cuda"
+    return call_on_all_ranks(communicator, lambda: Source(data, pin_memory=pin_memory, **settings))
 
 
 def _length(sampler: Any) -> int | None:

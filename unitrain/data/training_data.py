@@ -49,6 +49,10 @@ class TrainingData(ABC):
         """
 
     @abstractmethod
+    def count_batches(self) -> int | None:
+        """Return how many micro-batches each rank has in one epoch; None where nobody knows."""
+
+    @abstractmethod
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on.
 

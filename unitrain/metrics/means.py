@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import TensorError
 
 # How many batches wait to be added up: enough to make it cheap per batch, few enough to hold.
@@ -133,6 +135,58 @@ class Means:
             ]
             counted += samples * len(rows)
         return sums, counted
+
+
+class MeanMetric:
+    """Weighted mean of values over all batches of all ranks, such as an accuracy or a loss.
+
+        accuracy = unitrain.MeanMetric(backend)
+        for inputs, targets in unitrain.ShardedLoader(dataset, backend, batch_size=32, shuffle=False):
+            accuracy.update((model(inputs).argmax(1) == targets).double().mean(), len(targets))
+        print(accuracy.compute())
+
+    Sums are kept in float64. Ranks may have different numbers of batches, even none.
+    """
+
+    def __init__(self, backend: Communicator) -> None:
+        self._backend = backend
+        self._means = Means(("The value",), backend.device)
+
+    def update(self, value: Tensor | float, count: Tensor | float = 1) -> None:
+        """Add the mean `value` of `count` samples, tokens or pixels on this rank; or a tensor of `count` values.
+
+        It neither communicates nor waits for the device. A `count` of 0 adds nothing. Raises TensorError for a count
+        that is negative or not a single number, and for a value of another shape, for this at the latest in `compute`.
+        """
+        if isinstance(count, Tensor):
+            if count.dim() or (count.device.type == "cpu" and not 0 <= float(count) < math.inf):
+                raise TensorError(_invalid_count(count.tolist() if count.numel() < 10 else list(count.shape)))
+            value = torch.as_tensor(value, dtype=torch.float64, device=self._backend.device).detach().mean()
+            self._means.add_loss(torch.where(count > 0, value * count, 0.0), 1, count.detach())
+        elif isinstance(count, bool) or not (isinstance(count, int | float) and 0 <= count < math.inf):
+            raise TensorError(_invalid_count(count))
+        elif isinstance(count, int):
+            self._means.add((value,), count)
+        elif count:
+            value = torch.as_tensor(value, dtype=torch.float64).detach().mean()
+            self._means.add_loss(value * count, 1, count)
+
+    def compute(self) -> float:
+        """Return the mean over all ranks, the same on every rank; nan without any value. All ranks call it."""
+        call_on_all_ranks(self._backend, self._means.flush)
+        (total,), count = self._means.totals(self._backend)
+        return total / count if count else math.nan
+
+    def reset(self) -> None:
+        """Forget all values of this rank."""
+        self._means.clear()
+
+
+def _invalid_count(found: object) -> str:
+    return (
+        f"MeanMetric.update(count=...) must be a number of at least 0, got {found}. "
+        "Pass how many samples the value is the mean of: metric.update(loss, len(targets))."
+    )
 
 
 def kept(value: Tensor | float) -> Tensor:

@@ -1,0 +1,272 @@
+"""The public loader of a rank's batches, for training and evaluation loops without the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from unitrain import validation
+from unitrain.backends.base import Backend
+from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
+from unitrain.config import StreamKind, Uneven
+from unitrain.data.loading import Data, check_is_dataset
+from unitrain.data.prefetch import Prefetcher
+from unitrain.data.sharding import EvaluationShard, create_training_shard
+from unitrain.data.training_data import TrainingData
+from unitrain.errors import CheckpointError, ConfigError
+
+_OWNER = "ShardedLoader"
+
+
+class ShardedLoader:
+    """Iterable over this rank's batches of data that all ranks share, on the rank's device.
+
+        loader = unitrain.ShardedLoader(dataset, backend, batch_size=32)
+        for epoch in range(3):
+            for inputs, targets in loader:
+                loss = loss_fn(model(inputs), targets) * loader.loss_weight
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Each iteration is the next epoch. Every sample is in exactly one batch of one rank, and all ranks yield the same
+    number of batches, for any length of the data. Multiply the mean loss of a batch by `loss_weight`: the gradient,
+    averaged over ranks, is then that of the mean loss over the samples of all ranks. A rank that has no sample left for
+    a step yields a dummy batch with loss weight 0.
+
+    With `shuffle=False` the loader is for evaluation: it yields every sample once, in order and without dummy batches,
+    so that ranks may yield different numbers of batches, even none. Iterating then communicates nothing.
+
+    All ranks create the loader, with the same arguments, and iterate over it. On the same `seed` and epoch, N ranks
+    with batches of B samples train on the same samples per step as one process with batches of N * B.
+
+    Args:
+        data: A Dataset, an IterableDataset or a DataLoader. A DataLoader keeps its batch size, sampler, `collate_fn`,
+            `drop_last` and workers. If it was created with shuffle=False, it is trained on in its own order.
+        backend: The backend that `unitrain.init` returned.
+        batch_size: Samples per rank and batch. Required unless `data` is a DataLoader.
+        shuffle: Whether to train in a new order in each epoch, or to evaluate in the order of the data.
+        seed: Seed of the order, together with the epoch.
+        drop_last: Whether to leave out the last step if it has fewer samples than a global batch.
+        num_workers: Worker processes that load batches, per rank; 0 to load them in the training process.
+        gradient_accumulation_steps: Batches per optimizer step. `loss_weight` then refers to the samples of all these
+            batches, and `ends_step` is True at the last one.
+        stream: What an IterableDataset yields: the same items on every rank ("shared"), which are then sharded, or
+            items that belong to the rank and worker that yields them ("own").
+        uneven: What happens if an IterableDataset or a batch_sampler gives the ranks different numbers of batches:
+            "weight" (dummy batches), "drop" (the epoch ends) or "pad" (batches are repeated).
+
+    Raises, on every rank: ConfigError for arguments that are invalid, contradict each other or differ between ranks;
+    DataError for data that is empty, cannot be sharded or differs between ranks.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        backend: Backend,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        gradient_accumulation_steps: int = 1,
+        stream: StreamKind = "shared",
+        uneven: Uneven = "weight",
+    ) -> None:
+        fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
+        validation.instance(f"{_OWNER}(backend)", backend, Backend, "a backend", fix)
+        backend.check_running(_OWNER)
+        settings: dict[str, Any] = {
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "stream": stream,
+            "uneven": uneven,
+        }
+        call_on_all_ranks(backend, lambda: _check(data, batch_size, num_workers, settings))
+        _check_same_on_all_ranks(backend, settings)
+        self._backend = backend
+        self._prefetcher = Prefetcher(backend.device)
+        self._seed = seed
+        self._epoch, self._position = 0, 0
+        self._is_within_epoch = False
+        # The number of samples and the loss weight of the batch yielded last.
+        self._num_samples, self._loss_weight, self._ends_step = 0, 0.0, True
+        self._shard: TrainingData | EvaluationShard
+        if not shuffle:
+            self._shard = EvaluationShard(
+                data, backend, batch_size=batch_size, num_workers=num_workers, stream=stream, owner=_OWNER
+            )
+            return
+        self._shard = create_training_shard(
+            data,
+            backend,
+            batch_size=batch_size,
+            accumulate=gradient_accumulation_steps,
+            seed=seed,
+            shuffle=True,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            stream=stream,
+            uneven=uneven,
+            allow_empty_ranks=True,
+            owner=_OWNER,
+        )
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per rank and batch; None if the data or a batch_sampler makes the batches."""
+        return self._shard.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the running iteration, otherwise of the next one; the first is 0. Set it to start at another."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch, self._position, self._is_within_epoch = epoch, 0, False
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the batch yielded last; 0 for a dummy batch."""
+        return self._num_samples
+
+    @property
+    def loss_weight(self) -> float:
+        """The factor for the mean loss of the batch yielded last: its samples * number of ranks / samples of the step.
+
+        A step has the samples of one batch of every rank, or of `gradient_accumulation_steps` of them.
+        """
+        self._check_is_for_training("loss_weight")
+        return self._loss_weight
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the batch yielded last is the last one of its optimizer step; always True without accumulation."""
+        self._check_is_for_training("ends_step")
+        return self._ends_step
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch: the same on every rank in training, this rank's in evaluation.
+
+        Raises TypeError if it is unknown, as for an IterableDataset.
+        """
+        batches = self._shard.count_batches()
+        if batches is None:
+            raise TypeError("This ShardedLoader has no len(): its data or sampler does not have a length.")
+        return batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's batches of the next epoch, or of the rest of the epoch that `load_state_dict` restored."""
+        if isinstance(self._shard, EvaluationShard):
+            for batch, samples in self._prefetcher(self._shard, ahead=self._shard.can_prefetch):
+                self._num_samples = samples
+                yield batch
+            return
+        if not torch.is_grad_enabled():
+            raise ConfigError(
+                "A ShardedLoader for training was iterated under torch.no_grad(), where its dummy batches would be "
+                "evaluated like samples. Use ShardedLoader(data, backend, shuffle=False) for evaluation."
+            )
+        if self._is_within_epoch:  # the last iteration did not reach the end of its epoch
+            self._epoch, self._position = self._epoch + 1, 0
+        try:
+            # No variable refers to the iterator, so that its workers end as soon as this generator is closed.
+            for batch, micro_batch in self._prefetcher(
+                self._shard.micro_batches(self._epoch, self._position), ahead=self._shard.can_prefetch
+            ):
+                self._is_within_epoch = True
+                self._num_samples = micro_batch.samples
+                self._loss_weight = micro_batch.samples * self._backend.size / micro_batch.step_samples
+                self._ends_step = micro_batch.ends_step
+                if micro_batch.ends_step:
+                    self._position = micro_batch.step_end
+                yield batch
+        finally:
+            self._shard.end_epoch()
+        self._epoch, self._position, self._is_within_epoch = self._epoch + 1, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last complete step, for `load_state_dict` on any number of ranks.
+
+        Call it after `optimizer.step()`, on any rank: the state is the same on all of them.
+        """
+        self._check_is_for_training("state_dict()")
+        return {"epoch": self._epoch, "position": self._position, "order": self._order()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the position of `state`: the next iteration yields the rest of that epoch. All ranks call it.
+
+        Within an epoch, the remaining samples and their order are the same for any number of ranks and any batch size.
+        Raises CheckpointError if the state is within an epoch of data in another order.
+        """
+        self._check_is_for_training("load_state_dict()")
+        epoch, position, saved = state["epoch"], state["position"], state["order"]
+        order = self._order()
+        for name in {**saved, **order} if position else ():
+            if saved.get(name) != order.get(name):
+                raise CheckpointError(
+                    f"The state of the ShardedLoader is within epoch {epoch} of data with {name}={saved.get(name)}, "
+                    f"but this loader has {name}={order.get(name)}: samples would be repeated or left out. "
+                    "Use the same data, seed and arguments, or start the next epoch: loader.epoch = "
+                    f"{epoch + 1}."
+                )
+        self._epoch, self._position, self._is_within_epoch = epoch, position, False
+
+    def _order(self) -> dict[str, Any]:
+        assert isinstance(self._shard, TrainingData)
+        return {"seed": self._seed, **self._shard.order_settings}
+
+    def _check_is_for_training(self, name: str) -> None:
+        if isinstance(self._shard, EvaluationShard):
+            raise ConfigError(
+                f"ShardedLoader.{name} is for training, but this loader was created with shuffle=False, for "
+                "evaluation. Leave shuffle out; to train without shuffling, use "
+                "ShardedLoader(DataLoader(dataset, batch_size=32), backend)."
+            )
+
+
+def _check(data: Any, batch_size: Any, num_workers: Any, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument that is invalid, DataError for data that is not a dataset."""
+    check_is_dataset(f"{_OWNER}(data)", data)
+    fix = "Use batch_size=32 to start with"
+    validation.whole_number(f"{_OWNER}(batch_size=...)", batch_size, 1, fix, optional=True)
+    validation.whole_number(f"{_OWNER}(seed=...)", settings["seed"], 0, "Use seed=0")
+    fix = "Use 0 to load the data in the training process"
+    validation.whole_number(f"{_OWNER}(num_workers=...)", num_workers, 0, fix)
+    name = f"{_OWNER}(gradient_accumulation_steps=...)"
+    validation.whole_number(name, settings["gradient_accumulation_steps"], 1, "Use 1 to step after every batch")
+    validation.switch(f"{_OWNER}.shuffle", settings["shuffle"])
+    validation.switch(f"{_OWNER}.drop_last", settings["drop_last"])
+    validation.choice(f"{_OWNER} argument stream", settings["stream"], ("shared", "own"))
+    validation.choice(f"{_OWNER} argument uneven", settings["uneven"], ("weight", "drop", "pad"))
+    if isinstance(data, DataLoader):
+        for argument, value in (("num_workers", num_workers), ("drop_last", settings["drop_last"])):
+            if value:
+                raise ConfigError(
+                    f"ShardedLoader got a DataLoader and {argument}={value}, but a DataLoader keeps its own settings. "
+                    f"Use DataLoader(dataset, ..., {argument}={value})."
+                )
+    if not settings["shuffle"]:
+        for argument, default in (("drop_last", False), ("gradient_accumulation_steps", 1)):
+            if settings[argument] != default:
+                raise ConfigError(
+                    f"ShardedLoader({argument}={settings[argument]}) is for training, but shuffle=False evaluates "
+                    f"every sample once. Leave {argument} out."
+                )
+
+
+def _check_same_on_all_ranks(backend: Backend, settings: dict[str, Any]) -> None:
+    found = gather_if_different(backend, settings) or []
+    for name in settings:
+        values = [other[name] for other in found]
+        if any(value != values[0] for value in values):
+            raise ConfigError(
+                f"ShardedLoader({name}=...) differs between ranks: {values}. Use the same arguments on every rank."
+            )
