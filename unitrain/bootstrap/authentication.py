@@ -1,7 +1,7 @@
-"""Authentication of what the processes of a job send each other, with the key that `unitrain launch` gives them.
+"""Authentication of messages between the processes of a job, with the key that `unitrain launch` gives them.
 
 The stores and sockets of a job accept connections from any program that can reach them. A message is therefore signed
-with HMAC-SHA256 and verified before it is used. Without a key, as under a launcher that the user has typed, messages
+with HMAC-SHA256 and verified before it is used. Without a key, as when the user types the launcher's command, messages
 are neither signed nor verified.
 """
 
@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Generator
 
 from unitrain.bootstrap import environment
 from unitrain.errors import AuthenticationError
@@ -19,6 +19,8 @@ from unitrain.errors import AuthenticationError
 SIGNATURE_BYTES = 32
 _NONCE_BYTES = 16
 _SIGNED, _UNSIGNED = "s", "u"
+# A handshake yields the bytes to send next and the number of bytes to receive after that, and is sent those bytes.
+Handshake = Generator[tuple[bytes, int], bytes, None]
 
 
 def new_key() -> str:
@@ -26,31 +28,36 @@ def new_key() -> str:
     return secrets.token_hex(32)
 
 
+def job_key() -> str | None:
+    """Return the key of this job, None if this process has none."""
+    return environment.setting(environment.JOB_KEY)
+
+
 def has_key() -> bool:
-    """Return whether this process was given the key of its job."""
-    return environment.setting(environment.JOB_KEY) is not None
+    """Return whether this process has the key of its job."""
+    return job_key() is not None
 
 
 def sign(content: bytes | memoryview, purpose: str = "") -> bytes:
-    """Return the signature of `content` for a `purpose`, of SIGNATURE_BYTES; empty where there is no key.
+    """Return the signature of `content`, SIGNATURE_BYTES long, empty without a key.
 
-    A signature for one purpose is not valid for another one.
+    A signature is valid for one `purpose` only.
     """
-    return _sign(environment.setting(environment.JOB_KEY) or "", content, purpose)
+    return _sign(job_key() or "", content, purpose)
 
 
 def verify(content: bytes | memoryview, signature: bytes | memoryview, purpose: str = "") -> bool:
-    """Return whether `signature` is that of `content` for this `purpose`."""
+    """Return whether `signature` is the signature of `content` for `purpose`."""
     return hmac.compare_digest(sign(content, purpose), signature)
 
 
 def seal(text: str, purpose: str) -> str:
-    """Return `text` with its signature for a `purpose`, as `unseal` takes it; marked as unsigned without a key."""
+    """Return `text` with its signature for `purpose`, or marked as unsigned if there is no key; see `unseal`."""
     return f"{_SIGNED}{sign(text.encode(), purpose).hex()}{text}" if has_key() else _UNSIGNED + text
 
 
 def unseal(sealed: bytes, purpose: str) -> str:
-    """Return the text that was sealed for this `purpose`. Raises AuthenticationError for anything else."""
+    """Return the text that was sealed for `purpose`. Raises AuthenticationError for anything else."""
     mark, content = sealed[:1].decode("latin-1"), sealed[1:]
     length = 2 * SIGNATURE_BYTES if has_key() else 0
     signature, text = content[:length], content[length:]
@@ -62,47 +69,53 @@ def unseal(sealed: bytes, purpose: str) -> str:
         return text.decode()
     raise AuthenticationError(
         f"The value of {purpose!r} was not written by a process of this job: {reason}. Give all ranks the same "
-        f"{environment.JOB_KEY}, or see which other program can reach the job's ports: docs/security.md"
+        f"{environment.JOB_KEY}, or find the other program that reaches the job's ports: docs/security.md"
     )
 
 
-def prove(connection: socket.socket, key: str | None, role: str, *, accepts: bool) -> None:
-    """Show the other end of a connection that this process has the job's `key`, and verify that the other end has it.
+def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
+    """Prove to the peer that this process has the job's `key`, and verify that the peer has it.
 
-    Both ends call it with the same `role`; the end that accepted the connection passes `accepts`. Nothing is sent where
-    the key is None. Raises AuthenticationError for another key, OSError for a connection that ends or times out.
+    Both peers use the same `role`; `is_server` is true on the side that accepted the connection. Nothing is sent if the
+    key is None. Raises AuthenticationError if the peer has another key.
     """
     if key is None:
         return
-    own = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(own)
-    other = receive_exactly(connection, _NONCE_BYTES)
-    nonces = own + other if accepts else other + own
-    signature: Callable[[bool], bytes] = lambda accepted: _sign(key, nonces, f"{role} {accepted}")  # noqa: E731
-
-    def check() -> None:
-        if not hmac.compare_digest(receive_exactly(connection, SIGNATURE_BYTES), signature(not accepts)):
-            raise AuthenticationError(
-                f"The other end of a connection for {role} does not have this job's {environment.JOB_KEY}. Give all "
-                "ranks the same, or see which other program can reach the job's ports: docs/security.md"
-            )
-
-    # The end that connects signs first, so that nobody who connects obtains a signature.
-    if accepts:
-        check()
-        connection.sendall(signature(accepts))
-    else:
-        connection.sendall(signature(accepts))
-        check()
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    peer_nonce = yield own_nonce, _NONCE_BYTES
+    nonces = own_nonce + peer_nonce if is_server else peer_nonce + own_nonce
+    own_signature = _sign(key, nonces, f"{role} {is_server}")
+    expected = _sign(key, nonces, f"{role} {not is_server}")
+    # The client signs first, so that a client without the key does not obtain a signature.
+    received = yield b"" if is_server else own_signature, SIGNATURE_BYTES
+    if not hmac.compare_digest(received, expected):
+        raise AuthenticationError(
+            f"The peer of a connection for {role} does not have this job's {environment.JOB_KEY}. Give all ranks the "
+            "same, or find the other program that reaches the job's ports: docs/security.md"
+        )
+    if is_server:
+        yield own_signature, 0
 
 
-def receive_exactly(connection: socket.socket, length: int) -> bytes:
-    """Return the next `length` bytes. Raises ConnectionError where the connection ends before."""
+def authenticate(connection: socket.socket, key: str | None, role: str, *, is_server: bool) -> None:
+    """Run `handshake` on a blocking socket. Raises OSError if the connection is closed or times out."""
+    steps = handshake(key, role, is_server=is_server)
+    try:
+        to_send, num_bytes = next(steps)
+        while True:
+            connection.sendall(to_send)
+            to_send, num_bytes = steps.send(receive_exactly(connection, num_bytes))
+    except StopIteration:
+        pass
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Return the next `num_bytes` bytes. Raises ConnectionError if the connection is closed before."""
     received = b""
-    while len(received) < length:
-        part = connection.recv(length - len(received))
+    while len(received) < num_bytes:
+        part = connection.recv(num_bytes - len(received))
         if not part:
-            raise ConnectionError(f"the connection ended after {len(received)} of {length} bytes")
+            raise ConnectionError(f"the connection was closed after {len(received)} of {num_bytes} bytes")
         received += part
     return received
 

@@ -1,147 +1,196 @@
-"""A connection between rank 0 and every other rank on which nothing is said but goodbye.
+"""Liveness check: one connection between rank 0 and every other rank, on which a killed process is noticed.
 
-The system closes a process's connections whatever it dies of, so one that ends without a goodbye is a rank that was
-killed: nobody else could tell of that, where no launcher looks after the ranks.
+If no launcher monitors the ranks, nothing else reports that a process was killed.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
-import os
 import secrets
 import select
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from weakref import WeakSet
+from collections.abc import Callable, Generator
 
 import torch.distributed as dist
 
-from unitrain.bootstrap import environment
-from unitrain.bootstrap.authentication import prove
+from unitrain.bootstrap.authentication import handshake, job_key
 from unitrain.bootstrap.messages import MessageStore
 from unitrain.bootstrap.network import listen
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import AuthenticationError
+from unitrain.monitoring.peer_connection import GOODBYE, PeerConnection
 
-_JOIN_SECONDS = 10.0
-_PERIOD_MILLISECONDS = 500
-_HERE, _GOODBYE = b"+", b"."
-_open: WeakSet[LivenessCheck] = WeakSet()
+_CONNECT_TIMEOUT_SECONDS = 10.0
+_POLL_MILLISECONDS = 500
+_ROLE = "liveness check"
+_ACCEPTED = "accepted"
+_TOKEN_BYTES, _RANK_DIGITS = 16, 8
+# Connections that may wait for authentication in addition to those of the ranks; the oldest one is closed first.
+_MAX_EXTRA_PENDING = 64
 
 
 class LivenessCheck:
-    """This rank's connections; `on_loss` is called, in a thread, with the first rank whose process is gone without a
-    goodbye. All ranks make one at the same time, then call `start`.
+    """This rank's connections for the liveness check. All ranks create theirs at the same time, then call `start`.
 
-    Rank 0 has a connection to each, every other rank one to rank 0. A rank that cannot be reached is not missed.
+    Rank 0 has a connection to each other rank, which has one to rank 0. `on_process_ended` is called once, in a thread,
+    with the first rank whose process has ended unexpectedly. A rank that could not be connected is not monitored.
     """
 
-    def __init__(self, rendezvous: Rendezvous, on_loss: Callable[[int], None]) -> None:
-        self._on_loss = on_loss
-        self._peers: dict[int, socket.socket] = {}
-        self._closed = False
-        self.exited_ranks: set[int] = set()  # ranks that have closed their connection in order
-        self._store = MessageStore(dist.PrefixStore("presence", rendezvous.store), "presence")
+    def __init__(self, rendezvous: Rendezvous, on_process_ended: Callable[[int], None]) -> None:
+        self._on_process_ended = on_process_ended
+        self._peers: dict[int, PeerConnection] = {}
+        self._is_closed = False
+        self.exited_ranks: set[int] = set()  # ranks that have exited in order
+        store = MessageStore(dist.PrefixStore("liveness", rendezvous.store), "liveness")
         with contextlib.suppress(OSError, dist.DistError, AuthenticationError):
             if rendezvous.rank_info.rank == 0:
-                self._meet_all(rendezvous)
+                self._peers = _accept_ranks(rendezvous, store)
             else:
-                self._meet_first(rendezvous)
-        _open.add(self)
-        _see_to_ends()
+                self._peers = _connect_to_rank_zero(rendezvous, store)
 
     def start(self) -> None:
-        """Begin to listen, in a thread of its own: it must hear even while rank 0's store does not answer."""
-        threading.Thread(target=self._listen, name="unitrain presence", daemon=True).start()
-
-    def _listen(self) -> None:
-        ranks = {peer.fileno(): rank for rank, peer in self._peers.items()}
-        poll = select.poll()
-        for number in ranks:
-            poll.register(number, select.POLLIN)
-        while ranks and not self._closed:
-            for number, _ in poll.poll(_PERIOD_MILLISECONDS):
-                poll.unregister(number)
-                rank = ranks.pop(number)
-                try:
-                    said = self._peers[rank].recv(1)
-                except OSError:
-                    said = b""
-                except KeyError:  # closed by this rank, which ends too
-                    return
-                if said == _GOODBYE:
-                    self.exited_ranks.add(rank)
-                else:
-                    if not self._closed:
-                        self._on_loss(rank)
-                    return
+        """Start the thread that receives from the connections, also while rank 0's store does not respond."""
+        threading.Thread(target=self._run, name="unitrain liveness", daemon=True).start()
 
     def close(self) -> None:
-        """Say goodbye; a second call does nothing."""
-        self._closed = True
+        """Announce an orderly exit and close the connections. A second call has no effect."""
+        self._is_closed = True
         while self._peers:
             _, peer = self._peers.popitem()
-            with contextlib.suppress(OSError):
-                peer.send(_GOODBYE)
+            peer.send_final_message()
             peer.close()
 
-    def forget(self) -> None:
-        """Let go of the connections without a word: this is another process now, and they are those of its parent."""
-        while self._peers:
-            self._peers.popitem()[1].close()
-
-    def _meet_all(self, rendezvous: Rendezvous) -> None:
-        size, password = rendezvous.rank_info.size, secrets.token_hex(16)
-        with listen(rendezvous.host, 0) as server:
-            self._store.set("door", f"{server.getsockname()[1]} {password}")
-            deadline = time.monotonic() + _JOIN_SECONDS
-            while len(self._peers) < size - 1 and (left := deadline - time.monotonic()) > 0:
-                server.settimeout(left)
-                peer, _ = server.accept()
-                peer.settimeout(_JOIN_SECONDS)
-                with contextlib.suppress(OSError, ValueError, AuthenticationError):
-                    prove(peer, environment.setting(environment.JOB_KEY), "presence", accepts=True)
-                    told, rank = _read(peer, len(password) + 9).split()
-                    if secrets.compare_digest(told, password):
-                        peer.sendall(_HERE)
-                        self._peers[int(rank)] = peer
-                        continue
-                peer.close()
-
-    def _meet_first(self, rendezvous: Rendezvous) -> None:
-        port, password = self._store.get("door").decode().split()
-        peer = socket.create_connection((rendezvous.host, int(port)), timeout=_JOIN_SECONDS)
-        prove(peer, environment.setting(environment.JOB_KEY), "presence", accepts=False)
-        peer.sendall(f"{password} {rendezvous.rank_info.rank:08d}".encode())
-        if _read(peer, 1) == _HERE.decode():
-            self._peers[0] = peer
-        else:
-            peer.close()
+    def _run(self) -> None:
+        ranks = {peer.fileno(): rank for rank, peer in self._peers.items()}
+        poll = select.poll()
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN)
+        while ranks and not self._is_closed:
+            for descriptor, _ in poll.poll(_POLL_MILLISECONDS):
+                poll.unregister(descriptor)
+                rank = ranks.pop(descriptor)
+                peer = self._peers.get(rank)
+                if peer is None:  # `close` was called
+                    return
+                if peer.receive() == GOODBYE:
+                    self.exited_ranks.add(rank)
+                else:
+                    if not self._is_closed:
+                        self._on_process_ended(rank)
+                    return
 
 
-def _read(peer: socket.socket, length: int) -> str:
-    told = b""
-    while len(told) < length and (part := peer.recv(length - len(told))):
-        told += part
-    return told.decode()
+def _connect_to_rank_zero(rendezvous: Rendezvous, store: MessageStore) -> dict[int, PeerConnection]:
+    port, token = store.get("address").decode().split()
+    peer = PeerConnection.connect(rendezvous.host, int(port), _ROLE, _CONNECT_TIMEOUT_SECONDS)
+    peer.send(f"{token} {rendezvous.rank_info.rank:0{_RANK_DIGITS}d}")
+    if peer.receive() == _ACCEPTED:
+        return {0: peer}
+    peer.close()
+    return {}
 
 
-@functools.cache
-def _see_to_ends() -> None:
-    """See that a process which ends in order says goodbye, and that none which is forked from this one, such as a
-    DataLoader's worker, keeps its connections open."""
+def _accept_ranks(rendezvous: Rendezvous, store: MessageStore) -> dict[int, PeerConnection]:
+    """Accept the connections of all other ranks, for at most `_CONNECT_TIMEOUT_SECONDS` in total.
 
-    def close() -> None:
-        for liveness_check in list(_open):
-            liveness_check.close()
+    All connections are authenticated concurrently, so that a program that connects and sends nothing delays no rank.
+    """
+    token = secrets.token_hex(_TOKEN_BYTES)
+    num_peers = rendezvous.rank_info.size - 1
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_SECONDS
+    peers: dict[int, PeerConnection] = {}
+    pending: dict[socket.socket, _PendingConnection] = {}
+    with listen(rendezvous.host, 0) as server, selectors.DefaultSelector() as selector:
+        store.set("address", f"{server.getsockname()[1]} {token}")
+        server.setblocking(False)
+        selector.register(server, selectors.EVENT_READ)
 
-    def forget() -> None:
-        for liveness_check in list(_open):
-            liveness_check.forget()
+        def close_pending(connection: socket.socket) -> None:
+            selector.unregister(connection)
+            del pending[connection]
+            connection.close()
 
-    atexit.register(close)
-    os.register_at_fork(after_in_child=forget)
+        while len(peers) < num_peers and (seconds := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(seconds):
+                if key.fileobj is server:
+                    with contextlib.suppress(OSError):
+                        connection, _ = server.accept()
+                        if len(pending) >= num_peers + _MAX_EXTRA_PENDING:
+                            close_pending(next(iter(pending)))
+                        pending[connection] = _PendingConnection(connection, token)
+                        selector.register(connection, selectors.EVENT_READ)
+                    continue
+                connection = key.fileobj  # type: ignore[assignment]
+                if connection not in pending:  # closed in this round
+                    continue
+                try:
+                    rank = pending[connection].advance()
+                except (OSError, ValueError, AuthenticationError):
+                    close_pending(connection)
+                    continue
+                if rank is not None:
+                    selector.unregister(connection)
+                    del pending[connection]
+                    connection.settimeout(_CONNECT_TIMEOUT_SECONDS)
+                    peers[rank] = PeerConnection(connection)
+        for connection in list(pending):
+            close_pending(connection)
+    return peers
+
+
+class _PendingConnection:
+    """A connection that has not yet proved that it belongs to a rank. It never blocks."""
+
+    def __init__(self, connection: socket.socket, token: str) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._received = b""
+        self._steps = _authenticate_rank(token)
+        to_send, self._num_missing = next(self._steps)
+        connection.sendall(to_send)
+
+    def advance(self) -> int | None:
+        """Receive what has arrived, and answer it; return the rank when the connection is authenticated.
+
+        Raises OSError, ValueError or AuthenticationError if it does not belong to a rank of this job.
+        """
+        part = self._connection.recv(self._num_missing - len(self._received))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        self._received += part
+        if len(self._received) < self._num_missing:
+            return None
+        try:
+            to_send, self._num_missing = self._steps.send(self._received)
+            self._received = b""
+            self._connection.sendall(to_send)
+            if self._num_missing:
+                return None
+            next(self._steps)
+        except StopIteration as finished:
+            rank: int = finished.value
+            return rank
+        return None
+
+
+def _authenticate_rank(token: str) -> Generator[tuple[bytes, int], bytes, int]:
+    """Run the handshake and return the rank of the peer; see `authentication.Handshake` for the protocol.
+
+    `token` proves that the peer has read the store of this rendezvous, also in a job without a key.
+    """
+    unsent = b""
+    steps = handshake(job_key(), _ROLE, is_server=True)
+    with contextlib.suppress(StopIteration):
+        to_send, num_bytes = next(steps)
+        while num_bytes:
+            to_send, num_bytes = steps.send((yield to_send, num_bytes))
+        unsent = to_send
+    greeting = yield unsent, len(token) + _RANK_DIGITS + 2
+    received_token, rank = greeting.decode().split()
+    if not secrets.compare_digest(received_token.encode(), token.encode()):
+        raise AuthenticationError("The peer of a connection for the liveness check has not read the rendezvous store.")
+    yield f"{_ACCEPTED}\n".encode(), 0
+    return int(rank)

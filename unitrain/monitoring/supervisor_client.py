@@ -1,98 +1,79 @@
-"""A rank's side of its connection to the `unitrain launch` that starts its job again.
+"""A rank's connection to the supervisor: the `unitrain launch` that restarts its job.
 
-Over it the launch learns that the rank's process, or its host, has gone, and asks the job to save and end when its
-hosts change; and a rank learns that its attempt at the job is over. A thread waits for that; the training does not.
+Through it the supervisor notices that the rank's process or host has failed, asks the job to save and exit when its
+hosts change, and ends the ranks that remain of an attempt. A thread waits for its messages; training does not.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from contextlib import suppress
 
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.authentication import prove
 from unitrain.errors import AuthenticationError
+from unitrain.monitoring.peer_connection import PREEMPTED, PeerConnection
 
-# What the launch says to a rank: end as after a preemption signal; or end at once, because the others have.
-END, OVER = "end", "over"
-# What a rank says to the launch, as the last it says.
-BYE, PREEMPTED = "bye", "preempted"
-
-# For which both ends show that they have the job's key.
+# Messages of the supervisor: save a checkpoint and exit, or exit immediately because the attempt has ended.
+SAVE_AND_EXIT, EXIT = "save and exit", "exit"
 ROLE = "supervision"
 
-_CONNECT_SECONDS = 10.0
-_BEGIN_SECONDS = 30.0
+_CONNECT_TIMEOUT_SECONDS = 10.0
+_MAX_SIGNAL_DELAY_SECONDS = 30.0
 _LAST_CHECKPOINT_SECONDS = 60.0
 
 
-class _Line:
-    def __init__(self, connection: socket.socket, rank: int) -> None:
-        self._connection, self._rank, self._process = connection, rank, os.getpid()
-        self._last_word = BYE
-        connection.sendall((json.dumps({"rank": rank, "job": environment.job()}) + "\n").encode())
-        atexit.register(self._take_leave)
-        threading.Thread(target=self._listen, name="unitrain supervised", daemon=True).start()
+class _SupervisorClient:
+    def __init__(self, connection: PeerConnection, rank: int) -> None:
+        self.connection, self._rank, self._pid = connection, rank, os.getpid()
+        connection.send(json.dumps({"rank": rank, "job": environment.job_id()}))
+        threading.Thread(target=self._run, name="unitrain supervisor client", daemon=True).start()
 
-    def say_last(self, word: str) -> None:
-        self._last_word = word
-
-    def _take_leave(self) -> None:
-        if os.getpid() == self._process:
-            with suppress(OSError):
-                self._connection.sendall(f"{self._last_word}\n".encode())
-
-    def _listen(self) -> None:
-        asked = False
-        with suppress(OSError), self._connection.makefile(encoding="utf-8") as lines:
-            for line in lines:
-                if line.strip() == OVER:
-                    os._exit(1)
-                asked = True
-                self._await_trainer()
-                os.kill(self._process, signal.SIGTERM)
-        # The launch is gone, and with it or soon all that it started: this is the time for a last checkpoint.
-        sys.stderr.write(f"unitrain: rank {self._rank} ends, because unitrain launch is gone\n")
-        if not asked:
-            os.kill(self._process, signal.SIGTERM)
+    def _run(self) -> None:
+        is_asked = False
+        while isinstance(message := self.connection.receive(), str):
+            if message == EXIT:
+                os._exit(1)
+            is_asked = True
+            self._wait_for_signal_handler()
+            os.kill(self._pid, signal.SIGTERM)
+        # The supervisor has ended, so its children end too: this is the time for a last checkpoint.
+        sys.stderr.write(f"unitrain: stopping rank {self._rank} because unitrain launch has ended\n")
+        if not is_asked:
+            os.kill(self._pid, signal.SIGTERM)
         time.sleep(_LAST_CHECKPOINT_SECONDS)
         os._exit(1)
 
-    def _await_trainer(self) -> None:
-        """Give the program a while to come to where the signal is handled: before, it would end without a word."""
-        deadline = time.monotonic() + _BEGIN_SECONDS
+    def _wait_for_signal_handler(self) -> None:
+        """Wait until the program handles SIGTERM: before that, the signal would end it without a checkpoint."""
+        deadline = time.monotonic() + _MAX_SIGNAL_DELAY_SECONDS
         while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and time.monotonic() < deadline:
             time.sleep(0.1)
 
 
-_line: _Line | None = None
+_client: _SupervisorClient | None = None
 
 
-def follow(rank: int) -> None:
-    """Connect this rank to the `unitrain launch` that starts its job again, where there is one; once in a process."""
-    global _line
+def connect(rank: int) -> None:
+    """Connect this rank to the supervisor of its job, if there is one. Only the first call in a process connects."""
+    global _client
     address = environment.setting(environment.SUPERVISOR)
-    if address is None or _line is not None:
+    if address is None or _client is not None:
         return
     host, _, port = address.rpartition(":")
     try:
-        connection = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
-        prove(connection, environment.setting(environment.JOB_KEY), ROLE, accepts=False)
-        connection.settimeout(None)
-        _line = _Line(connection, rank)
+        connection = PeerConnection.connect(host, int(port), ROLE, _CONNECT_TIMEOUT_SECONDS)
+        connection.set_timeout(None)
+        _client = _SupervisorClient(connection, rank)
     except (OSError, OverflowError, ValueError, AuthenticationError) as error:
-        # The job can do without: what the launcher sees of it is enough to start it again.
+        # The job works without the supervisor: it restarts the job by the launcher's exit code.
         sys.stderr.write(f"unitrain: rank {rank} cannot reach unitrain launch at {address}: {error}\n")
 
 
-def tell_preempted() -> None:
-    """Let the launch know, when this process ends, that it does so after a checkpoint, as it was asked to."""
-    if _line is not None:
-        _line.say_last(PREEMPTED)
+def report_preempted() -> None:
+    """Let the final message of this process report that it exits after a checkpoint, as requested."""
+    if _client is not None:
+        _client.connection.final_message = PREEMPTED

@@ -1,1 +1,7 @@
-"""Supervision of a job: restarts after failures, changes of its hosts, and the output of its ranks."""
+"""Supervision of a job by `unitrain launch`.
+
+supervisor   Job and Supervisor: attempts at a job, and restarts after failures and changes of hosts
+ranks        connections to the ranks: which ones have ended, and how
+membership   selection of the hosts of an elastic job
+rank_logs    log file of each rank
+"""

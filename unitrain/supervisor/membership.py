@@ -1,4 +1,4 @@
-"""The hosts of an elastic job: which there are, which of them answer, and when the job should be started anew."""
+"""Selection of the hosts of an elastic job, and detection of changes that justify a restart."""
 
 from __future__ import annotations
 
@@ -8,130 +8,135 @@ from collections.abc import Callable
 
 import click
 
-from unitrain.launchers import Elastic, Host, LaunchError, find_reachable_hosts
+from unitrain.launchers import Elastic, Host, LaunchError, answering
 
-# How often the hosts are looked for, and how often one that has not answered is asked again.
+# Interval between two listings of the hosts, and between two probes of a host that did not respond.
 POLL_SECONDS = 2.0
-_ASK_AGAIN_SECONDS = 10.0
-# A host on which the first rank to die has been twice in a row is left out for so long, where others suffice.
-_LEFT_OUT_SECONDS = 600.0
-_DEATHS = 2
+_PROBE_AGAIN_SECONDS = 10.0
+# A host whose rank fails first this many times in a row is excluded for this time, while enough other hosts remain.
+_MAX_FAILURES_IN_A_ROW = 2
+_EXCLUSION_SECONDS = 600.0
 
 
 class Membership:
-    """Chooses the hosts of each attempt out of those that `listed` returns, for an `elastic` number of ranks.
+    """Selects the hosts of each attempt from those that `list_hosts` returns, for an `elastic` number of ranks.
 
-    Hosts that were in the attempt before come first, so that a job that grows has its rank 0 where it was. Only hosts
-    that answer are chosen. `listed` may raise LaunchError.
+    Only hosts that respond are selected. Hosts of the previous attempt come first, so that rank 0 of a growing job
+    stays on its host. `list_hosts` may raise LaunchError.
     """
 
-    def __init__(self, elastic: Elastic, listed: Callable[[], tuple[Host, ...]], timeout_seconds: float) -> None:
-        self._elastic, self._listed, self._timeout_seconds = elastic, listed, timeout_seconds
-        self._chosen: tuple[Host, ...] = ()
-        self._silent: dict[str, float] = {}
-        self._left_out: dict[str, float] = {}
-        self._deaths: tuple[str, int] = ("", 0)
-        self._wanted: tuple[Host, ...] = ()
+    def __init__(self, elastic: Elastic, list_hosts: Callable[[], tuple[Host, ...]], timeout_seconds: float) -> None:
+        self._elastic, self._list_hosts, self._timeout_seconds = elastic, list_hosts, timeout_seconds
+        self._selected: tuple[Host, ...] = ()
+        self._latest_choice: tuple[Host, ...] = ()
+        self._silent_since: dict[str, float] = {}
+        self._excluded_until: dict[str, float] = {}
+        self._failures_in_a_row: tuple[str, int] = ("", 0)
 
-    def gather(self, ended: threading.Event) -> tuple[Host, ...]:
-        """Return the hosts for the next attempt, with the slots that are used of each; wait until there are enough.
+    def select_hosts(self, must_end: threading.Event) -> tuple[Host, ...]:
+        """Wait until there are enough hosts for the next attempt, and return them with the number of slots to use.
 
-        Returns none once `ended` is set. Raises LaunchError if there are too few, or none can be found, for longer
-        than the timeout, and at once where no host can be asked.
+        Return no hosts once `must_end` is set. Raises LaunchError if there are too few hosts until the timeout, and
+        immediately if hosts cannot be probed at all.
         """
-        deadline, told = time.monotonic() + self._timeout_seconds, False
-        self._silent.clear()
-        while not ended.is_set():
-            failure = ""
+        deadline, is_reported = time.monotonic() + self._timeout_seconds, False
+        self._silent_since.clear()
+        while not must_end.is_set():
+            problem = ""
             try:
-                listed = self._listed()
-            except LaunchError as error:  # it may succeed the next time
-                listed, failure = (), f" ({error})"
+                listed = self._list_hosts()
+            except LaunchError as error:  # the next call may succeed
+                listed, problem = (), f" ({error})"
             if hosts := self._choose(listed):
-                self._chosen = self._wanted = hosts
+                self._selected = self._latest_choice = hosts
                 return hosts
-            found = (", ".join(str(host) for host in listed if host.name not in self._silent) or "none") + failure
+            found = ", ".join(str(host) for host in listed if host.name not in self._silent_since) or "none"
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"--elastic {self._elastic} needs slots for {self._elastic.least} "
-                    f"{'rank' if self._elastic.least == 1 else 'ranks'}, but for {self._timeout_seconds:g} s the hosts "
-                    f"that answer were {found}. Bring back the others, or wait longer with: --elastic-timeout "
-                    f"{2 * self._timeout_seconds:g}"
+                    f"--elastic {self._elastic} needs slots for at least {self._elastic.least} "
+                    f"{'rank' if self._elastic.least == 1 else 'ranks'}, but after {self._timeout_seconds:g} s the "
+                    f"hosts that respond are: {found}{problem}. Start more hosts, or raise the limit with: "
+                    f"--elastic-timeout {2 * self._timeout_seconds:g}"
                 )
-            if not told:
-                _say(f"waits for slots for {self._elastic.least} ranks; hosts that answer: {found}")
-                told = True
-            ended.wait(POLL_SECONDS)
+            if not is_reported:
+                _report(f"waiting for slots for {self._elastic.least} ranks; hosts that respond: {found}{problem}")
+                is_reported = True
+            must_end.wait(POLL_SECONDS)
         return ()
 
-    def change(self) -> str | None:
-        """Return what has changed for the better since `gather`, in words, or that hosts are to be given up; else None.
+    def find_change(self) -> str | None:
+        """Return a description of the change if the job should be restarted on other hosts, else None.
 
-        It has to be so twice in a row, because hosts often come together. A host that is listed no longer is given up
-        only where the others are enough. May take as long as it takes to find out.
+        That is so if there are more slots than the job uses, or if a host is no longer listed and enough others remain.
+        The change must be found in two consecutive calls, because hosts often join one after another.
         """
         try:
-            listed = self._listed()
+            listed = self._list_hosts()
         except LaunchError as error:
-            _say(f"keeps to its hosts: {error}")
+            _report(f"keeping the current hosts: {error}")
             return None
-        hosts = self._choose(listed, running=True)
-        settled, self._wanted = hosts == self._wanted, hosts
-        now, before = _slots(hosts), _slots(self._chosen)
-        slots = {host.name: host.slots for host in listed}
-        gone = [host.name for host in self._chosen if slots.get(host.name, 0) < host.slots]
-        if hosts and settled and (now > before or gone):
-            came = f"there are slots for {now} ranks instead of {before}"
-            return came if not gone else f"{', '.join(gone)} should be given up, {now} ranks are left"
-        return None
+        hosts = self._choose(listed, is_running=True)
+        is_stable, self._latest_choice = hosts == self._latest_choice, hosts
+        num_slots, num_slots_before = _count_slots(hosts), _count_slots(self._selected)
+        listed_slots = {host.name: host.slots for host in listed}
+        removed = [host.name for host in self._selected if listed_slots.get(host.name, 0) < host.slots]
+        if not hosts or not is_stable or not (num_slots > num_slots_before or removed):
+            return None
+        if removed:
+            return f"{', '.join(removed)} is no longer in the list of hosts, and {num_slots} slots remain"
+        return f"there are {num_slots} slots instead of {num_slots_before}"
 
-    def note_death(self, rank: int | None) -> None:
-        """Take notice that `rank` was the first to die, or None where that is not known."""
+    def record_failure(self, rank: int | None) -> None:
+        """Record that `rank` failed first in the latest attempt, None if that is unknown."""
         host = None if rank is None else self._host_of(rank)
         if host is None:
-            self._deaths = ("", 0)
+            self._failures_in_a_row = ("", 0)
             return
-        deaths = self._deaths[1] + 1 if self._deaths[0] == host else 1
-        self._deaths = (host, deaths)
-        if deaths >= _DEATHS:
-            self._left_out[host] = time.monotonic() + _LEFT_OUT_SECONDS
-            self._deaths = ("", 0)
-            _say(f"leaves out {host} for {_LEFT_OUT_SECONDS:g} s where others suffice: a rank there died twice")
+        num_failures = self._failures_in_a_row[1] + 1 if self._failures_in_a_row[0] == host else 1
+        self._failures_in_a_row = (host, num_failures)
+        if num_failures >= _MAX_FAILURES_IN_A_ROW:
+            self._excluded_until[host] = time.monotonic() + _EXCLUSION_SECONDS
+            self._failures_in_a_row = ("", 0)
+            _report(
+                f"excluding {host} for {_EXCLUSION_SECONDS:g} s while enough other hosts remain: "
+                f"its ranks failed first {num_failures} times in a row"
+            )
 
-    def _choose(self, listed: tuple[Host, ...], *, running: bool = False) -> tuple[Host, ...]:
-        members, now = {host.name for host in self._chosen}, time.monotonic()
-        # The hosts of a running job need not be asked; those that were silent just now are asked a little later.
-        unasked = members if running else set()
-        asked = [
+    def _choose(self, listed: tuple[Host, ...], *, is_running: bool = False) -> tuple[Host, ...]:
+        members, now = {host.name for host in self._selected}, time.monotonic()
+        # Hosts of a running job are not probed; those that did not respond recently are probed later.
+        not_probed = members if is_running else set()
+        probed = [
             host
             for host in listed
-            if host.name not in unasked and now - self._silent.get(host.name, -_ASK_AGAIN_SECONDS) >= _ASK_AGAIN_SECONDS
+            if host.name not in not_probed
+            and now - self._silent_since.get(host.name, -_PROBE_AGAIN_SECONDS) >= _PROBE_AGAIN_SECONDS
         ]
         try:
-            answers = find_reachable_hosts(asked)
-        except LaunchError:  # a job that runs goes on where it is
-            if not running:
+            responding = answering(probed)
+        except LaunchError:  # a running job continues on its hosts
+            if not is_running:
                 raise
-            answers = set()
-        self._silent |= {host.name: now for host in asked if host.name not in answers}
-        for name in answers:
-            self._silent.pop(name, None)
-        present = [host for host in listed if host.name in answers or host.name in unasked]
-        present.sort(key=lambda host: host.name not in members)
-        trusted = [host for host in present if self._left_out.get(host.name, 0.0) <= now]
-        return self._elastic.select_slots(trusted) or self._elastic.select_slots(present)
+            responding = set()
+        self._silent_since |= {host.name: now for host in probed if host.name not in responding}
+        for name in responding:
+            self._silent_since.pop(name, None)
+        available = [host for host in listed if host.name in responding or host.name in not_probed]
+        available.sort(key=lambda host: host.name not in members)
+        not_excluded = [host for host in available if self._excluded_until.get(host.name, 0.0) <= now]
+        return self._elastic.fit(not_excluded) or self._elastic.fit(available)
 
     def _host_of(self, rank: int) -> str | None:
-        for host in self._chosen:
+        for host in self._selected:
             if rank < host.slots:
                 return host.name
             rank -= host.slots
         return None
 
 
-def _slots(hosts: tuple[Host, ...]) -> int:
+def _count_slots(hosts: tuple[Host, ...]) -> int:
     return sum(host.slots for host in hosts)
 
 
-def _say(text: str) -> None:
-    click.echo(f"unitrain: the job {text}", err=True)
+def _report(text: str) -> None:
+    click.echo(f"unitrain: {text}", err=True)

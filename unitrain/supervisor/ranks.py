@@ -1,43 +1,41 @@
-"""The connections of a job's ranks to the command that started it: who has gone, how, and telling them to end."""
+"""The supervisor's connections to the ranks of a job: which ranks have ended, how, and requests to end."""
 
 from __future__ import annotations
 
-import errno
 import json
 import socket
 import threading
 from contextlib import suppress
 
-from unitrain.bootstrap.authentication import prove
+from unitrain.bootstrap.authentication import authenticate
 from unitrain.errors import AuthenticationError
-from unitrain.monitoring.supervisor_client import BYE, END, OVER, PREEMPTED, ROLE
+from unitrain.monitoring.peer_connection import PREEMPTED, Disconnect, PeerConnection
+from unitrain.monitoring.supervisor_client import EXIT, ROLE, SAVE_AND_EXIT
 
-# A host that has vanished is noticed after 5 + 3 x 5 seconds.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-# What is read of somebody who says no more than that it has come.
-_HELLO_SECONDS = 10.0
-# How much later than the launcher's end that of its ranks may be noticed.
+# A host that does not respond is noticed after 5 + 3 x 5 seconds.
+_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 5, 5, 3
+_GREETING_TIMEOUT_SECONDS = 10.0
+# How much later than the launcher's exit the exit of its ranks may be noticed.
 _NOTICE_SECONDS = 1.0
 
 
 class Ranks:
-    """The ranks of one attempt at the job named `job`, as they connect to `address` and leave.
+    """Connections of the ranks of one attempt at the job named `job`, which connect to `address`.
 
-    `lost` are those that have left without a word, in the order in which they went; their process was killed.
-    `vanished` are those whose host no longer answers. `preempted` is whether they have ended as a preemption signal
-    asks for. `key` is the job's, which ranks show that they have. A context manager: on leaving it nobody is waited
-    for.
+    `lost` lists the ranks whose process was killed or crashed, in the order in which they ended; `unreachable` those
+    whose host does not respond. `is_preempted` is true if ranks have ended after a checkpoint, as requested. Ranks
+    authenticate with `key`. Use it as a context manager: leaving it closes the connections without waiting for ranks.
     """
 
-    def __init__(self, job: str, key: str | None, listen_on: str, known_as: str) -> None:
+    def __init__(self, job: str, key: str | None, listen_on: str, advertised_host: str) -> None:
         self._job, self._key = job, key
         self._listener = socket.create_server((listen_on, 0), backlog=1024)
-        self.address = f"{known_as}:{self._listener.getsockname()[1]}"
+        self.address = f"{advertised_host}:{self._listener.getsockname()[1]}"
         self.lost: list[int] = []
-        self.vanished: list[int] = []
-        self.preempted = self.asked = False
-        self._orderly = self._over = False
-        self._present: dict[int, socket.socket] = {}
+        self.unreachable: list[int] = []
+        self.is_preempted = self.is_asked_to_end = False
+        self._first_exit_was_orderly = self._has_ended = False
+        self._connections: dict[int, PeerConnection] = {}
         self._change = threading.Condition()
         threading.Thread(target=self._accept, name="unitrain ranks", daemon=True).start()
 
@@ -49,93 +47,82 @@ class Ranks:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._change:
-            for connection in self._present.values():
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            for connection in self._connections.values():
+                connection.interrupt()
 
     @property
     def first_lost(self) -> int | None:
-        """The rank that was killed before any other had left in any way, None where there is none."""
-        return self.lost[0] if self.lost and not self._orderly else None
+        """The rank that was killed or crashed before any other rank had ended, None if there is none."""
+        return self.lost[0] if self.lost and not self._first_exit_was_orderly else None
 
     def ask_to_end(self) -> None:
-        """Ask rank 0 to end the job after a checkpoint, now or as soon as it has come; the others follow it."""
+        """Ask rank 0 to save a checkpoint and end the job, as soon as it is connected."""
         with self._change:
-            self.asked = True
-            if 0 in self._present:
-                _say(self._present[0], END)
+            self.is_asked_to_end = True
+            if 0 in self._connections:
+                self._connections[0].send(SAVE_AND_EXIT)
 
-    def dismiss(self, seconds: float) -> None:
-        """Tell all ranks that are left to end at once; those that after `seconds` have not are taken for vanished."""
+    def end_all(self, timeout_seconds: float) -> None:
+        """Let all remaining ranks exit immediately; those still connected at the timeout count as unreachable."""
         with self._change:
-            self._over = True  # for those who come only now, too
-            self._change.wait_for(self._none_present, _NOTICE_SECONDS)
-            for connection in self._present.values():
-                _say(connection, OVER)
-            self._change.wait_for(self._none_present, seconds)
-            self.vanished += sorted(self._present)
+            self._has_ended = True  # also for ranks that connect later
+            self._change.wait_for(self._all_disconnected, _NOTICE_SECONDS)
+            for connection in self._connections.values():
+                connection.send(EXIT)
+            self._change.wait_for(self._all_disconnected, timeout_seconds)
+            self.unreachable += sorted(self._connections)
 
-    def _none_present(self) -> bool:
-        return not self._present
+    def _all_disconnected(self) -> bool:
+        return not self._connections
 
     def _accept(self) -> None:
         with suppress(OSError):  # the listener is closed
             while True:
                 connection, _ = self._listener.accept()
-                threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _attend(self, connection: socket.socket) -> None:
-        with connection:
-            rank = self._greet(connection)
+    def _serve(self, accepted: socket.socket) -> None:
+        """Authenticate a connection and wait for its end."""
+        with accepted:
+            accepted.settimeout(_GREETING_TIMEOUT_SECONDS)
+            try:
+                authenticate(accepted, self._key, ROLE, is_server=True)
+            except (OSError, AuthenticationError):
+                return
+            connection = PeerConnection(accepted)
+            rank = self._rank_of(connection.receive())
             if rank is None:
                 return
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            connection.set_timeout(None)
+            connection.enable_keepalive(_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES)
             with self._change:
-                self._present[rank] = connection
-                if self._over:
-                    _say(connection, OVER)
-                elif self.asked and rank == 0:
-                    _say(connection, END)
-            last_word, vanished = "", False
-            try:
-                while received := connection.recv(64):
-                    last_word += received.decode(errors="replace")
-            except OSError as error:
-                vanished = error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.EBADF)
+                self._connections[rank] = connection
+                if self._has_ended:
+                    connection.send(EXIT)
+                elif self.is_asked_to_end and rank == 0:
+                    connection.send(SAVE_AND_EXIT)
+            message = ""
+            while isinstance(received := connection.receive(), str):
+                message = received
             with self._change:
-                if self._present.get(rank) is connection:
-                    self._leave(rank, last_word.strip(), vanished)
+                if self._connections.get(rank) is connection:
+                    self._remove(rank, received, message)
 
-    def _greet(self, connection: socket.socket) -> int | None:
-        """Return the rank that a newcomer says it has, None for one that is not of this job."""
-        text = b""
+    def _rank_of(self, greeting: str | Disconnect) -> int | None:
+        """Return the rank in a greeting, None if it is not from a rank of this job."""
         try:
-            connection.settimeout(_HELLO_SECONDS)
-            prove(connection, self._key, ROLE, accepts=True)
-            while not text.endswith(b"\n"):
-                if len(text) > 1000 or not (more := connection.recv(1)):
-                    return None
-                text += more
-            connection.settimeout(None)
-            told = json.loads(text)
-            return int(told["rank"]) if told["job"] == self._job else None
-        except (OSError, ValueError, TypeError, KeyError, AuthenticationError):
+            content = json.loads(greeting) if isinstance(greeting, str) else None
+            return int(content["rank"]) if content["job"] == self._job else None  # type: ignore[index]
+        except (ValueError, TypeError, KeyError):
             return None
 
-    def _leave(self, rank: int, last_word: str, vanished: bool) -> None:
-        del self._present[rank]
-        if vanished:
-            self.vanished.append(rank)
-        elif last_word in (BYE, PREEMPTED):
-            self.preempted |= last_word == PREEMPTED
-            self._orderly |= not self.lost
+    def _remove(self, rank: int, disconnect: Disconnect, final_message: str) -> None:
+        del self._connections[rank]
+        if disconnect is Disconnect.UNREACHABLE:
+            self.unreachable.append(rank)
+        elif disconnect is Disconnect.ORDERLY:
+            self.is_preempted |= final_message == PREEMPTED
+            self._first_exit_was_orderly |= not self.lost
         else:
             self.lost.append(rank)
         self._change.notify_all()
-
-
-def _say(connection: socket.socket, word: str) -> None:
-    with suppress(OSError):
-        connection.sendall(f"{word}\n".encode())

@@ -1,44 +1,84 @@
-"""Keeping a job going: it is started again when it fails, whatever its launcher, and when its hosts change."""
+"""Supervisor of a job: it restarts the job after failures, and when its hosts change, under any launcher."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
 import click
 
+from unitrain import launchers
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import Preempted
-from unitrain.launchers import Host, allocated_hosts, is_this_host
-from unitrain.supervisor.job import Job
+from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_here
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
 from unitrain.supervisor.ranks import Ranks
 
-# What asks a job to end is passed on to it, and it is not started again.
-_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_PREEMPTED = int(Preempted(None).code or 0)
-# A host or a file system that has just failed the job may need a moment, and a port may.
-_PAUSE_SECONDS = 2.0
-# A launcher that does not notice that a host has vanished is ended after so long, and killed after twice that.
-_LAUNCHER_SECONDS = 10.0
-# Ranks that are told to end do so at once, unless their host has gone.
-_LEAVE_SECONDS = 15.0
+# Signals that ask a job to end. They are forwarded to the launcher, and the job is not restarted.
+_FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_PREEMPTED_CODE = int(Preempted(None).code or 0)
+# A host, a file system or a port that has just failed the job may need a moment.
+_RESTART_PAUSE_SECONDS = 2.0
+# A launcher that does not notice an unreachable host is terminated after this time, and killed after twice this time.
+_LAUNCHER_TIMEOUT_SECONDS = 10.0
+# Ranks that are asked to exit do so immediately, unless their host is unreachable.
+_RANK_EXIT_TIMEOUT_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that runs `spec` under `launcher`, in several attempts if `spec` allows restarts.
+
+    `name` is the same in all attempts: a Trainer uses it to recognize the checkpoints of an earlier attempt.
+    """
+
+    launcher: str
+    spec: LaunchSpec
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether there may be more than one attempt."""
+        return self.spec.max_restarts > 0 or self.spec.elastic is not None
+
+    @property
+    def needs_launch_command(self) -> bool:
+        """Whether the process of `unitrain launch` stays until the end of the job."""
+        return self.may_restart or bool(self.spec.wrapper)
+
+    def command(self, hosts: tuple[Host, ...] = (), variables: Mapping[str, str] | None = None) -> Command:
+        """Return the launcher's command for an attempt.
+
+        It uses all slots of `hosts`, or the hosts of the specification if there are none. Every rank gets the
+        environment `variables`. Raises LaunchError.
+        """
+        added = dict(variables or {})
+        if self.needs_launch_command:
+            added[environment.JOB] = self.name
+        if self.spec.elastic is not None:
+            added[environment.ELASTIC] = str(self.spec.elastic)
+        spec = replace(self.spec, environment={**self.spec.environment, **added})
+        if hosts:
+            spec = replace(spec, hosts=hosts, num_processes=sum(host.slots for host in hosts))
+        return launchers.build(self.launcher, spec)
 
 
 class Supervisor:
-    """Runs a job until it succeeds, is asked to end, or has failed more often than it is to be restarted.
+    """Runs a job until it succeeds, is asked to end, or has used its restarts.
 
-    Each attempt is on the hosts that `membership` chooses, without one on those that were asked for. That the hosts
-    have changed is no failure. `before_attempt` is called before each attempt.
+    Each attempt runs on the hosts that `membership` selects, or on those of the job if it is None. A change of hosts
+    does not count as a failure. `before_attempt` is called before each attempt.
     """
 
     def __init__(
@@ -46,89 +86,89 @@ class Supervisor:
     ) -> None:
         self._job, self._membership, self._before_attempt = job, membership, before_attempt
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked = threading.Event()
-        self.first_lost: int | None = None  # the rank that was killed first in the last attempt, as far as is known
+        self._must_end = threading.Event()
+        self.first_lost: int | None = None  # the rank that was killed first in the latest attempt, if known
 
     def run(self) -> int:
-        """Run the job, and return the exit code of its last attempt. The main thread calls it. Raises LaunchError."""
-        for number in _PASSED_ON:
-            signal.signal(number, self._pass_on)
-        signal.signal(signal.SIGINT, self._interrupt)
-        failures = 0
+        """Run the job and return the exit code of its last attempt. The main thread calls it. Raises LaunchError."""
+        for number in _FORWARDED_SIGNALS:
+            signal.signal(number, self._forward_signal)
+        signal.signal(signal.SIGINT, self._handle_interrupt)
+        num_failures = 0
         while True:
-            hosts = self._job.spec.hosts if self._membership is None else self._membership.gather(self._asked)
-            if self._asked.is_set():
-                return _PREEMPTED
-            code, ranks = self._attempt(hosts)
+            hosts = self._job.spec.hosts if self._membership is None else self._membership.select_hosts(self._must_end)
+            if self._must_end.is_set():
+                return _PREEMPTED_CODE
+            code, ranks = self._run_attempt(hosts)
             self.first_lost = ranks.first_lost
             if code == 0:
                 return code
-            # torchrun and horovodrun end with 1, whatever their ranks end with.
-            code = _PREEMPTED if ranks.preempted else code
-            if self._asked.is_set() or (code == _PREEMPTED and not ranks.asked):
+            # torchrun and horovodrun exit with 1 regardless of the exit codes of their ranks.
+            code = _PREEMPTED_CODE if ranks.is_preempted else code
+            if self._must_end.is_set() or (code == _PREEMPTED_CODE and not ranks.is_asked_to_end):
                 return code
-            if ranks.asked:
-                click.echo("unitrain: the job is started again, on the hosts that there are now", err=True)
+            if ranks.is_asked_to_end:
+                click.echo("unitrain: restarting the job on the hosts that are available now", err=True)
                 continue
-            if failures == self._job.spec.max_restarts:
+            if num_failures == self._job.spec.max_restarts:
                 return code
-            failures += 1
+            num_failures += 1
             click.echo(
-                f"unitrain: the job ended with exit code {code}; it is started again, {failures} of "
-                f"{self._job.spec.max_restarts}, and goes on from its newest checkpoint",
+                f"unitrain: the job ended with exit code {code}; restarting it from its newest checkpoint (restart "
+                f"{num_failures} of {self._job.spec.max_restarts})",
                 err=True,
             )
             if self._membership is not None:
-                self._membership.note_death(None if ranks.vanished else ranks.first_lost)
-            self._asked.wait(_PAUSE_SECONDS)
+                self._membership.record_failure(None if ranks.unreachable else ranks.first_lost)
+            self._must_end.wait(_RESTART_PAUSE_SECONDS)
 
-    def _attempt(self, hosts: tuple[Host, ...]) -> tuple[int, Ranks]:
-        """Run the job to its end, or until its hosts change; return its exit code, and how its ranks have ended."""
+    def _run_attempt(self, hosts: tuple[Host, ...]) -> tuple[int, Ranks]:
+        """Run the job until it ends or its hosts change; return its exit code, and how its ranks have ended."""
         if self._before_attempt is not None:
             self._before_attempt()
-        listen_on, known_as = _addresses(hosts or allocated_hosts(self._job.launcher))
-        key = new_key()  # another one for each attempt: nothing that an earlier one has signed is valid
-        with Ranks(self._job.name, key, listen_on, known_as) as ranks:
+        listen_on, advertised_host = _select_addresses(hosts or allocated_hosts(self._job.launcher))
+        key = new_key()  # for this attempt only: messages that an earlier attempt has signed are not valid
+        with Ranks(self._job.name, key, listen_on, advertised_host) as ranks:
             environment.export({environment.JOB_KEY: key})
             command = self._job.command(
                 hosts if self._membership is not None else (), {environment.SUPERVISOR: ranks.address}
             )
             click.echo(command.shell(), err=True)
-            environ = environment.without_ranks() | dict(command.environment)
+            environ = environment.without_rank_variables() | dict(command.environment)
             self._process = process = subprocess.Popen(command.argv, env=environ)
-            if self._asked.is_set():  # which came before there was anything to pass it on to
+            if self._must_end.is_set():  # a signal came before there was a process to forward it to
                 process.terminate()
-            ended = threading.Event()
-            follower = threading.Thread(target=self._follow_hosts, args=(ranks, ended), daemon=True)
-            follower.start()
-            code = _wait(process, ranks)
-            ended.set()
-            ranks.dismiss(_LEAVE_SECONDS)
-            follower.join()
+            has_ended = threading.Event()
+            monitor = threading.Thread(target=self._monitor_hosts, args=(ranks, has_ended), daemon=True)
+            monitor.start()
+            code = _wait_for_launcher(process, ranks)
+            has_ended.set()
+            ranks.end_all(_RANK_EXIT_TIMEOUT_SECONDS)
+            monitor.join()
         return (code if code >= 0 else 128 - code), ranks
 
-    def _follow_hosts(self, ranks: Ranks, ended: threading.Event) -> None:
-        while self._membership is not None and not ended.wait(POLL_SECONDS):
-            reason = self._membership.change()
-            if reason is not None and not ended.is_set():
-                click.echo(f"unitrain: {reason}: the job is asked to save and end", err=True)
+    def _monitor_hosts(self, ranks: Ranks, has_ended: threading.Event) -> None:
+        while self._membership is not None and not has_ended.wait(POLL_SECONDS):
+            change = self._membership.find_change()
+            if change is not None and not has_ended.is_set():
+                click.echo(f"unitrain: {change}: asking the job to save a checkpoint and exit", err=True)
                 ranks.ask_to_end()
                 return
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._asked.set()
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
+        self._must_end.set()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _handle_interrupt(self, number: int, frame: FrameType | None) -> None:
         if _is_in_foreground():  # the terminal sends Ctrl-C to the launcher too
-            self._asked.set()
+            self._must_end.set()
         else:
-            self._pass_on(number, frame)
+            self._forward_signal(number, frame)
 
 
 def _is_in_foreground() -> bool:
-    """Return whether this process belongs to the foreground processes of its terminal, if it has one."""
+    """Return whether this process has a terminal and belongs to its foreground processes."""
     try:
         with Path("/dev/tty").open("rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -136,31 +176,31 @@ def _is_in_foreground() -> bool:
         return False
 
 
-def _wait(process: subprocess.Popen[bytes], ranks: Ranks) -> int:
-    """Return the launcher's exit code; where a rank's host has vanished, end a launcher that does not by itself."""
-    end: list[Callable[[], None]] = [process.terminate, process.kill]
-    next_at: float | None = None
+def _wait_for_launcher(process: subprocess.Popen[bytes], ranks: Ranks) -> int:
+    """Return the launcher's exit code. If a rank's host is unreachable, end a launcher that does not end by itself."""
+    actions: list[Callable[[], None]] = [process.terminate, process.kill]
+    next_action_at: float | None = None
     while True:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(1.0)
-        if next_at is None and ranks.vanished:
-            numbers = ", ".join(map(str, ranks.vanished))
-            click.echo(f"unitrain: the host of rank {numbers} does not answer any more; the job is ended", err=True)
-            next_at = time.monotonic() + _LAUNCHER_SECONDS
-        if next_at is not None and end and time.monotonic() > next_at:
-            end.pop(0)()
-            next_at += _LAUNCHER_SECONDS
+        if next_action_at is None and ranks.unreachable:
+            numbers = ", ".join(map(str, ranks.unreachable))
+            click.echo(f"unitrain: the host of rank {numbers} does not respond; ending the job", err=True)
+            next_action_at = time.monotonic() + _LAUNCHER_TIMEOUT_SECONDS
+        if next_action_at is not None and actions and time.monotonic() > next_action_at:
+            actions.pop(0)()
+            next_action_at += _LAUNCHER_TIMEOUT_SECONDS
 
 
-def _addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
-    """Return the address to listen on, and the one at which all hosts reach it as far as can be told."""
-    elsewhere = next((host for host in hosts if not is_this_host(host)), None)
-    if elsewhere is None:
+def _select_addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
+    """Return the address to listen on, and the address that all hosts can probably reach."""
+    remote_host = next((host for host in hosts if not is_here(host)), None)
+    if remote_host is None:
         return "127.0.0.1", "127.0.0.1"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere.name.strip("[]"), 9))  # any port: it only looks the route up
+            probe.connect((remote_host.name.strip("[]"), 9))  # any port: no packet is sent, only the route is used
             address = str(probe.getsockname()[0])
             return address, address
-    except OSError:  # known to ssh alone, perhaps
+    except OSError:  # the host may be known to ssh only
         return "", socket.gethostname()

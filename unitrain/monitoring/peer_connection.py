@@ -1,0 +1,124 @@
+"""Connection between two processes of a job that tells an orderly exit of the peer from a crash.
+
+The operating system closes the connections of a process when it ends for any reason. A process that ends in order
+sends a final message before. Ranks use it for the liveness check, and together with the supervisor in `unitrain launch`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import functools
+import os
+import socket
+from contextlib import suppress
+from enum import Enum
+from typing import Self
+from weakref import WeakSet
+
+from unitrain.bootstrap.authentication import authenticate, job_key
+
+# Final messages of a process: it ends in order, or it ends after a checkpoint because it was preempted.
+GOODBYE, PREEMPTED = "bye", "preempted"
+_FINAL_MESSAGES = (GOODBYE, PREEMPTED)
+# Errors of a connection whose peer has ended, or that this process has closed. Others are errors of the network.
+_CLOSED_ERRORS = (errno.ECONNRESET, errno.EPIPE, errno.EBADF)
+_MAX_MESSAGE_BYTES = 1000
+_open_connections: WeakSet[PeerConnection] = WeakSet()
+
+
+class Disconnect(Enum):
+    """How a connection has ended."""
+
+    ORDERLY = "the peer sent a final message"
+    UNEXPECTED = "the peer's process was killed or crashed"
+    UNREACHABLE = "the peer's host does not respond"
+
+
+class PeerConnection:
+    """A connection on which the peers exchange lines of text. It takes over an authenticated, blocking socket.
+
+    When this process exits in order, it sends `final_message`. Processes that are forked from this one, such as
+    DataLoader workers, close their copy, so that it does not outlive this process.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.final_message = GOODBYE
+        self._socket = connection
+        self._received = b""
+        self._latest_message = ""
+        _open_connections.add(self)
+        _register_process_hooks()
+
+    @classmethod
+    def connect(cls, host: str, port: int, role: str, timeout_seconds: float) -> Self:
+        """Connect to `port` of `host` and authenticate. Raises OSError or AuthenticationError."""
+        connection = socket.create_connection((host, port), timeout=timeout_seconds)
+        try:
+            authenticate(connection, job_key(), role, is_server=False)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def fileno(self) -> int:
+        """Return the file descriptor, for select and poll."""
+        return self._socket.fileno()
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Limit the time that `send` and `receive` may block."""
+        self._socket.settimeout(seconds)
+
+    def enable_keepalive(self, idle_seconds: int, interval_seconds: int, probes: int) -> None:
+        """Let the system notice that the peer's host has become unreachable."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_seconds)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+
+    def send(self, message: str) -> None:
+        """Send a line of text. A connection that is closed is ignored; `receive` reports it."""
+        with suppress(OSError):
+            self._socket.sendall(f"{message}\n".encode())
+
+    def receive(self) -> str | Disconnect:
+        """Return the next message, or how the connection has ended."""
+        while b"\n" not in self._received:
+            try:
+                part = self._socket.recv(64)
+            except OSError as error:
+                return Disconnect.UNEXPECTED if error.errno in _CLOSED_ERRORS else Disconnect.UNREACHABLE
+            if not part or len(self._received) > _MAX_MESSAGE_BYTES:
+                return Disconnect.ORDERLY if self._latest_message in _FINAL_MESSAGES else Disconnect.UNEXPECTED
+            self._received += part
+        line, _, self._received = self._received.partition(b"\n")
+        self._latest_message = line.decode(errors="replace").strip()
+        return self._latest_message
+
+    def send_final_message(self) -> None:
+        """Announce that this process ends in order."""
+        self.send(self.final_message)
+
+    def close(self) -> None:
+        """Close the connection without a final message."""
+        _open_connections.discard(self)
+        self._socket.close()
+
+    def interrupt(self) -> None:
+        """Let `receive`, which blocks in another thread, return."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+@functools.cache
+def _register_process_hooks() -> None:
+    def send_final_messages() -> None:
+        for connection in list(_open_connections):
+            connection.send_final_message()
+
+    def close_copies() -> None:
+        for connection in list(_open_connections):
+            connection.close()
+
+    atexit.register(send_final_messages)
+    os.register_at_fork(after_in_child=close_copies)
