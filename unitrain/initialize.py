@@ -62,6 +62,7 @@ def init(
     fix = "Use unitrain.init(transport='gloo'), or leave it out"
     validation.instance("unitrain.init(transport=...)", transport, str, "the name of a transport", fix, optional=True)
     rank_info = environment.detect()
+    environment.is_debug_enabled()  # raises for an invalid value, also if the script wraps no model
     name = backend or environment.setting("UNITRAIN_BACKEND") or _IMPLIED[rank_info.launcher]
     backend_class = registry.load(name)
     transport = transport or environment.setting("UNITRAIN_TRANSPORT")
@@ -78,5 +79,5 @@ def init(
             f"Believed was {', '.join(rank_info.evidence) or 'that no launcher has set a variable'}. "
             f"Start it with: unitrain launch --backend {name} -np {rank_info.size} ..."
         )
-    supervisor_client.follow(started.rank)
+    supervisor_client.connect(started.rank)
     return started

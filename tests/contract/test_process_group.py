@@ -303,7 +303,7 @@ def test_an_unmodified_ddp_script_runs_on_horovod(launcher: str, tmp_path: Path)
 def _environment() -> dict[str, str]:
     from unitrain.bootstrap import environment
 
-    return environment.inherited() | {
+    return environment.copy() | {
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

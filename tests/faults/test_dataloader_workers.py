@@ -103,7 +103,7 @@ def test_a_job_with_a_worker_that_hangs_ends_and_names_the_worker(backend: str, 
 
 @pytest.mark.parametrize("kind", ["trainer", "spawn", "own loop"])
 def test_workers_that_hang_end_with_a_rank_that_is_killed(kind: str, script: Path) -> None:
-    variables = environment.without_launcher() | {"OMP_NUM_THREADS": "1"}
+    variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1"}
     with started([sys.executable, str(script), kind, "60"], variables) as launch:
         deadline = time.monotonic() + 90
         while len(list(script.parent.glob("*.hangs"))) < 2 and time.monotonic() < deadline:

@@ -97,8 +97,8 @@ def test_slots_that_are_added_are_used_and_a_killed_rank_costs_a_few_steps(
         output, _ = launch.process.communicate(timeout=2 * SECONDS)  # three launches, one after the other
         launch.wait_until_none_lives(10)
     assert launch.process.returncode == 0, output
-    assert "there are slots for 3 ranks instead of 2: the job is asked to save and end" in output
-    assert output.count("it is started again, 1 of 1") == 1, output  # that there are more slots is no failure
+    assert "there are 3 slots instead of 2: asking the job to save a checkpoint and exit" in output
+    assert output.count("(restart 1 of 1)") == 1, output  # that there are more slots is no failure
     check(tmp_path, undisturbed, [2, 3], lost=5)
 
 
@@ -124,8 +124,8 @@ def test_hosts_come_and_go(tmp_path: Path, undisturbed: list[float]) -> None:
                 first.end_all()
         third.wait_until_none_lives(10)
     assert launch.returncode == 0, output
-    assert "there are slots for 3 ranks instead of 2" in output
-    assert "the host of rank 1 does not answer any more" in output
+    assert "there are 3 slots instead of 2" in output
+    assert "the host of rank 1 does not respond" in output
     check(tmp_path, undisturbed, [2, 3, 2], lost=5)
 
 
@@ -170,6 +170,6 @@ def test_a_killed_rank_under_srun(tmp_path: Path, undisturbed: list[float]) -> N
     ):
         done = both[0].run([*line, SCRIPT, str(tmp_path)], VARIABLES | given)
     assert done.returncode == 0, done.stdout
-    assert "it is started again, 1 of 1" in done.stdout
+    assert "(restart 1 of 1)" in done.stdout
     assert "cannot reach unitrain launch" not in done.stdout
     check(tmp_path, undisturbed, [2], lost=5)

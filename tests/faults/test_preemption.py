@@ -101,7 +101,7 @@ def test_ranks_save_and_end_where_their_launcher_is_killed(tmp_path: Path) -> No
         launch.process.kill()
         output = launch.output()  # which is complete when the last rank has closed it
         launch.wait_until_none_lives(30)
-    assert re.search(r"rank \d of 2 ends, because torchrun is gone", output), output
+    assert re.search(r"stopping rank \d of 2 because torchrun has ended", output), output
     assert re.search(r"stopped after step \d+: SIGTERM came to rank \d", output), output
     (step,) = re.findall(r"stopped after step (\d+)", output)
     assert (tmp_path / f"step-{int(step):09d}" / "manifest.json").exists()

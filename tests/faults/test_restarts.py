@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(
             output = launch.output()
             launch.wait_until_none_lives(10)
         assert launch.process.returncode == 0, output
-        assert ("it is started again, 1 of 2" in output) != prepared, output
+        assert ("(restart 1 of 2)" in output) != prepared, output
         results += re.findall(r"weights .* steps 16", output)
         assert "goes on from" not in output or not prepared
     assert len(results) == 2

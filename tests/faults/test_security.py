@@ -284,7 +284,7 @@ def test_nobody_who_connects_without_the_key_obtains_a_signature() -> None:
         def prove(at: int, key: str, accepts: bool) -> None:
             pair[at].settimeout(10)
             try:
-                authentication.prove(pair[at], key, "supervision", accepts=accepts)
+                authentication.authenticate(pair[at], key, "supervision", is_server=accepts)
             except (AuthenticationError, OSError) as error:
                 results[at] = error
                 pair[at].close()

@@ -1,4 +1,4 @@
-"""`unitrain launch --log-dir`: each rank's output in a file, all of it merged, and what a failing rank said last."""
+"""`unitrain launch --log-dir`: a log file for each rank, merged output, and the last lines of a failed rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from launches import started
 
 from unitrain.bootstrap import environment
-from unitrain.supervisor import logs
-from unitrain.supervisor.logs import last_words, sizes
+from unitrain.supervisor import rank_logs
+from unitrain.supervisor.rank_logs import last_lines_of_failed_rank, log_sizes
 
 SCRIPT = """
 import os, sys, time
@@ -39,7 +39,7 @@ def launch(folder: Path, fault: str, *options: str) -> tuple[int, str]:
     return launched.process.returncode, output
 
 
-def test_every_line_is_in_its_ranks_file_and_in_the_merged_view(tmp_path: Path) -> None:
+def test_every_line_is_in_the_ranks_file_and_in_the_merged_output(tmp_path: Path) -> None:
     code, output = launch(tmp_path, "nothing", "--backend", "ddp")
     assert code == 0, output
     for rank in (0, 1):
@@ -55,38 +55,46 @@ def test_every_line_is_in_its_ranks_file_and_in_the_merged_view(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fault", "options"), [("raises", ["--backend", "horovod"]), ("is killed", ["--backend", "ddp"])]
 )
-def test_a_failing_rank_has_the_last_word(fault: str, options: list[str], tmp_path: Path) -> None:
+def test_a_failed_launch_prints_the_last_lines_of_the_failed_rank(
+    fault: str, options: list[str], tmp_path: Path
+) -> None:
     code, output = launch(tmp_path, fault, *options)
     assert code != 0
-    _, found, words = output.rpartition(f"unitrain: the last lines of rank 1, of {tmp_path}/logs/rank-1.log:\n")
+    _, found, words = output.rpartition(f"unitrain: last lines of rank 1, from {tmp_path}/logs/rank-1.log:\n")
     assert found, output
     assert "line 2 of rank 1" in words
     assert ("ValueError: item 31 is broken" in words) is (fault == "raises")
 
 
-def test_who_failed_first_is_found_in_what_was_said(tmp_path: Path) -> None:
+def test_the_first_failed_rank_is_found_in_the_logs(tmp_path: Path) -> None:
     trace = "Traceback (most recent call last):\nValueError: x\n"
     (tmp_path / "rank-0.log").write_text("fine\n")
     (tmp_path / "rank-10.log").write_text(".\n" * 30 + trace)
-    assert last_words(tmp_path, None, {})[0] == f"unitrain: the last lines of rank 10, of {tmp_path}/rank-10.log:"
-    assert len(last_words(tmp_path, None, {})) == 21
-    assert last_words(tmp_path, 0, {})[1:] == ["  fine"]
+    assert (
+        last_lines_of_failed_rank(tmp_path, None, {})[0]
+        == f"unitrain: last lines of rank 10, from {tmp_path}/rank-10.log:"
+    )
+    assert len(last_lines_of_failed_rank(tmp_path, None, {})) == 21
+    assert last_lines_of_failed_rank(tmp_path, 0, {})[1:] == ["  fine"]
     (tmp_path / "rank-0.log").write_text(f"{trace}unitrain: rank 0 failed first: ValueError: x (of 11 ranks)\n")
-    assert last_words(tmp_path, None, {})[0].startswith("unitrain: the last lines of rank 0")
-    assert last_words(tmp_path, 5, {}) == []
+    assert last_lines_of_failed_rank(tmp_path, None, {})[0].startswith("unitrain: last lines of rank 0")
+    assert last_lines_of_failed_rank(tmp_path, 5, {}) == []
 
 
-def test_an_earlier_run_in_the_same_folder_is_not_blamed(tmp_path: Path) -> None:
+def test_lines_of_an_earlier_run_in_the_same_folder_are_ignored(tmp_path: Path) -> None:
     """Runs append to the files, and one with fewer ranks leaves those of the others as they are."""
     for rank in (0, 7):
         (tmp_path / f"rank-{rank}.log").write_text("unitrain: rank 7 failed first: ValueError: x (of 8 ranks)\n")
-    before = sizes(tmp_path)
-    assert last_words(tmp_path, None, before) == []
+    before = log_sizes(tmp_path)
+    assert last_lines_of_failed_rank(tmp_path, None, before) == []
     with (tmp_path / "rank-0.log").open("a") as log:
         log.write("line\n")
     (tmp_path / "rank-1.log").write_text("Traceback (most recent call last):\nKeyError: 3\n")
-    assert last_words(tmp_path, None, before)[0] == f"unitrain: the last lines of rank 1, of {tmp_path}/rank-1.log:"
-    assert last_words(tmp_path, 0, before)[1:] == ["  line"]
+    assert (
+        last_lines_of_failed_rank(tmp_path, None, before)[0]
+        == f"unitrain: last lines of rank 1, from {tmp_path}/rank-1.log:"
+    )
+    assert last_lines_of_failed_rank(tmp_path, 0, before)[1:] == ["  line"]
 
 
 EARLIER = """
@@ -98,33 +106,33 @@ sys.exit(3)
 """
 
 
-def test_a_launch_shows_its_own_lines_only(tmp_path: Path) -> None:
+def test_a_launch_shows_only_its_own_lines(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(EARLIER)
     shown = []
     for what in ("fails", "exits"):
         options = ["-np", "1", "--backend", "local", "--log-dir", str(tmp_path / "logs")]
         with started([sys.executable, "-m", "unitrain", "launch", *options, str(script), what]) as launched:
-            shown.append("the last lines of rank 0" in launched.output())
+            shown.append("last lines of rank 0" in launched.output())
             assert launched.process.returncode in (1, 3)
     assert shown == [True, False]
 
 
-def test_files_that_are_no_logs_of_ranks_are_ignored(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_text("fine\n")
     (tmp_path / "rank-0-old.log").write_text("unitrain: rank 3 failed first\n")
     (tmp_path / "rank-1.log").mkdir()
-    assert last_words(tmp_path, 0, {})[1:] == ["  fine"]
+    assert last_lines_of_failed_rank(tmp_path, 0, {})[1:] == ["  fine"]
 
 
-def test_a_full_disk_ends_the_log_and_not_the_rank(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_log_but_not_the_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("for number in range(100):\n    print('line', number, 'x' * 8000)\n")
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
-    wrapper = str(Path(logs.__file__).with_name("logged.py"))
+    wrapper = str(Path(rank_logs.__file__))
     ended = subprocess.run(
         [sys.executable, wrapper, str(tmp_path), str(script)],
-        env=environment.without_launcher(),
+        env=environment.without_launcher_variables(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -132,5 +140,6 @@ def test_a_full_disk_ends_the_log_and_not_the_rank(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("[0] line ") == 100
     assert ended.stderr == (
-        f"unitrain: '{tmp_path}/rank-0.log' ends here: No space left on device. What the rank prints is still shown.\n"
+        f"unitrain: cannot write more to '{tmp_path}/rank-0.log': No space left on device. The output of the rank is "
+        "still printed.\n"
     )

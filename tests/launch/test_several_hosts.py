@@ -294,7 +294,7 @@ def test_a_job_on_two_hosts_is_started_again(two_hosts: list[Host], tmp_path: Pa
     command = [*LAUNCH, "--max-restarts", "1", "-H", "h1:1,h2:1", str(script), str(tmp_path)]
     done = two_hosts[0].run(command, VARIABLES, seconds=200)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("it is started again, 1 of 1") == 1
+    assert done.stdout.count("(restart 1 of 1)") == 1
     assert (tmp_path / "0.True").exists()
     assert (tmp_path / "1.True").exists()
     for host in two_hosts:

@@ -89,7 +89,9 @@ def started_ranks(script: Path, backend: str, size: int, *arguments: str) -> Ite
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(script), *arguments],
-                env=environment.without_launcher() | {name: str(value) for name, value in position.items()} | variables,
+                env=environment.without_launcher_variables()
+                | {name: str(value) for name, value in position.items()}
+                | variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

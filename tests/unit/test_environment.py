@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import unitrain
 from unitrain.backends.base import Backend
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo, detect
@@ -142,7 +143,7 @@ def test_every_launcher_is_recognised(variables: dict[str, str], expected: RankI
 
 
 def test_a_horovod_that_unitrain_leads_does_not_change_who_started_the_process() -> None:
-    led = BY_HAND | {environment.LED_BY_UNITRAIN: "1", "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
+    led = BY_HAND | {environment.HOROVOD_SET_BY_UNITRAIN: "1", "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
     assert detect(led) == detect(BY_HAND)
 
 
@@ -157,7 +158,7 @@ def test_the_evidence_names_what_was_believed() -> None:
     [
         (
             {"RANK": "1"},
-            "RANK is set, but WORLD_SIZE is not. Set it too, or clear the other with: unset RANK",
+            "RANK is set, but WORLD_SIZE is not. Set WORLD_SIZE too, or clear RANK with: unset RANK",
         ),
         (
             {"RANK": "one", "WORLD_SIZE": "2"},
@@ -169,8 +170,8 @@ def test_the_evidence_names_what_was_believed() -> None:
         ),
         (
             {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NUM_TASKS"},
-            "SLURM_STEP_ID is set, but SLURM_STEP_NUM_TASKS is not. Set it too, or clear the other with: "
-            "unset SLURM_STEP_ID",
+            "SLURM_STEP_ID is set, but SLURM_STEP_NUM_TASKS is not. Set SLURM_STEP_NUM_TASKS too, or "
+            "clear SLURM_STEP_ID with: unset SLURM_STEP_ID",
         ),
         (
             MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": ""},
@@ -187,49 +188,50 @@ def test_the_evidence_names_what_was_believed() -> None:
         ),
         (
             HOROVODRUN | {"HOROVOD_SIZE": "2"},
-            "HOROVOD_RANK=2 does not fit HOROVOD_SIZE=2: ranks go from 0 to 1. Set both, or clear them with: "
+            "HOROVOD_RANK=2 does not fit HOROVOD_SIZE=2: ranks are 0 to 1. Set both, or clear them with: "
             "unset HOROVOD_RANK HOROVOD_SIZE",
         ),
         (
             # A shell from `srun --pty bash`, in which something else starts two processes.
             SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"} | {"RANK": "0", "WORLD_SIZE": "2"},
-            "RANK=0 and WORLD_SIZE=2 contradict SLURM_PROCID=0 and SLURM_STEP_NUM_TASKS=1 of srun. Clear those that "
-            "are left over: unset RANK WORLD_SIZE, or, where srun did not start this process itself: "
+            "RANK=0 and WORLD_SIZE=2 contradict SLURM_PROCID=0 and SLURM_STEP_NUM_TASKS=1 of srun. Clear the "
+            "stale variables: unset RANK WORLD_SIZE, or, if srun has not started this process: "
             "unset SLURM_STEP_ID",
         ),
         (
             MPIRUN | {"RANK": "0", "WORLD_SIZE": "2"},
             "RANK=0 and WORLD_SIZE=2 contradict OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=2 of mpirun. Clear "
-            "those that are left over: unset RANK WORLD_SIZE, or, where mpirun did not start this process itself: "
+            "the stale variables: unset RANK WORLD_SIZE, or, if mpirun has not started this process: "
             "unset OMPI_COMM_WORLD_RANK",
         ),
         (
             HOROVODRUN | {"RANK": "0", "WORLD_SIZE": "1"},
-            "RANK=0 and WORLD_SIZE=1 contradict HOROVOD_RANK=2 and HOROVOD_SIZE=3 of horovodrun. Clear those that are "
-            "left over: unset RANK WORLD_SIZE, or, where horovodrun did not start this process itself: "
+            "RANK=0 and WORLD_SIZE=1 contradict HOROVOD_RANK=2 and HOROVOD_SIZE=3 of horovodrun. Clear the stale "
+            "variables: unset RANK WORLD_SIZE, or, if horovodrun has not started this process: "
             "unset HOROVOD_RANK",
         ),
         (
             {"PMI_RANK": "1", "PMI_SIZE": "2"},
-            "PMI_RANK is set, but PMI_LOCAL_RANK is not. Set it too, or clear the other with: unset PMI_RANK",
+            "PMI_RANK is set, but PMI_LOCAL_RANK is not. Set PMI_LOCAL_RANK too, or clear PMI_RANK with: "
+            "unset PMI_RANK",
         ),
         (
             {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-1@1"},
-            "PMIX_RANK=1 says that a launcher of PMIx started this process, but no variable says how many there are. "
-            "Tell every rank, in the command that it runs: "
+            "PMIX_RANK=1 shows that a PMIx launcher has started this process, but no variable has the number of ranks. "
+            "Set the rank, size and local rank in the command of every rank: "
             "env RANK=$PMIX_RANK WORLD_SIZE=<ranks> LOCAL_RANK=<number on its host> python ..., or clear it with: "
             "unset PMIX_RANK",
         ),
         (
             PYTORCHJOB | {"PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "8"},
-            "PET_NPROC_PER_NODE=4 says that 4 processes share this pod, but nothing has started them. "
-            "Start the script with torchrun, which reads it, as in: torchrun train.py",
+            "PET_NPROC_PER_NODE=4 requests 4 processes in this pod, but no launcher has started them. "
+            "Start the script with torchrun, which reads this variable: torchrun train.py",
         ),
     ],
     ids=[
         "missing",
         "not a number",
-        "a digit but no number",
+        "not an ASCII digit",
         "missing under srun",
         "empty",
         "no ranks",
@@ -237,33 +239,33 @@ def test_the_evidence_names_what_was_believed() -> None:
         "too large",
         "a spawner in srun",
         "a spawner in mpirun",
-        "leftovers under horovodrun",
-        "PMI without a place",
-        "PMIx alone",
-        "a pod for more",
+        "stale under horovodrun",
+        "PMI without local rank",
+        "PMIx only",
+        "a pod for several processes",
     ],
 )
-def test_variables_that_cannot_be_believed(variables: dict[str, str], message: str) -> None:
+def test_invalid_variables_are_errors_with_a_fix(variables: dict[str, str], message: str) -> None:
     with pytest.raises(EnvironmentVariableError) as caught:
         detect(variables)
     assert str(caught.value) == message
 
 
-def place(backend: Backend) -> tuple[int, int, int]:
+def position(backend: Backend) -> tuple[int, int, int]:
     return backend.rank, backend.size, backend.local_rank
 
 
-def test_a_job_started_inside_others_has_places_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_started_inside_other_jobs_has_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     outer = SRUN | MPIRUN | HOROVODRUN | TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in outer.items():
         monkeypatch.setenv(name, value)
-    assert run_ranks(place, 1, backend="local") == [(0, 1, 0)]
-    assert run_ranks(place, 2, backend="ddp") == [(0, 2, 0), (1, 2, 1)]
-    kept = environment.without_launcher()
-    assert {name for name in outer if name in kept} == {"SLURM_JOB_ID", "SLURM_NTASKS"}  # which mpirun and srun ask for
+    assert run_ranks(position, 1, backend="local") == [(0, 1, 0)]
+    assert run_ranks(position, 2, backend="ddp") == [(0, 2, 0), (1, 2, 1)]
+    kept = environment.without_launcher_variables()
+    assert {name for name in outer if name in kept} == {"SLURM_JOB_ID", "SLURM_NTASKS"}  # mpirun and srun need them
 
 
-def test_pods_meet_where_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_use_the_rendezvous_address_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("PET_MASTER_ADDR", TRAINJOB["PET_MASTER_ADDR"])
     assert environment.setting("MASTER_ADDR") == TRAINJOB["PET_MASTER_ADDR"]
@@ -271,27 +273,40 @@ def test_pods_meet_where_torchrun_would(monkeypatch: pytest.MonkeyPatch) -> None
     assert environment.setting("MASTER_ADDR") == "10.0.0.1"
 
 
-def test_a_launch_in_a_pod_says_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun would read PET_NNODES, and wait for the others for ever."""
+def test_a_launch_in_a_pod_ignores_the_variables_of_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun would read PET_NNODES and wait for the other pods without a limit."""
     for name, value in PYTORCHJOB.items():
         monkeypatch.setenv(name, value)
-    assert environment.pods() == 2
-    kept = environment.without_ranks()
+    assert environment.max_pods() == 2
+    kept = environment.without_rank_variables()
     assert {name for name in PYTORCHJOB if name in kept} == {
         "PYTHONUNBUFFERED", "MASTER_ADDR", "MASTER_PORT", "KUBERNETES_SERVICE_HOST",
     }  # fmt: skip
     monkeypatch.setenv("PET_NNODES", "1:3")
-    assert environment.pods() == 3
+    assert environment.max_pods() == 3
     monkeypatch.setenv("PET_NNODES", "")
-    assert environment.pods() == 1
-    assert "KUBERNETES_SERVICE_HOST" in environment.without_launcher()
+    assert environment.max_pods() == 1
+    assert "KUBERNETES_SERVICE_HOST" in environment.without_launcher_variables()
 
 
-def test_reading_and_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_read_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UNITRAIN_A", "UNITRAIN_B"):
         monkeypatch.setenv(name, "of the user")
     monkeypatch.setenv("UNITRAIN_C", "")
     environment.export_defaults({"UNITRAIN_A": "ours"})
     environment.export({"UNITRAIN_B": "ours"})
     assert [environment.setting(f"UNITRAIN_{letter}") for letter in "ABCD"] == ["of the user", "ours", None, None]
-    assert environment.inherited()["UNITRAIN_B"] == "ours"
+    assert environment.copy()["UNITRAIN_B"] == "ours"
+
+
+@pytest.mark.parametrize(("value", "is_enabled"), [("1", True), ("0", False), ("", False)])
+def test_debug_checks_are_enabled_by_1(value: str, is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_DEBUG", value)
+    assert environment.is_debug_enabled() is is_enabled
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "2"])
+def test_another_debug_value_is_an_error_at_init(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_DEBUG", value)
+    with pytest.raises(EnvironmentVariableError, match=f"UNITRAIN_DEBUG must be 0 or 1, got '{value}'. Use: export "):
+        unitrain.init("local", device="cpu")

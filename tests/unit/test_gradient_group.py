@@ -165,6 +165,6 @@ print(type(transport).__name__, transport.wrapped_pg.options._timeout)
 
 
 def test_the_timeout_of_a_transport_can_be_set_where_torch_checks_collectives() -> None:
-    variables = {**environment.without_launcher(), "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    variables = {**environment.without_launcher_variables(), "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     done = subprocess.run([sys.executable, "-c", CHECKED], env=variables, capture_output=True, text=True, timeout=100)
     assert done.stdout.strip() == "_ProcessGroupWrapper 0:01:17", done.stderr

@@ -1,4 +1,4 @@
-"""How many ranks an elastic job has, and on which hosts: by what is listed, what answers, and who has died."""
+"""Selection of the hosts of an elastic job: listed hosts, reachable hosts, and hosts whose ranks failed."""
 
 from __future__ import annotations
 
@@ -40,89 +40,89 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster("a:2,b:2,c:2")
     monkeypatch.setattr(membership, "find_reachable_hosts", made.find_reachable_hosts)
     monkeypatch.setattr(membership, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(membership, "_ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(membership, "_PROBE_AGAIN_SECONDS", 0.0)
     return made
 
 
-def gather(members: Membership) -> str:
-    return ",".join(map(str, members.gather(threading.Event())))
+def select(members: Membership) -> str:
+    return ",".join(map(str, members.select_hosts(threading.Event())))
 
 
-def settled(members: Membership) -> str | None:
-    assert members.change() is None, "hosts that come one after the other would each start the job again"
-    return members.change()
+def stable_change(members: Membership) -> str | None:
+    assert members.find_change() is None, "hosts that join one after another must not each restart the job"
+    return members.find_change()
 
 
-def test_hosts_are_filled_in_order_up_to_the_most_ranks(cluster: Cluster) -> None:
-    assert gather(Membership(Elastic(1, 6), cluster.hosts, 1)) == "a:2,b:2,c:2"
-    assert gather(Membership(Elastic(1, 3), cluster.hosts, 1)) == "a:2,b:1"
+def test_hosts_are_filled_in_order_up_to_the_maximum(cluster: Cluster) -> None:
+    assert select(Membership(Elastic(1, 6), cluster.hosts, 1)) == "a:2,b:2,c:2"
+    assert select(Membership(Elastic(1, 3), cluster.hosts, 1)) == "a:2,b:1"
     cluster.silent = {"a"}
-    assert gather(Membership(Elastic(3, 6), cluster.hosts, 1)) == "b:2,c:2"
+    assert select(Membership(Elastic(3, 6), cluster.hosts, 1)) == "b:2,c:2"
 
 
-def test_a_job_grows_behind_the_hosts_that_it_has(cluster: Cluster) -> None:
+def test_a_growing_job_keeps_its_hosts_first(cluster: Cluster) -> None:
     cluster.silent = {"a"}
     members = Membership(Elastic(1, 6), cluster.hosts, 1)
-    assert gather(members) == "b:2,c:2"
-    assert members.change() is None
+    assert select(members) == "b:2,c:2"
+    assert members.find_change() is None
     assert cluster.asked == ["a"]  # those of a running job are left alone
     cluster.silent = set()
-    assert settled(members) == "there are slots for 6 ranks instead of 4"
-    assert gather(members) == "b:2,c:2,a:2"
-    assert settled(members) is None
+    assert stable_change(members) == "there are 6 slots instead of 4"
+    assert select(members) == "b:2,c:2,a:2"
+    assert stable_change(members) is None
 
 
-def test_a_host_that_is_listed_no_longer_is_given_up_where_the_others_are_enough(cluster: Cluster) -> None:
+def test_a_host_that_is_no_longer_listed_is_dropped_if_enough_remain(cluster: Cluster) -> None:
     members = Membership(Elastic(3, 6), cluster.hosts, 1)
-    gather(members)
+    select(members)
     cluster.listed = "a:2,c:1"
-    assert settled(members) == "b, c should be given up, 3 ranks are left"
+    assert stable_change(members) == "b, c is no longer in the list of hosts, and 3 slots remain"
     cluster.listed = "a:2"
-    assert settled(members) is None
+    assert stable_change(members) is None
     cluster.listed = "broken"
-    assert settled(members) is None
+    assert stable_change(members) is None
 
 
-def test_too_few_are_waited_for_and_told(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_hosts_are_awaited_and_reported(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.silent = {"a", "b"}
     members = Membership(Elastic(3, 6), cluster.hosts, 0.05)
     with pytest.raises(LaunchError) as caught:
-        gather(members)
+        select(members)
     assert str(caught.value) == (
-        "--elastic 3:6 needs slots for 3 ranks, but for 0.05 s the hosts that answer were c:2. "
-        "Bring back the others, or wait longer with: --elastic-timeout 0.1"
+        "--elastic 3:6 needs slots for at least 3 ranks, but after 0.05 s the hosts that respond are: c:2. "
+        "Start more hosts, or raise the limit with: --elastic-timeout 0.1"
     )
-    assert capsys.readouterr().err == "unitrain: the job waits for slots for 3 ranks; hosts that answer: c:2\n"
+    assert capsys.readouterr().err == "unitrain: waiting for slots for 3 ranks; hosts that respond: c:2\n"
     ended = threading.Event()
     ended.set()
-    assert members.gather(ended) == ()
+    assert members.select_hosts(ended) == ()
 
 
-def test_hosts_that_cannot_be_found_are_looked_for_again(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_host_list_is_requested_again(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.listed = "broken"
     members = Membership(Elastic(3, 6), cluster.hosts, 0.05)
-    with pytest.raises(LaunchError, match=r"for 0\.05 s the hosts that answer were none \(the script is broken\)\."):
-        gather(members)
+    with pytest.raises(LaunchError, match=r"after 0\.05 s the hosts that respond are: none \(the script is broken\)\."):
+        select(members)
     timer = threading.Timer(0.1, lambda: setattr(cluster, "listed", "a:2,b:2"))
     timer.start()
-    assert gather(Membership(Elastic(3, 6), cluster.hosts, 10)) == "a:2,b:2"
+    assert select(Membership(Elastic(3, 6), cluster.hosts, 10)) == "a:2,b:2"
     timer.join()
-    assert "waits for slots for 3 ranks; hosts that answer: none (the script is broken)" in capsys.readouterr().err
+    assert "waiting for slots for 3 ranks; hosts that respond: none (the script is broken)" in capsys.readouterr().err
 
 
-def test_a_host_whose_rank_is_the_first_to_die_twice_is_left_out_where_others_suffice(cluster: Cluster) -> None:
+def test_a_host_whose_ranks_fail_first_twice_is_excluded(cluster: Cluster) -> None:
     members = Membership(Elastic(3, 6), cluster.hosts, 1)
-    gather(members)
+    select(members)
     for rank in (2, None, 3):
-        members.note_death(rank)
-    assert gather(members) == "a:2,b:2,c:2"
-    members.note_death(2)
-    assert gather(members) == "a:2,c:2"
+        members.record_failure(rank)
+    assert select(members) == "a:2,b:2,c:2"
+    members.record_failure(2)
+    assert select(members) == "a:2,c:2"
     cluster.listed = "a:2,b:2"
-    assert gather(members) == "a:2,b:2"
+    assert select(members) == "a:2,b:2"
 
 
-def test_hosts_are_those_that_a_script_prints(tmp_path: Path) -> None:
+def test_a_discovery_script_prints_the_hosts(tmp_path: Path) -> None:
     script = tmp_path / "discover"
     script.write_text("#!/bin/sh\nprintf 'a:4\\n\\n b \\n'\n")
     with pytest.raises(LaunchError, match=r"discover' cannot be run: Permission denied\. .*chmod \+x "):
@@ -142,23 +142,23 @@ def test_hosts_are_those_that_a_script_prints(tmp_path: Path) -> None:
         discover_hosts(script)
 
 
-def test_who_answers() -> None:
+def test_only_reachable_hosts_are_found() -> None:
     assert find_reachable_hosts([Host("localhost", 1), Host("no-such-host.invalid", 1)]) == {"localhost"}
 
 
-def test_without_ssh_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ssh_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert find_reachable_hosts([Host("localhost", 1), Host("a", 1)]) == {"localhost"}
     with pytest.raises(LaunchError, match="ssh, which is needed to reach other hosts, is not installed"):
         find_reachable_hosts([Host("a", 1), Host("b", 1)])
     listed = [Host("localhost", 2)]
     members = Membership(parse_elastic("2:4"), lambda: tuple(listed), 60.0)
-    assert gather(members) == "localhost:2"
+    assert select(members) == "localhost:2"
     listed.append(Host("a", 2))
-    assert members.change() is None, "a job that runs goes on where it is"
+    assert members.find_change() is None, "a running job must continue on its hosts"
     members = Membership(parse_elastic("4:4"), lambda: (Host("a", 4),), 60.0)
     with pytest.raises(LaunchError, match="sudo apt-get install openssh-client"):
-        gather(members)
+        select(members)
 
 
 def test_failing_host_discovery_is_repeated_within_the_elastic_timeout(
@@ -176,13 +176,13 @@ def test_failing_host_discovery_is_repeated_within_the_elastic_timeout(
     plan = plan_launch(request)
     assert "ended with exit code 1" in capsys.readouterr().err
     assert plan.membership is not None
-    assert gather(plan.membership) == "localhost:2"
+    assert select(plan.membership) == "localhost:2"
     with pytest.raises(LaunchError, match="cannot be run: No such file or directory"):
         plan_launch(replace(request, host_discovery_script=tmp_path / "absent"))
 
 
 @pytest.mark.parametrize("text", ["2", "a:b", "2:", ":3", "2:3:4", "-1:3", "1.5:2"])
-def test_what_is_no_range_is_refused(text: str) -> None:
+def test_an_invalid_range_is_rejected(text: str) -> None:
     with pytest.raises(LaunchError, match=r"--elastic takes MIN:MAX ranks, got .* as in --elastic 2:8"):
         parse_elastic(text)
 
@@ -213,7 +213,7 @@ def test_ranges() -> None:
         ),
     ],
 )
-def test_what_an_elastic_job_cannot_have(options: list[str], message: str, tmp_path: Path) -> None:
+def test_invalid_options_of_an_elastic_job_are_rejected(options: list[str], message: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     result = CliRunner().invoke(unitrain, ["launch", "--dry-run", "--elastic", "2:4", *options, str(script)])
@@ -221,7 +221,7 @@ def test_what_an_elastic_job_cannot_have(options: list[str], message: str, tmp_p
     assert message in result.stderr
 
 
-def test_torchrun_on_several_hosts_is_elastic_by_itself(tmp_path: Path) -> None:
+def test_torchrun_on_several_hosts_uses_its_own_elasticity(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     options = ["--elastic", "3:8", "--max-restarts", "5", "-H", "a:2,b:2"]

@@ -1,4 +1,4 @@
-"""What `unitrain launch` learns of the ranks of a job: who has gone first, and how."""
+"""The supervisor's connections to ranks: which rank has ended first, and how."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from unitrain.monitoring import supervisor_client
 from unitrain.supervisor.ranks import Ranks
 
 KEY = "0123456789abcdef"
-# A rank that does as it is told, without torch: it leaves with a word, after a checkpoint, or without a word.
+# A rank without torch, which ends in order, after a checkpoint, or is killed.
 RANK = """
 import os, signal, sys, time
-from unitrain import supervised
-rank, way = int(sys.argv[1]), sys.argv[2]
-heard = []
-if way != "plain":
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-supervised.follow(rank)
+from unitrain.monitoring import supervisor_client
+rank, ending = int(sys.argv[1]), sys.argv[2]
+received = []
+if ending != "has no handler":
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+supervisor_client.connect(rank)
 print("here", flush=True)
-if way == "stays" or way == "plain":
+if ending == "handles SIGTERM" or ending == "has no handler":
     deadline = time.monotonic() + 60
-    while not heard and time.monotonic() < deadline:
+    while not received and time.monotonic() < deadline:
         time.sleep(0.01)
-    supervised.tell_preempted()
+    supervisor_client.report_preempted()
 sys.stdin.readline()
-if way == "dies":
+if ending == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -40,10 +40,10 @@ if way == "dies":
 class Rank:
     """A process that is a rank of job "mine"."""
 
-    def __init__(self, ranks: Ranks, rank: int, way: str, job: str = "mine", key: str = KEY) -> None:
+    def __init__(self, ranks: Ranks, rank: int, ending: str, job: str = "mine", key: str = KEY) -> None:
         variables = {"UNITRAIN_SUPERVISOR": ranks.address, "UNITRAIN_JOB": job, "UNITRAIN_JOB_KEY": key}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), way],
+            [sys.executable, "-c", RANK, str(rank), ending],
             env={**os.environ, **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -51,10 +51,10 @@ class Rank:
             text=True,
         )
         assert self.process.stdout is not None
-        self.process.stdout.readline()  # it is here, or has been told to end
+        self.process.stdout.readline()  # it is connected, or was asked to exit
 
-    def leave(self) -> int:
-        _, self.said = self.process.communicate("\n", timeout=30)
+    def end(self) -> int:
+        _, self.stderr = self.process.communicate("\n", timeout=30)
         return self.process.returncode
 
 
@@ -65,76 +65,76 @@ def wait_until(happens: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_the_rank_that_died_first_is_known_unless_another_had_left_before() -> None:
+def test_the_first_killed_rank_is_known_unless_another_rank_ended_before() -> None:
     with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
-        dies, leaves = Rank(ranks, 1, "dies"), Rank(ranks, 0, "leaves")
-        wait_until(lambda: len(ranks._present) == 2)
-        assert dies.leave() == -signal.SIGKILL
+        dies, leaves = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "ends in order")
+        wait_until(lambda: len(ranks._connections) == 2)
+        assert dies.end() == -signal.SIGKILL
         wait_until(lambda: ranks.lost)
-        assert leaves.leave() == 0
-        ranks.dismiss(30)
-        assert (ranks.lost, ranks.first_lost, ranks.vanished, ranks.preempted) == ([1], 1, [], False)
+        assert leaves.end() == 0
+        ranks.end_all(30)
+        assert (ranks.lost, ranks.first_lost, ranks.unreachable, ranks.is_preempted) == ([1], 1, [], False)
     with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
-        dies, leaves = Rank(ranks, 1, "dies"), Rank(ranks, 0, "leaves")
-        wait_until(lambda: len(ranks._present) == 2)
-        assert leaves.leave() == 0
-        wait_until(lambda: len(ranks._present) == 1)
-        dies.leave()
-        ranks.dismiss(30)
+        dies, leaves = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "ends in order")
+        wait_until(lambda: len(ranks._connections) == 2)
+        assert leaves.end() == 0
+        wait_until(lambda: len(ranks._connections) == 1)
+        dies.end()
+        ranks.end_all(30)
         assert (ranks.lost, ranks.first_lost) == ([1], None)
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_rank_0_is_asked_to_end_now_or_when_it_comes(early: bool) -> None:
+def test_rank_0_is_asked_to_end_before_or_after_it_connects(early: bool) -> None:
     with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         if early:
             ranks.ask_to_end()
-        asked = Rank(ranks, 0, "stays")
+        asked = Rank(ranks, 0, "handles SIGTERM")
         if not early:
             ranks.ask_to_end()
-        assert asked.leave() == 0
-        wait_until(lambda: ranks.preempted)
+        assert asked.end() == 0
+        wait_until(lambda: ranks.is_preempted)
         assert ranks.lost == []
 
 
-def test_ranks_that_are_left_of_an_attempt_end_at_once() -> None:
+def test_remaining_ranks_of_an_attempt_exit_immediately() -> None:
     with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
-        left = Rank(ranks, 1, "stays")
-        wait_until(lambda: ranks._present)
-        ranks.dismiss(30)
-        late = Rank(ranks, 0, "stays")
+        left = Rank(ranks, 1, "handles SIGTERM")
+        wait_until(lambda: ranks._connections)
+        ranks.end_all(30)
+        late = Rank(ranks, 0, "handles SIGTERM")
         for rank in (left, late):
             assert rank.process.wait(30) == 1
             rank.process.communicate()
         wait_until(lambda: ranks.lost == [1, 0])
 
 
-def test_ranks_end_after_a_checkpoint_where_the_launch_is_gone() -> None:
+def test_ranks_end_after_a_checkpoint_if_the_supervisor_has_ended() -> None:
     with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
-        handles, plain = Rank(ranks, 0, "stays"), Rank(ranks, 1, "plain")
-        wait_until(lambda: len(ranks._present) == 2)
-    assert handles.leave() == 0
-    assert plain.leave() == -signal.SIGTERM
+        handles, plain = Rank(ranks, 0, "handles SIGTERM"), Rank(ranks, 1, "has no handler")
+        wait_until(lambda: len(ranks._connections) == 2)
+    assert handles.end() == 0
+    assert plain.end() == -signal.SIGTERM
 
 
-def test_strangers_are_no_ranks() -> None:
+def test_connections_without_the_key_or_job_are_ignored() -> None:
     with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
-        other = Rank(ranks, 0, "leaves", job="another")
-        without_key = Rank(ranks, 0, "leaves", key="another")
+        other = Rank(ranks, 0, "ends in order", job="another")
+        without_key = Rank(ranks, 0, "ends in order", key="another")
         host, _, port = ranks.address.rpartition(":")
         for text in (b"GET / HTTP/1.1\r\n", b"[1]\n", b"x" * 2000):
             with socket.create_connection((host, int(port)), timeout=10) as connection:
                 connection.sendall(text)
-        assert (other.leave(), without_key.leave()) == (0, 0)
-        assert "rank 0 cannot reach unitrain launch" in without_key.said
-        ranks.dismiss(0)
-        assert (ranks.lost, ranks.vanished, ranks.preempted) == ([], [], False)
+        assert (other.end(), without_key.end()) == (0, 0)
+        assert "rank 0 cannot reach unitrain launch" in without_key.stderr
+        ranks.end_all(0)
+        assert (ranks.lost, ranks.unreachable, ranks.is_preempted) == ([], [], False)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:x", ":"])
-def test_an_address_that_cannot_be_read_is_a_line_and_no_error(
+def test_an_invalid_supervisor_address_is_reported_without_an_error(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UNITRAIN_SUPERVISOR", address)
-    supervisor_client.follow(0)
+    supervisor_client.connect(0)
     assert f"rank 0 cannot reach unitrain launch at {address}" in capsys.readouterr().err

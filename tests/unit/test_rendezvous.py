@@ -1,4 +1,4 @@
-"""How ranks find each other, and what they are told where they cannot; each wait seen from one rank alone."""
+"""Rendezvous of ranks, and its errors; each wait is tested with one rank."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous, connect_ranks
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
 
-ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "TORCHELASTIC_RESTART_COUNT")
+RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "TORCHELASTIC_RESTART_COUNT")
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ELSEWHERE:
+def clear_rendezvous_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RENDEZVOUS_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -38,34 +38,34 @@ def nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "mpirun",
-            "mpirun said rank 1 of 2, but gave no address to meet at. Use --backend horovod, which brings its own, or "
-            "give one: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
+            "mpirun set rank 1 of 2, but no rendezvous address. Use --backend horovod, which needs none, or "
+            "set one: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
         ),
         (
             "mpiexec",
-            "mpiexec said rank 1 of 2, but gave no address to meet at. "
-            "Give one: mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ...",
+            "mpiexec set rank 1 of 2, but no rendezvous address. "
+            "Set one: mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ...",
         ),
         (
             "srun",
-            "srun said rank 1 of 2, but gave no address to meet at. Give one before srun: export "
+            "srun set rank 1 of 2, but no rendezvous address. Set one before srun: export "
             'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500',
         ),
         (
             "env",
-            "RANK and WORLD_SIZE said rank 1 of 2, but gave no address to meet at. "
-            "Give one to every rank: export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500",
+            "RANK and WORLD_SIZE set rank 1 of 2, but no rendezvous address. "
+            "Set one on every rank: export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500",
         ),
     ],
 )
-def test_no_address_to_meet_at(launcher: str, message: str) -> None:
+def test_a_missing_rendezvous_address_is_an_error_with_a_fix(launcher: str, message: str) -> None:
     with pytest.raises(LauncherMismatchError) as caught:
         connect_ranks(RankInfo(launcher, 1, 2, 1), timedelta(seconds=1))
     assert str(caught.value) == message
 
 
-class KnowsNothing(BaseHTTPRequestHandler):
-    """horovodrun's server as long as rank 0 has not been there; later on it does not answer at all."""
+class ServerWithoutAddress(BaseHTTPRequestHandler):
+    """horovodrun's server before rank 0 has published its address; after a while it does not answer at all."""
 
     def do_GET(self) -> None:
         if time.monotonic() > self.server.silent_from:  # type: ignore[attr-defined]
@@ -79,17 +79,17 @@ class KnowsNothing(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(params=["is not told", "falls silent", "is gone"])
+@pytest.fixture(params=["has no address", "stops answering", "has ended"])
 def horovodruns_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "is gone":
-        with socket.socket() as held:  # bound, but nobody listens
+    if request.param == "has ended":
+        with socket.socket() as held:  # bound, but not listening
             held.bind(("127.0.0.1", 0))
             yield f"127.0.0.1:{held.getsockname()[1]}"
         return
-    server = ThreadingHTTPServer(("127.0.0.1", 0), KnowsNothing)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ServerWithoutAddress)
     server.over = Event()  # type: ignore[attr-defined]
-    server.daemon_threads = False  # closing waits for what still answers, so that no later test hears of it
-    server.silent_from = time.monotonic() + (1.6 if request.param == "falls silent" else 60)  # type: ignore[attr-defined]
+    server.daemon_threads = False  # closing waits for the remaining requests
+    server.silent_from = time.monotonic() + (1.6 if request.param == "stops answering" else 60)  # type: ignore[attr-defined]
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"127.0.0.1:{server.server_port}"
@@ -99,9 +99,9 @@ def horovodruns_server(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     thread.join()
 
 
-@pytest.mark.parametrize(("rank", "missed"), [(0, "leave its address"), (1, "find the address of rank 0")])
+@pytest.mark.parametrize(("rank", "purpose"), [(0, "publish its address"), (1, "get the address of rank 0")])
 def test_the_wait_for_horovodruns_server_has_one_limit(
-    horovodruns_server: str, rank: int, missed: str, monkeypatch: pytest.MonkeyPatch
+    horovodruns_server: str, rank: int, purpose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, _, port = horovodruns_server.partition(":")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", host)
@@ -111,16 +111,16 @@ def test_the_wait_for_horovodruns_server_has_one_limit(
         connect_ranks(RankInfo("horovodrun", rank, 2, rank), timedelta(seconds=2))
     assert 1.9 < time.monotonic() - began < 8
     assert str(caught.value).startswith(
-        f"This rank could not {missed} at horovodrun's server {horovodruns_server} within 2 s: "
+        f"This rank could not {purpose} at horovodrun's server {horovodruns_server} within 2 s: "
     )
-    assert str(caught.value).endswith(". Look at the first error that rank 0 or horovodrun logged.")
+    assert str(caught.value).endswith(". Check the first error that rank 0 or horovodrun logged.")
 
 
-def test_the_addresses_at_which_somebody_listens() -> None:
-    """127.0.0.2 is this host too, and there nobody does."""
+def test_only_addresses_with_a_listener_are_reachable() -> None:
+    """127.0.0.2 is an address of this host without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert network.answering(["127.0.0.2", "127.0.0.1"], port, 2.0) == ["127.0.0.1"]
+        assert network.reachable_addresses(["127.0.0.2", "127.0.0.1"], port, 2.0) == ["127.0.0.1"]
     own = network.own_addresses()
     assert own[-1] == "127.0.0.1"
     assert [network.is_loopback(address) for address in own] == [False] * (len(own) - 1) + [True]
@@ -128,7 +128,7 @@ def test_the_addresses_at_which_somebody_listens() -> None:
 
 @contextlib.contextmanager
 def program_that_listens(kind: str) -> Iterator[int]:
-    """A program that is not rank 0: it accepts connections and then says nothing, closes them, or answers in HTTP."""
+    """Run a program that is not rank 0: it accepts connections and then sends nothing, closes them, or sends HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         held: list[socket.socket] = []
 
@@ -150,7 +150,7 @@ def program_that_listens(kind: str) -> Iterator[int]:
             connection.close()
 
 
-UNREACHED = "the program that listens there does not answer as rank 0 does"
+NOT_RANK_ZERO = "the program that listens there does not respond as rank 0 does"
 
 
 @pytest.mark.parametrize("kind", ["silent", "closes", "http"])
@@ -163,7 +163,7 @@ def test_another_program_on_the_port_is_reported_within_the_timeout(kind: str, m
             connect_ranks(RankInfo("env", 1, 2, 1), timedelta(seconds=3))
         assert time.monotonic() - began < 5
         assert str(caught.value).startswith(
-            f"Rank 1 could not reach rank 0 at 127.0.0.1:{port} within 3 s: {UNREACHED}."
+            f"Rank 1 could not reach rank 0 at 127.0.0.1:{port} within 3 s: {NOT_RANK_ZERO}."
         )
         assert str(caught.value).endswith("export MASTER_ADDR=<host of rank 0> MASTER_PORT=<free port>")
         with pytest.raises(ConfigError) as refused:
@@ -173,19 +173,17 @@ def test_another_program_on_the_port_is_reported_within_the_timeout(kind: str, m
         )
 
 
-def test_a_port_where_nobody_listens_is_reported_within_the_timeout(
+def test_a_port_without_a_listener_is_reported_within_the_timeout(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = network.free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     began = time.monotonic()
-    with pytest.raises(
-        CollectiveTimeoutError, match=r"within 2 s: \[Errno 111\] Connection refused\. Look at the first"
-    ):
+    with pytest.raises(CollectiveTimeoutError, match=r"within 2 s: \[Errno 111\] Connection refused\. Check the first"):
         connect_ranks(RankInfo("env", 1, 2, 1), timedelta(seconds=2))
     assert time.monotonic() - began < 4
-    assert f"{port})" not in capfd.readouterr().err  # torch has not logged a stack of C++ for each attempt
+    assert f"{port})" not in capfd.readouterr().err  # torch has not logged a C++ stack for each attempt
 
 
 def test_a_host_that_drops_packets_is_reported_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,34 +204,55 @@ def test_a_host_that_drops_packets_is_reported_within_the_timeout(monkeypatch: p
 
 
 @pytest.mark.parametrize("port", ["http", "0", "70000", "-1"])
-def test_a_port_that_is_none(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_port_is_rejected(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(EnvironmentVariableError, match=f"MASTER_PORT must be a port from 1 to 65535, got '{port}'"):
         connect_ranks(RankInfo("env", 1, 2, 1), timedelta(seconds=2))
 
 
-def test_another_program_in_the_place_of_horovodruns_server(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_unresolvable_address_is_an_error_without_a_wait(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    began = time.monotonic()
+    with pytest.raises(EnvironmentVariableError) as caught:
+        connect_ranks(RankInfo("env", rank, 2, rank), timedelta(seconds=60))
+    assert str(caught.value).startswith("MASTER_ADDR='no-such-host.invalid' cannot be resolved on host ")
+    assert str(caught.value).endswith("on every rank: export MASTER_ADDR=<host of rank 0>")
+    assert time.monotonic() - began < 30
+
+
+def test_pods_wait_until_an_address_can_be_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Kubernetes, the name of the first pod gets its address after other pods have started."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(CollectiveTimeoutError, match=r"Rank 1 could not reach rank 0 at no-such-host\.invalid"):
+        connect_ranks(RankInfo("kubernetes", 1, 2, 0), timedelta(seconds=1))
+
+
+def test_another_program_instead_of_horovodruns_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with program_that_listens("closes") as port:
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(port))
-        with pytest.raises(CollectiveTimeoutError, match="This rank could not find the address of rank 0 at horovodr"):
+        with pytest.raises(CollectiveTimeoutError, match="This rank could not get the address of rank 0 at horovodr"):
             connect_ranks(RankInfo("horovodrun", 1, 2, 1), timedelta(seconds=2))
 
 
-def test_a_process_that_gave_up_on_a_silent_program_exits() -> None:
-    """A thread of the process still waits for the answer then."""
+def test_a_process_exits_after_a_timeout_on_a_silent_program() -> None:
+    """A thread of the process still waits for an answer."""
     with program_that_listens("silent") as port:
-        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         done = subprocess.run(
             [sys.executable, "-c", "import unitrain; unitrain.init('ddp', device='cpu', timeout_seconds=3)"],
-            env=environment.without_launcher() | place,
+            env=environment.without_launcher_variables() | variables,
             stderr=subprocess.PIPE,
             text=True,
             timeout=100,
         )
     assert done.returncode == 1
-    assert UNREACHED in done.stderr.splitlines()[-1], done.stderr
+    assert NOT_RANK_ZERO in done.stderr.splitlines()[-1], done.stderr
 
 
 class CountingStore:
@@ -251,7 +270,7 @@ class CountingStore:
         return request
 
 
-def test_an_exchange_takes_as_many_requests_of_a_rank_for_any_number_of_ranks() -> None:
+def test_the_number_of_requests_of_a_rank_does_not_depend_on_the_number_of_ranks() -> None:
     size = 100
     served = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     stores = [
@@ -259,33 +278,33 @@ def test_an_exchange_takes_as_many_requests_of_a_rank_for_any_number_of_ranks() 
         for _ in range(size)
     ]
 
-    def exchanged(rank: int) -> list[Any]:
+    def gather(rank: int) -> list[Any]:
         rendezvous = Rendezvous(RankInfo("env", rank, size, rank), stores[rank], "127.0.0.1", timedelta(seconds=60))  # type: ignore[arg-type]
         return [rendezvous.allgather("one", {"of": rank}), rendezvous.allgather("two", f"line\n{rank}")]
 
     with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(exchanged, range(size)))
+        results = list(pool.map(gather, range(size)))
     expected = [[{"of": rank} for rank in range(size)], [f"line\n{rank}" for rank in range(size)]]
     assert all(result == expected for result in results)
     for store in stores:
-        del store.requests["check"]  # which polls
+        del store.requests["check"]  # a rank polls with it
     assert sum((store.requests for store in stores), Counter()) == {
         "append": 2 * size, "add": 4 * size, "set": 2, "get": 4 * size,
     }  # fmt: skip
 
 
-def test_an_exchange_names_every_rank_that_is_missing() -> None:
+def test_a_timeout_names_every_missing_rank() -> None:
     store = HashStore()
 
-    def refusal(rank: int) -> str:
+    def error_of(rank: int) -> str:
         with pytest.raises(CollectiveTimeoutError) as caught:
-            Rendezvous(RankInfo("env", rank, 4, rank), store, "127.0.0.1", timedelta(seconds=1)).allgather("seat", rank)
+            Rendezvous(RankInfo("env", rank, 4, rank), store, "127.0.0.1", timedelta(seconds=1)).allgather("key", rank)
         return str(caught.value)
 
     with ThreadPoolExecutor() as pool:
-        texts = list(pool.map(refusal, (1, 2)))
+        texts = list(pool.map(error_of, (1, 2)))
     assert texts[0] == texts[1]
-    assert texts[0].startswith("4 ranks should meet for 'seat', but after 1 s ranks 0, 3 had not come. ")
+    assert texts[0].startswith("The rendezvous of 4 ranks timed out after 1 s, at 'key'. Missing: ranks 0, 3. ")
 
 
 def test_a_rank_that_posts_twice_counts_once() -> None:
@@ -298,7 +317,7 @@ def test_a_rank_that_posts_twice_counts_once() -> None:
 LIMITS = """
 import json, resource, sys
 from unitrain.bootstrap.rendezvous import raise_descriptor_limit
-from unitrain.environment import RankInfo
+from unitrain.bootstrap.environment import RankInfo
 from unitrain.errors import ConfigError
 for rank, size in ((0, 2), (0, 500), (5, 1024), (0, 1024)):
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4000))
@@ -311,7 +330,7 @@ for rank, size in ((0, 2), (0, 500), (5, 1024), (0, 1024)):
 """
 
 
-def test_descriptors_suffice_for_the_connections_or_that_is_an_error() -> None:
+def test_the_descriptor_limit_is_raised_or_an_error() -> None:
     """A process with a soft limit of 200 and a hard limit of 4,000, as rank 0 of 2, of 500, rank 5, 0 of 1,024."""
     lines = subprocess.check_output([sys.executable, "-c", LIMITS], text=True).splitlines()
     two, many, other, too_many = (json.loads(line) for line in lines)

@@ -189,7 +189,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
 
         self.check_running("distributed_model")
         call_on_all_ranks(self, check)
-        debug = call_on_all_ranks(self, environment.debugs)
+        debug = call_on_all_ranks(self, environment.is_debug_enabled)
         check_same_settings(
             self, find_unused_parameters=find_unused_parameters, compression=compression, **{environment.DEBUG: debug}
         )

@@ -1,8 +1,8 @@
-"""Which launcher started this process and where it put it; the only reader, and writer, of the process environment.
+"""Environment variables of this process: detection of the launcher and of this process's rank, and job settings.
 
-When one launcher runs inside another, as in `srun torchrun`, the innermost wins: it is the one that started this
-process. The table below is in that order. An Open MPI or Slurm variable that an outer launcher left behind is never
-mixed in. `unitrain.bootstrap.environment.detect().evidence` tells which variables were believed.
+No other module reads or writes the environment. If one launcher runs inside another, as in `srun torchrun`, the
+innermost one counts, because it has started this process; `_LAUNCHERS` lists them in that order. Variables of an outer
+launcher, such as Open MPI's or Slurm's, are ignored. `detect().evidence` lists the variables that were used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from unitrain.errors import EnvironmentVariableError
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a launcher put this process, in the words of DESIGN; what the launcher does not tell is None.
+    """Rank of this process and the launcher that started it. Values that the launcher does not provide are None.
 
-    `launcher` is "torchrun", "horovodrun", "mpirun" (Open MPI's), "mpiexec" (MPICH's, Intel MPI's, PALS'), "mpirun_rsh"
-    (MVAPICH's), "jsrun" (LSF's), "srun", "flux", "kubernetes" (a pod of a PyTorchJob or TrainJob, in which nothing
-    starts more processes), "env" (somebody set RANK and WORLD_SIZE) or "none". `evidence` names the variables that were
-    believed, as "RANK=0".
+    `launcher` is "torchrun", "horovodrun", "mpirun" (Open MPI), "mpiexec" (MPICH, Intel MPI, PALS), "mpirun_rsh"
+    (MVAPICH), "jsrun" (LSF), "srun", "flux", "kubernetes" (a pod of a PyTorchJob or TrainJob that runs the script
+    without torchrun), "env" (RANK and WORLD_SIZE were set by another program) or "none". `evidence` lists the variables
+    that were used, as "RANK=0".
     """
 
     launcher: str
@@ -35,15 +35,15 @@ class RankInfo:
 
     @property
     def source(self) -> str:
-        """Who said so, for a sentence that the user reads: the launcher, or "RANK and WORLD_SIZE"."""
+        """Source of the rank and size, for messages: the launcher, or "RANK and WORLD_SIZE"."""
         return {"env": "RANK and WORLD_SIZE", "kubernetes": "Kubernetes"}.get(self.launcher, self.launcher)
 
 
 @dataclass(frozen=True)
 class _Variables:
-    """What a launcher sets: `marker` tells that it was there, the others name the variable that holds each number.
+    """Names of the environment variables that a launcher sets; `marker` identifies the launcher.
 
-    Without a variable for local_rank it is 0, each process being alone on its host, or the rank, under "env".
+    Without a variable for it, local_rank is the rank under "env", and 0 otherwise (one process per host).
     """
 
     launcher: str
@@ -56,24 +56,24 @@ class _Variables:
     num_nodes: str | None = None
 
 
-# Set where unitrain tells Horovod its place as horovodrun would: what started the process stays who it was.
-LED_BY_UNITRAIN = "UNITRAIN_LEADS_HOROVOD"
+# Set if unitrain itself has set Horovod's variables, so that they are not taken for those of horovodrun.
+HOROVOD_SET_BY_UNITRAIN = "UNITRAIN_SETS_HOROVOD"
 
 _LAUNCHERS = (
     _Variables(
         "torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
         "GROUP_WORLD_SIZE",
     ),
-    # Horovod's cross_rank is not the number of the node when hosts are uneven, so node_rank is left to be agreed.
+    # Horovod's cross_rank is not the node rank if hosts have different numbers of ranks (see rendezvous.py).
     _Variables("horovodrun", "HOROVOD_RANK", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK",
     "HOROVOD_LOCAL_SIZE"),
-    # docs.open-mpi.org, "Environment variables set for MPI applications". The ranks of a Kubernetes MPIJob have them
-    # too, and those that jsrun starts with Spectrum MPI.
+    # docs.open-mpi.org, "Environment variables set for MPI applications". Ranks of a Kubernetes MPIJob and ranks that
+    # jsrun starts with Spectrum MPI have them too.
     _Variables(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # MVAPICH2's, and what MVAPICH 3 made of its names.
+    # MVAPICH2 and MVAPICH 3.
     *(
         _Variables(
             "mpirun_rsh", f"{name}_COMM_WORLD_RANK", f"{name}_COMM_WORLD_RANK", f"{name}_COMM_WORLD_SIZE",
@@ -86,49 +86,48 @@ _LAUNCHERS = (
         "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
         "JSM_NAMESPACE_LOCAL_SIZE",
     ),
-    # MPICH's and Intel MPI's (pmodels/mpich#2371). The marker is theirs alone: srun may set PMI_RANK too, and it may
-    # have started them.
+    # MPICH and Intel MPI (pmodels/mpich#2371). PMI_RANK is not the marker, because srun may set it too.
     _Variables("mpiexec", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # Flux and HPE's PALS may run in a step of Slurm's, whose variables their tasks then have too. Flux sets PMI_RANK.
+    # Flux and HPE's PALS may run in a Slurm step, so that their tasks have Slurm's variables too. Flux sets PMI_RANK.
     _Variables("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", None, None,
     "FLUX_JOB_NNODES"),
     _Variables("mpiexec", "PALS_RANKID", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    # A process in an allocation is a task of a step only when srun started it.
+    # A process in a Slurm allocation has a step only if srun has started it.
     _Variables("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID"),
-    # Others that speak PMI.
+    # Other launchers that use PMI.
     _Variables("mpiexec", "PMI_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    # A pod of Kubeflow's PyTorchJob or TrainJob, told for torchrun (kubeflow/trainer#1840), which has not come.
+    # A pod of Kubeflow's PyTorchJob or TrainJob, with variables for torchrun (kubeflow/trainer#1840), without torchrun.
     _Variables("kubernetes", "PET_NODE_RANK", "PET_NODE_RANK", "PET_NNODES", None, None, "PET_NODE_RANK", "PET_NNODES"),
-    # A pod of an older PyTorchJob: there RANK is the pod's, and every pod is a host.
+    # A pod of an older PyTorchJob: RANK is the number of the pod, and every pod is a host.
     _Variables("kubernetes", "KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE", None, None, "RANK", "WORLD_SIZE"),
     _Variables("env", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )  # fmt: skip
-# Told under a second name, for torchrun to read: the address at which the pods of a TrainJob meet.
-_ALSO_CALLED = {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}
-# The name of a job that `unitrain launch` starts again when it fails, the same in every attempt.
+# Second names of variables. The pods of a TrainJob have the rendezvous address under these names, for torchrun.
+_ALTERNATIVE_NAMES = {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}
+# Identifier of a job that `unitrain launch` supervises, equal in all attempts.
 JOB = "UNITRAIN_JOB"
-# Where the `unitrain launch` that does so is reached.
+# Address, host:port, of the supervisor in `unitrain launch`.
 SUPERVISOR = "UNITRAIN_SUPERVISOR"
-# What identifies a job, the scheduler's name for it first.
+# Variables that identify a job, the scheduler's first, and their descriptions.
 _JOB_IDS = (
     ("SLURM_JOB_ID", "Slurm job"), ("LSB_JOBID", "LSF job"), ("PBS_JOBID", "PBS job"), ("FLUX_JOB_ID", "Flux job"),
     (JOB, "unitrain launch"), ("TORCHELASTIC_RUN_ID", "torchrun run"),
 )  # fmt: skip
-# The key with which the processes of a job sign what they send each other; the same for all ranks of an attempt.
+# Key with which the processes of a job sign their messages, equal on all ranks of an attempt.
 JOB_KEY = "UNITRAIN_JOB_KEY"
-# How many ranks such a job may have, as "2:8", where that may change from one attempt to the next.
+# Minimum and maximum number of ranks of an elastic job, as "2:8".
 ELASTIC = "UNITRAIN_ELASTIC"
-# Set to 1, ranks also agree on the gradients that they are about to send.
+# "1" adds a consistency check to every gradient bucket; "0" or unset omits it.
 DEBUG = "UNITRAIN_DEBUG"
-# The terminal of `unitrain launch`, for ranks whose output goes through the launcher.
+# Terminal of `unitrain launch`, for ranks whose output is redirected by the launcher.
 TERMINAL = "UNITRAIN_TERMINAL"
-# What launchers tell their processes beside that, by the start of its name. What a scheduler or a user tells a
-# launcher, as SLURM_JOB_ID, is not among it.
-_TOLD_BESIDE = (
+# Prefixes of the other variables that launchers set for their ranks. Variables that a scheduler or a user sets for a
+# launcher, such as SLURM_JOB_ID, are not included.
+_LAUNCHER_PREFIXES = (
     "TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS",
     JOB, JOB_KEY, SUPERVISOR, ELASTIC,
-    LED_BY_UNITRAIN, "OMPI_COMM", "OMPI_ARGV", "OMPI_UNIVERSE_SIZE", "OMPI_NUM_APP_CTX", "OMPI_APP_CTX_",
+    HOROVOD_SET_BY_UNITRAIN, "OMPI_COMM", "OMPI_ARGV", "OMPI_UNIVERSE_SIZE", "OMPI_NUM_APP_CTX", "OMPI_APP_CTX_",
     "OMPI_FIRST_RANKS", "OMPI_FILE_LOCATION", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_",
     "OMPI_MCA_pmix", "PMIX_", "PMI_", "HYDI_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "JSM_", "FLUX_TASK_", "PALS_",
     "PET_",
@@ -136,29 +135,29 @@ _TOLD_BESIDE = (
 
 
 def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
-    """Return where this process was put, by its environment or by `environ`.
+    """Return this process's rank and launcher, from the environment or from `environ`.
 
-    Raises EnvironmentVariableError for a variable that is missing, not a number, or contradicts another; so do RANK and
-    WORLD_SIZE when they contradict the launcher, because a process started by something else inside a job of that
-    launcher would otherwise take the place of the job's own process, alone.
+    Raises EnvironmentVariableError for a variable that is missing, not a number, or contradicts another one. RANK and
+    WORLD_SIZE must not contradict the launcher's variables: a process that another program has started inside a job
+    would otherwise take the rank of a process of that job.
     """
     environ = os.environ if environ is None else environ
     for variables in _LAUNCHERS:
-        if variables.launcher == "horovodrun" and LED_BY_UNITRAIN in environ:
+        if variables.launcher == "horovodrun" and HOROVOD_SET_BY_UNITRAIN in environ:
             continue
-        if variables.marker == "KUBERNETES_SERVICE_HOST" and not _is_alone_in_its_pod(environ):
+        if variables.marker == "KUBERNETES_SERVICE_HOST" and not _is_single_process_pod(environ):
             continue
         if variables.marker in environ:
             if variables.marker == "PET_NODE_RANK":
-                _check_one_process_a_pod(environ)
-            rank_info = _placement(variables, environ)
-            _check_no_other_spawner(rank_info, variables, environ)
+                _check_one_process_per_pod(environ)
+            rank_info = _read_rank_info(variables, environ)
+            _check_no_contradiction(rank_info, variables, environ)
             return rank_info
     if "PMIX_RANK" in environ:
-        # A single process would take itself for the only one, and so would all others of the job.
+        # Each process of the job would otherwise run as the only rank.
         raise EnvironmentVariableError(
-            f"PMIX_RANK={environ['PMIX_RANK']} says that a launcher of PMIx started this process, but no variable says "
-            "how many there are. Tell every rank, in the command that it runs: "
+            f"PMIX_RANK={environ['PMIX_RANK']} shows that a PMIx launcher has started this process, but no variable "
+            "has the number of ranks. Set the rank, size and local rank in the command of every rank: "
             "env RANK=$PMIX_RANK WORLD_SIZE=<ranks> LOCAL_RANK=<number on its host> python ..., or clear it with: "
             "unset PMIX_RANK"
         )
@@ -166,121 +165,135 @@ def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
 
 
 def setting(name: str) -> str | None:
-    """Return an environment variable, or None when it is unset or empty."""
-    return os.environ.get(name) or os.environ.get(_ALSO_CALLED.get(name, "")) or None
+    """Return an environment variable, or None if it is unset or empty."""
+    return os.environ.get(name) or os.environ.get(_ALTERNATIVE_NAMES.get(name, "")) or None
 
 
-def pass_terminal_on() -> None:
-    """Set the variable by which ranks on this host find the terminal that this process prints errors to, if any."""
+def job_id() -> str | None:
+    """Return the identifier of this job if `unitrain launch` supervises it; it is equal in all attempts."""
+    return setting(JOB)
+
+
+def job_description() -> str | None:
+    """Return a readable name of this job, equal in all attempts, such as "Slurm job 12"; None if it has none."""
+    for variable, kind in _JOB_IDS:
+        value = setting(variable)
+        if value is not None and value != "none":  # torchrun's default run id
+            return f"{kind} {value}"
+    return None
+
+
+def is_elastic() -> bool:
+    """Return whether the number of ranks may change when this job is restarted."""
+    return setting(ELASTIC) is not None
+
+
+def is_debug_enabled() -> bool:
+    """Return whether UNITRAIN_DEBUG is 1. Raises EnvironmentVariableError unless it is 0, 1 or unset."""
+    value = setting(DEBUG) or "0"
+    if value not in ("0", "1"):
+        raise EnvironmentVariableError(
+            f"{DEBUG} must be 0 or 1, got {value!r}. Use: export {DEBUG}=1, or clear it with: unset {DEBUG}"
+        )
+    return value == "1"
+
+
+def max_pods() -> int:
+    """Return the maximum number of pods of the PyTorchJob or TrainJob of this process, 1 outside of such a job."""
+    number = os.environ.get("PET_NNODES", "").rpartition(":")[2]
+    return int(number) if number.isascii() and number.isdecimal() else 1
+
+
+def copy() -> dict[str, str]:
+    """Return a copy of the environment, for a process to be started."""
+    return dict(os.environ)
+
+
+def without_rank_variables() -> dict[str, str]:
+    """Return a copy of the environment for a launcher that sets the ranks itself.
+
+    It lacks the RANK and WORLD_SIZE that a cluster sets in every container, as a PyTorchJob does, and the variables of
+    pods.
+    """
+    rank_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    return {name: value for name, value in without_pod_variables().items() if name not in rank_variables}
+
+
+def without_pod_variables() -> dict[str, str]:
+    """Return a copy of the environment without the variables that a PyTorchJob or TrainJob sets for torchrun."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+
+
+def without_launcher_variables() -> dict[str, str]:
+    """Return a copy of the environment without the variables of any launcher, for a job that this process starts."""
+    names = {name for variables in _LAUNCHERS for name in vars(variables).values()} - {"KUBERNETES_SERVICE_HOST"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in names and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+
+
+def replace_all(values: Mapping[str, str]) -> None:
+    """Replace the environment of this process."""
+    os.environ.clear()
+    os.environ.update(values)
+
+
+def export(values: Mapping[str, str]) -> None:
+    """Set environment variables, for libraries and child processes."""
+    os.environ.update(values)
+
+
+def export_defaults(values: Mapping[str, str]) -> None:
+    """Set those of the variables that are not set yet."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def export_terminal() -> None:
+    """Set the variable with the terminal of this process's standard error, for ranks on this host; clear it if none."""
     try:
         os.environ[TERMINAL] = os.ttyname(2)
     except OSError:
         os.environ.pop(TERMINAL, None)
 
 
-def job() -> str | None:
-    """Return the name of this job if it is started again when it fails; all attempts have the same."""
-    return setting(JOB)
+def _is_single_process_pod(environ: Mapping[str, str]) -> bool:
+    """Return whether RANK numbers the pods of a job, with one process in each.
 
-
-def job_name() -> str | None:
-    """Return a name that identifies this job to a person and is the same in every attempt at it; None without one."""
-    for variable, kind in _JOB_IDS:
-        value = setting(variable)
-        if value is not None and value != "none":  # torchrun's run id, where nobody has given one
-            return f"{kind} {value}"
-    return None
-
-
-def elastic() -> bool:
-    """Return whether this job may have another number of ranks when it is started again."""
-    return setting(ELASTIC) is not None
-
-
-def debugs() -> bool:
-    """Return whether UNITRAIN_DEBUG asks for checks that cost time. Raises EnvironmentVariableError unless 0 or 1."""
-    value = setting(DEBUG) or "0"
-    if value not in ("0", "1"):
-        raise EnvironmentVariableError(f"{DEBUG} must be 0 or 1, got {value!r}. Use: export {DEBUG}=1")
-    return value == "1"
-
-
-def inherited() -> dict[str, str]:
-    """Return a copy of the whole environment, for a process to be started."""
-    return dict(os.environ)
-
-
-def without_ranks() -> dict[str, str]:
-    """Return a copy of the environment without the RANK and WORLD_SIZE that a cluster gives to every container, as
-    Kubernetes' PyTorchJob does, and what it tells torchrun: the launcher that is about to start says its own."""
-    return {name: value for name, value in without_pod().items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-
-
-def without_pod() -> dict[str, str]:
-    """Return a copy of the environment without what a PyTorchJob or TrainJob tells the torchrun of each pod."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-
-
-def pods() -> int:
-    """Return how many pods at most share the PyTorchJob or TrainJob that this process is in, or 1 outside of one."""
-    number = os.environ.get("PET_NNODES", "").rpartition(":")[2]
-    return int(number) if number.isascii() and number.isdecimal() else 1
-
-
-def without_launcher() -> dict[str, str]:
-    """Return a copy of the environment without what a launcher has told this process, for a job to be started in it."""
-    told = {name for variables in _LAUNCHERS for name in vars(variables).values()} - {"KUBERNETES_SERVICE_HOST"}
-    return {name: value for name, value in os.environ.items() if name not in told and not name.startswith(_TOLD_BESIDE)}
-
-
-def replace(values: Mapping[str, str]) -> None:
-    """Give this process another environment, for what it begins anew as."""
-    os.environ.clear()
-    os.environ.update(values)
-
-
-def export(values: Mapping[str, str]) -> None:
-    """Set variables for libraries that read them."""
-    os.environ.update(values)
-
-
-def export_defaults(values: Mapping[str, str]) -> None:
-    """Set those of the variables that the user has not."""
-    for name, value in values.items():
-        os.environ.setdefault(name, value)
-
-
-def _is_alone_in_its_pod(environ: Mapping[str, str]) -> bool:
-    """Return whether RANK counts the pods of a job. Ranks that one pod's script starts know their LOCAL_RANK, or meet
-    at the pod's own address."""
+    Ranks that a script has started inside a pod have LOCAL_RANK, or a MASTER_ADDR of the pod itself.
+    """
     address = environ.get("MASTER_ADDR", "")
-    told = bool(address and environ.get("RANK") and environ.get("WORLD_SIZE"))
-    return told and "LOCAL_RANK" not in environ and address != "localhost" and not address.startswith("127.")
+    is_complete = bool(address and environ.get("RANK") and environ.get("WORLD_SIZE"))
+    return is_complete and "LOCAL_RANK" not in environ and address != "localhost" and not address.startswith("127.")
 
 
-def _check_one_process_a_pod(environ: Mapping[str, str]) -> None:
-    """Raise EnvironmentVariableError in a pod for more processes, which torchrun is to start."""
-    processes = environ.get("PET_NPROC_PER_NODE", "1")
-    if processes not in ("1", "auto", "gpu", "cpu", ""):
+def _check_one_process_per_pod(environ: Mapping[str, str]) -> None:
+    """Raise EnvironmentVariableError in a pod in which torchrun should start several processes."""
+    num_processes = environ.get("PET_NPROC_PER_NODE", "1")
+    if num_processes not in ("1", "auto", "gpu", "cpu", ""):
         raise EnvironmentVariableError(
-            f"PET_NPROC_PER_NODE={processes} says that {processes} processes share this pod, but nothing has started "
-            "them. Start the script with torchrun, which reads it, as in: torchrun train.py"
+            f"PET_NPROC_PER_NODE={num_processes} requests {num_processes} processes in this pod, but no launcher has "
+            "started them. Start the script with torchrun, which reads this variable: torchrun train.py"
         )
 
 
-def _check_no_other_spawner(rank_info: RankInfo, variables: _Variables, environ: Mapping[str, str]) -> None:
+def _check_no_contradiction(rank_info: RankInfo, variables: _Variables, environ: Mapping[str, str]) -> None:
+    """Raise EnvironmentVariableError if RANK and WORLD_SIZE differ from the launcher's variables."""
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
     if not rank or not size or (rank, size) == (str(rank_info.rank), str(rank_info.size)):
         return
     raise EnvironmentVariableError(
         f"RANK={rank} and WORLD_SIZE={size} contradict {variables.rank}={rank_info.rank} and "
-        f"{variables.size}={rank_info.size} of {rank_info.launcher}. Clear those that are left over: "
-        f"unset RANK WORLD_SIZE, or, where {rank_info.launcher} did not start this process itself: "
+        f"{variables.size}={rank_info.size} of {rank_info.launcher}. Clear the stale variables: "
+        f"unset RANK WORLD_SIZE, or, if {rank_info.launcher} has not started this process: "
         f"unset {variables.marker}"
     )
 
 
-def _placement(variables: _Variables, environ: Mapping[str, str]) -> RankInfo:
+def _read_rank_info(variables: _Variables, environ: Mapping[str, str]) -> RankInfo:
+    """Return the values of a launcher's variables. Raises EnvironmentVariableError for invalid ones."""
     evidence: list[str] = []
 
     def number(name: str | None, default: int | None = None) -> int | None:
@@ -289,7 +302,7 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> RankInfo:
         value = environ.get(name)
         if value is None:
             raise EnvironmentVariableError(
-                f"{variables.marker} is set, but {name} is not. Set it too, or clear the other with: "
+                f"{variables.marker} is set, but {name} is not. Set {name} too, or clear {variables.marker} with: "
                 f"unset {variables.marker}"
             )
         if not (value.isascii() and value.isdecimal()):
@@ -300,11 +313,11 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> RankInfo:
         return int(value)
 
     rank, size = number(variables.rank) or 0, number(variables.size) or 0
-    alone = variables.local_rank is None or size == 1
-    # Without a local_rank all processes are taken to be on one host, as torch's own env:// does.
-    local_rank = (
-        number(variables.local_rank, default=rank if variables.launcher == "env" else 0 if alone else None) or 0
-    )
+    if variables.launcher == "env":
+        default_local_rank: int | None = rank  # all processes on one host, as torch's env:// assumes
+    else:
+        default_local_rank = 0 if variables.local_rank is None or size == 1 else None
+    local_rank = number(variables.local_rank, default_local_rank) or 0
     if size < 1:
         raise EnvironmentVariableError(
             f"{variables.size} must be at least 1, got {size}. Set it, or clear it with: "
@@ -312,7 +325,7 @@ def _placement(variables: _Variables, environ: Mapping[str, str]) -> RankInfo:
         )
     if rank >= size:
         raise EnvironmentVariableError(
-            f"{variables.rank}={rank} does not fit {variables.size}={size}: ranks go from 0 to {size - 1}. "
+            f"{variables.rank}={rank} does not fit {variables.size}={size}: ranks are 0 to {size - 1}. "
             f"Set both, or clear them with: unset {variables.rank} {variables.size}"
         )
     optional = {

@@ -54,7 +54,7 @@ def own_addresses() -> list[str]:
     return sorted(dict.fromkeys(found), key=is_loopback) or ["127.0.0.1"]
 
 
-def answering(addresses: list[str], port: int, seconds: float) -> list[str]:
+def reachable_addresses(addresses: list[str], port: int, seconds: float) -> list[str]:
     """Return those of the addresses where somebody listens at `port`; all are tried at once, for so long."""
 
     def answers(address: str) -> bool:

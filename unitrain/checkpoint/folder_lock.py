@@ -57,7 +57,7 @@ class FolderLock:
         while not self._try():
             now, holder = time.monotonic(), _read(self._path)
             if self._deadline is None:
-                same = holder.get("job") is not None and holder.get("job") == environment.job_name()
+                same = holder.get("job") is not None and holder.get("job") == environment.job_description()
                 self._deadline = now + (_SAME_JOB_SECONDS if same else _WAIT_SECONDS)
                 _log.warning("Waiting for output folder '%s', which %s uses.", self._folder, _described(holder))
             if now > self._deadline:
@@ -150,7 +150,7 @@ def _this_job() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "job": environment.job_name(),
+        "job": environment.job_description(),
     }
 
 

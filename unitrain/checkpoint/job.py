@@ -15,18 +15,18 @@ _MARK = ".job"
 
 def is_own(folder: Path) -> bool:
     """Return whether an earlier attempt of this process's job has begun a run in `folder`."""
-    return environment.job() is not None and _read(folder).get("job") == environment.job()
+    return environment.job_id() is not None and _read(folder).get("job") == environment.job_id()
 
 
 def mark(folder: Path) -> None:
     """Mark the run in `folder` as this job's, if it is one that is started again."""
-    if environment.job() is not None and not is_own(folder):
+    if environment.job_id() is not None and not is_own(folder):
         _write(folder, [])
 
 
 def kept_batches(folder: Path) -> list[ElasticBatchSize]:
     """Return what earlier attempts of this process's job have kept of the batches of each call of `fit`."""
-    kept = _read(folder).get("batches", []) if environment.job() is None or is_own(folder) else []
+    kept = _read(folder).get("batches", []) if environment.job_id() is None or is_own(folder) else []
     return [ElasticBatchSize(*batch) for batch in kept]
 
 
@@ -67,5 +67,5 @@ def _write(folder: Path, batches: list[ElasticBatchSize]) -> None:
     new = folder / f"{_MARK}.new"
     new.unlink(missing_ok=True)  # of a run that was killed, or a link to another file
     with new.open("x", encoding="utf-8") as file:
-        json.dump({"job": environment.job(), "batches": batches}, file)
+        json.dump({"job": environment.job_id(), "batches": batches}, file)
     new.replace(folder / _MARK)

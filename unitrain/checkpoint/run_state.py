@@ -77,7 +77,7 @@ class Run:
         self._seeded = False
         self._share: TrainingData | None = None
         self.description: dict[str, Any] = {}
-        self.elastic = environment.elastic()
+        self.elastic = environment.is_elastic()
         self._kept_batches: list[ElasticBatchSize] = []
         self._fits = 0
         self._saved = time.monotonic()

@@ -103,7 +103,7 @@ def _launched(options: Sequence[str], timeout_seconds: float) -> dict[str, Any]:
     try:
         done = subprocess.run(
             command,
-            env=environment.inherited() | variables,
+            env=environment.copy() | variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -50,7 +50,7 @@ def build(
     from unitrain.horovod_wheel import build as builder
     from unitrain.horovod_wheel import machine, plan
 
-    inherited = environment.inherited()
+    inherited = environment.copy()
     cache = (cache_dir or plan.cache_folder(inherited)).absolute()
     try:
         request = plan.Request(cache=cache, mpi=mpi, cuda=cuda, jobs=jobs, install=not no_install)

@@ -102,7 +102,7 @@ def submit(
         seconds = None if limit is None else _seconds(limit)
         forwarded, values = parse_exports(exports)
         if target == "kubernetes":  # whose pods have nothing of this shell; what looks secret comes from a secret there
-            here = {name: environment.inherited().get(name, "") for name in forwarded if name not in values}
+            here = {name: environment.copy().get(name, "") for name in forwarded if name not in values}
             values |= {name: value for name, value in here.items() if not looks_secret(name, value)}
         size = num_processes or nodes * max(gpus_per_node or 1, 1)
         if size < nodes:

@@ -95,7 +95,7 @@ def gather(rank_info: RankInfo) -> Facts:
     """Return what this process sees. It takes seconds: torch is imported, and on a host's first rank Horovod too."""
     import torch
 
-    inherited = environment.inherited()
+    inherited = environment.copy()
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft_locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     searched = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])

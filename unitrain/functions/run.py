@@ -23,7 +23,7 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, RankFailedError
 from unitrain.functions.call import Call, Outcome
-from unitrain.processes import end_all
+from unitrain.processes import kill_processes
 
 _MARK = "UNITRAIN_RUN"
 # Of what `environment.detect` names, what does not say that this process is one of several: a shell, a container.
@@ -105,7 +105,7 @@ def _follow(command: launchers.Command, timeout_seconds: float | None) -> tuple[
     """Run `command`, show what it prints, and return its exit code and its last lines."""
     process = subprocess.Popen(
         command.argv,
-        env=environment.without_launcher() | dict(command.environment) | {environment.JOB_KEY: new_key()},
+        env=environment.without_launcher_variables() | dict(command.environment) | {environment.JOB_KEY: new_key()},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -126,7 +126,7 @@ def _follow(command: launchers.Command, timeout_seconds: float | None) -> tuple[
         else:
             if process.returncode < 0:  # then the ranks of a launcher that was killed save and end by themselves
                 done.wait(_GRACE_SECONDS)
-        end_all(process, tag)
+        kill_processes(process, tag)
         over.set()
 
     threading.Thread(target=limit, name="unitrain.run", daemon=True).start()
@@ -148,7 +148,7 @@ def _follow(command: launchers.Command, timeout_seconds: float | None) -> tuple[
         raise
     finally:
         done.set()
-        end_all(process, tag)
+        kill_processes(process, tag)
         output.close()
     if late.is_set():
         raise TimeoutError(

@@ -1,7 +1,7 @@
 """Connection between two processes of a job that tells an orderly exit of the peer from a crash.
 
 The operating system closes the connections of a process when it ends for any reason. A process that ends in order
-sends a final message before. Ranks use it for the liveness check, and together with the supervisor in `unitrain launch`.
+sends a final message before. Used between ranks for the liveness check, and between ranks and the supervisor.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Stopping:
     ) -> None:
         self._preemption.__exit__(kind, error, trace)
         if isinstance(error, Preempted):
-            supervisor_client.tell_preempted()
+            supervisor_client.report_preempted()
 
     def begin(self, step: int) -> None:
         """Training begins, or continues after something else, with `step` steps done.

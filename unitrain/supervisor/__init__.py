@@ -1,5 +1,7 @@
-"""Supervision of a job by `unitrain launch`.
+"""`unitrain launch`: plans a launch, starts it, and supervises the job until its end.
 
+launch_plan  a launch request, validated and turned into a plan, and its execution
+checks       checks that all commands which start ranks make first
 supervisor   Job and Supervisor: attempts at a job, and restarts after failures and changes of hosts
 ranks        connections to the ranks: which ones have ended, and how
 membership   selection of the hosts of an elastic job

@@ -39,13 +39,13 @@ def check_module(name: str) -> None:
 
 def check_not_launched(fix: str) -> None:
     """Raise LaunchError, with the `fix`, if a launcher has started this process, or it runs in one of several pods."""
-    if (pods := environment.pods()) > 1:
+    if (pods := environment.max_pods()) > 1:
         # Each pod would train separately.
         raise launchers.LaunchError(
             f"PET_NNODES={pods} says that this is one of {pods} pods of a job, but ranks would be started in this one "
             "only. Start the script with torchrun, which reads it, as in: torchrun train.py"
         )
-    rank_info = environment.detect(environment.without_pod())
+    rank_info = environment.detect(environment.without_pod_variables())
     if rank_info.launcher in _RANK_LAUNCHERS:
         raise launchers.LaunchError(
             f"{rank_info.launcher} has started this process already ({', '.join(rank_info.evidence)}). {fix}"

@@ -26,11 +26,10 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers import Command, Elastic, Host, LaunchError, LaunchSpec
-from unitrain.supervisor import logs
+from unitrain.supervisor import rank_logs
 from unitrain.supervisor.checks import check_module, check_not_launched, check_script, check_started_once
-from unitrain.supervisor.job import Job
 from unitrain.supervisor.membership import Membership
-from unitrain.supervisor.supervisor import Supervisor
+from unitrain.supervisor.supervisor import Job, Supervisor
 from unitrain.tune.tuned_settings import BUILT_IN_VARIABLES, TUNED_FILE, Run, find_tuned, format_settings
 
 # The backend of each launcher unless the user chooses another.
@@ -95,7 +94,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     """
     launcher, spec = _build_spec(request)
     if request.log_dir is not None:
-        spec = replace(spec, wrapper=logs.wrapper(request.log_dir))
+        spec = replace(spec, wrapper=rank_logs.wrapper(request.log_dir))
     uses_other_hosts = launcher in _MULTI_HOST_LAUNCHERS and not all(map(launchers.is_this_host, spec.hosts))
     if not math.isfinite(request.elastic_timeout_seconds):
         raise LaunchError(
@@ -120,21 +119,23 @@ def execute(plan: LaunchPlan) -> NoReturn:
     """
     sys.stdout.flush()
     if not plan.uses_other_hosts:
-        environment.pass_terminal_on()
-    if plan.job.is_followed:
+        environment.export_terminal()
+    if plan.job.needs_launch_command:
         sizes_before: dict[str, int] = {}
         log_dir = plan.log_dir
-        before_attempt = None if log_dir is None else lambda: sizes_before.update(logs.sizes(log_dir))
+        before_attempt = None if log_dir is None else lambda: sizes_before.update(rank_logs.log_sizes(log_dir))
         supervisor = Supervisor(plan.job, plan.membership, before_attempt)
         code = supervisor.run()
         if code and log_dir is not None:
-            click.echo("\n".join(logs.last_words(log_dir, supervisor.first_lost, sizes_before)), err=True)
+            click.echo(
+                "\n".join(rank_logs.last_lines_of_failed_rank(log_dir, supervisor.first_lost, sizes_before)), err=True
+            )
         sys.exit(code)
     command = plan.command
     click.echo(command.shell(), err=True)
     if plan.uses_other_hosts and not command.per_host:
         command = launchers.with_cleanup(command, plan.job.spec)
-    os.execvpe(command.argv[0], command.argv, environment.without_ranks() | dict(command.environment))
+    os.execvpe(command.argv[0], command.argv, environment.without_rank_variables() | dict(command.environment))
 
 
 def export_job_key() -> None:

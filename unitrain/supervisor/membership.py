@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import click
 
-from unitrain.launchers import Elastic, Host, LaunchError, answering
+from unitrain.launchers import Elastic, Host, LaunchError, find_reachable_hosts
 
 # Interval between two listings of the hosts, and between two probes of a host that did not respond.
 POLL_SECONDS = 2.0
@@ -113,7 +113,7 @@ class Membership:
             and now - self._silent_since.get(host.name, -_PROBE_AGAIN_SECONDS) >= _PROBE_AGAIN_SECONDS
         ]
         try:
-            responding = answering(probed)
+            responding = find_reachable_hosts(probed)
         except LaunchError:  # a running job continues on its hosts
             if not is_running:
                 raise
@@ -124,7 +124,7 @@ class Membership:
         available = [host for host in listed if host.name in responding or host.name in not_probed]
         available.sort(key=lambda host: host.name not in members)
         not_excluded = [host for host in available if self._excluded_until.get(host.name, 0.0) <= now]
-        return self._elastic.fit(not_excluded) or self._elastic.fit(available)
+        return self._elastic.select_slots(not_excluded) or self._elastic.select_slots(available)
 
     def _host_of(self, rank: int) -> str | None:
         for host in self._selected:

@@ -21,7 +21,7 @@ from unitrain import launchers
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import Preempted
-from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_here
+from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_this_host
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
 from unitrain.supervisor.ranks import Ranks
 
@@ -194,7 +194,7 @@ def _wait_for_launcher(process: subprocess.Popen[bytes], ranks: Ranks) -> int:
 
 def _select_addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
     """Return the address to listen on, and the address that all hosts can probably reach."""
-    remote_host = next((host for host in hosts if not is_here(host)), None)
+    remote_host = next((host for host in hosts if not is_this_host(host)), None)
     if remote_host is None:
         return "127.0.0.1", "127.0.0.1"
     try:

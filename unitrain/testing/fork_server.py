@@ -64,7 +64,7 @@ class ForkServer:
         self.owner = os.getpid()
         with theirs:
             # One thread for OpenMP and BLAS: those of others would not be there after a fork.
-            variables = environment.without_launcher() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno())],
                 env=variables,
@@ -172,7 +172,7 @@ def _live(request: dict[str, Any], descriptors: list[int]) -> None:
         os.dup2(descriptor, target)
         os.close(descriptor)
     os.chdir(request["folder"])
-    environment.replace(request["variables"])
+    environment.replace_all(request["variables"])
     sys.path[:] = request["path"]
     sys.argv[1:] = request["arguments"]
     with contextlib.suppress(ImportError):

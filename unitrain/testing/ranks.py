@@ -155,7 +155,7 @@ class RankGroup:
     def _environments(self, key: bytes) -> list[dict[str, str]]:
         """Return the environment of every process that is started here: one per rank, or one for the launcher."""
         # Not this process's own place, which it has when it runs inside a job.
-        base = environment.without_launcher() | {"OMP_NUM_THREADS": "1", **self._variables}
+        base = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", **self._variables}
         base["UNITRAIN_TEST_KEY"] = key.hex()
         if self._command:
             return [base]

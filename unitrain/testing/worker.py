@@ -28,9 +28,7 @@ def main() -> None:
     rank_info = environment.detect()
     with (
         tempfile.NamedTemporaryFile("w+", prefix="unitrain-stacks-") as stacks,
-        closing(
-            Client((host, int(port)), authkey=bytes.fromhex(environment.inherited()["UNITRAIN_TEST_KEY"]))
-        ) as parent,
+        closing(Client((host, int(port)), authkey=bytes.fromhex(environment.copy()["UNITRAIN_TEST_KEY"]))) as parent,
     ):
         faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
         parent.send((rank_info.rank, os.getpid(), stacks.name))

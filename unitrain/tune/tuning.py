@@ -89,7 +89,7 @@ class Tuner:
         ]  # fmt: skip
         ended = run_command(
             command,
-            environment.without_launcher() | {VARIABLE: request},
+            environment.without_launcher_variables() | {VARIABLE: request},
             marker=VARIABLE,
             script=self.script,
             output=Path(f"{name}.txt"),

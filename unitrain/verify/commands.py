@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unitrain.bootstrap.authentication import new_key
 from unitrain.bootstrap.environment import JOB_KEY
-from unitrain.processes import end_all, marked
+from unitrain.processes import find_processes, kill_processes
 
 _TERMINATE_SECONDS = 5.0
 _STACK_SECONDS = 1.0
@@ -77,7 +77,7 @@ def run_command(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TERMINATE_SECONDS)
         finally:
-            end_all(process, tag)
+            kill_processes(process, tag)
     return CommandResult(code, time.monotonic() - started, output.read_text(errors="replace") if text is None else text)
 
 
@@ -91,7 +91,7 @@ def last_lines(output: str, max_lines: int = 16) -> list[str]:
 
 def _print_stacks(tag: bytes, script: str) -> None:
     """Abort the ranks, so that they print their stacks. They are terminated afterwards in any case."""
-    for pid in marked(tag):
+    for pid in find_processes(tag):
         with contextlib.suppress(OSError):
             program, *arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             if "python" in program and next((one for one in arguments if not one.startswith("-")), None) == script:

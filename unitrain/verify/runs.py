@@ -124,7 +124,7 @@ class Verification:
         self.report_progress(f"{name}, {ranks} ... ")
         result = run_command(
             command.argv,
-            environment.without_launcher() | dict(command.environment),
+            environment.without_launcher_variables() | dict(command.environment),
             marker=FOLDER,
             script=self.script,
             output=folder / "output.txt",

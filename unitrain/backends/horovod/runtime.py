@@ -15,7 +15,7 @@ from unitrain.backends.capabilities import Tunable
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.horovodrun import BoundRendezvousServer
-from unitrain.bootstrap.network import LOOPBACK, address_towards, answering, interface_of, own_addresses
+from unitrain.bootstrap.network import LOOPBACK, address_towards, interface_of, own_addresses, reachable_addresses
 from unitrain.bootstrap.rendezvous import (
     NodePosition,
     Rendezvous,
@@ -118,7 +118,7 @@ def _lead_to_each_other(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
     slot = _slot(seats, rank_info.rank)
     environment.export(
         {
-            environment.LED_BY_UNITRAIN: "1",
+            environment.HOROVOD_SET_BY_UNITRAIN: "1",
             "HOROVOD_HOSTNAME": slot.hostname,
             "HOROVOD_RANK": str(slot.rank),
             "HOROVOD_SIZE": str(slot.size),
@@ -181,7 +181,7 @@ def _agreed_address(port: int | None, addresses: list[str] | None = None) -> tup
     addresses, port = hvd.broadcast_object(
         own, 0, name="unitrain.addresses"
     )  # unnamed it would hang: type(own) differs
-    reached = hvd.allgather_object(answering(addresses, port, _ANSWER_SECONDS), name="unitrain.reached")
+    reached = hvd.allgather_object(reachable_addresses(addresses, port, _ANSWER_SECONDS), name="unitrain.reached")
     for address in addresses:
         if all(address in one for one in reached):
             return address, port
