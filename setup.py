@@ -34,7 +34,17 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["unitrain", "unitrain.*"]),
     package_data={"unitrain": ["py.typed", "report/*.html"]},
-    install_requires=["click>=8.1", "cloudpickle>=2.0", "numpy>=1.26", "rich>=13.0", "safetensors>=0.4", "torch>=2.6"],
+    install_requires=[
+        *(
+            "click>=8.1",
+            "cloudpickle>=2.0",
+            "numpy>=1.26",
+            "pyyaml>=6.0",
+            "rich>=13.0",
+            "safetensors>=0.4",
+            "torch>=2.6",
+        )
+    ],
     extras_require={
         "horovod": horovod,
         "examples": examples,

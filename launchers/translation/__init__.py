@@ -1,17 +1,26 @@
-"""From the command line of one launcher to that of another.
+"""Translation of the command line of one launcher into that of another.
 
     job = read("horovodrun -np 16 -H a:8,b:8 python train.py")
     for line in write(job, "torchrun").lines:
         print(line.host, line.shell())
 
-Each launcher is a file that reads and writes its line; what stands between them is a `Job`. An option that is nothing
-of a job's is kept with it: the same launcher gets it back, another one its counterpart, or the user a remark with what
-to do instead. Nothing here looks at the machine but for files of hosts that a line names.
+A launcher's module parses its command line into a `Job` and writes a `Job` as its command line. Options that are not
+part of the job are kept in `Job.launcher_options`: the same launcher gets them back, another launcher gets the
+equivalent option, or the user gets a remark that names an alternative. Nothing here queries the machine, except that
+hostfiles named in a command line are read.
+
+- `dispatch`: `read`, `write`, and the launchers known to each
+- `job`: `Job` and `LauncherOption`
+- `torchrun`, `horovodrun`, `openmpi`, `mpich`, `srun`, `unitrain`: the syntax of one launcher each
+- `sbatch`, `kubernetes`: batch scripts and manifests (written only)
+- `options`: parser of launcher options, driven by a table
+- `hosts`: hosts in command lines and hostfiles, placement of processes
+- `words`: splitting and quoting of command lines
+- `writing`: command lines, remarks, and advice about options without an equivalent
 """
 
+from unitrain.launchers.translation.dispatch import TARGETS, read, write
 from unitrain.launchers.translation.job import Job
-from unitrain.launchers.translation.reading import read
-from unitrain.launchers.translation.targets import TARGETS, write
-from unitrain.launchers.translation.writing import Line, Written
+from unitrain.launchers.translation.writing import Line, Translation
 
-__all__ = ["TARGETS", "Job", "Line", "Written", "read", "write"]
+__all__ = ["TARGETS", "Job", "Line", "Translation", "read", "write"]

@@ -1,4 +1,4 @@
-"""horovodrun's command line."""
+"""The command line of horovodrun."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from unitrain.launchers import mpirun
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.translation.hosts import fill, listed, named
-from unitrain.launchers.translation.job import Job, Other, number
-from unitrain.launchers.translation.options import Given, Options, Syntax, table, topics
-from unitrain.launchers.translation.writing import Line, Written, options_of, restarts, variables_of
+from unitrain.launchers.translation.hosts import format_hosts, place_processes, read_hosts
+from unitrain.launchers.translation.job import Job, LauncherOption, number
+from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
+from unitrain.launchers.translation.writing import Line, Translation, options_for, restart_notes, variables_for
 
 LAUNCHER = "horovodrun"
 SYNTAX = Syntax(
     LAUNCHER,
-    table(
+    arity_table(
         "--help --version --check-build --disable-cache --verbose --hierarchical-allreduce --no-hierarchical-allreduce "
         "--hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune "
         "--no-autotune --timeline-mark-cycles --no-timeline-mark-cycles --no-stall-check --stall-check "
@@ -38,7 +38,7 @@ SYNTAX = Syntax(
         "-prefix-timestamp": "--prefix-output-with-timestamp",
     },
 )  # fmt: skip
-_TOPICS = topics(
+_TOPICS = topic_by_option(
     ssh="--ssh-port --ssh-identity-file --start-timeout",
     output="--output-filename --prefix-output-with-timestamp",
     binding="--binding-args",
@@ -48,7 +48,7 @@ _TOPICS = topics(
     variables="--config-file",
     diagnosis="--verbose",
 )
-# What horovodrun makes of its options for Horovod itself (horovod.runner.common.util.config_parser).
+# The variables that horovodrun sets for these options (horovod.runner.common.util.config_parser).
 _VALUES = {
     "--cycle-time-ms": "CYCLE_TIME", "--cache-capacity": "CACHE_CAPACITY", "--num-nccl-streams": "NUM_NCCL_STREAMS",
     "--autotune-log-file": "AUTOTUNE_LOG", "--autotune-warmup-samples": "AUTOTUNE_WARMUP_SAMPLES",
@@ -75,92 +75,97 @@ _SWITCHES = {
 
 
 def read(words: Sequence[str]) -> Job:
-    """Return the job of horovodrun's words, which come after its name."""
+    """Return the job of the words after `horovodrun`."""
     options = Options(SYNTAX, words)
-    hosts = named(options.last("--hosts"), options.last("--hostfile"), "--hostfile")
-    size = options.number("--num-proc") or sum(host.slots for host in hosts)
+    hosts = read_hosts(options.take_last("--hosts"), options.take_last("--hostfile"), "--hostfile")
+    size = options.take_number("--num-proc") or sum(host.slots for host in hosts)
     elastic, discovery = _elastic(options, size)
     if discovery is not None:
-        hosts = ()  # which horovodrun then does not look at
+        hosts = ()  # horovodrun ignores -H with a discovery script
     if not size:
-        raise LaunchError("horovodrun's line does not say how many processes it starts. Add -np N to it")
-    options.all("--gloo", "--disable-cache")  # its own default, and where it keeps what it knows of its hosts
-    tunings = [_tuning(one) for one in options.all("--fusion-threshold-mb", "--tcp", *_VALUES, *_SWITCHES)]
-    through = [_through_mpi(one) for one in options.all("--mpi-args", "--binding-args", "--network-interfaces")]
-    through += _ssh(options.all("--ssh-port", "--ssh-identity-file"))
-    counts, names, said = fill(size, hosts)
+        raise LaunchError("The horovodrun command lacks the number of processes. Add: -np N")
+    options.take_all("--gloo", "--disable-cache")  # the defaults of `write`
+    tuning_options = [
+        _tuning_option(option) for option in options.take_all("--fusion-threshold-mb", "--tcp", *_VALUES, *_SWITCHES)
+    ]
+    passed_on = [
+        _passed_on_option(option) for option in options.take_all("--mpi-args", "--binding-args", "--network-interfaces")
+    ]
+    passed_on += _ssh(options.take_all("--ssh-port", "--ssh-identity-file"))
+    counts, names, notes = place_processes(size, hosts)
     return Job(
         program=options.program,
         counts=counts,
         hosts=names,
         discovery=discovery,
-        others=(*tunings, *through, *elastic, *options.others(_TOPICS)),
-        remarks=said,
+        launcher_options=(*tuning_options, *passed_on, *elastic, *options.remaining(_TOPICS)),
+        remarks=notes,
     )
 
 
-def write(job: Job) -> Written:
-    """Return horovodrun's line, which is typed on one host."""
+def write(job: Job) -> Translation:
+    """Return the horovodrun command, which runs on one host."""
     job.check_hosts_named(LAUNCHER)
-    words, said = options_of(job, LAUNCHER)
-    hosts = ["-H", listed(job.slots)] if job.hosts else []
+    words, notes = options_for(job, LAUNCHER)
+    hosts = ["-H", format_hosts(job.slots)] if job.hosts else []
     start = [LAUNCHER, "-np", str(job.size), *hosts, *([] if "--mpi" in words else ["--gloo"]), *words]
     if len(job.hosts) > 1:
-        start.append("--disable-cache")  # it remembers for an hour which hosts it could reach
+        start.append("--disable-cache")  # horovodrun caches for an hour which hosts are reachable
     if job.address is not None and job.address not in job.hosts[:1]:
-        said.append(f"Ranks met at {job.address}: horovodrun chooses an address itself.")
-    line = Line([*start, *job.program], variables_of(job, LAUNCHER), job.directory)
-    return Written([line], [*job.remarks, *said, *restarts(job)])
+        notes.append(f"The rendezvous address {job.address} is left out: horovodrun chooses one itself.")
+    line = Line([*start, *job.program], variables_for(job, LAUNCHER), job.directory)
+    return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
 
-def _tuning(one: Given) -> Other:
-    """Return an option by which Horovod itself is tuned, with the variable that does the same under any launcher."""
-    if one.name == "--fusion-threshold-mb":
-        megabytes = number(one.name, one.values[0], least=0)
+def _tuning_option(option: ParsedOption) -> LauncherOption:
+    """Return an option that tunes Horovod, with the variable that has the same effect under any launcher."""
+    if option.name == "--fusion-threshold-mb":
+        megabytes = number(option.name, option.values[0], least=0)
         variables = {"HOROVOD_FUSION_THRESHOLD": str(megabytes * 1024 * 1024)}
-    elif one.name == "--tcp":
+    elif option.name == "--tcp":
         variables = {"NCCL_IB_DISABLE": "1"}
-    elif one.name in _VALUES:
-        variables = {f"HOROVOD_{_VALUES[one.name]}": one.values[0]}
+    elif option.name in _VALUES:
+        variables = {f"HOROVOD_{_VALUES[option.name]}": option.values[0]}
     else:
-        name, value = _SWITCHES[one.name]
+        name, value = _SWITCHES[option.name]
         variables = {f"HOROVOD_{name}": value}
-    return Other(LAUNCHER, one.words, "own", variables=variables)
+    return LauncherOption(LAUNCHER, option.words, "own", variables=variables)
 
 
-def _through_mpi(one: Given) -> Other:
-    """Return an option that says to mpirun, or to libraries, what can be said to them as well."""
-    other = Other(LAUNCHER, one.words, _TOPICS.get(one.name, "own"))
-    value = one.values[0]
-    if one.name in ("--mpi-args", "--binding-args"):
-        return replace(other, passes={"mpirun": tuple(shlex.split(value))})
+def _passed_on_option(option: ParsedOption) -> LauncherOption:
+    """Return an option that horovodrun passes to mpirun or to libraries, with its equivalent for them."""
+    other = LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "own"))
+    value = option.values[0]
+    if option.name in ("--mpi-args", "--binding-args"):
+        return replace(other, equivalents={"mpirun": tuple(shlex.split(value))})
     return replace(other, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
 
 
-def _elastic(options: Options, size: int) -> tuple[list[Other], str | None]:
-    """Return what makes the job an elastic one, with the counterparts of unitrain launch, and the program that prints
-    its hosts."""
-    if not options.flag("--min-np", "--host-discovery-script", put_back=True):
+def _elastic(options: Options, size: int) -> tuple[list[LauncherOption], str | None]:
+    """Return the elastic options with their equivalents for `unitrain launch`, and the host discovery script."""
+    if not options.has("--min-np", "--host-discovery-script"):
         return [], None
-    found = options.all("--min-np", "--max-np", "--host-discovery-script")
-    values = {one.name: one.values[0] for one in found}
+    found = options.take_all("--min-np", "--max-np", "--host-discovery-script")
+    values = {option.name: option.values[0] for option in found}
     least = number("--min-np", values.get("--min-np", str(size or 1)))
     most = number("--max-np", values.get("--max-np", str(max(size, least))))
     script = values.get("--host-discovery-script")
-    words = tuple(word for one in found for word in one.words)
+    words = tuple(word for option in found for word in option.words)
     counterpart = ("--elastic", f"{least}:{most}", *(("--host-discovery-script", script) if script else ()))
-    others = [Other(LAUNCHER, words, "elastic", passes={"unitrain": counterpart})]
+    launcher_options = [LauncherOption(LAUNCHER, words, "elastic", equivalents={"unitrain": counterpart})]
     for name, theirs in (("--elastic-timeout", "--elastic-timeout"), ("--reset-limit", "--max-restarts")):
-        passes = [(one.words, {"unitrain": (theirs, one.values[0])}) for one in options.all(name)]
-        others += [Other(LAUNCHER, words, "elastic", passes=each) for words, each in passes]
-    return others, script
+        equivalents = [(option.words, {"unitrain": (theirs, option.values[0])}) for option in options.take_all(name)]
+        launcher_options += [
+            LauncherOption(LAUNCHER, words, "elastic", equivalents=each) for words, each in equivalents
+        ]
+    return launcher_options, script
 
 
-def _ssh(given: list[Given]) -> list[Other]:
-    """Return how other hosts are reached, which mpirun takes as one setting."""
-    if not given:
+def _ssh(parsed: list[ParsedOption]) -> list[LauncherOption]:
+    """Return the ssh options as one launcher option, because mpirun has one setting for all of them."""
+    if not parsed:
         return []
-    words = tuple(word for one in given for word in one.words)
+    words = tuple(word for option in parsed for word in option.words)
     flags = {"--ssh-port": "-p", "--ssh-identity-file": "-i"}
-    arguments = " ".join([*(f"{flags[one.name]} {one.values[0]}" for one in given), mpirun.SSH_OPTION[-1]])
-    return [Other(LAUNCHER, words, "ssh", passes={"mpirun": (*mpirun.SSH_OPTION[:-1], arguments)})]
+    arguments = " ".join([*(f"{flags[option.name]} {option.values[0]}" for option in parsed), mpirun.SSH_OPTION[-1]])
+    return [LauncherOption(LAUNCHER, words, "ssh", equivalents={"mpirun": (*mpirun.SSH_OPTION[:-1], arguments)})]

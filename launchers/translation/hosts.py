@@ -1,4 +1,4 @@
-"""Hosts as launchers name them on their lines and in files, and how many processes each gets."""
+"""Hosts in command lines and hostfiles, and the placement of processes on them."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ _COUNT = re.compile(r"(slots|max_slots|max-slots)\s*=\s*")
 _RANGE = re.compile(r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<after>[^\[\]]*)")
 
 
-def listed(hosts: Iterable[Host]) -> str:
-    """Return hosts as "a:4,b:4"."""
+def format_hosts(hosts: Iterable[Host]) -> str:
+    """Return the hosts as text: "a:4,b:4"."""
     return ",".join(map(str, hosts))
 
 
-def named(text: str | None, file: str | None, option: str) -> tuple[Host, ...]:
-    """Return the hosts that a line names itself, or in a file, which is read; of a host named again the slots add up.
+def read_hosts(text: str | None, file: str | None, option: str) -> tuple[Host, ...]:
+    """Return the hosts in the value of a host option, or in a hostfile if `text` is None. Repeated hosts are merged.
 
-    Raises LaunchError.
+    `option` is the name of the hostfile option, for messages. Raises LaunchError.
     """
     if text is not None:
-        return _added(parse_hosts(part)[0] for part in text.split(","))
+        return _merge(parse_hosts(part)[0] for part in text.split(","))
     if file is None:
         return ()
-    return _added(Host(name, slots or 1) for name, slots in entries(file, option))
+    return _merge(Host(name, slots or 1) for name, slots in read_host_entries(file, option))
 
 
-def entries(file: str, option: str) -> list[tuple[str, int | None]]:
-    """Return the hosts that a file names, line by line, with their slots or None where a line does not say how many.
+def read_host_entries(file: str, option: str) -> list[tuple[str, int | None]]:
+    """Return the host in each line of a hostfile, with its slots or None if the line has no number.
 
-    Open MPI and Horovod write "name slots=4", MPICH "name:4"; where a line has max_slots=8 alone, that is meant.
+    The notation is "name slots=4" (Open MPI, Horovod) or "name:4" (MPICH). max_slots is used if slots is missing.
     Raises LaunchError.
     """
     path = Path(file).expanduser()
     try:
         lines = read_lines(path)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise LaunchError(
-            f"{option} {file} cannot be read: {reason}. Go to its folder, or name the hosts: --hosts node1:4,node2:4"
+            f"{option} {file} cannot be read: {reason}. Change to its folder, or name the hosts: "
+            "--hosts node1:4,node2:4"
         ) from error
-    return [found for line in lines if (found := _of_line(line)) is not None]
+    return [found for line in lines if (found := _parse_line(line)) is not None]
 
 
-def fill(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return how many of `size` processes the hosts get that are filled in order, their names, and what is to be said.
+def place_processes(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
+    """Place `size` processes on hosts that are filled in order. Return the counts, the host names, and remarks.
 
     Raises LaunchError for more processes than slots.
     """
@@ -57,40 +58,41 @@ def fill(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str
     slots = sum(host.slots for host in hosts)
     if size > slots:
         raise LaunchError(
-            f"{size} processes were asked for, but the hosts have {slots} {'slot' if slots == 1 else 'slots'}. "
-            f"Use -np {slots}, or give them more: -H {hosts[0].name}:{hosts[0].slots + size - slots}"
+            f"-np asks for {size} processes, but the hosts have {slots} {'slot' if slots == 1 else 'slots'}. "
+            f"Use -np {slots}, or give the hosts more slots: -H {hosts[0].name}:{hosts[0].slots + size - slots}"
         )
     counts = tuple(processes_per_host(size, hosts))
-    left = [host.name for host in hosts[len(counts) :]]
-    said = (f"{', '.join(left)} of the hosts would get no process, and {'is' if len(left) == 1 else 'are'} left out.",)
-    return counts, tuple(host.name for host in hosts[: len(counts)]), said if left else ()
+    unused = [host.name for host in hosts[len(counts) :]]
+    verb = "is" if len(unused) == 1 else "are"
+    notes = (f"{', '.join(unused)} would not get a process and {verb} left out of the hosts.",)
+    return counts, tuple(host.name for host in hosts[: len(counts)]), notes if unused else ()
 
 
-def dealt(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
-    """Return how many of `size` processes each host gets where Open MPI deals them out by node.
+def place_by_node(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
+    """Return the number of processes on each host if Open MPI maps `size` processes by node.
 
-    It takes several rounds. In each one all hosts with free slots get equally many, the first ones one more, and never
-    more than their slots.
+    Open MPI distributes them in rounds. In each round all hosts with free slots get the same number, at most their free
+    slots; the remainder goes to the first hosts.
     """
     counts = [0] * len(hosts)
-    left = min(size, sum(host.slots for host in hosts))
-    while left:
+    unplaced = min(size, sum(host.slots for host in hosts))
+    while unplaced:
         free = [place for place, host in enumerate(hosts) if counts[place] < host.slots]
-        each, extra = divmod(left, len(free))
+        each, extra = divmod(unplaced, len(free))
         for number, place in enumerate(free):
             more = min(each + (number < extra), hosts[place].slots - counts[place])
             counts[place] += more
-            left -= more
+            unplaced -= more
     return tuple(counts)
 
 
-def spread(size: int, hosts: int) -> tuple[int, ...]:
-    """Return how many of `size` processes each of several hosts gets where they are dealt out evenly."""
+def divide_evenly(size: int, hosts: int) -> tuple[int, ...]:
+    """Return the number of processes on each of several hosts if `size` processes are divided evenly."""
     return tuple(size // hosts + (place < size % hosts) for place in range(min(hosts, size)))
 
 
-def expanded(nodelist: str) -> tuple[str, ...]:
-    """Return the names in a list as Slurm writes it: "n[1-3,5],login" is n1, n2, n3, n5, login. Raises LaunchError."""
+def expand_nodelist(nodelist: str) -> tuple[str, ...]:
+    """Return the names in a Slurm nodelist: "n[1-3,5],login" is n1, n2, n3, n5, login. Raises LaunchError."""
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         match = _RANGE.fullmatch(part)
@@ -99,21 +101,21 @@ def expanded(nodelist: str) -> tuple[str, ...]:
                 raise LaunchError(f"--nodelist {nodelist!r} cannot be read. Name the hosts, as in: --nodelist n1,n2")
             names.append(part)
             continue
-        for one in match["ranges"].split(","):
-            first, _, last = one.partition("-")
-            places = range(int(first), int(last or first) + 1)
-            names += [f"{match['before']}{place:0{len(first)}}{match['after']}" for place in places]
+        for number_range in match["ranges"].split(","):
+            first, _, last = number_range.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            names += [f"{match['before']}{number:0{len(first)}}{match['after']}" for number in numbers]
     return tuple(names)
 
 
-def _added(hosts: Iterable[Host]) -> tuple[Host, ...]:
+def _merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
     return tuple(Host(name, count) for name, count in slots.items())
 
 
-def _of_line(line: str) -> tuple[str, int | None] | None:
+def _parse_line(line: str) -> tuple[str, int | None] | None:
     words = _COUNT.sub(r"\1=", line.partition("#")[0]).split()
     if not words:
         return None

@@ -1,4 +1,4 @@
-"""A job as no launcher in particular has it: what every command line is read into, and written from."""
+"""`Job`: a job independent of any launcher. Every command line is read into one and written from one."""
 
 from __future__ import annotations
 
@@ -9,33 +9,44 @@ from dataclasses import dataclass, field
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host
 from unitrain.launchers.rendezvous import DEFAULT_PORT
-from unitrain.launchers.translation.words import shown
+from unitrain.launchers.translation.words import as_typed
 
 _PYTHON = re.compile(r"python[0-9.]*")
 
 
 @dataclass(frozen=True)
-class Other:
-    """An option that is not a part of the job: `words` of `launcher`, as they were typed, about some `topic`.
+class LauncherOption:
+    """An option of a launcher that is not part of the job.
 
-    `passes` has the words that say the same to other launchers, `variables` what says it to the ranks themselves.
+    Attributes:
+        launcher: The launcher that it was given to.
+        words: The option as it was typed.
+        topic: What the option concerns, a key of the advice in `writing`.
+        equivalents: The words with the same effect under other launchers.
+        variables: The environment variables with the same effect under any launcher.
     """
 
     launcher: str
     words: tuple[str, ...]
     topic: str
-    passes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    equivalents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """`program` on several hosts, `counts` processes on each in the order of their ranks.
+    """A program that runs on one or several hosts.
 
-    `hosts` are the names of those hosts, or empty where a scheduler chooses them, or where it is one that need not be
-    named. The ranks meet at `address` and `port`, None standing for the first host and 29500. `environment` is set for
-    every rank, and the variables named in `forwarded` are handed on. `discovery` is a program that prints the hosts
-    while the job runs; then `hosts` is empty. `remarks` are what reading has found.
+    Attributes:
+        counts: The number of processes on each host, in the order of their ranks.
+        hosts: The names of the hosts; empty if a scheduler chooses them, or for one host without a name.
+        environment: Variables to set on every rank.
+        forwarded: Names of variables to forward to every rank.
+        address: The address of the rendezvous; None for the first host.
+        port: The port of the rendezvous; None for 29500.
+        discovery: A program that lists the hosts while the job runs. `hosts` is then empty.
+        launcher_options: The options that are not part of the job.
+        remarks: Messages for the user from reading the command line.
     """
 
     program: tuple[str, ...]
@@ -49,58 +60,59 @@ class Job:
     max_restarts: int = 0
     directory: str | None = None
     discovery: str | None = None
-    others: tuple[Other, ...] = ()
+    launcher_options: tuple[LauncherOption, ...] = ()
     remarks: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
+        """The total number of processes."""
         return sum(self.counts)
 
     @property
     def slots(self) -> tuple[Host, ...]:
-        """The hosts with their processes, for those whose names are known."""
+        """The named hosts with their number of processes."""
         return tuple(Host(name, count) for name, count in zip(self.hosts, self.counts, strict=False))
 
     @property
     def python(self) -> str | None:
-        """The Python that runs the program, or None where it is another program."""
+        """The Python interpreter that runs the program, or None if the program is not a Python script."""
         return self.program[0] if _PYTHON.fullmatch(self.program[0].rpartition("/")[2]) else None
 
     @property
     def rendezvous(self) -> dict[str, str]:
-        """MASTER_ADDR and MASTER_PORT, where the first host is known by name or is the only one."""
+        """MASTER_ADDR and MASTER_PORT; empty if there are several hosts and the name of the first is unknown."""
         address = self.address or (self.hosts[0] if self.hosts else "127.0.0.1" if len(self.counts) == 1 else None)
         if address is None:
             return {}
         return {"MASTER_ADDR": address.strip("[]"), "MASTER_PORT": str(self.port or DEFAULT_PORT)}
 
     def check_hosts_named(self, launcher: str) -> None:
-        """Raise LaunchError where `launcher` needs the names of several hosts, and they are not known."""
+        """Raise LaunchError if `launcher` needs the names of several hosts and they are unknown."""
         if len(self.counts) > 1 and not self.hosts:
-            first = f"none but {self.address!r}" if self.address else "none"
+            known = f"only {self.address!r}" if self.address else "none"
             names = [self.address or "node1", *(f"node{number}" for number in range(2, len(self.counts) + 1))]
             slots = ",".join(f"{name}:{count}" for name, count in zip(names, self.counts, strict=True))
             raise LaunchError(
-                f"{launcher} needs the names of all {len(self.counts)} hosts, and the line has {first}. "
+                f"{launcher} needs the names of all {len(self.counts)} hosts, but the command names {known}. "
                 f"Name them, as in: --hosts {slots}"
             )
 
     def check_even(self, launcher: str) -> int:
-        """Return how many processes each host gets; raise LaunchError where it is not the same number for all."""
+        """Return the number of processes on each host. Raise LaunchError if the hosts differ."""
         if len(set(self.counts)) > 1:
             raise LaunchError(
-                f"{launcher} starts equally many processes on each host, and these get "
-                f"{', '.join(map(str, self.counts))}. Use as many slots on each, as in: "
-                f"-np {len(self.counts) * max(self.counts)} with {max(self.counts)} slots a host"
+                f"{launcher} starts the same number of processes on each host, but the hosts of this job have "
+                f"{', '.join(map(str, self.counts))}. Use equal slots, as in: "
+                f"-np {len(self.counts) * max(self.counts)} with {max(self.counts)} slots per host"
             )
         return self.counts[0]
 
 
 def number(option: str, text: str, least: int = 1) -> int:
-    """Return the whole number that `option` was given; raise LaunchError for anything else."""
+    """Return the whole number in the value of `option`. Raise LaunchError for any other text."""
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise LaunchError(
-            f"{option} must be a whole number from {least}, got {shown(text)!r}. Write the number itself, as in: "
+            f"{option} must be a whole number from {least}, got {as_typed(text)!r}. Write a number, as in: "
             f"{option} {max(least, 2)}"
         )
     return int(text)

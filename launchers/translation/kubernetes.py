@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
+
+import yaml
 
 from unitrain.launchers import mpirun
 from unitrain.launchers.arguments import looks_secret, merge_options
@@ -12,24 +15,24 @@ from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.translation import torchrun
 from unitrain.launchers.translation.job import Job
-from unitrain.launchers.translation.sbatch import name_of
-from unitrain.launchers.translation.words import expands, join, shown
-from unitrain.launchers.translation.writing import Written, options_of, variables_of
-from unitrain.launchers.translation.yaml import dump
+from unitrain.launchers.translation.sbatch import job_name
+from unitrain.launchers.translation.words import as_typed, has_expansion, join
+from unitrain.launchers.translation.writing import Translation, options_for, variables_for
 
 LAUNCHER = "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob", "MPIJob")
-# The operators also make services, whose names are DNS labels as in RFC 1035.
+# The operators create services of this name, so it must be a DNS label (RFC 1035).
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LABEL_CHARACTERS = 63
+_MAX_LABEL_CHARACTERS = 63
 _GRACE_SECONDS = 120
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pods:
-    """What a manifest says beyond the job: `kind` of KINDS, or None for the backend's, and what each pod has.
+    """The fields of a manifest that are not part of the job.
 
-    `cpus` and `memory` are quantities as Kubernetes writes them, `seconds` is how long the job may take.
+    `kind` is one of KINDS, or None for the default of the backend. `gpus`, `cpus` and `memory` are per pod, as
+    Kubernetes quantities. `timeout_seconds` limits the duration of the job.
     """
 
     kind: str | None = None
@@ -39,96 +42,101 @@ class Pods:
     gpus: int | None = None
     cpus: str | None = None
     memory: str | None = None
-    seconds: int | None = None
+    timeout_seconds: int | None = None
 
 
-def write(job: Job, pods: Pods | None = None) -> Written:
-    """Return the manifest, for `kubectl apply -f`: a pod for each host, which gets SIGTERM two minutes before its end.
+def write(job: Job, pods: Pods | None = None) -> Translation:
+    """Return a manifest for `kubectl apply -f` with one pod per host. Pods get SIGTERM two minutes before SIGKILL.
 
-    DDP has a PyTorchJob, in whose pods torchrun starts the ranks, and Horovod an MPIJob, in which mpirun does, unless
-    `pods` says otherwise. Raises LaunchError for what they cannot have.
+    The default is a PyTorchJob for DDP, in which torchrun starts the ranks, and an MPIJob for Horovod, in which mpirun
+    does. Raises LaunchError for a job that the kind does not support.
     """
     pods = pods or Pods()
     kind = pods.kind or ("MPIJob" if job.backend == "horovod" else "PyTorchJob")
     if kind not in KINDS:
         raise LaunchError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}. Use: --kind {KINDS[0]}")
     job.check_even(kind)
-    options = [word for one in job.others for word in one.words]
+    options = [word for one in job.launcher_options for word in one.words]
     for word in (*job.program, *job.environment.values(), job.directory or "", *options):
-        if expands(word):
+        if has_expansion(word):
             raise LaunchError(
-                f"{shown(word)!r} is for a shell to expand, and a container's command has none. Write its value in its "
-                "place, or start a script of your own: bash -c '...'"
+                f"{as_typed(word)!r} needs a shell to expand it, but containers run their command without one. Write "
+                "its value instead, or start a shell: bash -c '...'"
             )
     name = _name(job, pods.name, kind)
-    # Options of what starts the ranks in the pods stay with it.
+    # Options of the launcher that starts the ranks in the pods are passed to it.
     runner = "mpirun" if kind == "MPIJob" else "torchrun"
-    kept = [one for one in job.others if one.launcher == runner or runner in one.passes]
-    given, _ = options_of(replace(job, others=tuple(kept)), runner)
-    left = replace(job, others=tuple(one for one in job.others if one not in kept))
+    kept = [one for one in job.launcher_options if one.launcher == runner or runner in one.equivalents]
+    launcher_words, _ = options_for(replace(job, launcher_options=tuple(kept)), runner)
+    left = replace(job, launcher_options=tuple(one for one in job.launcher_options if one not in kept))
     if runner == "mpirun":
         left = replace(left, environment={})
-    said = [*job.remarks, *options_of(left, LAUNCHER)[1]]
+    notes = [*job.remarks, *options_for(left, LAUNCHER)[1]]
     if job.hosts:
-        said.append(f"Kubernetes chooses the hosts: the names {', '.join(job.hosts)} are left out.")
+        notes.append(f"The hosts {', '.join(job.hosts)} are left out: Kubernetes chooses the hosts.")
     if pods.image == "IMAGE":
-        said.append("Put the name of your image in the place of IMAGE, or give it: unitrain submit --image NAME.")
+        notes.append("Replace IMAGE by the name of your image, or use: unitrain submit --image NAME.")
     metadata: dict[str, Any] = {"name": name}
     if pods.namespace is not None:
         metadata["namespace"] = pods.namespace
     build = {"PyTorchJob": _pytorchjob, "TrainJob": _trainjob, "MPIJob": _mpijob}[kind]
-    version, spec = build(job, pods, name, given, said)
+    version, spec = build(job, pods, name, launcher_words, notes)
     manifest = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
-    return Written(text=dump(manifest), remarks=said)
+    return Translation(text=dump_manifest(manifest), remarks=notes)
 
 
 def _name(job: Job, given: str | None, kind: str) -> str:
-    """Return the name that was given, or else one after the script, which the operator takes. Raises LaunchError."""
+    """Return `given`, else a job name derived from the script. Raises LaunchError for an invalid name."""
     last = len(job.counts) - 1
-    # The longest name that the operator makes of it: of a pod, of the launcher's job, or of a pod of a JobSet.
+    # The operator appends this to the name for its pods or the pods of its JobSet; the result must be a label.
     suffix = {
         "PyTorchJob": f"-worker-{max(0, last - 1)}", "MPIJob": f"-worker-{last}", "TrainJob": f"-node-0-{last}-abcde"
     }[kind]  # fmt: skip
-    most = _LABEL_CHARACTERS - len(suffix)
-    wanted = given if given is not None else name_of(job)
-    plain = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-") or "job"
-    fitting = (plain if plain[0].isalpha() else f"job-{plain}")[:most].rstrip("-")
+    most = _MAX_LABEL_CHARACTERS - len(suffix)
+    wanted = given if given is not None else job_name(job)
+    label = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-") or "job"
+    fitting = (label if label[0].isalpha() else f"job-{label}")[:most].rstrip("-")
     if given is not None and (len(given) > most or not _NAME.fullmatch(given)):
         raise LaunchError(
-            f"The name of a {kind} must have at most {most} small letters, digits and dashes and begin with a letter, "
-            f"because pods are named after it ({suffix}), got {given!r}. Use: --job-name {fitting}"
+            f"The name of a {kind} must have at most {most} lowercase letters, digits and dashes and begin with a "
+            f"letter, because the names of its pods end in {suffix}, got {given!r}. Use: --job-name {fitting}"
         )
     return given or fitting
 
 
-def _pytorchjob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) -> tuple[str, dict[str, Any]]:
+def _pytorchjob(
+    job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
+) -> tuple[str, dict[str, Any]]:
     container = {
-        # The operator looks for a container of this name.
-        "name": "pytorch", "image": pods.image, "command": _torchrun(job, given), **_common(job, pods, name, said),
+        # The operator requires this name.
+        "name": "pytorch", "image": pods.image, "command": _torchrun(job, launcher_words),
+        **_common(job, pods, name, notes),
     }  # fmt: skip
     template = _template(container)
-    # A rank that was told to go ends with 75, and its pod is to be started again.
+    # A preempted rank ends with 75, and Kubernetes starts its pod again.
     replica = {"restartPolicy": "OnFailure", "template": template}
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **replica}}
     if len(job.counts) > 1:
         replicas["Worker"] = {"replicas": len(job.counts) - 1, **replica}
     policy: dict[str, Any] = {"cleanPodPolicy": "None", "backoffLimit": job.max_restarts or 3}
-    if pods.seconds is not None:
-        policy["activeDeadlineSeconds"] = pods.seconds
+    if pods.timeout_seconds is not None:
+        policy["activeDeadlineSeconds"] = pods.timeout_seconds
     spec = {"nprocPerNode": str(job.counts[0]), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
     return "kubeflow.org/v1", spec
 
 
-def _trainjob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) -> tuple[str, dict[str, Any]]:
-    common = _common(job, pods, name, said)
+def _trainjob(
+    job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
+) -> tuple[str, dict[str, Any]]:
+    common = _common(job, pods, name, notes)
     if "workingDir" in common:
         raise LaunchError(
-            f"A TrainJob has no working directory of its own, and the job is in {job.directory}. Set it in the image, "
+            f"A TrainJob has no working directory, but the job runs in {job.directory}. Set it in the image, "
             "or use: --kind PyTorchJob"
         )
     trainer: dict[str, Any] = {
         "image": pods.image,
-        "command": _torchrun(job, given),
+        "command": _torchrun(job, launcher_words),
         "numNodes": len(job.counts),
         "numProcPerNode": job.counts[0],
     }
@@ -136,38 +144,42 @@ def _trainjob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]
         trainer["env"] = common["env"]
     if "resources" in common:
         trainer["resourcesPerNode"] = common["resources"]
-    said.append("The TrainJob needs the ClusterTrainingRuntime 'torch-distributed', which Kubeflow Trainer brings.")
+    notes.append(
+        "The TrainJob needs the ClusterTrainingRuntime 'torch-distributed', which is part of Kubeflow Trainer."
+    )
     spec: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
-    if pods.seconds is not None:
-        spec["activeDeadlineSeconds"] = pods.seconds
+    if pods.timeout_seconds is not None:
+        spec["activeDeadlineSeconds"] = pods.timeout_seconds
     return "trainer.kubeflow.org/v1alpha1", spec
 
 
-def _mpijob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) -> tuple[str, dict[str, Any]]:
-    variables = variables_of(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # sshd in the workers gives the ranks neither of the last two, which images set; mpirun warns if one is not set.
-    names = [*variables_of(job, "mpirun"), *job.forwarded, "PATH", "LD_LIBRARY_PATH"]
+def _mpijob(job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]) -> tuple[str, dict[str, Any]]:
+    variables = variables_for(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    # Images set the last two, but sshd in the workers does not pass them to the ranks. mpirun warns if one is unset.
+    names = [*variables_for(job, "mpirun"), *job.forwarded, "PATH", "LD_LIBRARY_PATH"]
     if job.backend != "horovod":
         variables |= {"MASTER_PORT": str(job.port or DEFAULT_PORT)}
         names = [*names, "MASTER_ADDR", "MASTER_PORT"]
-    command = ["mpirun", "-np", str(job.size)]  # the operator tells it the hosts and their slots
+    command = ["mpirun", "-np", str(job.size)]  # the operator sets the hosts and their slots
     command += [word for one in dict.fromkeys(names) for word in ("-x", one)]
-    command += merge_options(mpirun.DEFAULT_OPTIONS, given)
-    common = _common(replace(job, environment=variables, backend=None, others=()), pods, name, said, "mpirun")
+    command += merge_options(mpirun.DEFAULT_OPTIONS, launcher_words)
+    common = _common(
+        replace(job, environment=variables, backend=None, launcher_options=()), pods, name, notes, "mpirun"
+    )
     resources = {"resources": common.pop("resources")} if "resources" in common else {}
     if "workingDir" in common:
         command += ["-wdir", common["workingDir"]]
     command += job.program
     if job.backend != "horovod":
-        # The operator's versions name the workers differently, and all write their names into this file.
+        # The names of the workers depend on the version of the operator; every version writes them to this file.
         first = 'export MASTER_ADDR="$(head -n 1 "$OMPI_MCA_orte_default_hostfile" | cut -d " " -f 1)"'
         command = ["bash", "-c", f"{first} && exec {join(command)}"]
     launcher = {"name": "launcher", "image": pods.image, "command": command, **common}
     worker = {"name": "worker", "image": pods.image, "command": ["/usr/sbin/sshd", "-De"], **resources}
     policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts or 3}
-    if pods.seconds is not None:
-        policy["activeDeadlineSeconds"] = pods.seconds
-    said.append("The image needs Open MPI and an sshd, as those made from mpioperator/openmpi have them.")
+    if pods.timeout_seconds is not None:
+        policy["activeDeadlineSeconds"] = pods.timeout_seconds
+    notes.append("The image needs Open MPI and sshd. Images based on mpioperator/openmpi have both.")
     spec = {
         "slotsPerWorker": job.counts[0],
         "runPolicy": policy,
@@ -188,7 +200,7 @@ def _mpijob(job: Job, pods: Pods, name: str, given: list[str], said: list[str]) 
 
 
 def _template(container: dict[str, Any]) -> dict[str, Any]:
-    """Return a pod of one container. The workers of a DataLoader need more shared memory than the usual 64 MB."""
+    """Return a pod template with one container. DataLoader workers need more shared memory than the default 64 MB."""
     shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
     return {
         "spec": {
@@ -199,20 +211,20 @@ def _template(container: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _torchrun(job: Job, given: list[str]) -> list[str]:
-    """Return torchrun's command, which reads all else from the variables that the pod is told."""
-    launcher, program = torchrun.started(job)
-    return [*launcher, *given, *program]
+def _torchrun(job: Job, launcher_words: list[str]) -> list[str]:
+    """Return the torchrun command. torchrun reads its other settings from the variables of the pod."""
+    launcher, program = torchrun.torchrun_and_program(job)
+    return [*launcher, *launcher_words, *program]
 
 
-def _common(job: Job, pods: Pods, name: str, said: list[str], launcher: str = LAUNCHER) -> dict[str, Any]:
-    """Return what a container has of a job: its directory, variables and resources."""
+def _common(job: Job, pods: Pods, name: str, notes: list[str], launcher: str = LAUNCHER) -> dict[str, Any]:
+    """Return the fields of a container that depend on the job: working directory, variables and resources."""
     found: dict[str, Any] = {}
     if job.directory is not None:
         found["workingDir"] = job.directory
     variables: list[dict[str, Any]] = []
     secrets: list[str] = []
-    values = variables_of(job, launcher)
+    values = variables_for(job, launcher)
     for one in dict.fromkeys([*values, *job.forwarded]):
         if one in values and not looks_secret(one, values[one]):
             variables.append({"name": one, "value": values[one]})
@@ -222,7 +234,7 @@ def _common(job: Job, pods: Pods, name: str, said: list[str], launcher: str = LA
     if secrets:
         # --from-literal would show the values to everybody who lists the processes of this host.
         create = f"kubectl create secret generic {name}-env --from-env-file=/dev/stdin"
-        said.append(
+        notes.append(
             f"The values of {', '.join(secrets)} come from a secret: env | grep -E '^({'|'.join(secrets)})=' | {create}"
         )
     if variables:
@@ -237,3 +249,35 @@ def _common(job: Job, pods: Pods, name: str, said: list[str], launcher: str = LA
     if limits:
         found["resources"] = {"limits": limits}
     return found
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """PyYAML with indented lists and quoted strings, and without anchors.
+
+    PyYAML writes strings such as y and 1e3 without quotes; Kubernetes' parser reads them as a boolean and a number.
+    """
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+# Strings that every version of YAML reads as strings without quotes.
+_PLAIN_STRING = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*(?::[A-Za-z0-9_./-]+)*")
+_YAML_KEYWORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
+
+
+def _represent_string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    is_plain = _PLAIN_STRING.fullmatch(value) and value.lower() not in _YAML_KEYWORDS
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if is_plain else '"')
+
+
+_Dumper.add_representer(str, _represent_string)
+
+
+def dump_manifest(manifest: dict[str, Any]) -> str:
+    """Return a manifest as YAML."""
+    text: str = yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=sys.maxsize)
+    return text

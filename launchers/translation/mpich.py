@@ -1,4 +1,4 @@
-"""The command line of MPICH's mpiexec, called Hydra, and of Intel MPI's, which is made from it."""
+"""The command line of MPICH's mpiexec (Hydra), and of Intel MPI's mpiexec, which derives from it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from unitrain.launchers.arguments import looks_secret
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host
-from unitrain.launchers.translation.hosts import fill, listed, named, spread
+from unitrain.launchers.translation.hosts import divide_evenly, format_hosts, place_processes, read_hosts
 from unitrain.launchers.translation.job import Job
-from unitrain.launchers.translation.options import Options, Syntax, table, topics
-from unitrain.launchers.translation.writing import Line, Written, options_of, restarts, variables_of
+from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
+from unitrain.launchers.translation.writing import Line, Translation, options_for, restart_notes, variables_for
 
 LAUNCHER = "mpiexec"
 SYNTAX = Syntax(
     LAUNCHER,
-    table(
+    arity_table(
         "-genvnone -genvall -envnone -envall -enable-x -disable-x -verbose -info -print-all-exitcodes -prepend-rank "
         "-profile -disable-auto-cleanup -disable-hostname-propagation -skip-launch-node -help -version",
         "-genvlist -envlist -f -hosts -wdir -configfile -n -launcher -launcher-exec -rmk -topolib -bind-to -map-by "
@@ -27,7 +27,7 @@ SYNTAX = Syntax(
      "-l": "-prepend-rank", "-h": "-help", "-v": "-verbose", "-wd": "-wdir", "-bootstrap": "-launcher"},
     any_dashes=True,
 )  # fmt: skip
-_TOPICS = topics(
+_TOPICS = topic_by_option(
     output="-prepend-rank -prepend-pattern -outfile-pattern -errfile-pattern",
     binding="-bind-to -membind -topolib",
     mapping="-map-by -order-nodes -skip-launch-node",
@@ -40,62 +40,66 @@ _TOPICS = topics(
 
 
 def read(words: Sequence[str]) -> Job:
-    """Return the job of mpiexec's words, which come after its name."""
+    """Return the job of the words after `mpiexec`."""
     options = Options(SYNTAX, words)
     if ":" in options.program:
         raise LaunchError(
-            "mpiexec's line starts several programs, with a ':' between them, which no other launcher does. "
-            "Start one script, which looks at its rank"
+            "The mpiexec command starts several programs, separated by ':', which other launchers do not support. "
+            "Start one script that branches on its rank"
         )
-    variables = {one.values[0]: one.values[1] for one in options.all("-genv", "-env")}
-    lists = [one.values[0] for one in options.all("-genvlist", "-envlist")]
-    counts, names, said = _placed(options)
+    variables = {option.values[0]: option.values[1] for option in options.take_all("-genv", "-env")}
+    lists = [option.values[0] for option in options.take_all("-genvlist", "-envlist")]
+    counts, names, notes = _placed(options)
     return Job(
         program=options.program,
         counts=counts,
         hosts=names,
         environment=variables,
         forwarded=tuple(dict.fromkeys(name for text in lists for name in text.split(","))),
-        directory=options.last("-wdir"),
-        others=options.others(_TOPICS),
-        remarks=said,
+        directory=options.take_last("-wdir"),
+        launcher_options=options.remaining(_TOPICS),
+        remarks=notes,
     )
 
 
-def write(job: Job) -> Written:
-    """Return mpiexec's line, which is typed on one host."""
+def write(job: Job) -> Translation:
+    """Return the mpiexec command, which runs on one host."""
     job.check_hosts_named(LAUNCHER)
-    given, said = options_of(job, LAUNCHER)
-    variables = variables_of(job, LAUNCHER) | job.rendezvous  # MPICH gives its ranks no address
+    extra_options, notes = options_for(job, LAUNCHER)
+    variables = variables_for(job, LAUNCHER) | job.rendezvous  # MPICH does not set a rendezvous address
     secrets = {name: value for name, value in variables.items() if looks_secret(name, value)}
     options = ["-n", str(job.size)]
     if job.hosts:
-        options += ["-hosts", listed(job.slots)]
+        options += ["-hosts", format_hosts(job.slots)]
     for name, value in variables.items():
         if name not in secrets:
             options += ["-genv", name, value]
     if job.directory is not None:
         options += ["-wdir", job.directory]
-    line = Line([LAUNCHER, *options, *given, *job.program], secrets)  # whose ranks have its whole environment
-    return Written([line], [*job.remarks, *said, *restarts(job)])
+    line = Line([LAUNCHER, *options, *extra_options, *job.program], secrets)  # ranks inherit the complete environment
+    return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
 
 def _placed(options: Options) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return how many processes each host gets, the hosts' names, and what is to be said."""
-    size, per_host = options.number("-n"), options.number("-ppn")
-    text, file = options.last("-hosts"), options.last("-f")
-    hosts = named(text, file, "-f")
-    counted = (text is not None and ":" in text) or any(host.slots > 1 for host in hosts)
+    """Return the number of processes on each host, the names of the hosts, and remarks."""
+    size, per_host = options.take_number("-n"), options.take_number("-ppn")
+    text, file = options.take_last("-hosts"), options.take_last("-f")
+    hosts = read_hosts(text, file, "-f")
+    has_slots = (text is not None and ":" in text) or any(host.slots > 1 for host in hosts)
     if per_host is not None and hosts:
         hosts = tuple(Host(host.name, per_host) for host in hosts)
-        return fill(size or sum(host.slots for host in hosts), hosts)
+        return place_processes(size or sum(host.slots for host in hosts), hosts)
     if size is None:
-        raise LaunchError("mpiexec's line does not say how many processes it starts. Add -n N to it")
+        raise LaunchError("The mpiexec command lacks the number of processes. Add: -n N")
     if per_host is not None:
         whole, rest = divmod(size, per_host)
         return (per_host,) * whole + ((rest,) if rest else ()), (), ()
-    if hosts and not counted:  # it deals them out in turn
-        dealt = "mpiexec deals ranks out to the hosts in turn here: elsewhere they are numbered host by host."
+    if hosts and not has_slots:  # mpiexec assigns ranks to the hosts in turn
+        place_by_node = "mpiexec assigns ranks to the hosts in turn; other launchers number them host by host."
         several = len(hosts) > 1 and size > len(hosts)
-        return spread(size, len(hosts)), tuple(host.name for host in hosts[:size]), (dealt,) if several else ()
-    return fill(size, hosts)
+        return (
+            divide_evenly(size, len(hosts)),
+            tuple(host.name for host in hosts[:size]),
+            (place_by_node,) if several else (),
+        )
+    return place_processes(size, hosts)

@@ -1,4 +1,4 @@
-"""The command line of Open MPI's mpirun, also called mpiexec and orterun."""
+"""The command line of Open MPI's mpirun, which is also installed as mpiexec and orterun."""
 
 from __future__ import annotations
 
@@ -9,16 +9,30 @@ from unitrain.launchers import mpirun
 from unitrain.launchers.arguments import looks_secret, merge_options
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host
-from unitrain.launchers.translation.hosts import dealt, entries, fill, listed, named, spread
-from unitrain.launchers.translation.job import Job, Other, number
-from unitrain.launchers.translation.options import Options, Syntax, table, topics
-from unitrain.launchers.translation.words import expands
-from unitrain.launchers.translation.writing import Line, Written, is_of_open_mpi, options_of, restarts, variables_of
+from unitrain.launchers.translation.hosts import (
+    divide_evenly,
+    format_hosts,
+    place_by_node,
+    place_processes,
+    read_host_entries,
+    read_hosts,
+)
+from unitrain.launchers.translation.job import Job, LauncherOption, number
+from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
+from unitrain.launchers.translation.words import has_expansion
+from unitrain.launchers.translation.writing import (
+    Line,
+    Translation,
+    is_open_mpi_variable,
+    options_for,
+    restart_notes,
+    variables_for,
+)
 
 LAUNCHER = "mpirun"
 SYNTAX = Syntax(
     LAUNCHER,
-    table(
+    arity_table(
         "--quiet --verbose --version --continuous --debug --display-allocation --display-map --get-stack-traces "
         "--leave-session-attached --output-proctable --report-state-on-timeout --tv --merge-stderr-to-stdout "
         "--report-child-jobs-separately --tag-output --timestamp-output --xml --index-argv-by-rank --nolocal "
@@ -41,7 +55,7 @@ SYNTAX = Syntax(
     },
     any_dashes=True,
 )  # fmt: skip
-_TOPICS = topics(
+_TOPICS = topic_by_option(
     output="--output-filename --tag-output --timestamp-output --merge-stderr-to-stdout --xml --xml-file --xterm "
     "--quiet --report-child-jobs-separately",
     binding="--bind-to --bind-to-core --bind-to-socket --cpu-set --cpu-list --cpus-per-proc --cpus-per-rank "
@@ -55,115 +69,125 @@ _TOPICS = topics(
 
 
 def read(words: Sequence[str]) -> Job:
-    """Return the job of mpirun's words, which come after its name."""
+    """Return the job of the words after `mpirun`."""
     options = Options(SYNTAX, words)
     if ":" in options.program:
         raise LaunchError(
-            "mpirun's line starts several programs, with a ':' between them, which no other launcher does. "
-            "Start one script, which looks at its rank"
+            "The mpirun command starts several programs, separated by ':', which other launchers do not support. "
+            "Start one script that branches on its rank"
         )
-    texts = [one.values[0] for one in options.all("--host")]
-    file = options.last("--hostfile", "--machinefile", "--default-hostfile")
-    # With both, --host chooses some hosts of the file, and says how many slots are used.
-    hosts = _of_file(file) if file is not None and not texts else named(",".join(texts) if texts else None, None, "")
+    texts = [option.values[0] for option in options.take_all("--host")]
+    file = options.take_last("--hostfile", "--machinefile", "--default-hostfile")
+    # With both, --host selects hosts of the file and the number of their slots.
+    hosts = (
+        _hosts_of_file(file)
+        if file is not None and not texts
+        else read_hosts(",".join(texts) if texts else None, None, "")
+    )
     variables: dict[str, str] = {}
     forwarded: list[str] = []
-    for one in options.all("-x"):
-        name, equals, value = one.values[0].partition("=")
+    for option in options.take_all("-x"):
+        name, equals, value = option.values[0].partition("=")
         if equals:
             variables[name] = value
         else:
             forwarded.append(name)
-    counts, names, said = _placed(options, hosts)
-    directory = options.last("--wdir")
-    others = [*_settings(options), *options.others(_TOPICS)]
+    counts, names, notes = _placed(options, hosts)
+    directory = options.take_last("--wdir")
+    launcher_options = [*_settings_with_equivalents(options), *options.remaining(_TOPICS)]
     return Job(
         program=options.program,
         counts=counts,
         hosts=names,
         environment=variables,
-        forwarded=tuple(dict.fromkeys(name for name in forwarded if name != "PATH")),  # which all others hand on
+        forwarded=tuple(
+            dict.fromkeys(name for name in forwarded if name != "PATH")
+        ),  # the other launchers forward it anyway
         directory=directory,
-        others=tuple(others),
-        remarks=said,
+        launcher_options=tuple(launcher_options),
+        remarks=notes,
     )
 
 
-def write(job: Job) -> Written:
-    """Return mpirun's line, which is typed on one host."""
+def write(job: Job) -> Translation:
+    """Return the mpirun command, which runs on one host."""
     job.check_hosts_named(LAUNCHER)
-    given, said = options_of(job, LAUNCHER)
+    extra_options, notes = options_for(job, LAUNCHER)
     several = len(job.counts) > 1
-    variables = variables_of(job, LAUNCHER)
+    variables = variables_for(job, LAUNCHER)
     if several or job.backend != "horovod" or job.address or job.port:
-        variables |= job.rendezvous  # DDP's ranks meet there, and Horovod's on several hosts
+        variables |= job.rendezvous  # DDP needs a rendezvous, and so does Horovod on several hosts
     options = ["-np", str(job.size)]
     if job.hosts:
-        options += ["-H", listed(job.slots)]
-    else:  # as many as are asked for, and not as there are cores
+        options += ["-H", format_hosts(job.slots)]
+    else:  # otherwise mpirun allows at most as many processes as cores
         options += ["-H", f"localhost:{job.size}"]
-    # A value that looks secret is only named: everybody may list the line.
-    own = {name: variables.pop(name) for name in list(variables) if is_of_open_mpi(name)}
+    # Values that look secret are forwarded by name: every user of the host can read the command line.
+    own = {name: variables.pop(name) for name in list(variables) if is_open_mpi_variable(name)}
     secrets = {name: value for name, value in variables.items() if looks_secret(name, value)}
     names = [*job.forwarded, *secrets, *(("PATH",) if several and "PATH" not in job.forwarded else ())]
     options += [word for name in dict.fromkeys(names) for word in ("-x", name)]
     options += [word for name, value in variables.items() if name not in secrets for word in ("-x", f"{name}={value}")]
     if job.directory is not None:
         options += ["--wdir", job.directory]
-    options += merge_options((*mpirun.DEFAULT_OPTIONS, *((mpirun.SSH_OPTION,) if several else ())), given)
+    options += merge_options((*mpirun.DEFAULT_OPTIONS, *((mpirun.SSH_OPTION,) if several else ())), extra_options)
     if several:
-        said.append("On other hosts mpirun's ranks have no variable but those named with -x: name what else they need.")
+        notes.append("On other hosts ranks receive only the variables named with -x: add those that they need.")
     line = Line([LAUNCHER, *options, *job.program], {**own, **secrets})
-    return Written([line], [*job.remarks, *said, *restarts(job)])
+    return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
 
 def _placed(options: Options, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return how many processes each host gets, the hosts' names, and what is to be said."""
-    size = options.number("--np")
-    per_host = options.number("-N") or options.number("--npernode") or (1 if options.flag("--pernode") else None)
-    by_node = options.flag("--bynode")
-    several_a_slot = options.flag("--oversubscribe", put_back=True)
-    for one in options.all("--map-by"):
-        policy, *modifiers = one.values[0].lower().split(":")
+    """Return the number of processes on each host, the names of the hosts, and remarks."""
+    size = options.take_number("--np")
+    per_host = (
+        options.take_number("-N")
+        or options.take_number("--npernode")
+        or (1 if options.take_flag("--pernode") else None)
+    )
+    by_node = options.take_flag("--bynode")
+    oversubscribes = options.has("--oversubscribe")
+    for option in options.take_all("--map-by"):
+        policy, *modifiers = option.values[0].lower().split(":")
         if policy == "ppr" and modifiers[1:2] == ["node"]:
             per_host = number("--map-by ppr:N:node", modifiers[0])
             del modifiers[:2]
         elif policy == "node":
             by_node = True
         if policy not in ("node", "slot", "ppr", "") or modifiers:
-            options.put_back(one)
-        several_a_slot = several_a_slot or "oversubscribe" in modifiers
-    options.flag("--byslot")
+            options.put_back(option)
+        oversubscribes = oversubscribes or "oversubscribe" in modifiers
+    options.take_flag("--byslot")
     if per_host is not None:
         if hosts:
             hosts = tuple(replace(host, slots=per_host) for host in hosts)
-            return fill(size or sum(host.slots for host in hosts), hosts)
+            return place_processes(size or sum(host.slots for host in hosts), hosts)
         if size is None:
-            raise LaunchError("mpirun's line does not say how many processes it starts. Add -np N to it")
+            raise LaunchError("The mpirun command lacks the number of processes. Add: -np N")
         whole, rest = divmod(size, per_host)
         return (per_host,) * whole + ((rest,) if rest else ()), (), ()
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if by_node and len(hosts) > 1:
-        said = ("mpirun deals ranks out to the hosts in turn here: elsewhere they are numbered host by host.",)
+        notes = ("mpirun assigns ranks to the hosts in turn; other launchers number them host by host.",)
     hosts, more = _with_slots(hosts, size, by_node)
     size = size or sum(host.slots for host in hosts)
     if not size:
-        raise LaunchError("mpirun's line does not say how many processes it starts. Add -np N to it")
+        raise LaunchError("The mpirun command lacks the number of processes. Add: -np N")
     slots = sum(host.slots for host in hosts)
-    if by_node and len(hosts) > 1 and (size <= slots or several_a_slot):
-        counts = dealt(size, hosts) if size <= slots else spread(size, len(hosts))
-        return counts[:size], tuple(host.name for host in hosts[:size]), (*said, *more)
-    counts, names, left = fill(size, hosts)
-    return counts, names, (*said, *more, *left)
+    if by_node and len(hosts) > 1 and (size <= slots or oversubscribes):
+        counts = place_by_node(size, hosts) if size <= slots else divide_evenly(size, len(hosts))
+        return counts[:size], tuple(host.name for host in hosts[:size]), (*notes, *more)
+    counts, names, left = place_processes(size, hosts)
+    return counts, names, (*notes, *more, *left)
 
 
-def _of_file(file: str) -> tuple[Host, ...]:
-    """Return the hosts of a file, with 0 slots where the file does not say how many: as many as the host has cores.
+def _hosts_of_file(file: str) -> tuple[Host, ...]:
+    """Return the hosts of a file. 0 slots stand for the number of cores, if the file has no number of slots.
 
-    A host that is named several times without slots has as many as it is named.
+    A host that occurs several times without slots has one slot per occurrence.
     """
     slots: dict[str, list[int | None]] = {}
-    for name, count in entries(file, "--hostfile"):
+    for name, count in read_host_entries(file, "--hostfile"):
         slots.setdefault(name, []).append(count)
     return tuple(
         Host(name, sum(count or 1 for count in counts) if len(counts) > 1 else counts[0] or 0)
@@ -172,46 +196,46 @@ def _of_file(file: str) -> tuple[Host, ...]:
 
 
 def _with_slots(hosts: tuple[Host, ...], size: int | None, by_node: bool) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Return the hosts with slots also where only the host itself knows them, and what is to be said of that.
+    """Return the hosts with an upper bound for unknown slots (the number of cores), and remarks.
 
-    Raises LaunchError where the processes of the hosts cannot be told without.
+    Raises LaunchError if the placement of processes depends on the unknown slots.
     """
     unknown = [host.name for host in hosts if not host.slots]
     if not unknown:
         return hosts, ()
     if by_node and size is not None:
-        said = (
-            f"mpirun starts at most as many processes on {', '.join(unknown)} as there are cores, which are not known."
+        notes = (
+            f"mpirun starts at most one process per core on {', '.join(unknown)}; the number of cores is unknown here."
         )
-        return tuple(host if host.slots else Host(host.name, size) for host in hosts), (said,)
+        return tuple(host if host.slots else Host(host.name, size) for host in hosts), (notes,)
     found: list[Host] = []
-    left = size
+    unplaced = size
     for place, host in enumerate(hosts):
-        if not host.slots and (left is None or (left > 1 and place < len(hosts) - 1)):
+        if not host.slots and (unplaced is None or (unplaced > 1 and place < len(hosts) - 1)):
             raise LaunchError(
-                f"The hostfile has no slots for {host.name!r}: mpirun starts as many processes there as it has cores, "
-                f"which only that host knows. Write their number into the file, as in: {host.name} slots=8"
+                f"The hostfile has no slots for {host.name!r}: mpirun starts one process per core there, and the "
+                f"number of cores is unknown here. Write the number of slots into the file, as in: {host.name} slots=8"
             )
-        slots = host.slots or max(1, left or 0)
+        slots = host.slots or max(1, unplaced or 0)
         found.append(Host(host.name, slots))
-        left = None if left is None else max(0, left - slots)
+        unplaced = None if unplaced is None else max(0, unplaced - slots)
     return tuple(found), ()
 
 
-def _settings(options: Options) -> list[Other]:
-    """Return what is set in ways that have counterparts, but for what unitrain itself sets, which is no loss."""
-    bound = [one for one in options.all("--bind-to") if one.values[0] != "none"]
-    found = [Other(LAUNCHER, one.words, "binding") for one in bound]
-    for one in options.all("--mca", "--gmca"):
-        name, value = one.values
-        other = Other(LAUNCHER, one.words, "own")
+def _settings_with_equivalents(options: Options) -> list[LauncherOption]:
+    """Return the settings that have equivalents, without those that `write` always sets."""
+    bound = [option for option in options.take_all("--bind-to") if option.values[0] != "none"]
+    found = [LauncherOption(LAUNCHER, option.words, "binding") for option in bound]
+    for option in options.take_all("--mca", "--gmca"):
+        name, value = option.values
+        other = LauncherOption(LAUNCHER, option.words, "own")
         if ("-mca", name, value) in (*mpirun.DEFAULT_OPTIONS, mpirun.SSH_OPTION):
             continue
         if name == "odls_base_sigkill_timeout":
-            other = replace(other, topic="grace", passes={"torchrun": ("--shutdown-timeout", value)})
+            other = replace(other, topic="grace", equivalents={"torchrun": ("--shutdown-timeout", value)})
         elif name.endswith("_if_include"):
             other = replace(other, topic="network")
-            if not expands(value):
+            if not has_expansion(value):
                 other = replace(other, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
         elif name == "plm_rsh_args":
             other = replace(other, topic="ssh")

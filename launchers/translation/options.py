@@ -1,4 +1,4 @@
-"""Taking a launcher's options off its command line, by a table of all that it knows."""
+"""Parser of launcher options, driven by a table of all options that a launcher has."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.translation.job import Other, number
-from unitrain.launchers.translation.words import plain, shown
+from unitrain.launchers.translation.job import LauncherOption, number
+from unitrain.launchers.translation.words import as_typed, without_glob_marks
 
 
 @dataclass(frozen=True)
-class Given:
-    """An option that was given: its canonical name, its values, and the words that said so."""
+class ParsedOption:
+    """An option in a command line: its canonical name, its values, and the words as typed."""
 
     name: str
     values: tuple[str, ...]
@@ -22,11 +22,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Syntax:
-    """How a launcher's options are written.
+    """The syntax of a launcher's options.
 
-    `arity` has the number of values of each, by its canonical name with its dashes; -1 is one that may come after a "="
-    and else is not there. `aliases` are other spellings. With `any_dashes` one dash is as good as two, as for MPI's
-    launchers; else a long option may be shortened, and a short one may have its value right after it.
+    Attributes:
+        arity: The number of values of each option, by its canonical name with dashes. -1 stands for an optional value,
+            which is attached with "=".
+        aliases: The canonical names of other spellings.
+        any_dashes: One dash is equivalent to two, as for MPI launchers. Otherwise long options may be abbreviated, and
+            the value of a short option may be attached.
     """
 
     launcher: str
@@ -34,104 +37,110 @@ class Syntax:
     aliases: Mapping[str, str] = field(default_factory=dict)
     any_dashes: bool = False
 
-    def take(self, words: Sequence[str]) -> tuple[list[Given], tuple[str, ...]]:
-        """Return the options that `words` begin with, and the words after them: the program. Raises LaunchError."""
-        given: list[Given] = []
+    def parse(self, words: Sequence[str]) -> tuple[list[ParsedOption], tuple[str, ...]]:
+        """Return the options at the start of `words`, and the remaining words: the program. Raises LaunchError."""
+        parsed: list[ParsedOption] = []
         at = 0
         while at < len(words) and words[at].startswith("-") and words[at] != "-":
-            word = plain(words[at])
+            word = without_glob_marks(words[at])
             at += 1
             if word == "--":
                 break
-            name, value = self._name(word)
+            name, value = self._resolve(word)
             count = self.arity[name]
             attached = () if value is None else (value,)
             missing = 0 if count < 0 else count - len(attached)
             if missing < 0:
-                raise LaunchError(f"{name} of {self.launcher} takes no value, got {shown(word)!r}. Write: {name}")
+                raise LaunchError(f"{name} of {self.launcher} takes no value, got {as_typed(word)!r}. Write: {name}")
             if at + missing > len(words):
-                raise LaunchError(f"{shown(word)} of {self.launcher} lacks its value. Write it after {name}")
-            values = tuple(map(plain, words[at : at + missing]))
-            given.append(Given(name, (*attached, *values), (word, *values)))
+                raise LaunchError(f"{as_typed(word)} of {self.launcher} lacks its value. Write it after {name}")
+            values = tuple(map(without_glob_marks, words[at : at + missing]))
+            parsed.append(ParsedOption(name, (*attached, *values), (word, *values)))
             at += missing
         if at == len(words):
-            raise LaunchError(f"The line of {self.launcher} names no program to run. End it as in: python train.py")
-        return given, tuple(words[at:])
+            raise LaunchError(f"The {self.launcher} command does not name a program. End it as in: python train.py")
+        return parsed, tuple(words[at:])
 
-    def _name(self, word: str) -> tuple[str, str | None]:
-        """Return the canonical name of an option, and the value that is attached to it."""
-        for spelled, value in self._readings(word):
-            if spelled in self.arity:
-                return spelled, value
-            if spelled in self.aliases:
-                return self.aliases[spelled], value
+    def _resolve(self, word: str) -> tuple[str, str | None]:
+        """Return the canonical name of an option and its attached value. Raises LaunchError for an unknown option."""
+        for spelling, value in self._interpretations(word):
+            if spelling in self.arity:
+                return spelling, value
+            if spelling in self.aliases:
+                return self.aliases[spelling], value
         known = [*self.arity, *self.aliases]
-        plain = word.partition("=")[0]
-        near = difflib.get_close_matches(plain, known, n=1)
+        name = word.partition("=")[0]
+        near = difflib.get_close_matches(name, known, n=1)
         suggestion = f"Did you mean {near[0]!r}? " if near else ""
         raise LaunchError(
-            f"{self.launcher} has no option {shown(plain)!r}. {suggestion}Options of the program go after the program."
+            f"{self.launcher} has no option {as_typed(name)!r}. {suggestion}Options of the program go after the "
+            "program."
         )
 
-    def _readings(self, word: str) -> Iterator[tuple[str, str | None]]:
+    def _interpretations(self, word: str) -> Iterator[tuple[str, str | None]]:
+        """Yield the spellings and attached values that `word` may stand for."""
         yield word, None
-        plain, equals, value = word.partition("=")
+        name, equals, value = word.partition("=")
         if self.any_dashes:
             yield f"-{word.lstrip('-')}", None
             yield f"--{word.lstrip('-')}", None
         elif word.startswith("--"):
             if equals:
-                yield plain, value
-            found = [name for name in (*self.arity, *self.aliases) if name.startswith(plain) and name.startswith("--")]
-            if len({self.aliases.get(name, name) for name in found}) == 1:
+                yield name, value
+            found = [long for long in (*self.arity, *self.aliases) if long.startswith(name) and long.startswith("--")]
+            if len({self.aliases.get(long, long) for long in found}) == 1:
                 yield found[0], value if equals else None
         elif self.arity.get(self.aliases.get(word[:2], word[:2])):
             yield word[:2], word[2:].removeprefix("=")
 
 
 class Options:
-    """The options of one line, of which each is asked for once; what nobody asks for is left over."""
+    """The options of one command line. A reader takes those that it knows; `remaining` returns the rest."""
 
     def __init__(self, syntax: Syntax, words: Sequence[str]) -> None:
         self._launcher = syntax.launcher
-        self._given, self.program = syntax.take(words)
+        self._options, self.program = syntax.parse(words)
 
-    def all(self, *names: str) -> list[Given]:
-        """Take all options of these names, in the order given."""
-        taken = [one for one in self._given if one.name in names]
-        self._given = [one for one in self._given if one.name not in names]
+    def take_all(self, *names: str) -> list[ParsedOption]:
+        """Take all options of these names, in their order in the command line."""
+        taken = [option for option in self._options if option.name in names]
+        self._options = [option for option in self._options if option.name not in names]
         return taken
 
-    def put_back(self, one: Given) -> None:
-        """Leave over an option that was taken."""
-        self._given.append(one)
+    def put_back(self, option: ParsedOption) -> None:
+        """Return an option that was taken to the remaining ones."""
+        self._options.append(option)
 
-    def last(self, *names: str) -> str | None:
-        """Take the options of these names and return the value of the last one, which is the one that counts."""
-        taken = self.all(*names)
+    def take_last(self, *names: str) -> str | None:
+        """Take the options of these names and return the value of the last one, which overrides the others."""
+        taken = self.take_all(*names)
         return (taken[-1].values or ("",))[0] if taken else None
 
-    def flag(self, *names: str, put_back: bool = False) -> bool:
-        """Return whether one of these options was given, and take them, unless they are to be left over."""
-        if put_back:
-            return any(one.name in names for one in self._given)
-        return bool(self.all(*names))
+    def take_flag(self, *names: str) -> bool:
+        """Take the options of these names and return whether there was one."""
+        return bool(self.take_all(*names))
 
-    def number(self, *names: str, least: int = 1) -> int | None:
-        """Take the options of these names and return the last one's number, or None. Raises LaunchError."""
-        text = self.last(*names)
+    def has(self, *names: str) -> bool:
+        """Return whether one of these options was given, without taking it."""
+        return any(option.name in names for option in self._options)
+
+    def take_number(self, *names: str, least: int = 1) -> int | None:
+        """Take the options of these names and return the number of the last one, or None. Raises LaunchError."""
+        text = self.take_last(*names)
         return None if text is None else number(names[0], text, least)
 
-    def others(self, topics: Mapping[str, str]) -> tuple[Other, ...]:
-        """Return what has not been taken, each with its topic."""
-        return tuple(Other(self._launcher, one.words, topics.get(one.name, "own")) for one in self._given)
+    def remaining(self, topics: Mapping[str, str]) -> tuple[LauncherOption, ...]:
+        """Return the options that were not taken, each with its topic."""
+        return tuple(
+            LauncherOption(self._launcher, option.words, topics.get(option.name, "own")) for option in self._options
+        )
 
 
-def table(flags: str, values: str, optional: str = "") -> dict[str, int]:
-    """Return the arity of options that are listed by their names: without a value, with one, and with one after "="."""
+def arity_table(flags: str, values: str, optional: str = "") -> dict[str, int]:
+    """Return the arity of options listed by name: without a value, with one value, and with an optional value."""
     return dict.fromkeys(flags.split(), 0) | dict.fromkeys(values.split(), 1) | dict.fromkeys(optional.split(), -1)
 
 
-def topics(**lists: str) -> dict[str, str]:
-    """Return the topic of each option, from the options of each topic."""
-    return {name: topic for topic, names in lists.items() for name in names.split()}
+def topic_by_option(**options_by_topic: str) -> dict[str, str]:
+    """Return the topic of each option, given the names of the options of each topic."""
+    return {name: topic for topic, names in options_by_topic.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""srun's command line."""
+"""The command line of srun."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from unitrain.launchers.arguments import merge_options
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.srun import DEFAULT_OPTIONS, task_options
-from unitrain.launchers.translation.hosts import expanded, spread
-from unitrain.launchers.translation.job import Job, Other, number
-from unitrain.launchers.translation.options import Options, Syntax, table, topics
-from unitrain.launchers.translation.words import join, typed
-from unitrain.launchers.translation.writing import Line, Written, options_of, restarts, variables_of
+from unitrain.launchers.translation.hosts import divide_evenly, expand_nodelist
+from unitrain.launchers.translation.job import Job, LauncherOption, number
+from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
+from unitrain.launchers.translation.words import expansion, join
+from unitrain.launchers.translation.writing import Line, Translation, options_for, restart_notes, variables_for
 
 LAUNCHER = "srun"
-FIRST_HOST = typed('"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"')
+FIRST_HOST = expansion('"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"')
 _SHORT = {
     "-A": "--account", "-b": "--begin", "-c": "--cpus-per-task", "-d": "--dependency", "-D": "--chdir", "-e": "--error",
     "-E": "--preserve-env", "-H": "--hold", "-i": "--input", "-I": "--immediate", "-J": "--job-name", "-k": "--no-kill",
@@ -27,8 +27,8 @@ _SHORT = {
     "-C": "--constraint", "-w": "--nodelist", "-x": "--exclude", "-Z": "--no-allocate", "-B": "--extra-node-info",
     "-G": "--gpus", "-h": "--help", "-V": "--version",
 }  # fmt: skip
-# What sbatch takes as well, and is asked of Slurm once for the job.
-_OF_THE_JOB = (
+# Options that sbatch has too; they apply to the complete job.
+_JOB_OPTIONS = (
     "--account --bb --bbf --begin --cpus-per-task --comment --cpu-freq --dependency --deadline --delay-boot "
     "--gres --gres-flags --hold --job-name --no-kill --licenses --clusters --mail-type --mail-user --mcs-label --nice "
     "--output --error --input --overcommit --partition --power --priority --profile --propagate --qos --reboot "
@@ -41,7 +41,7 @@ _OF_THE_JOB = (
 _OPTIONAL = "--compress --exclusive --immediate --kill-on-bad-exit --nice --propagate --send-libs"
 SYNTAX = Syntax(
     LAUNCHER,
-    table(
+    arity_table(
         "--preserve-env --hold --no-kill --label --multi-prog --overcommit --overlap --pty --quit-on-interrupt --quiet "
         "--reboot --oversubscribe --spread-job --unbuffered --use-min-nodes --verbose --disable-status --contiguous "
         "--no-allocate --exact --resv-ports --help --usage --version",
@@ -58,8 +58,8 @@ SYNTAX = Syntax(
     ),
     _SHORT | {"--tasks-per-node": "--ntasks-per-node", "--cpu_bind": "--cpu-bind"},
 )
-_TOPICS = topics(
-    resources=_OF_THE_JOB,
+_TOPICS = topic_by_option(
+    resources=_JOB_OPTIONS,
     output="--output --error --label --unbuffered --quiet",
     binding="--cpu-bind --mem-bind --accel-bind --gpu-bind --hint",
     mapping="--distribution --relative",
@@ -69,161 +69,169 @@ _TOPICS = topics(
 
 
 def read(words: Sequence[str]) -> Job:
-    """Return the job of srun's words, which come after its name."""
+    """Return the job of the words after `srun`."""
     options = Options(SYNTAX, words)
-    if ":" in options.program or options.flag("--multi-prog"):
+    if ":" in options.program or options.take_flag("--multi-prog"):
         raise LaunchError(
-            "srun's line starts several programs, which no other launcher does. "
-            "Start one script, which looks at its rank"
+            "The srun command starts several programs, which other launchers do not support. "
+            "Start one script that branches on its rank"
         )
-    text = options.last("--nodelist")
-    names = expanded(text) if text is not None else ()
-    tasks, per_node = options.number("--ntasks"), options.number("--ntasks-per-node")
-    least, dash, most = (options.last("--nodes") or "").partition("-")
-    said: list[str] = []
-    per_gpu = options.number("--ntasks-per-gpu")
+    text = options.take_last("--nodelist")
+    names = expand_nodelist(text) if text is not None else ()
+    tasks, per_node = options.take_number("--ntasks"), options.take_number("--ntasks-per-node")
+    least, dash, most = (options.take_last("--nodes") or "").partition("-")
+    notes: list[str] = []
+    per_gpu = options.take_number("--ntasks-per-gpu")
     if dash and least != most:
-        said.append(f"--nodes {least}-{most} leaves their number to Slurm: the job is written for {most}.")
+        notes.append(f"--nodes {least}-{most} lets Slurm choose the number: the job is written for {most}.")
     nodes = number("--nodes", most or least) if least else len(names) or None
     if per_gpu is not None and tasks is None:
         tasks = per_gpu * _gpus(options, nodes)
     if per_gpu is not None:
-        said.append(
-            f"--ntasks-per-gpu {per_gpu} of srun is left out, which also lets each task see one GPU only: elsewhere "
-            "each rank takes the GPU of its local rank."
+        notes.append(
+            f"--ntasks-per-gpu {per_gpu} of srun is left out. It also restricts each task to one GPU; under other "
+            "launchers each rank uses the GPU of its local rank."
         )
     if tasks is None and per_node is None:
         if nodes is None:
             raise LaunchError(
-                "srun's line does not say how many tasks it starts: in a batch script that is what its #SBATCH lines "
-                "ask for. Add their number to it, as in: srun --ntasks 8"
+                "The srun command lacks the number of tasks; in a batch script the #SBATCH lines have it. "
+                "Add it to the command, as in: srun --ntasks 8"
             )
-        said.append(
-            "srun's line does not say how many tasks it starts, which in a batch script is what its #SBATCH lines ask "
-            "for: the job is written for one on each host. Say how many with --ntasks N."
+        notes.append(
+            "The srun command lacks the number of tasks; in a batch script the #SBATCH lines have it. The job is "
+            "written for one task per host. Add --ntasks N for another number."
         )
     if nodes is None:
         nodes = -(-tasks // per_node) if tasks and per_node else 1
         if tasks and tasks > 1 and not per_node:
-            said.append(
-                f"srun leaves it to Slurm on how many hosts {tasks} tasks run: the job is written for one. "
-                "Say how many with --nodes N."
+            notes.append(
+                f"Slurm chooses the number of hosts for {tasks} tasks: the job is written for one. "
+                "Add --nodes N for another number."
             )
-    counts = spread(tasks or nodes * (per_node or 1), nodes)
+    counts = divide_evenly(tasks or nodes * (per_node or 1), nodes)
     if names and len(names) < len(counts):
         raise LaunchError(
-            f"--nodelist {text} names {len(names)} hosts, and the job has {len(counts)}. Name all, or none"
+            f"--nodelist {text} names {len(names)} hosts, but the job has {len(counts)}. Name all hosts, or none"
         )
-    variables, forwarded = _exported(options, said)
+    variables, forwarded = _exported(options, notes)
     return Job(
         program=options.program,
         counts=counts,
         hosts=names[: len(counts)],
         environment=variables,
         forwarded=forwarded,
-        directory=options.last("--chdir"),
-        others=(*_settings(options), *options.others(_TOPICS)),
-        remarks=tuple(said),
+        directory=options.take_last("--chdir"),
+        launcher_options=(*_settings(options), *options.remaining(_TOPICS)),
+        remarks=tuple(notes),
     )
 
 
-def write(job: Job) -> Written:
-    """Return srun's line, which is typed in an allocation."""
-    given, said = options_of(job, LAUNCHER)
-    asked = [*task_options(job.counts)]
+def write(job: Job) -> Translation:
+    """Return the srun command, which runs in an allocation."""
+    extra_options, notes = options_for(job, LAUNCHER)
+    placement = [*task_options(job.counts)]
     if job.hosts:
-        asked = ["--nodelist", ",".join(name.strip("[]") for name in job.hosts), *asked]
-    variables = variables_of(job, LAUNCHER) | rendezvous(job, said)
+        placement = ["--nodelist", ",".join(name.strip("[]") for name in job.hosts), *placement]
+    variables = variables_for(job, LAUNCHER) | rendezvous(job, notes)
     if job.directory is not None:
-        asked += ["--chdir", job.directory]
-    start = merge_options(DEFAULT_OPTIONS, given)
+        placement += ["--chdir", job.directory]
+    start = merge_options(DEFAULT_OPTIONS, extra_options)
     if len(job.counts) > 1:
-        said.append(
-            "Type it in an allocation, as in the shell of: "
+        notes.append(
+            "Run the command in an allocation, as in the shell of: "
             f"salloc --nodes {len(job.counts)} --ntasks-per-node {max(job.counts)}"
         )
-    line = Line([LAUNCHER, *asked, *start, *job.program], variables)
-    return Written([line], [*job.remarks, *said, *_uneven(job), *restarts(job)])
+    line = Line([LAUNCHER, *placement, *start, *job.program], variables)
+    return Translation([line], [*job.remarks, *notes, *_uneven_placement_remark(job), *restart_notes(job)])
 
 
-def rendezvous(job: Job, said: list[str]) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT, for which srun's ranks have no other source: on the first host that Slurm
-    chooses, where the job names none. What is left out is said."""
+def rendezvous(job: Job, notes: list[str]) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT, which srun does not set. Add a remark to `notes` if an address is left out.
+
+    Without named hosts the rendezvous is on the first host that Slurm chooses.
+    """
     if job.hosts or len(job.counts) == 1:
         return job.rendezvous
     if job.address is not None:
-        said.append(f"The address {job.address} is left out: the ranks meet on the first host that Slurm chooses.")
+        notes.append(f"The address {job.address} is left out: the rendezvous is on the first host that Slurm chooses.")
     return {"MASTER_ADDR": FIRST_HOST, "MASTER_PORT": str(job.port or DEFAULT_PORT)}
 
 
 def _gpus(options: Options, nodes: int | None) -> int:
-    """Return how many GPUs the line asks for; leave its options.
+    """Return the number of GPUs that the command requests, without taking the options.
 
-    Raises LaunchError where it does not say, and for GPUs of each of several hosts: the manual of Slurm multiplies
-    them, and srun of Slurm 22.05 then starts one task on each host.
+    Raises LaunchError if it requests none, and for GPUs per host on several hosts: by Slurm's manual they are
+    multiplied by the number of hosts, but srun of Slurm 22.05 starts one task on each host.
     """
     count = 0
-    for option in ("--gpus", "--gpus-per-node", "--gres"):
-        for one in options.all(option):
-            options.put_back(one)
-            parts = one.values[0].split(",")
-            if option == "--gres":
+    for name in ("--gpus", "--gpus-per-node", "--gres"):
+        for option in options.take_all(name):
+            options.put_back(option)
+            parts = option.values[0].split(",")
+            if name == "--gres":
                 parts = [part.partition(":")[2] or "1" for part in parts if part.partition(":")[0] == "gpu"]
-            found = sum(_of_one_type(option, part) for part in parts)
-            if found and not count and option != "--gpus" and (nodes or 1) > 1:
+            found = sum(_count_gpus(name, part) for part in parts)
+            if found and not count and name != "--gpus" and (nodes or 1) > 1:
                 raise LaunchError(
-                    f"How many tasks srun starts for --nodes {nodes} {join(one.words)} --ntasks-per-gpu depends on the "
-                    f"version of Slurm. Add their number to the line, as in: srun --ntasks {(nodes or 1) * found}"
+                    f"How many tasks srun starts for --nodes {nodes} {join(option.words)} --ntasks-per-gpu depends on "
+                    "the version of Slurm. Add their number to the command, as in: "
+                    f"srun --ntasks {(nodes or 1) * found}"
                 )
-            count = count or found  # they say the same in several ways
+            count = count or found  # several options may request the same GPUs
     if not count:
         raise LaunchError(
-            "srun's line has --ntasks-per-gpu and does not say how many GPUs there are, which only the allocation "
-            "knows. Add the number of tasks, as in: srun --ntasks 8"
+            "The srun command has --ntasks-per-gpu but does not request GPUs, so the number of tasks depends on the "
+            "allocation. Add it, as in: srun --ntasks 8"
         )
     return count
 
 
-def _of_one_type(option: str, text: str) -> int:
-    """Return the number in "a100:4" or "4"; a type alone is one GPU."""
+def _count_gpus(option: str, text: str) -> int:
+    """Return the number of GPUs in "a100:4" or "4"; a type without a number is one GPU."""
     kind, _, last = text.rpartition(":")
     return 1 if not kind and not last[:1].isdecimal() else number(option, last.partition("(")[0])
 
 
-def _uneven(job: Job) -> list[str]:
-    if job.counts == spread(job.size, len(job.counts)):
+def _uneven_placement_remark(job: Job) -> list[str]:
+    if job.counts == divide_evenly(job.size, len(job.counts)):
         return []
     return [
-        f"Slurm deals {job.size} tasks out evenly, and not as {', '.join(map(str, job.counts))}. Where that matters, "
-        "add --distribution=arbitrary, with a list of hosts in SLURM_HOSTFILE."
+        f"Slurm distributes {job.size} tasks evenly, not as {', '.join(map(str, job.counts))}. If that matters, "
+        "add --distribution=arbitrary and set SLURM_HOSTFILE to a list of hosts."
     ]
 
 
-def _exported(options: Options, said: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the variables that --export sets, and those that it names."""
+def _exported(options: Options, notes: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the variables that --export sets, and the names of those that it forwards."""
     variables: dict[str, str] = {}
     names: list[str] = []
-    for one in options.all("--export"):
-        for part in one.values[0].split(","):
+    for option in options.take_all("--export"):
+        for part in option.values[0].split(","):
             name, equals, value = part.partition("=")
             if equals:
                 variables[name] = value
             elif name == "NONE":
-                said.append("--export=NONE keeps variables from the ranks: elsewhere they have what the shell has.")
+                notes.append(
+                    "--export=NONE is left out: under other launchers ranks inherit the variables of the shell."
+                )
             elif name != "ALL":
                 names.append(name)
     return variables, tuple(names)
 
 
-def _settings(options: Options) -> list[Other]:
-    """Return what sbatch takes as well; what unitrain itself sets is no loss."""
-    found: list[Other] = []
-    for one in options.all("--kill-on-bad-exit", "--wait"):
-        if one.values not in ((), ("1",)) if one.name == "--kill-on-bad-exit" else one.values != ("0",):
-            options.put_back(one)
-    for one in options.all(*_OF_THE_JOB.split()):
-        told = one.name if not one.values else f"{one.name}={one.values[0]}"
+def _settings(options: Options) -> list[LauncherOption]:
+    """Return the options that sbatch has too. Drops the options that `write` always sets."""
+    found: list[LauncherOption] = []
+    for option in options.take_all("--kill-on-bad-exit", "--wait"):
+        if option.values not in ((), ("1",)) if option.name == "--kill-on-bad-exit" else option.values != ("0",):
+            options.put_back(option)
+    for option in options.take_all(*_JOB_OPTIONS.split()):
+        directive = option.name if not option.values else f"{option.name}={option.values[0]}"
         found.append(
-            replace(Other(LAUNCHER, one.words, _TOPICS.get(one.name, "resources")), passes={"sbatch": (told,)})
+            replace(
+                LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "resources")),
+                equivalents={"sbatch": (directive,)},
+            )
         )
     return found

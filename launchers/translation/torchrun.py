@@ -1,4 +1,4 @@
-"""torchrun's command line: `torchrun`, `python -m torch.distributed.run` and, with its options, `...launch`."""
+"""The command line of torchrun, and of torch.distributed.run and torch.distributed.launch run with `python -m`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.torchrun import RESTART_VARIABLES, c10d_rendezvous_options, static_rendezvous_options
-from unitrain.launchers.translation.job import Job, Other, number
-from unitrain.launchers.translation.options import Given, Options, Syntax, table, topics
-from unitrain.launchers.translation.writing import Line, Written, options_of, variables_of
+from unitrain.launchers.translation.job import Job, LauncherOption, number
+from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
+from unitrain.launchers.translation.writing import Line, Translation, options_for, variables_for
 
 LAUNCHER = "torchrun"
-_ARITY = table(
+_ARITY = arity_table(
     "--help --standalone --module --no-python --run-path --virtual-local-rank --use-env",  # of torch.distributed.launch
     "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --monitor-interval "
     "--start-method --event-log-handler --role --log-dir --redirects --tee --log-line-prefix-template "
@@ -26,7 +26,7 @@ SYNTAX = Syntax(
     {f"--{name[2:].replace('-', '_')}": name for name in _ARITY}
     | {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"},
 )
-_TOPICS = topics(
+_TOPICS = topic_by_option(
     rendezvous="--standalone --rdzv-backend --rdzv-id --rdzv-conf --rdzv-endpoint --local-addr --node-rank --role",
     output="--log-dir --redirects --tee --log-line-prefix-template --local-ranks-filter --duplicate-stdout-filters "
     "--duplicate-stderr-filters --logs-specs",
@@ -36,35 +36,35 @@ _TOPICS = topics(
 
 
 def read(words: Sequence[str], python: str = "python") -> Job:
-    """Return the job of torchrun's words, which come after its name. `python` is the one that it starts ranks with."""
+    """Return the job of the words after `torchrun`. `python` is the interpreter of the ranks."""
     options = Options(SYNTAX, words)
-    said: list[str] = []
-    nodes = _nodes(options.last("--nnodes") or "1", said)
-    processes = options.last("--nproc-per-node") or "1"
+    notes: list[str] = []
+    nodes = _nodes(options.take_last("--nnodes") or "1", notes)
+    processes = options.take_last("--nproc-per-node") or "1"
     if processes in ("gpu", "cpu", "xpu", "auto"):
         raise LaunchError(
-            f"--nproc-per-node {processes} counts what the host has that torchrun runs on, which only that host knows. "
+            f"--nproc-per-node {processes} depends on the host that runs torchrun, so the number is unknown here. "
             "Write the number, as in: --nproc-per-node 8"
         )
     count = number("--nproc-per-node", processes)
-    address, port = options.last("--master-addr"), options.number("--master-port", least=0)
-    backend = options.last("--rdzv-backend")
-    server = backend is not None and backend.startswith("etcd")  # whose endpoint is none of the hosts
-    endpoint = None if server else options.last("--rdzv-endpoint")
+    address, port = options.take_last("--master-addr"), options.take_number("--master-port", least=0)
+    backend = options.take_last("--rdzv-backend")
+    server = backend is not None and backend.startswith("etcd")  # its endpoint is the etcd server, not one of the hosts
+    endpoint = None if server else options.take_last("--rdzv-endpoint")
     if server:
-        said.append(f"--rdzv-backend {backend} is left out: the hosts are written without a server of their own.")
-    if endpoint and not options.flag("--standalone"):
+        notes.append(f"--rdzv-backend {backend} is left out: the translated job does not use an etcd server.")
+    if endpoint and not options.take_flag("--standalone"):
         host, _, text = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
         address, port = host, number("--rdzv-endpoint HOST:PORT", text, least=0) if text else None
-    if options.flag("--standalone") or (nodes == 1 and address in ("localhost", "127.0.0.1")):
+    if options.take_flag("--standalone") or (nodes == 1 and address in ("localhost", "127.0.0.1")):
         address = None
-    # How its agents find each other, which of the lines it is, and what torchrun always does.
-    options.all("--node-rank", "--use-env")
-    restarts = options.number("--max-restarts", least=0) or 0
+    # The node rank of this command, and an option that torchrun always implies.
+    options.take_all("--node-rank", "--use-env")
+    restart_notes = options.take_number("--max-restarts", least=0) or 0
     program = options.program
-    if options.flag("--no-python"):
+    if options.take_flag("--no-python"):
         pass
-    elif options.flag("--module"):
+    elif options.take_flag("--module"):
         program = (python, "-m", *program)
     else:
         program = (python, *program)
@@ -73,32 +73,38 @@ def read(words: Sequence[str], python: str = "python") -> Job:
         counts=(count,) * nodes,
         address=address,
         port=port if port not in (0, DEFAULT_PORT) else None,
-        max_restarts=restarts,
-        others=options.others(_TOPICS),
-        remarks=tuple(said),
+        max_restarts=restart_notes,
+        launcher_options=options.remaining(_TOPICS),
+        remarks=tuple(notes),
     )
 
 
-def write(job: Job) -> Written:
-    """Return torchrun's line for each host."""
+def write(job: Job) -> Translation:
+    """Return the torchrun command of each host."""
     if job.address is None:
         job.check_hosts_named(LAUNCHER)
-    variables = {**(RESTART_VARIABLES if job.max_restarts else {}), **variables_of(job, LAUNCHER)}
+    variables = {**(RESTART_VARIABLES if job.max_restarts else {}), **variables_for(job, LAUNCHER)}
     names = job.hosts or [f"host {place}" for place, _ in enumerate(job.counts, start=1)]
     rendezvous: dict[str, str] = {}
     if len(job.counts) > 1:
         rendezvous = {
-            given.name: given.values[0] for one in job.others if (given := _own(one)) is not None and given.values
+            parsed.name: parsed.values[0]
+            for option in job.launcher_options
+            if (parsed := _parse_own_option(option)) is not None and parsed.values
         }
-        # What is not the same on each host, and what is written anew.
-        left = ("--local-addr", "--rdzv-endpoint", *(("--rdzv-id", "--rdzv-conf") if job.max_restarts else ()))
-        kept = [one for one in job.others if (given := _own(one)) is None or given.name not in left]
-        job = replace(job, others=tuple(kept))
-    words, said = options_of(job, LAUNCHER)
+        # Options that differ between hosts or that are generated below.
+        omitted = ("--local-addr", "--rdzv-endpoint", *(("--rdzv-id", "--rdzv-conf") if job.max_restarts else ()))
+        kept = [
+            option
+            for option in job.launcher_options
+            if (parsed := _parse_own_option(option)) is None or parsed.name not in omitted
+        ]
+        job = replace(job, launcher_options=tuple(kept))
+    extra_options, notes = options_for(job, LAUNCHER)
     if "--local-addr" in rendezvous and not job.max_restarts:
-        said.append(f"--local-addr {rendezvous['--local-addr']} is left out, because each host has its own.")
+        notes.append(f"--local-addr {rendezvous['--local-addr']} is left out: each host needs its own address.")
     if len(job.counts) > 1 and job.max_restarts:
-        # The static rendezvous of --master-addr ends with the first attempt.
+        # The static rendezvous of --master-addr does not support restarts.
         nodes = [
             c10d_rendezvous_options(
                 f"{len(job.counts)}:{len(job.counts)}",
@@ -114,7 +120,7 @@ def write(job: Job) -> Written:
             )
             for place, count in enumerate(job.counts)
         ]
-        said.append("The rendezvous numbers the hosts, perhaps in another order after a failure.")
+        notes.append("The rendezvous assigns the node ranks; their order may change after a failure.")
     elif len(job.counts) > 1:
         nodes = static_rendezvous_options(job.counts, job.address or job.hosts[0], job.port or DEFAULT_PORT)
     elif job.port is not None or job.address is not None:
@@ -122,41 +128,41 @@ def write(job: Job) -> Written:
     else:
         nodes = [["--standalone", "--nproc-per-node", str(job.counts[0])]]
     if job.max_restarts and len(job.counts) == 1:
-        words = ["--max-restarts", str(job.max_restarts), *words]
-    launcher, program = started(job)
+        extra_options = ["--max-restarts", str(job.max_restarts), *extra_options]
+    launcher, program = torchrun_and_program(job)
     lines = [
-        Line([*launcher, *options, *words, *program], variables, job.directory, name)
+        Line([*launcher, *options, *extra_options, *program], variables, job.directory, name)
         for name, options in zip(names, nodes, strict=True)
     ]
     if len(lines) > 1 and job.forwarded:
-        said.append(f"torchrun hands on what is set where it is typed: set {', '.join(job.forwarded)} on each host.")
+        notes.append(f"torchrun forwards the variables of its own shell: set {', '.join(job.forwarded)} on each host.")
     if "OMP_NUM_THREADS" not in job.environment and max(job.counts) > 1:
-        said.append(
-            "torchrun gives each rank one thread: set OMP_NUM_THREADS to the cores of a host divided by its ranks, "
-            "where they should have more."
+        notes.append(
+            "torchrun sets one thread per rank. For more threads, set OMP_NUM_THREADS to the cores of a host divided "
+            "by its ranks."
         )
-    return Written(lines, [*job.remarks, *said])
+    return Translation(lines, [*job.remarks, *notes])
 
 
-def _own(one: Other) -> Given | None:
-    """Return an option of torchrun's own as it was given, or None for one of another launcher."""
-    return SYNTAX.take([*one.words, "program"])[0][0] if one.launcher == LAUNCHER else None
+def _parse_own_option(option: LauncherOption) -> ParsedOption | None:
+    """Return an option of torchrun with its name and values, or None for an option of another launcher."""
+    return SYNTAX.parse([*option.words, "program"])[0][0] if option.launcher == LAUNCHER else None
 
 
-def _nodes(text: str, said: list[str]) -> int:
+def _nodes(text: str, notes: list[str]) -> int:
     least, colon, most = text.partition(":")
     if colon and least != most:
-        said.append(f"--nnodes {text} may run on fewer hosts than {most}: the job is written for all {most}.")
+        notes.append(f"--nnodes {text} may run on fewer hosts than {most}: the job is written for all {most}.")
     return number("--nnodes", most or least)
 
 
-def started(job: Job) -> tuple[list[str], tuple[str, ...]]:
-    """Return torchrun's words, and the program as torchrun takes it."""
+def torchrun_and_program(job: Job) -> tuple[list[str], tuple[str, ...]]:
+    """Return the words that start torchrun, and the program in torchrun's notation."""
     python = job.python
     if python is None:
         return ["torchrun"], ("--no-python", *job.program)
     program = list(job.program[1:])
-    if program[:1] == ["-u"]:  # which torchrun gives to every Python
+    if program[:1] == ["-u"]:  # torchrun passes -u itself
         program.pop(0)
     launcher = ["torchrun"] if "/" not in python else [python, "-m", "torch.distributed.run"]
     if program[:1] == ["-m"]:

@@ -1,7 +1,10 @@
-"""The words of a shell's line, and lines of words.
+"""Splitting of command lines into words, and quoting of words.
 
-What a shell would expand, as "$HOME/data" or *.txt, stays as it was typed: it is part of a word between two marks, and
-is written again without being quoted.
+Text that a shell would expand, such as "$HOME/data" or *.txt, must reach the translated command unexpanded and
+unquoted. `split` encloses it in two private-use characters within its word, and `quote` writes it as it was typed.
+
+The standard library's `shlex` quotes the literal text. It cannot split the line: shlex.split returns the same word for
+$HOME and '$HOME', so the result no longer shows what the shell would expand; and it does not support $'...' and braces.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Iterable
 from unitrain.launchers.errors import LaunchError
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
-_TYPED = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
+_MARKED = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
 _NAME = re.compile(r"\$(?:[A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-])")
 _ENDS_IN_NAME = re.compile(r"\$[A-Za-z_][A-Za-z0-9_]*\Z")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
@@ -25,8 +28,10 @@ _ESCAPED = {"a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "n": "\n"
 
 
 def split(line: str) -> list[str]:
-    """Return the words of one command. Raises LaunchError for an open quote, a pipe, a redirection or a second
-    command."""
+    """Return the words of one command.
+
+    Raises LaunchError for an unclosed quote, a pipe, a redirection or a second command.
+    """
     words: list[str] = []
     word: str | None = None
     at = 0
@@ -40,13 +45,13 @@ def split(line: str) -> list[str]:
             word = None
             at += 1
             if here == "\n" and words and line[at:].strip():
-                raise _several(line[at:].strip().splitlines()[0])
+                raise _not_one_command(line[at:].strip().splitlines()[0])
         elif here == "#" and word is None:  # a comment
             at = line.find("\n", at) % (len(line) + 1)
         elif here in "|;&<>()":
             if word is not None:
                 words.append(word)
-            raise _several(line[at:].strip())
+            raise _not_one_command(line[at:].strip())
         else:
             part, at = _part(line, at)
             word = (word or "") + part
@@ -56,15 +61,15 @@ def split(line: str) -> list[str]:
 
 
 def join(words: Iterable[str]) -> str:
-    """Return a line that a shell takes apart into `words`."""
+    """Return the command line that a shell splits into `words`."""
     return " ".join(map(quote, words))
 
 
 def quote(word: str) -> str:
-    """Return `word` as it is typed."""
+    """Return `word` as text for a shell."""
     if _OPEN not in word:
         return shlex.quote(word)
-    parts = _TYPED.split(word)  # in turn what is literal, and what was typed
+    parts = _MARKED.split(word)  # alternately literal text and text to expand
     text = ""
     for place, part in enumerate(parts):
         if place % 2 or not part:
@@ -76,29 +81,28 @@ def quote(word: str) -> str:
     return text
 
 
-def typed(text: str) -> str:
-    """Return a word, or part of one, that a shell is to expand."""
+def expansion(text: str) -> str:
+    """Return text that a shell expands, marked as a word or a part of one."""
     return f"{_OPEN}{text}{_CLOSE}"
 
 
-def expands(word: str) -> bool:
-    """Return whether a shell would expand something in `word`."""
+def has_expansion(word: str) -> bool:
+    """Return whether `word` contains text that a shell would expand."""
     return _OPEN in word
 
 
-def shown(word: str) -> str:
-    """Return `word` as it was typed, for a sentence."""
-    return _TYPED.sub(lambda match: match[1].strip('"'), word)
+def as_typed(word: str) -> str:
+    """Return `word` as it was typed, for messages."""
+    return _MARKED.sub(lambda match: match[1].strip('"'), word)
 
 
-def plain(word: str) -> str:
-    """Return `word` with its *, ? and [ as they are: an option's value such as n[1-4] is seldom the name of a file."""
+def without_glob_marks(word: str) -> str:
+    """Return `word` with *, ? and [ as literal text: the value of an option (n[1-4]) is rarely a file pattern."""
     return re.sub(f"{_OPEN}([*?\\[]){_CLOSE}", r"\1", word)
 
 
 def assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that are set before a command, as in `A=1 env B=2 program`, and the words from the program
-    on."""
+    """Return the variables set before a command, as in `A=1 env B=2 program`, and the words from the program on."""
     variables: dict[str, str] = {}
     rest = list(words)
     while rest:
@@ -112,28 +116,30 @@ def assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _part(line: str, at: int) -> tuple[str, int]:
-    """Return the piece of a word that begins at `at`, and where it ends."""
+    """Return the piece of a word that begins at index `at`, and the index after it."""
     here = line[at]
     if here == "\\":
         return line[at + 1 : at + 2], at + 2
     if here == "'":
         end = line.find("'", at + 1)
         if end < 0:
-            raise _open("'", line[at:])
+            raise _unclosed("'", line[at:])
         return line[at + 1 : end], end + 1
     if here == '"':
         return _quoted(line, at)
     if here == "$" and line[at + 1 : at + 2] == "'":
         return _ansi_quoted(line, at)
-    if here == "$" and line[at + 1 : at + 2] == '"':  # a text to be translated, which scripts seldom have
+    if (
+        here == "$" and line[at + 1 : at + 2] == '"'
+    ):  # locale translation, which leaves the text as it is in the C locale
         return _quoted(line, at + 1)
     if here == "{" and (end := _braces(line, at)) > at:
-        return typed(line[at:end]), end
+        return expansion(line[at:end]), end
     if here in "$`":
         end = _expansion(line, at)
-        return (typed(line[at:end]), end) if end > at + 1 else (here, at + 1)
+        return (expansion(line[at:end]), end) if end > at + 1 else (here, at + 1)
     if here in "*?[" or (here == "~" and (at == 0 or line[at - 1] in " \t=:")):
-        return typed(here), at + 1
+        return expansion(here), at + 1
     return here, at + 1
 
 
@@ -147,35 +153,35 @@ def _quoted(line: str, at: int) -> tuple[str, int]:
             continue
         end = _expansion(line, at) if line[at] in "$`" else at
         if end > at + 1:
-            text += typed(f'"{line[at:end]}"')
+            text += expansion(f'"{line[at:end]}"')
             at = end
         else:
             text += line[at]
             at += 1
     if at >= len(line):
-        raise _open('"', line[start:])
-    return text or typed('""'), at + 1
+        raise _unclosed('"', line[start:])
+    return text or expansion('""'), at + 1
 
 
 def _ansi_quoted(line: str, at: int) -> tuple[str, int]:
-    """Return what $'...' at `at` stands for, with its escapes replaced, and where it ends.
+    """Return the text of $'...' at index `at` with its escapes replaced, and the index after it.
 
-    Bytes that are no text stay as they were typed.
+    If the bytes are not valid UTF-8, return the text as typed, marked for expansion.
     """
     end = at + 2
     while end < len(line) and line[end] != "'":
         end += 2 if line[end] == "\\" else 1
     if end >= len(line):
-        raise _open("$'", line[at:])
+        raise _unclosed("$'", line[at:])
     text = _ESCAPE.sub(lambda match: _unescaped(match[1]), line[at + 2 : end]).partition("\0")[0]
     try:
         return os.fsencode(text).decode(), end + 1
     except UnicodeDecodeError:
-        return typed(line[at : end + 1]), end + 1
+        return expansion(line[at : end + 1]), end + 1
 
 
 def _unescaped(escape: str) -> str:
-    """Return the character of an escape, given without its backslash, or a surrogate for a byte above 127."""
+    """Return the character of an escape (given without its backslash), or a surrogate for a byte above 127."""
     kind, digits = escape[0], escape[1:]
     if kind in "uU" and digits:
         return chr(int(digits, 16))
@@ -189,13 +195,13 @@ def _unescaped(escape: str) -> str:
 
 
 def _braces(line: str, at: int) -> int:
-    """Return where the braces at `at` end that bash expands, as in {a,b} and {0..9}, or `at` where it does not."""
+    """Return the index after the braces at `at` if bash expands them, as in {a,b} and {0..9}; else `at`."""
     depth, comma, here = 0, False, at
     while here < len(line):
         char = line[here]
         if char in " \t\r\n|;&<>()":
             return at
-        if char in "\\'\"$`":  # quotes and expansions belong to a word, whatever they contain
+        if char in "\\'\"$`":  # quoted and expanded text cannot end the braces
             here = _part(line, here)[1]
             continue
         comma = comma or (char == "," and depth == 1)
@@ -207,11 +213,11 @@ def _braces(line: str, at: int) -> int:
 
 
 def _expansion(line: str, at: int) -> int:
-    """Return where the expansion that begins at `at` ends, or `at` for a $ that means itself."""
+    """Return the index after the expansion that begins at `at`; `at` itself for a literal $."""
     if line[at] == "`":
         end = line.find("`", at + 1)
         if end < 0:
-            raise _open("`", line[at:])
+            raise _unclosed("`", line[at:])
         return end + 1
     closing = _PAIRS.get(line[at + 1 : at + 2])
     if closing is None:
@@ -223,16 +229,16 @@ def _expansion(line: str, at: int) -> int:
         end += 1
         if depth == 0:
             return end
-    raise _open(f"${opening}", line[at:])
+    raise _unclosed(f"${opening}", line[at:])
 
 
-def _open(what: str, text: str) -> LaunchError:
-    return LaunchError(f"{what} in {text!r} is opened and not closed. Close it, or put a \\ before it")
+def _unclosed(quote_mark: str, text: str) -> LaunchError:
+    return LaunchError(f"{quote_mark} in {text!r} is not closed. Close it, or put a \\ before it")
 
 
-def _several(text: str) -> LaunchError:
+def _not_one_command(text: str) -> LaunchError:
     return LaunchError(
-        f"The line goes on with {text!r} where its command has ended. Give the one command that starts the job, "
-        "without pipes and redirections, and quote it whole, as in: "
+        f"The command line continues with {text!r} after the command. Give only the command that starts the job, "
+        "without pipes and redirections, in quotes, as in: "
         "unitrain translate 'horovodrun -np 2 python train.py' --to torchrun"
     )

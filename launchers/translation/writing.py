@@ -1,4 +1,4 @@
-"""What all writers share: a line, what is set before it, and what is said about options that have no counterpart."""
+"""Command lines with their variables, and remarks about options that have no equivalent under a launcher."""
 
 from __future__ import annotations
 
@@ -6,19 +6,87 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unitrain.launchers.translation.job import Job
-from unitrain.launchers.translation.topics import advice
 from unitrain.launchers.translation.words import join, quote
 
-# What Open MPI alone reads, and horovodrun hands on to it.
-_OF_OPEN_MPI = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
-_STARTS_OPEN_MPI = ("mpirun", "horovodrun")
-# The launcher's own backend, which a script asks for that asks for none.
-IMPLIED = {"horovodrun": "horovod", "mpirun": "horovod", "mpiexec": "horovod"}
+# Variables that only Open MPI reads; horovodrun forwards them to it.
+_OPEN_MPI_PREFIXES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
+_OPEN_MPI_LAUNCHERS = ("mpirun", "horovodrun")
+# The backend that a script without an explicit backend uses under each launcher; ddp under the others.
+DEFAULT_BACKENDS = {"horovodrun": "horovod", "mpirun": "horovod", "mpiexec": "horovod"}
+
+
+# Alternatives under each launcher, by the topic of the option.
+_SSH = {
+    "horovodrun": "it has -p PORT and -i KEY.",
+    "mpirun": 'give ssh its options with: -mca plm_rsh_args "-p 2222".',
+    "mpiexec": "write them into ~/.ssh/config.",
+    "torchrun": "it is started on each host and does not use ssh.",
+    "unitrain": "pass an option of the launcher with --launcher-args, or write them into ~/.ssh/config.",
+}
+_OUTPUT = {
+    "horovodrun": "use --output-filename FOLDER.",
+    "mpirun": "use --output-filename FOLDER, or --tag-output.",
+    "mpiexec": "use -outfile-pattern and -errfile-pattern, or -prepend-rank.",
+    "torchrun": "use --log-dir FOLDER --tee 3.",
+    "srun": "use --output FILE, with %t for the rank, or --label.",
+    "sbatch": "the script has --output, and srun has --label.",
+    "kubernetes": "use kubectl logs.",
+    "unitrain": "pass an option of the launcher with --launcher-args.",
+}
+_BINDING = {
+    "horovodrun": 'with --mpi it has --binding-args "--bind-to core".',
+    "mpirun": "use --bind-to and --map-by.",
+    "mpiexec": "use -bind-to and -map-by.",
+    "torchrun": "use --numa-binding node.",
+    "srun": "use --cpu-bind.",
+    "sbatch": "give srun --cpu-bind.",
+    "kubernetes": "request whole cores, under the static policy of the CPU manager.",
+    "unitrain": "pass an option of the launcher with --launcher-args.",
+}
+_GRACE = {
+    "horovodrun": "ranks have five seconds after SIGTERM, which cannot be changed.",
+    "mpirun": "use -mca odls_base_sigkill_timeout SECONDS.",
+    "torchrun": "use --shutdown-timeout SECONDS, and --signals-to-handle.",
+    "srun": "request a warning with --signal=USR1@SECONDS.",
+    "sbatch": "request a warning with --signal=USR1@SECONDS.",
+    "kubernetes": "set terminationGracePeriodSeconds.",
+    "unitrain": "pass an option of the launcher with --launcher-args.",
+}
+_RESOURCES = {
+    "srun": "request it with options of srun.",
+    "sbatch": "add a line: #SBATCH ...",
+    "kubernetes": "request it under resources, in the manifest.",
+}
+_ELASTIC = {
+    "torchrun": "use --nnodes MIN:MAX with --max-restarts, on each host.",
+    "horovodrun": "use --min-np and --max-np with --host-discovery-script.",
+    "kubernetes": "a PyTorchJob has elasticPolicy.",
+}
+_ADVICE: dict[str, tuple[dict[str, str], str]] = {
+    "ssh": (_SSH, "the scheduler starts the ranks without ssh."),
+    "output": (_OUTPUT, "let the script write to its own files."),
+    "binding": (_BINDING, "let the script bind itself."),
+    "grace": (_GRACE, "let the script save within the time that the launcher allows."),
+    "resources": (_RESOURCES, "it does not request resources. Start it on hosts that have them."),
+    "elastic": (_ELASTIC, "the number of ranks is fixed. Start again from a checkpoint with another: resume='auto'."),
+    "rendezvous": ({}, "the launcher, or MASTER_ADDR and MASTER_PORT, determine the rendezvous there."),
+    "mapping": ({}, "ranks are numbered host by host, in the order of the hosts. Order the hosts as needed."),
+    "network": (
+        {"mpirun": "use -mca btl_tcp_if_include NAME -mca oob_tcp_if_include NAME.", "mpiexec": "use -iface NAME."},
+        "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME for every rank.",
+    ),
+    "diagnosis": ({}, "to display the command without running it, use: unitrain launch --dry-run."),
+    "variables": (
+        {"mpirun": "name each with -x.", "torchrun": "set them on each host.", "srun": "use --export."},
+        "set them before the command.",
+    ),
+    "own": ({}, "it concerns that launcher only and needs no replacement."),
+}
 
 
 @dataclass(frozen=True)
 class Line:
-    """A command, and the host that it is typed on where that matters."""
+    """A command, and the host to run it on if it must run on a particular one."""
 
     words: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -26,61 +94,67 @@ class Line:
     host: str | None = None
 
     def shell(self) -> str:
-        """Return it as it is typed."""
-        before = [f"{name}={quote(value)}" for name, value in self.variables.items()]
-        there = f"cd {quote(self.directory)} && " if self.directory is not None else ""
-        return there + " ".join([*before, join(self.words)])
+        """Return the command as text for a shell."""
+        assignments = [f"{name}={quote(value)}" for name, value in self.variables.items()]
+        change_directory = f"cd {quote(self.directory)} && " if self.directory is not None else ""
+        return change_directory + " ".join([*assignments, join(self.words)])
 
 
 @dataclass(frozen=True)
-class Written:
-    """A job for some launcher: lines to type, or the text of a file, and what the user must know of them."""
+class Translation:
+    """A job written for a launcher: command lines, or the text of a file, and remarks for the user."""
 
     lines: Sequence[Line] = ()
     remarks: Sequence[str] = ()
     text: str | None = None
 
 
-def variables_of(job: Job, launcher: str) -> dict[str, str]:
-    """Return what is set for every rank under `launcher`, with the backend where the launcher implies another."""
+def variables_for(job: Job, launcher: str) -> dict[str, str]:
+    """Return the variables of every rank under `launcher`, with the backend if the launcher's default differs."""
     variables = dict(job.environment)
-    if launcher not in _STARTS_OPEN_MPI:
-        variables = {name: value for name, value in variables.items() if not is_of_open_mpi(name)}
-    for other in job.others:
-        if other.launcher != launcher and launcher not in other.passes:
-            variables = {**other.variables, **variables}
-    if job.backend is not None and job.backend != IMPLIED.get(launcher, "ddp"):
+    if launcher not in _OPEN_MPI_LAUNCHERS:
+        variables = {name: value for name, value in variables.items() if not is_open_mpi_variable(name)}
+    for option in job.launcher_options:
+        if option.launcher != launcher and launcher not in option.equivalents:
+            variables = {**option.variables, **variables}
+    if job.backend is not None and job.backend != DEFAULT_BACKENDS.get(launcher, "ddp"):
         variables = {"UNITRAIN_BACKEND": job.backend, **variables}
     return variables
 
 
-def is_of_open_mpi(name: str) -> bool:
-    """Return whether a variable is one that Open MPI's mpirun reads itself."""
-    return name.startswith(_OF_OPEN_MPI)
+def is_open_mpi_variable(name: str) -> bool:
+    """Return whether Open MPI's mpirun reads this variable itself."""
+    return name.startswith(_OPEN_MPI_PREFIXES)
 
 
-def options_of(job: Job, launcher: str) -> tuple[list[str], list[str]]:
-    """Return the other options of the job that `launcher` takes, and a remark for each that it does not."""
+def options_for(job: Job, launcher: str) -> tuple[list[str], list[str]]:
+    """Return the words of the launcher options under `launcher`, and a remark for each without an equivalent."""
     words: list[str] = []
-    said: list[str] = []
-    if launcher not in _STARTS_OPEN_MPI:
-        own = [f"{name}={value}" for name, value in job.environment.items() if is_of_open_mpi(name)]
-        said += [f"{join([one])} is left out: {advice('own', launcher)}" for one in own]
-    for other in job.others:
-        if other.launcher == launcher:
-            words += other.words
-        elif launcher in other.passes:
-            words += other.passes[launcher]
-        elif not other.variables:
-            said.append(f"{join(other.words)} of {other.launcher} is left out: {advice(other.topic, launcher)}")
-    return words, said
+    notes: list[str] = []
+    if launcher not in _OPEN_MPI_LAUNCHERS:
+        assignments = [f"{name}={value}" for name, value in job.environment.items() if is_open_mpi_variable(name)]
+        notes += [f"{join([assignment])} is left out: {advice('own', launcher)}" for assignment in assignments]
+    for option in job.launcher_options:
+        if option.launcher == launcher:
+            words += option.words
+        elif launcher in option.equivalents:
+            words += option.equivalents[launcher]
+        elif not option.variables:
+            notes.append(f"{join(option.words)} of {option.launcher} is left out: {advice(option.topic, launcher)}")
+    return words, notes
 
 
-def restarts(job: Job) -> list[str]:
-    """Return what is to be said of restarts under a launcher that has none."""
+def restart_notes(job: Job) -> list[str]:
+    """Return the remark about restarts for a launcher that does not restart jobs."""
     if not job.max_restarts:
         return []
     return [
-        f"--max-restarts {job.max_restarts} is left out: let unitrain start the job again, with: "
+        f"--max-restarts {job.max_restarts} is left out: let unitrain restart the job: "
         f"unitrain launch --max-restarts {job.max_restarts} ..."
     ]
+
+
+def advice(topic: str, launcher: str) -> str:
+    """Return a sentence with the alternative under `launcher` to an option of `topic`."""
+    by_launcher, otherwise = _ADVICE[topic]
+    return by_launcher.get(launcher, otherwise)

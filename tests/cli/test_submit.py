@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from unitrain.cli import unitrain
-from unitrain.launchers.translation.yaml import dump
+from unitrain.launchers.translation.kubernetes import dump_manifest
 
 # What the definitions of PyTorchJob (kubeflow.org/v1, training-operator 1.9) and MPIJob (kubeflow.org/v2beta1,
 # mpi-operator 0.4) say of all but the pods, which are Kubernetes' own.
@@ -255,8 +255,8 @@ def test_mpirun_in_kubernetes(backend: str, script: Path, tmp_path: Path) -> Non
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile"),
     }
-    said, *words = subprocess.check_output(launcher["command"], env=environ, text=True, timeout=30).splitlines()
-    assert said == ("::" if backend == "horovod" else "w-0.train:29500:ddp")
+    notes, *words = subprocess.check_output(launcher["command"], env=environ, text=True, timeout=30).splitlines()
+    assert notes == ("::" if backend == "horovod" else "w-0.train:29500:ddp")
     assert words[:2] == ["-np", "8"]
     assert words[-2:] == ["python", "train_digits.py"]
     rendezvous = () if backend == "horovod" else ("UNITRAIN_BACKEND", "MASTER_ADDR", "MASTER_PORT")
@@ -298,7 +298,7 @@ def test_names_in_kubernetes_are_labels_and_leave_room_for_the_pods(
     for refused in ("3d-unet", f"{name}2", "a" * 63, "a-", "-a", "a.b", "a\n", ""):
         result = submit("--dry-run", *asked, "--job-name", refused, script.name)
         assert result.exit_code == 2
-        assert f"The name of a {kind} must have at most {len(longest)} small letters" in result.stderr
+        assert f"The name of a {kind} must have at most {len(longest)} lowercase letters" in result.stderr
         suggested = result.stderr.rpartition("--job-name ")[2].strip()
         assert yaml.safe_load(printed(*asked, "--job-name", suggested, script.name))["metadata"]["name"] == suggested
 
@@ -376,15 +376,16 @@ def test_a_job_is_shown_and_handed_over(target: str, command: str, script: Path,
         (
             "--to kubernetes --job-name My_Job T",
             (
-                "The name of a PyTorchJob must have at most 54 small letters, digits and dashes and begin with a "
-                "letter, because pods are named after it (-worker-0), got 'My_Job'. Use: --job-name my-job"
+                "The name of a PyTorchJob must have at most 54 lowercase letters, digits and dashes and begin "
+                "with a letter, because the names of its pods end in -worker-0, got 'My_Job'. Use: --job-name "
+                "my-job"
             ),
         ),
         (
             "--to kubernetes --nodes 2 -np 3 --image a T",
             (
-                "PyTorchJob starts equally many processes on each host, and these get 2, 1. Use as many slots on "
-                "each, as in: -np 4 with 2 slots a host"
+                "PyTorchJob starts the same number of processes on each host, but the hosts of this job have 2, "
+                "1. Use equal slots, as in: -np 4 with 2 slots per host"
             ),
         ),
         (
@@ -438,4 +439,4 @@ PLAIN = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=6), PLAIN, max_size=4))
 def test_what_is_dumped_is_read_as_the_same(data: dict[str, Any]) -> None:
-    assert yaml.safe_load(dump(data)) == data
+    assert yaml.safe_load(dump_manifest(data)) == data

@@ -150,7 +150,7 @@ def test_hosts_may_be_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         read(f"horovodrun -np 4 --hostfile {file}s python t.py")
     assert str(caught.value) == (
-        f"--hostfile {file}s cannot be read: No such file or directory. Go to its folder, or name the hosts: "
+        f"--hostfile {file}s cannot be read: No such file or directory. Change to its folder, or name the hosts: "
         "--hosts node1:4,node2:4"
     )
 
@@ -176,14 +176,14 @@ def test_tasks_of_srun_follow_from_its_gpus(options: str, counts: tuple[int, ...
     found = read(f"srun {options} python t.py")
     assert found.counts == counts
     asked = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
-    assert set(asked) <= {word for other in found.others for word in other.passes.get("sbatch", ())}
+    assert set(asked) <= {word for other in found.launcher_options for word in other.equivalents.get("sbatch", ())}
 
 
 def test_tasks_that_srun_does_not_name_are_said() -> None:
     assert read("srun -N 2 python t.py").counts == (1, 1)
-    assert "srun's line does not say how many tasks it starts" in remarks("srun -N 2 python t.py", "sbatch")
+    assert "The srun command lacks the number of tasks" in remarks("srun -N 2 python t.py", "sbatch")
     assert "does not say" not in remarks("srun -N 2 --ntasks-per-node 2 python t.py", "sbatch")
-    assert "on how many hosts 8 tasks run" in remarks("srun --gpus=8 --ntasks-per-gpu=1 python t.py", "sbatch")
+    assert "the number of hosts for 8 tasks" in remarks("srun --gpus=8 --ntasks-per-gpu=1 python t.py", "sbatch")
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_processes_that_only_the_hosts_know_must_be_written(options: str, tmp_pa
     with pytest.raises(LaunchError) as caught:
         read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
     assert str(caught.value) == (
-        "The hostfile has no slots for 'a': mpirun starts as many processes there as it has cores, which only that "
-        "host knows. Write their number into the file, as in: a slots=8"
+        "The hostfile has no slots for 'a': mpirun starts one process per core there, and the number of cores "
+        "is unknown here. Write the number of slots into the file, as in: a slots=8"
     )
 
 
@@ -249,7 +249,7 @@ def test_processes_are_placed_as_open_mpi_places_them() -> None:
 
 def test_cores_that_limit_processes_are_named(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb\nc\n")
-    assert "mpirun starts at most as many processes on b, c as there are cores, which are not known." in (
+    assert "mpirun starts at most one process per core on b, c; the number of cores is unknown here." in (
         remarks(f"mpirun --hostfile {tmp_path}/hosts -np 4 --map-by node python t.py", "torchrun")
     )
 
@@ -278,13 +278,13 @@ def test_hosts_that_a_program_discovers_are_not_taken_for_this_one() -> None:
         with pytest.raises(LaunchError) as caught:
             write(read(DISCOVERED), target)
         assert str(caught.value) == (
-            f"The hosts of the job are what './hosts.sh' prints while it runs, and {target} has them from the start. "
+            f"The script './hosts.sh' lists the hosts while the job runs, but {target} needs them at the start. "
             "Name them, as in: --hosts node1:4,node2:4"
         )
-    code, out, said = run(DISCOVERED, "--to", "mpiexec", "--hosts", "a:2,b:2")
+    code, out, notes = run(DISCOVERED, "--to", "mpiexec", "--hosts", "a:2,b:2")
     assert code == 0
     assert out.startswith("mpiexec -n 4 -hosts a:2,b:2 ")
-    assert "--host-discovery-script ./hosts.sh of horovodrun is left out: " in said
+    assert "--host-discovery-script ./hosts.sh of horovodrun is left out: " in notes
 
 
 def test_options_of_unitrain_launch_have_counterparts(tmp_path: Path) -> None:
@@ -310,16 +310,16 @@ def test_options_of_unitrain_launch_have_counterparts(tmp_path: Path) -> None:
     assert lines("torchrun --nproc-per-node 2 -m pkg.t -v", "unitrain") == [
         "unitrain launch --backend ddp -np 2 -m pkg.t -v"
     ]
-    assert "The hosts are those of the allocation" in remarks("unitrain launch --launcher srun -np 8 t.py", "mpirun")
+    assert "srun uses the hosts of the allocation" in remarks("unitrain launch --launcher srun -np 8 t.py", "mpirun")
 
 
 # --- what is written ---
 
 
 def test_torchrun_is_typed_on_each_host() -> None:
-    written = write(read("horovodrun -np 12 -H a:8,b:8 python train.py --lr 0.1"), "torchrun")
+    translated = write(read("horovodrun -np 12 -H a:8,b:8 python train.py --lr 0.1"), "torchrun")
     common = "--master-addr a --master-port 29500 train.py --lr 0.1"
-    assert [(line.host, line.shell()) for line in written.lines] == [
+    assert [(line.host, line.shell()) for line in translated.lines] == [
         ("a", f"UNITRAIN_BACKEND=horovod torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 {common}"),
         ("b", f"UNITRAIN_BACKEND=horovod torchrun --nnodes 2 --node-rank 1 --nproc-per-node 4 {common}"),
     ]
@@ -335,8 +335,8 @@ def test_torchruns_that_restart_on_several_hosts_can_meet_again() -> None:
         ("unitrain launch --hosts a:4,b:4 --max-restarts 3 -x MASTER_PORT=29400 t.py --lr 1", "unitrain"),
     ):
         job = replace(read(line), hosts=("a", "b"))
-        written = write(job, "torchrun")
-        for place, (host, one) in enumerate(zip("ab", written.lines, strict=True)):
+        translated = write(job, "torchrun")
+        for place, (host, one) in enumerate(zip("ab", translated.lines, strict=True)):
             words = split(one.shell())
             assert words[:2] == ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"]
             found = get_args_parser().parse_args(words[2:])
@@ -348,7 +348,7 @@ def test_torchruns_that_restart_on_several_hosts_can_meet_again() -> None:
             assert conf.get("timeout") == ("900" if job_id == "7" else None)
             assert found.tee == ("3" if job_id == "7" else "0")
             assert (found.training_script, found.training_script_args) == ("t.py", ["--lr", "1"])
-        assert "The rendezvous numbers the hosts" in "\n".join(written.remarks)
+        assert "The rendezvous assigns the node ranks" in "\n".join(translated.remarks)
     (one,) = lines("torchrun --nproc-per-node 2 --max-restarts 3 t.py", "torchrun")
     assert "--standalone --nproc-per-node 2 --max-restarts 3 t.py" in one
 
@@ -356,7 +356,7 @@ def test_torchruns_that_restart_on_several_hosts_can_meet_again() -> None:
 def test_the_address_of_one_host_is_not_given_to_all() -> None:
     line = "torchrun --nnodes 2 --master-addr a --local-addr b --rdzv-conf timeout=9 t.py"
     assert all("--local-addr" not in one and "--rdzv-conf timeout=9" in one for one in lines(line, "torchrun"))
-    assert "--local-addr b is left out, because each host has its own." in remarks(line, "torchrun")
+    assert "--local-addr b is left out: each host needs its own address." in remarks(line, "torchrun")
     line = "torchrun --nnodes 2 --master-addr a --rdzv-backend etcd-v2 --rdzv-endpoint e:2379 t.py"
     assert read(line).address == "a", "etcd runs on another host"
     assert all("e:2379" not in one for one in lines(line, "torchrun"))
@@ -480,12 +480,12 @@ def test_one_line_becomes_another(line: str, target: str, expected: str) -> None
 def test_a_shell_takes_what_is_written_for_what_was_typed() -> None:
     line = """torchrun t.py "$WHERE/a b" 'c $d' "e\\"f" g\\ h "" ~ "it's" `echo x` $(echo "y z") "$(echo "p q")" """
     environ = {"PATH": os.environ["PATH"], "HOME": "/root", "WHERE": "over there"}
-    shown = [
+    as_typed = [
         subprocess.check_output(["bash", "-c", f"printf '%s|' {text}"], env=environ, text=True)
         for text in (line.partition("t.py")[2], lines(line, "horovodrun")[0].partition("t.py")[2])
     ]
-    assert shown[0] == shown[1]
-    assert "over there/a b|c $d|" in shown[0]
+    assert as_typed[0] == as_typed[1]
+    assert "over there/a b|c $d|" in as_typed[0]
 
 
 # What bash expands or reads as another text, and what looks like it.
@@ -499,10 +499,10 @@ PIECES = [
 
 def test_braces_and_quoted_escapes_mean_the_same_to_bash() -> None:
     generator = random.Random(0)
-    typed = [*PIECES, *("".join(generator.choices(PIECES, k=generator.randint(2, 4))) for _ in range(400))]
-    typed += ["$", "a$", "$WHERE'a b'", "{$WHERE,$(echo p q)}"]
-    written = [join(split(f"p {words}")[1:]) for words in typed]
-    shown = [
+    expansion = [*PIECES, *("".join(generator.choices(PIECES, k=generator.randint(2, 4))) for _ in range(400))]
+    expansion += ["$", "a$", "$WHERE'a b'", "{$WHERE,$(echo p q)}"]
+    translated = [join(split(f"p {words}")[1:]) for words in expansion]
+    as_typed = [
         subprocess.run(
             ["bash", "-c", "\n".join(f"printf '<%s>' {words}; echo" for words in lines)],
             env={"PATH": os.environ["PATH"], "HOME": "/root", "WHERE": "over", "LC_ALL": "C.UTF-8"},
@@ -510,19 +510,19 @@ def test_braces_and_quoted_escapes_mean_the_same_to_bash() -> None:
             check=True,
             timeout=60,
         ).stdout
-        for lines in (typed, written)
+        for lines in (expansion, translated)
     ]
-    assert shown[0] == shown[1]
-    assert b"<shard-0><shard-1>" in shown[0] or b"<0><1><2>" in shown[0]
+    assert as_typed[0] == as_typed[1]
+    assert b"<shard-0><shard-1>" in as_typed[0] or b"<0><1><2>" in as_typed[0]
     assert lines(r"torchrun t.py --files shard-{0..9} --sep $'\t'", "mpirun")[0].endswith(
         "t.py --files shard-{0..9} --sep '\t'"
     )
     with pytest.raises(
-        LaunchError, match=r"'shard-\{0..9\}' is for a shell to expand, and a container's command has none"
+        LaunchError, match=r"'shard-\{0..9\}' needs a shell to expand it, but containers run their command without one"
     ):
         write(read("torchrun t.py shard-{0..9}"), "kubernetes")
     assert "{}" in (write(read("torchrun t.py {}"), "kubernetes").text or "")
-    with pytest.raises(LaunchError, match=r"opened and not closed"):
+    with pytest.raises(LaunchError, match=r"is not closed"):
         read("torchrun t.py $'a")
 
 
@@ -553,21 +553,21 @@ def commands(manifest: object) -> Iterator[list[str]]:
 def test_every_option_comes_back_or_is_named(launcher: str, target: str) -> None:
     line = UNLIKE[launcher]
     job = read(line)
-    assert len(job.others) >= 4
-    written = write(job, target)
-    result = (written.text or "") + "\n".join(one.shell() for one in written.lines)
+    assert len(job.launcher_options) >= 4
+    translated = write(job, target)
+    result = (translated.text or "") + "\n".join(one.shell() for one in translated.lines)
     if target == "kubernetes":
         result = "\n".join(join(words) for words in commands(yaml.safe_load(result)))
-    for other in job.others:
-        kept = [join(other.words), *(join(words) for words in other.passes.values())]
-        named = [
-            remark for remark in written.remarks if remark.startswith(f"{join(other.words)} of {launcher} is left ")
+    for other in job.launcher_options:
+        kept = [join(other.words), *(join(words) for words in other.equivalents.values())]
+        read_hosts = [
+            remark for remark in translated.remarks if remark.startswith(f"{join(other.words)} of {launcher} is left ")
         ]
-        assert named or any(words in result for words in kept), (other, result, written.remarks)
+        assert read_hosts or any(words in result for words in kept), (other, result, translated.remarks)
         if target == launcher:
             assert join(other.words) in result
-            assert not named
-        for remark in named:
+            assert not read_hosts
+        for remark in read_hosts:
             assert re.search(r"is left out: [^.]+\..*$", remark), remark
 
 
@@ -579,21 +579,23 @@ def test_what_is_said_is_what_to_do() -> None:
         "--output-filename logs of horovodrun is left out: use kubectl logs."
     )
     assert remarks("torchrun --max-restarts 3 t.py", "srun") == (
-        "--max-restarts 3 is left out: let unitrain start the job again, with: unitrain launch --max-restarts 3 ..."
+        "--max-restarts 3 is left out: let unitrain restart the job: unitrain launch --max-restarts 3 ..."
     )
     assert remarks("torchrun --nnodes 1:2 --nproc-per-node 2 --master-addr a t.py", "srun").startswith(
         "--nnodes 1:2 may run on fewer hosts than 2: the job is written for all 2."
     )
     assert remarks("horovodrun -np 1 -H a:1,b:1 python t.py", "horovodrun") == (
-        "b of the hosts would get no process, and is left out."
+        "b would not get a process and is left out of the hosts."
     )
-    assert "dealt" in remarks("mpirun -np 4 -H a:2,b:2 --map-by node python t.py", "torchrun").replace("deals", "dealt")
-    for target, said in (("mpirun", ""), ("torchrun", "OMPI_MCA_btl=tcp,self is left out: it is about that launcher")):
+    assert "assigns ranks to the hosts in turn" in remarks(
+        "mpirun -np 4 -H a:2,b:2 --map-by node python t.py", "torchrun"
+    )
+    for target, notes in (("mpirun", ""), ("torchrun", "OMPI_MCA_btl=tcp,self is left out: it concerns that launcher")):
         line = "OMPI_MCA_btl=tcp,self mpirun -np 2 python t.py"
-        assert remarks(line, target).startswith(said)
-        assert lines(line, target)[0].startswith("OMPI_MCA_btl=tcp,self mpirun -np 2 -H") == (not said)
+        assert remarks(line, target).startswith(notes)
+        assert lines(line, target)[0].startswith("OMPI_MCA_btl=tcp,self mpirun -np 2 -H") == (not notes)
     assert remarks("python -m torch.distributed.launch t.py", "unitrain") == (
-        "torch.distributed.launch gives the script --local-rank=N: let it read LOCAL_RANK instead."
+        "torch.distributed.launch passes --local-rank=N to the script: let it read LOCAL_RANK instead."
     )
     assert "set A on each host." in remarks("mpirun -np 2 -H a,b -x A python t.py", "torchrun")
 
@@ -661,12 +663,12 @@ def test_words_survive_a_line(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "'' starts nothing. Give the line that starts the job, as in: 'torchrun train.py'"),
+        ("", "'' does not contain a command. Give the command that starts the job, as in: 'torchrun train.py'"),
         (
             "deepspeed train.py",
             (
-                "'deepspeed' is no launcher that can be translated. Give a line of one of these: torchrun, "
-                "horovodrun, mpirun, mpiexec, srun, python and unitrain launch."
+                "'deepspeed' is not a launcher that can be translated. Give a command of one of these: "
+                "torchrun, horovodrun, mpirun, mpiexec, srun, python and unitrain launch."
             ),
         ),
         (
@@ -679,45 +681,39 @@ def test_words_survive_a_line(words: list[str]) -> None:
         (
             "torchrun --nproc-per-node gpu t.py",
             (
-                "--nproc-per-node gpu counts what the host has that torchrun runs on, which only that host "
-                "knows. Write the number, as in: --nproc-per-node 8"
+                "--nproc-per-node gpu depends on the host that runs torchrun, so the number is unknown here. "
+                "Write the number, as in: --nproc-per-node 8"
             ),
         ),
         (
             "torchrun --nproc-per-node $N t.py",
-            (
-                "--nproc-per-node must be a whole number from 1, got '$N'. Write the number itself, as in: "
-                "--nproc-per-node 2"
-            ),
+            ("--nproc-per-node must be a whole number from 1, got '$N'. Write a number, as in: --nproc-per-node 2"),
         ),
         (
             "torchrun --nproc-per-node 0 t.py",
-            (
-                "--nproc-per-node must be a whole number from 1, got '0'. Write the number itself, as in: "
-                "--nproc-per-node 2"
-            ),
+            ("--nproc-per-node must be a whole number from 1, got '0'. Write a number, as in: --nproc-per-node 2"),
         ),
-        ("torchrun --standalone", "The line of torchrun names no program to run. End it as in: python train.py"),
+        ("torchrun --standalone", "The torchrun command does not name a program. End it as in: python train.py"),
         ("torchrun --nproc-per-node", "--nproc-per-node of torchrun lacks its value. Write it after --nproc-per-node"),
         (
             "torchrun --standalone=1 t.py",
             "--standalone of torchrun takes no value, got '--standalone=1'. Write: --standalone",
         ),
-        ("horovodrun python t.py", "horovodrun's line does not say how many processes it starts. Add -np N to it"),
+        ("horovodrun python t.py", "The horovodrun command lacks the number of processes. Add: -np N"),
         (
             "horovodrun -np 4 -H a:1,b:1 python t.py",
-            "4 processes were asked for, but the hosts have 2 slots. Use -np 2, or give them more: -H a:3",
+            ("-np asks for 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3"),
         ),
         (
             "horovodrun -np 4 -H a:x python t.py",
             "Host 'a:x' must have a whole number of slots from 1, got 'x'. Use: -H a:1",
         ),
-        ("mpirun python t.py", "mpirun's line does not say how many processes it starts. Add -np N to it"),
+        ("mpirun python t.py", "The mpirun command lacks the number of processes. Add: -np N"),
         (
             "mpirun -np 1 python a.py : -np 1 python b.py",
             (
-                "mpirun's line starts several programs, with a ':' between them, which no other launcher does. "
-                "Start one script, which looks at its rank"
+                "The mpirun command starts several programs, separated by ':', which other launchers do not "
+                "support. Start one script that branches on its rank"
             ),
         ),
         (
@@ -728,8 +724,8 @@ def test_words_survive_a_line(words: list[str]) -> None:
             (
                 f"srun {options}python t.py",
                 (
-                    "srun's line does not say how many tasks it starts: in a batch script that is what its #SBATCH "
-                    "lines ask for. Add their number to it, as in: srun --ntasks 8"
+                    "The srun command lacks the number of tasks; in a batch script the #SBATCH lines have it. "
+                    "Add it to the command, as in: srun --ntasks 8"
                 ),
             )
             for options in ("", "--cpus-per-task 4 --gpus 8 ")
@@ -737,25 +733,25 @@ def test_words_survive_a_line(words: list[str]) -> None:
         (
             "srun --ntasks-per-gpu 1 python t.py",
             (
-                "srun's line has --ntasks-per-gpu and does not say how many GPUs there are, which only the allocation "
-                "knows. Add the number of tasks, as in: srun --ntasks 8"
+                "The srun command has --ntasks-per-gpu but does not request GPUs, so the number of tasks "
+                "depends on the allocation. Add it, as in: srun --ntasks 8"
             ),
         ),
         (
             "srun -N 2 --gpus-per-node 2 --ntasks-per-gpu 1 python t.py",
             (
-                "How many tasks srun starts for --nodes 2 --gpus-per-node 2 --ntasks-per-gpu depends on the version of "
-                "Slurm. Add their number to the line, as in: srun --ntasks 4"
+                "How many tasks srun starts for --nodes 2 --gpus-per-node 2 --ntasks-per-gpu depends on the "
+                "version of Slurm. Add their number to the command, as in: srun --ntasks 4"
             ),
         ),
-        ("srun -N 2 -w a python t.py", "--nodelist a names 1 hosts, and the job has 2. Name all, or none"),
-        ("python", "python is given no script. End the line as in: python train.py"),
-        ("torchrun t.py 'a", "' in \"'a\" is opened and not closed. Close it, or put a \\ before it"),
+        ("srun -N 2 -w a python t.py", "--nodelist a names 1 hosts, but the job has 2. Name all hosts, or none"),
+        ("python", "python needs a script. End the command as in: python train.py"),
+        ("torchrun t.py 'a", "' in \"'a\" is not closed. Close it, or put a \\ before it"),
         (
             "torchrun t.py | tee log",
             (
-                "The line goes on with '| tee log' where its command has ended. Give the one command that starts "
-                "the job, without pipes and redirections, and quote it whole, as in: unitrain translate "
+                "The command line continues with '| tee log' after the command. Give only the command that "
+                "starts the job, without pipes and redirections, in quotes, as in: unitrain translate "
                 "'horovodrun -np 2 python train.py' --to torchrun"
             ),
         ),
@@ -774,13 +770,16 @@ def test_a_line_that_cannot_be_meant(line: str, message: str) -> None:
         (
             "srun -N 2 --ntasks-per-node 4 python t.py",
             "torchrun",
-            "torchrun needs the names of all 2 hosts, and the line has none. Name them, as in: --hosts node1:4,node2:4",
+            (
+                "torchrun needs the names of all 2 hosts, but the command names none. Name them, as in: --hosts "
+                "node1:4,node2:4"
+            ),
         ),
         (
             "torchrun --nnodes 2 --nproc-per-node 4 --master-addr a t.py",
             "horovodrun",
             (
-                "horovodrun needs the names of all 2 hosts, and the line has none but 'a'. Name them, as in: "
+                "horovodrun needs the names of all 2 hosts, but the command names only 'a'. Name them, as in: "
                 "--hosts a:4,node2:4"
             ),
         ),
@@ -788,8 +787,8 @@ def test_a_line_that_cannot_be_meant(line: str, message: str) -> None:
             "mpirun -np 2 ./run.sh",
             "unitrain",
             (
-                "unitrain launch runs a Python script, and the job runs: ./run.sh. Make it one, or choose "
-                "another launcher, as in: --to torchrun"
+                "unitrain launch runs Python scripts, but the job runs: ./run.sh. Use a Python script, or "
+                "choose another launcher, as in: --to torchrun"
             ),
         ),
         (
@@ -804,8 +803,8 @@ def test_a_line_that_cannot_be_meant(line: str, message: str) -> None:
             "HF_TOKEN=abc torchrun t.py",
             "sbatch",
             (
-                "HF_TOKEN=... would be written into the script, and looks secret. Leave it out, and set it where "
-                "sbatch is typed, which hands it on: export HF_TOKEN=..."
+                "HF_TOKEN=... looks secret and would be written into the script. Leave it out, and set it in "
+                "the shell that runs sbatch, which forwards it: export HF_TOKEN=..."
             ),
         ),
         *(
@@ -813,8 +812,8 @@ def test_a_line_that_cannot_be_meant(line: str, message: str) -> None:
                 line,
                 "kubernetes",
                 (
-                    f"{word!r} is for a shell to expand, and a container's command has none. Write its value in its "
-                    "place, or start a script of your own: bash -c '...'"
+                    f"{word!r} needs a shell to expand it, but containers run their command without one. Write its value "
+                    "instead, or start a shell: bash -c '...'"
                 ),
             )
             for line, word in (
@@ -826,24 +825,24 @@ def test_a_line_that_cannot_be_meant(line: str, message: str) -> None:
             "srun -n 2 -o $HOME/%j.out python t.py",
             "sbatch",
             (
-                "'--output=$HOME/%j.out' is for a shell to expand, and a #SBATCH line has none. Write its value in its "
-                "place"
+                "'--output=$HOME/%j.out' needs a shell to expand it, but Slurm expands nothing in #SBATCH "
+                "lines. Write its value instead"
             ),
         ),
         (
             "torchrun t.py $HOME",
             "kubernetes",
             (
-                "'$HOME' is for a shell to expand, and a container's command has none. Write its value in its "
-                "place, or start a script of your own: bash -c '...'"
+                "'$HOME' needs a shell to expand it, but containers run their command without one. Write its "
+                "value instead, or start a shell: bash -c '...'"
             ),
         ),
         (
             "horovodrun -np 3 -H a:2,b:1 python t.py",
             "kubernetes",
             (
-                "MPIJob starts equally many processes on each host, and these get 2, 1. Use as many slots on "
-                "each, as in: -np 4 with 2 slots a host"
+                "MPIJob starts the same number of processes on each host, but the hosts of this job have 2, 1. "
+                "Use equal slots, as in: -np 4 with 2 slots per host"
             ),
         ),
     ],
@@ -912,7 +911,7 @@ def test_what_tunes_horovod_says_the_same_to_any_launcher(tuning: str, monkeypat
     asked: dict[str, str] = {}
     config_parser.set_env_from_args(asked, launch.parse_args())
     job = read(f"horovodrun -np 1 {join([*beside, tuning, *value])} python t.py")
-    told = {name: value for other in job.others for name, value in other.variables.items()}
+    told = {name: value for other in job.launcher_options for name, value in other.variables.items()}
     assert told
     assert {name: as_number(value) for name, value in told.items()} == {name: as_number(asked[name]) for name in told}
 
@@ -936,7 +935,7 @@ def test_open_mpis_options_are_all_known() -> None:
         name
         for spellings, arity in known
         for name in spellings
-        if openmpi.SYNTAX.take([name, *["x"] * arity, "program"])[0][0].values != ("x",) * arity
+        if openmpi.SYNTAX.parse([name, *["x"] * arity, "program"])[0][0].values != ("x",) * arity
     ]
 
 
@@ -952,21 +951,21 @@ def test_options_of_unitrain_launch_are_all_known() -> None:
 
 def test_hydras_and_sruns_options_are_taken_as_their_help_says() -> None:
     """MPICH 4.0.2 and Slurm 22.05."""
-    taken, program = mpich.SYNTAX.take(
+    taken, program = mpich.SYNTAX.parse(
         shlex.split(
             "-genv A 1 -genvlist A,B -genvnone -f hosts -ppn 2 -bind-to core -launcher ssh -prepend-rank -n 2 ./a -n"
         )
     )
     assert [one.name for one in taken][-1] == "-n"
     assert program == ("./a", "-n")
-    taken, program = srun.SYNTAX.take(
+    taken, program = srun.SYNTAX.parse(
         shlex.split(
             "-N2 -n 4 --exclusive -K --immediate=5 -G4 --gpus-per-task 1 -J name -lu ./a -l".replace("-lu", "-l -u")
         )
     )
     assert program == ("./a", "-l")
     assert {one.name: one.values for one in taken}["--immediate"] == ("5",)
-    assert not unitrain.SYNTAX.take(["--gloo", "t.py"])[0][0].values
+    assert not unitrain.SYNTAX.parse(["--gloo", "t.py"])[0][0].values
 
 
 # --- the command ---
@@ -978,14 +977,14 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_the_command_prints_what_can_be_pasted() -> None:
-    code, out, said = run(
+    code, out, notes = run(
         "horovodrun -np 4 -H a:2,b:2 --verbose python train.py", "--to", "torchrun", "--backend", "ddp"
     )
     assert code == 0
     common = "--nproc-per-node 2 --master-addr a --master-port 29500 train.py"
     first, second = (f"torchrun --nnodes 2 --node-rank {number} {common}" for number in range(2))
     assert out.splitlines() == ["# on a", first, "# on b", second]
-    assert said.startswith("note: --verbose of horovodrun is left out: ")
+    assert notes.startswith("note: --verbose of horovodrun is left out: ")
     assert run("--to", "horovodrun", "--", "torchrun", "t.py", "a b")[1] == (
         "UNITRAIN_BACKEND=ddp horovodrun -np 1 --gloo python t.py 'a b'\n"
     )
@@ -996,9 +995,9 @@ def test_the_command_prints_what_can_be_pasted() -> None:
 
 
 def test_the_command_refuses_in_a_sentence() -> None:
-    code, _, said = run("torchrun t.py", "--to", "horovodru")
+    code, _, notes = run("torchrun t.py", "--to", "horovodru")
     assert code == 2
-    assert said.endswith("mpiexec, srun, sbatch, kubernetes, unitrain.\n")
+    assert notes.endswith("mpiexec, srun, sbatch, kubernetes, unitrain.\n")
     assert "Unknown backend 'dpd'. Did you mean 'ddp'?" in run("torchrun t.py", "--to", "srun", "--backend", "dpd")[2]
 
 
@@ -1012,5 +1011,5 @@ def test_a_batch_script_quotes_values_and_has_no_marks_of_the_translation() -> N
     assert "#SBATCH --chdir='/data/my runs'\n" in text
     injected = read("torchrun t.py")
     for value in ("/data\n#SBATCH --uid=0", "/data\r"):
-        with pytest.raises(LaunchError, match="cannot be written into a #SBATCH line, which ends with the line"):
+        with pytest.raises(LaunchError, match="contains a line break or control character"):
             write(replace(injected, directory=value), "sbatch")

@@ -18,8 +18,8 @@ from unitrain.cli.translate import show
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers import LaunchError, parse_exports
 from unitrain.launchers.arguments import looks_secret
-from unitrain.launchers.translation import Job, Written, kubernetes, sbatch
-from unitrain.launchers.translation.hosts import spread
+from unitrain.launchers.translation import Job, Translation, kubernetes, sbatch
+from unitrain.launchers.translation.hosts import divide_evenly
 from unitrain.supervisor.checks import check_script
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
@@ -109,7 +109,7 @@ def submit(
             raise LaunchError(f"-np {size} leaves some of {nodes} nodes without a rank. Use: --nodes {size}")
         job = Job(
             program=(sys.executable if target == "slurm" else "python", script, *args),
-            counts=spread(size, nodes),
+            counts=divide_evenly(size, nodes),
             backend=backend,
             environment=values,
             forwarded=forwarded,
@@ -128,7 +128,7 @@ def submit(
                 "--signal": None if signal_seconds is None else f"USR1@{signal_seconds}",
             }
             directives = [f"{name}={value}" for name, value in asked.items() if value is not None]
-            written = sbatch.write(job, [*directives, *given])
+            translated = sbatch.write(job, [*directives, *given])
         else:
             theirs = {"--partition": partition, "--account": account, "--output": output}
             _refuse(target, {**theirs, "--signal-seconds": signal_seconds})
@@ -140,16 +140,16 @@ def submit(
                 gpus=gpus_per_node,
                 cpus=None if cpus_per_task is None else str(cpus_per_task * job.counts[0]),
                 memory=None if memory is None else "{}{}i".format(*_memory(memory)),
-                seconds=seconds,
+                timeout_seconds=seconds,
             )
-            written = kubernetes.write(job, pods)
+            translated = kubernetes.write(job, pods)
             if image is None and not dry_run:
                 raise LaunchError("A job of Kubernetes needs an image with the script in it. Add --image NAME")
     except (LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
-    show(written)
+    show(translated)
     if not dry_run:
-        _hand_over(target, written)
+        _hand_over(target, translated)
 
 
 def _parted(words: Sequence[str], target: str) -> tuple[list[str], str, tuple[str, ...]]:
@@ -203,7 +203,7 @@ def _memory(text: str) -> tuple[str, str]:
     return match["amount"], match["unit"]
 
 
-def _hand_over(target: str, written: Written) -> None:
+def _hand_over(target: str, translated: Translation) -> None:
     """Give the job to the scheduler, and end with its exit code."""
     command = _PROGRAMS[target]
     if shutil.which(command[0]) is None:
@@ -213,7 +213,7 @@ def _hand_over(target: str, written: Written) -> None:
         )
     sys.stdout.flush()
     try:
-        done = subprocess.run(command, input=written.text, text=True, timeout=_SUBMIT_SECONDS, check=False)
+        done = subprocess.run(command, input=translated.text, text=True, timeout=_SUBMIT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise click.ClickException(
             f"{command[0]} did not answer within {_SUBMIT_SECONDS} s, and may still have taken the job. Look with: "

@@ -9,7 +9,7 @@ import click
 from unitrain.backends import registry
 from unitrain.errors import ConfigError
 from unitrain.launchers import LaunchError, parse_hosts, translation
-from unitrain.launchers.translation.hosts import fill
+from unitrain.launchers.translation.hosts import place_processes
 from unitrain.launchers.translation.words import join
 
 
@@ -35,21 +35,21 @@ def translate(target: str, hosts: str | None, backend: str | None, line: tuple[s
             registry.check_known(backend)
         job = translation.read(line[0] if len(line) == 1 else join(line))
         if hosts is not None:
-            counts, names, said = fill(job.size, parse_hosts(hosts))
-            job = replace(job, counts=counts, hosts=names, address=None, discovery=None, remarks=(*job.remarks, *said))
-        written = translation.write(replace(job, backend=backend or job.backend), target)
+            counts, names, notes = place_processes(job.size, parse_hosts(hosts))
+            job = replace(job, counts=counts, hosts=names, address=None, discovery=None, remarks=(*job.remarks, *notes))
+        translated = translation.write(replace(job, backend=backend or job.backend), target)
     except (LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
-    show(written)
+    show(translated)
 
 
-def show(written: translation.Written) -> None:
+def show(translated: translation.Translation) -> None:
     """Print what was written, and on standard error what is to be known of it."""
-    if written.text is not None:
-        click.echo(written.text, nl=False)
-    for line in written.lines:
-        if len(written.lines) > 1:
+    if translated.text is not None:
+        click.echo(translated.text, nl=False)
+    for line in translated.lines:
+        if len(translated.lines) > 1:
             click.echo(f"# on {line.host}")
         click.echo(line.shell())
-    for remark in dict.fromkeys(written.remarks):
+    for remark in dict.fromkeys(translated.remarks):
         click.echo(f"note: {remark}", err=True)

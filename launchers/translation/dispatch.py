@@ -1,0 +1,155 @@
+"""Read the command line of any known launcher, and write a job for any target."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.rendezvous import DEFAULT_PORT
+from unitrain.launchers.torchrun import RESTART_VARIABLES
+from unitrain.launchers.translation import horovodrun, kubernetes, mpich, openmpi, sbatch, srun, torchrun, unitrain
+from unitrain.launchers.translation.job import Job, number
+from unitrain.launchers.translation.words import as_typed, assignments, has_expansion, split
+from unitrain.launchers.translation.writing import DEFAULT_BACKENDS, Translation
+
+_DIRECTORY = re.compile(r"\s*cd\s+((?:[^&|;<>()'\"\s]|'[^']*'|\"[^\"]*\")+)\s*&&")
+_PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
+_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "unitrain.bootstrap.torchrun")
+_HOROVODRUN_MODULES = ("horovod.runner.launch", "unitrain.bootstrap.horovodrun")
+_LOCAL = ("localhost", "127.0.0.1")
+_READABLE = "torchrun, horovodrun, mpirun, mpiexec, srun, python and unitrain launch"
+TARGETS: dict[str, Callable[[Job], Translation]] = {
+    "torchrun": torchrun.write,
+    "horovodrun": horovodrun.write,
+    "mpirun": openmpi.write,
+    "mpiexec": mpich.write,
+    "srun": srun.write,
+    "sbatch": sbatch.write,
+    "kubernetes": kubernetes.write,
+    "unitrain": unitrain.write,
+}
+
+_TARGETS_WITH_DISCOVERY = ("horovodrun", "unitrain")
+
+
+def read(line: str) -> Job:
+    """Return the job that the command line `line` starts.
+
+    UNITRAIN_BACKEND or the launcher determines its backend. Raises LaunchError for a command that is not a launcher,
+    and for unknown options.
+    """
+    directory = None
+    if (match := _DIRECTORY.match(line)) is not None:
+        directory, line = split(match[1])[0], line[match.end() :]
+    variables, words = assignments(split(line))
+    if not words:
+        raise LaunchError(
+            f"{line.strip()!r} does not contain a command. Give the command that starts the job, as in: "
+            "'torchrun train.py'"
+        )
+    launcher, job = _read(words, variables)
+    variables = {**variables, **job.environment}
+    if RESTART_VARIABLES.items() <= variables.items():
+        variables = {name: value for name, value in variables.items() if name not in RESTART_VARIABLES}
+    backend = variables.pop("UNITRAIN_BACKEND", None) or job.backend or DEFAULT_BACKENDS.get(launcher, "ddp")
+    address, port = _pop_rendezvous(variables)
+    job = replace(
+        job,
+        environment=variables,
+        backend=backend,
+        address=job.address or address,
+        port=job.port or port,
+        directory=job.directory or directory,
+    )
+    return _without_defaults(job)
+
+
+def write(job: Job, target: str) -> Translation:
+    """Write a job for `target`. Raises LaunchError for an unknown target and for a job that it cannot run."""
+    if target not in TARGETS:
+        near = difflib.get_close_matches(target, TARGETS, n=1)
+        suggestion = f"Did you mean {near[0]!r}? " if near else ""
+        raise LaunchError(f"Unknown target {target!r}. {suggestion}Available: {', '.join(TARGETS)}.")
+    if job.discovery is not None and target not in _TARGETS_WITH_DISCOVERY:
+        raise LaunchError(
+            f"The script {job.discovery!r} lists the hosts while the job runs, but {target} needs them at the start. "
+            f"Name them, as in: --hosts node1:{job.size},node2:{job.size}"
+        )
+    return TARGETS[target](job)
+
+
+def _read(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:
+    """Return the launcher and the job of a command. Removes the variables that the launcher itself reads."""
+    name, rest = words[0].rpartition("/")[2], words[1:]
+    parsers: dict[str, Callable[[Sequence[str]], Job]] = {
+        "torchrun": lambda rest: torchrun.read([*_pop_torchrun_options(variables), *rest]),
+        "horovodrun": horovodrun.read, "srun": srun.read, "orterun": openmpi.read,
+        "mpirun.openmpi": openmpi.read, "mpiexec.openmpi": openmpi.read, "mpiexec.hydra": mpich.read,
+        "mpiexec.mpich": mpich.read, "mpirun.mpich": mpich.read, "mpirun": _read_mpi, "mpiexec": _read_mpi,
+    }  # fmt: skip
+    if name in parsers:
+        return {"orterun": "mpirun"}.get(name, name.partition(".")[0]), parsers[name](rest)
+    if name == "unitrain" and rest[:1] == ["launch"]:
+        return "unitrain", unitrain.read(rest[1:])
+    if _PYTHON.fullmatch(words[0]):
+        rest = rest[1:] if rest[:2] == ["-P", "-m"] else rest
+        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _HOROVODRUN_MODULES:
+            return "horovodrun", horovodrun.read(rest[2:])
+        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _TORCHRUN_MODULES:
+            job = torchrun.read([*_pop_torchrun_options(variables), *rest[2:]], python=words[0])
+            if rest[1].endswith("launch") and not {"--use_env", "--use-env"} & set(rest):
+                remark = "torch.distributed.launch passes --local-rank=N to the script: let it read LOCAL_RANK instead."
+                job = replace(job, remarks=(*job.remarks, remark))
+            return "torchrun", job
+        if rest[:2] == ["-m", "unitrain"] and rest[2:3] == ["launch"]:
+            return "unitrain", unitrain.read(rest[3:])
+        if not rest:
+            raise LaunchError(f"{as_typed(words[0])} needs a script. End the command as in: python train.py")
+        return "none", Job(program=tuple(words))
+    raise LaunchError(
+        f"{as_typed(words[0])!r} is not a launcher that can be translated. Give a command of one of these: {_READABLE}."
+    )
+
+
+def _pop_torchrun_options(variables: dict[str, str]) -> list[str]:
+    """Remove the variables that torchrun reads as options, such as PET_NNODES=2, and return these options."""
+    settings = {name: variables.pop(name) for name in list(variables) if name.startswith("PET_")}
+    options = {f"--{name[4:].lower().replace('_', '-')}": value for name, value in settings.items()}
+    flags = [option for option, value in options.items() if torchrun.SYNTAX.arity.get(option) == 0 and value == "1"]
+    return flags + [f"{option}={value}" for option, value in options.items() if torchrun.SYNTAX.arity.get(option) == 1]
+
+
+def _read_mpi(words: Sequence[str]) -> Job:
+    """Read the mpirun or mpiexec of Open MPI or MPICH. Their options distinguish them."""
+    try:
+        openmpi.SYNTAX.parse(words)
+    except LaunchError as error:
+        try:
+            return mpich.read(words)
+        except LaunchError:
+            raise error from None
+    return openmpi.read(words)
+
+
+def _pop_rendezvous(variables: dict[str, str]) -> tuple[str | None, int | None]:
+    """Remove MASTER_ADDR and MASTER_PORT from `variables` and return them; None for a value that the shell expands."""
+    address, port = variables.pop("MASTER_ADDR", None), variables.pop("MASTER_PORT", None)
+    return (
+        None if address is None or has_expansion(address) else address,
+        None if port is None or has_expansion(port) else number("MASTER_PORT", port),
+    )
+
+
+def _without_defaults(job: Job) -> Job:
+    """Return the same job without host, address and port if they are the defaults."""
+    if len(job.counts) == 1 and job.hosts and job.hosts[0] in _LOCAL:
+        job = replace(job, hosts=())
+    default_addresses = job.hosts[:1] or (_LOCAL if len(job.counts) == 1 else ())
+    return replace(
+        job,
+        address=None if job.address in default_addresses else job.address,
+        port=None if job.port == DEFAULT_PORT else job.port,
+    )
