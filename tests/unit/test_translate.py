@@ -812,8 +812,8 @@ def test_a_line_that_cannot_be_meant(line: str, message: str) -> None:
                 line,
                 "kubernetes",
                 (
-                    f"{word!r} needs a shell to expand it, but containers run their command without one. Write its value "
-                    "instead, or start a shell: bash -c '...'"
+                    f"{word!r} needs a shell to expand it, but containers run their command without one. Write its "
+                    "value instead, or start a shell: bash -c '...'"
                 ),
             )
             for line, word in (
