@@ -108,8 +108,8 @@ class OneOfMany(ProcessGroupBackend):
         self.device, self.rank, self.size = torch.device("cpu"), 0, size
         self._rendezvous = Rendezvous(RankInfo("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
         self._monitor = FailureMonitor(self._rendezvous, polls=True, use_watchdog=False)
-        self._agree = ConsistencyCheck(self, self._monitor)
-        self._agree._point_to_point = True  # as Gloo's
+        self._check_consistency = ConsistencyCheck(self, self._monitor)
+        self._check_consistency._point_to_point = True  # as Gloo's
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def simulated(size: int, repeats: int) -> Costs:
         large = torch.ones(1000)
 
         def check() -> None:
-            backend._agree("allreduce", large, op="sum", dtype=torch.float32)
+            backend._check_consistency("allreduce", large, op="sum", dtype=torch.float32)
 
         def check_many(one: Callable[[], object]) -> None:
             for _ in range(2 * len(WIDTHS)):

@@ -64,7 +64,7 @@ class _Stepper:
         first = next(self._model.parameters())  # whose gradient is the last to be computed
         first.register_post_accumulate_grad_hook(self._note_computed)
         # What DDP's reducer sends its buckets in, on either backend.
-        group: Any = self._wrapped._sent_in
+        group: Any = self._wrapped._gradient_group
         self._allreduce: Callable[..., dist.Work] = group.allreduce
         group.allreduce = self._send
 

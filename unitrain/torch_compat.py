@@ -1,19 +1,39 @@
-"""Functions of torch.distributed that torch 2.14 renamed.
+"""Private functions of torch that unitrain uses, and public ones that torch renamed.
 
-Which transports this build of torch.distributed has.
+Each entry names the torch versions that it was checked against. No other module of unitrain/backends, unitrain/modules
+or unitrain/optim uses a private name of torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
+# --- torch.distributed ---
+
+# torch 2.14 renamed these. 2.11, 2.14.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# The base class of works that are written in Python. 2.14.
+Work = dist._Work
+
 
 def transports() -> dict[str, str]:
-    """Return the version of each transport that torch can use here, or "yes" where it does not say."""
+    """Return the version of each transport that this torch provides, or "yes" if the transport has no version."""
     found: dict[str, str] = {}
     if not dist.is_available():
         return found
@@ -25,3 +45,138 @@ def transports() -> dict[str, str]:
     if dist.is_mpi_available():
         found["mpi"] = "yes"
     return found
+
+
+def default_process_group() -> dist.ProcessGroup:
+    """Return the default process group. 2.14."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+    """Set the timeout of the transport of `group` for tensors on `device`. 2.11, 2.14."""
+    transport = group._get_backend(device)
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, a group that checks arguments and has no timeout wraps the transport.
+    getattr(transport, "wrapped_pg", transport)._set_default_timeout(timeout)
+
+
+# --- autograd ---
+
+# Return the number of the running backward, or -1 outside a backward. Numbers increase. 2.14.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the running backward, after the callbacks that were queued before. 2.14."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def is_reached_by_backward(parameter: Tensor) -> bool:
+    """Return whether the running backward will add to the gradient of `parameter`. 2.14.
+
+    Raises RuntimeError during torch.autograd.grad with respect to parameters, which adds to no gradient.
+    """
+    return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+
+
+@contextmanager
+def gradient_hooks_disabled(parameter: Tensor) -> Iterator[None]:
+    """Call none of the hooks that are registered on `parameter` inside this context. 2.14."""
+    registered = [hooks for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if hooks]
+    copies = [hooks.copy() for hooks in registered]
+    for hooks in registered:
+        hooks.clear()  # in place, because autograd refers to the same dictionary
+    try:
+        yield
+    finally:
+        for hooks, copy in zip(registered, copies, strict=True):
+            hooks.update(copy)
+
+
+def drop_empty_gradient_hooks(parameter: Tensor) -> None:
+    """Remove the table of post-accumulate hooks from `parameter` if it is empty: autograd calls even an empty one.
+    2.14."""
+    if not parameter._post_accumulate_grad_hooks:
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Return a number that increases with every write to `tensor`. 2.14."""
+    return tensor._version
+
+
+# --- modules and torch.compile ---
+
+# Keep torch.compile out of a function: a compiled model calls it between compiled parts. torch.compiler.disable does
+# the same but imports torch._dynamo, which takes 1.5 s. 2.14.
+disable_compile = _disable_dynamo
+
+# The base classes of all normalization layers with running statistics. 2.14.
+BatchNormBase = _BatchNorm
+InstanceNormBase = _InstanceNorm
+
+
+def without_compile(model: nn.Module) -> nn.Module:
+    """Return the module that torch.compile wrapped, or `model` if it is not such a wrapper. 2.14."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether `torch.compile(model)` returned `model`, or `model.compile()` was called. 2.14."""
+    return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+
+
+def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dictionary in which `module` itself holds its own buffers. 2.14."""
+    return module._buffers
+
+
+# --- DistributedDataParallel ---
+
+
+class ReducerDDP(DistributedDataParallel):
+    """DistributedDataParallel whose reducer communicates in `reducer_group` instead of `process_group`. 2.14.
+
+    The reducer is the C++ object that sorts gradients into buckets and reduces them.
+    """
+
+    def __init__(self, module: nn.Module, reducer_group: dist.ProcessGroup, **settings: Any) -> None:
+        self._reducer_group = reducer_group
+        super().__init__(module, **settings)
+        self.broadcast_buffers = False  # set afterwards, so that the constructor broadcasts buffers once
+
+    def rebuild_reducer(self) -> None:
+        """Replace the reducer by one of the parameters that require gradients now. The old reducer's hooks are
+        removed."""
+        parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
+        for hook, state in self._comm_hooks:
+            dist._register_comm_hook(self.reducer, state, hook)
+
+    def check_reducer_finished(self) -> None:
+        """Raise RuntimeError if the last backward left buckets unfinished."""
+        self.reducer._check_reducer_finalized()
+
+    def rebuild_buckets(self) -> None:
+        """Sort the gradients into buckets by the order of the first backward, as forward does."""
+        self.reducer._rebuild_buckets()
+
+    def prepare_reducer(self, reached: list[Tensor]) -> None:
+        """Prepare the reducer for a backward. Parameters outside the graph of `reached` count as unused."""
+        self.reducer.prepare_for_backward(reached)
+
+    def release_groups(self) -> None:
+        """Delete all references to process groups. The reducer cannot be used any more."""
+        del self.reducer, self.logger, self.process_group, self._reducer_group
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        group, self.process_group = self.process_group, self._reducer_group
+        try:
+            super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.process_group = group
+
+
+def ddp_finds_all(tensors: list[Tensor], output: Any) -> bool:
+    """Return whether DDP finds all `tensors` in the output of a forward. Otherwise it misses used parameters. 2.14."""
+    return set(map(id, tensors)) <= set(map(id, _find_tensors(output)))

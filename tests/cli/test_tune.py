@@ -199,11 +199,11 @@ def test_bucket_settings_change_the_buckets_but_not_the_gradients(backend: str) 
 
 @pytest.mark.parametrize("text", ["25", "0,25", "a,b", "1,2,3"])
 def test_an_invalid_bucket_size_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unitrain.backends.gradients.ddp_wrapper import _bucketing
+    from unitrain.backends.gradients.ddp_wrapper import read_bucket_settings
 
     monkeypatch.setenv("UNITRAIN_BUCKETS_MB", text)
     with pytest.raises(EnvironmentVariableError, match=r"MiB of the first bucket .* Use UNITRAIN_BUCKETS_MB=1,25$"):
-        _bucketing()
+        read_bucket_settings()
 
 
 def tuned(script: Path | str, size: int = 2, **others: object) -> Tuned:

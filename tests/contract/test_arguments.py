@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "Trainer(model) is wrapped in DataParallel",
         "model.module.",
     ),
-    "lazy model": (lazy, "LazyLinear has parameters without a shape yet: weight, bias.", "model(inputs)."),
+    "lazy model": (lazy, "LazyLinear has lazy parameters that have no shape yet: weight, bias.", "model(inputs)."),
     "optimizer class": (
         lambda p: p.trainer(p.model, torch.optim.Adam, nn.functional.mse_loss),
         "Trainer(optimizer) must be a torch.optim.Optimizer, got the class Adam.",
@@ -260,7 +260,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "distributed_model of a lazy model": (
         lambda p: p.backend.distributed_model(nn.LazyLinear(1)),
-        "LazyLinear has parameters without a shape yet: weight, bias.",
+        "LazyLinear has lazy parameters that have no shape yet: weight, bias.",
         "model(inputs).",
     ),
     "unused_parameters that is a text": (

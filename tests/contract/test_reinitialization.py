@@ -67,8 +67,8 @@ def test_ranks_join_again_after_they_left(backend: str, command: list[str]) -> N
     with RankGroup(backend, 2, command=command) as group:
         for told in group.run(a_second_beside_the_first):
             assert told == (
-                "This process has a process group already, of an earlier unitrain.init() or an init_process_group() of "
-                "its own. Use that one, or end it first: backend.shutdown() or "
+                "This process already has a process group, from an earlier unitrain.init() or init_process_group(). "
+                "Use that one, or end it first: backend.shutdown() or "
                 "torch.distributed.destroy_process_group()"
             )
         assert group.run(sums) == [1.0, 1.0]
@@ -78,7 +78,7 @@ def test_ranks_join_again_after_they_left(backend: str, command: list[str]) -> N
 def test_one_process_joins_again_after_it_left() -> None:
     with unitrain.init("local") as backend:
         assert a_second_beside_the_first(backend) == (
-            "This process has a backend already, of an earlier unitrain.init(). "
+            "This process already has a backend, from an earlier unitrain.init(). "
             "Use that one, or end it first: backend.shutdown()"
         )
     with unitrain.init("local") as backend:

@@ -155,7 +155,7 @@ def test_gradients_may_be_sent_at_the_end_of_the_backward(backend: str) -> None:
 CHECKED = """\
 import torch, torch.distributed as dist
 from datetime import timedelta
-from unitrain.backends.process_group import set_transport_timeout
+from unitrain.torch_compat import set_transport_timeout
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.distributed_c10d._get_default_group()
 set_transport_timeout(group, torch.device("cpu"), timedelta(seconds=77))

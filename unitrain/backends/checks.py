@@ -1,4 +1,4 @@
-"""What every backend checks before it communicates, so that a mistake is the same error everywhere."""
+"""Checks of arguments before any communication, so that an invalid argument raises the same error on every backend."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unitrain import validation
-from unitrain.backends.base import ReduceOp
+from unitrain.backends.base import Communicator, ReduceOp
 from unitrain.backends.compression_setting import Compression, read_compression
+from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, ModelError, TensorError, did_you_mean
 from unitrain.monitoring.flight_recorder import dtype_name
 
@@ -21,16 +22,16 @@ DTYPES = (
 
 
 def check_no_group() -> None:
-    """Raise ConfigError when this process has torch.distributed's default group already."""
+    """Raise ConfigError if this process already has a default process group of torch.distributed."""
     if dist.is_initialized():
         raise ConfigError(
-            "This process has a process group already, of an earlier unitrain.init() or an init_process_group() of "
-            "its own. Use that one, or end it first: backend.shutdown() or torch.distributed.destroy_process_group()"
+            "This process already has a process group, from an earlier unitrain.init() or init_process_group(). "
+            "Use that one, or end it first: backend.shutdown() or torch.distributed.destroy_process_group()"
         )
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raise TensorError unless `tensor` is a dense tensor of a supported dtype, whose gradient is not lost here."""
+    """Raise TensorError unless `tensor` is a dense tensor of a supported dtype that loses no gradient history."""
     if not isinstance(tensor, Tensor):
         raise TensorError(
             f"A collective takes a tensor, got {type(tensor).__name__}. "
@@ -43,22 +44,24 @@ def check_tensor(tensor: Tensor) -> None:
         )
     if tensor.dtype not in DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
-        raise TensorError(f"A collective cannot carry dtype {dtype_name(tensor.dtype)}. Convert to one of: {names}.")
+        raise TensorError(
+            f"A collective does not support dtype {dtype_name(tensor.dtype)}. Convert to one of: {names}."
+        )
     if tensor.requires_grad and torch.is_grad_enabled():
         raise TensorError(
-            f"A collective got a tensor of shape {list(tensor.shape)} that requires grad, and its result has no "
-            "gradient history: a loss of it would lose gradients. Use tensor.detach(), or, in a loss over the samples "
-            "of all ranks, unitrain.differentiable_allgather(tensor, backend)."
+            f"A collective got a tensor of shape {list(tensor.shape)} that requires grad, but its result has no "
+            "gradient history, so a loss computed from it would lose gradients. Use tensor.detach(), or, for a loss "
+            "over the samples of all ranks, unitrain.differentiable_allgather(tensor, backend)."
         )
 
 
 def check_reduce(tensor: Tensor, op: str) -> None:
-    """Raise ConfigError for an unknown `op`, TensorError where `op` has no exact meaning for the tensor's dtype."""
+    """Raise ConfigError for an unknown `op`, and TensorError for an `op` that is inexact in the tensor's dtype."""
     check_tensor(tensor)
     if op not in REDUCE_OPS:
         raise ConfigError(f"Unknown op {op!r}. {did_you_mean(str(op), REDUCE_OPS)}Available: {', '.join(REDUCE_OPS)}.")
     if op == "mean" and not tensor.dtype.is_floating_point:
-        # Horovod would round down, Gloo refuse, and both would be right somewhere: nobody gets a wrong average here.
+        # Horovod rounds down and Gloo raises an error. An error is the same on every backend.
         raise TensorError(
             f"The mean of {dtype_name(tensor.dtype)} values is not an integer. "
             'Convert first, tensor.double(), or use op="sum" and divide.'
@@ -73,30 +76,30 @@ def check_root(root: int, size: int) -> None:
         raise ConfigError(f"Root {root!r} is not one of the {size} ranks. Use a root from 0 to {size - 1}.")
 
 
-def check_divides(tensor: Tensor, size: int) -> None:
-    """Raise TensorError unless dim 0 can be cut into `size` equal slices."""
+def check_divisible(tensor: Tensor, size: int) -> None:
+    """Raise TensorError unless dim 0 is divisible into `size` equal slices."""
     if tensor.dim() == 0 or tensor.shape[0] % size:
         raise TensorError(
-            f"reducescatter cuts dim 0 into {size} equal slices, got shape {list(tensor.shape)}. "
+            f"reducescatter divides dim 0 into {size} equal slices, got shape {list(tensor.shape)}. "
             f"Pad dim 0 to a multiple of {size}."
         )
 
 
 def check_is_model(name: str, model: Any) -> None:
-    """Raise ModelError unless `model` is a module with parameters that have a shape."""
+    """Raise ModelError unless `model` is an unwrapped module whose parameters have shapes."""
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
     if isinstance(model, torch.optim.Optimizer):
         fix = "Pass the model first and the optimizer second"
     validation.instance(name, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
     if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
         raise ModelError(
-            f"{name} is wrapped in {type(model).__name__}, and unitrain reduces its gradients itself. "
+            f"{name} is wrapped in {type(model).__name__}, but unitrain reduces the gradients itself. "
             "Pass the module inside it: model.module."
         )
     lazy = [key for key, value in model.named_parameters() if nn.parameter.is_lazy(value)]
     if lazy:
         raise ModelError(
-            f"{type(model).__name__} has parameters without a shape yet: {', '.join(lazy[:4])}. "
+            f"{type(model).__name__} has lazy parameters that have no shape yet: {', '.join(lazy[:4])}. "
             "Call the model once, before it is distributed and before the optimizer is built: model(inputs)."
         )
 
@@ -127,7 +130,7 @@ def check_model(model: nn.Module, compression: Compression, device: torch.device
         )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            # F.embedding(..., max_norm=...) does the same, but does not show in the model.
+            # F.embedding(..., max_norm=...) has the same effect, but cannot be detected in the model.
             raise ModelError(
                 f"Module {name or type(model).__name__!r} has max_norm={module.max_norm:g}: its forward changes the "
                 "weights of the items in this rank's batch only, so the ranks' weights would differ. Build it without "
@@ -136,37 +139,76 @@ def check_model(model: nn.Module, compression: Compression, device: torch.device
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(
-                f"Module {name or type(model).__name__!r} produces sparse gradients, which are not reduced. "
+                f"Module {name or type(model).__name__!r} produces sparse gradients, which unitrain does not reduce. "
                 f"Build it with sparse=False: {type(module).__name__}(..., sparse=False)."
             )
 
 
 def check_one_optimizer(optimizer: Any) -> None:
-    """Raise ModelError for several optimizers, and for one whose state is divided between ranks."""
+    """Raise ModelError for several optimizers, and for an optimizer whose state is sharded over ranks."""
     if isinstance(optimizer, list | tuple | dict):
         raise ModelError(
-            f"One optimizer was expected, got a {type(optimizer).__name__} of {len(optimizer)}. Wrap each one with the "
+            f"One optimizer was expected, got a {type(optimizer).__name__} of {len(optimizer)}. Wrap each with the "
             "model that it trains: optimizer = backend.distributed_optimizer(optimizer, model). The Trainer takes one; "
             "for several, write a loop as in examples/gan.py."
         )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ModelError(
-            "ZeroRedundancyOptimizer divides the state between ranks, and its state cannot be saved and loaded as that "
-            "of other optimizers. Use the optimizer that it wraps: torch.optim.AdamW(model.parameters(), ...)."
+            "ZeroRedundancyOptimizer shards its state over ranks, so checkpoints cannot save and load it like that of "
+            "other optimizers. Use the optimizer that it wraps: torch.optim.AdamW(model.parameters(), ...)."
         )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ModelError unless `optimizer` is one optimizer whose parameters are all `model`'s."""
+    """Raise ModelError unless `optimizer` is one optimizer and all its parameters are `model`'s."""
     check_one_optimizer(optimizer)
     check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
     validation.instance("distributed_optimizer(model)", model, nn.Module, "a torch.nn.Module", "Pass the model second")
     known = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(id(parameter) not in known for parameter in held)
-    if strangers:
+    unknown = sum(id(parameter) not in known for parameter in held)
+    if unknown:
         raise ModelError(
-            f"The optimizer holds {strangers} of {len(held)} parameters that are not {type(model).__name__}'s, "
-            "so their gradients would never be shared. Build it from this model's own parameters: "
+            f"The optimizer holds {unknown} of {len(held)} parameters that are not {type(model).__name__}'s, "
+            "so their gradients would never be reduced. Build it from the parameters of this model: "
             f"{type(optimizer).__name__}(model.parameters(), ...), after moving the model to its device."
         )
+
+
+def check_same_settings(communicator: Communicator, **settings: object) -> None:
+    """Raise ConfigError on every rank if arguments of distributed_model differ between ranks. All ranks call it."""
+    of_all_ranks = gather_if_different(communicator, settings) or []
+    for rank, found in enumerate(of_all_ranks):
+        for name, value in of_all_ranks[0].items():
+            if found[name] != value:
+                raise ConfigError(
+                    f"distributed_model was called with {name}={value!r} on rank 0 and {name}={found[name]!r} on rank "
+                    f"{rank}. Pass the same value on every rank."
+                )
+
+
+def check_same_model(communicator: Communicator, model: nn.Module) -> None:
+    """Raise ModelError on every rank if parameters or buffers differ in name, shape or dtype between ranks. All ranks
+    call it."""
+    own = {name: (dtype_name(value.dtype), list(value.shape)) for name, value in _named_tensors(model)}
+    tables: list[dict[str, tuple[str, list[int]]]] = gather_if_different(communicator, own) or []
+    for rank, table in enumerate(tables):
+        for name in dict.fromkeys([*tables[0], *table]):
+            expected, found = tables[0].get(name), table.get(name)
+            if expected != found:
+                raise ModelError(
+                    f"The model differs between ranks: {name!r} is {_describe_tensor(expected)} on rank 0 and "
+                    f"{_describe_tensor(found)} on rank {rank}. Build it from the same arguments on every rank."
+                )
+    if any(list(table) != list(tables[0]) for table in tables):
+        raise ModelError(
+            "The model's parameters are in a different order on some ranks. Build it by the same steps on every rank."
+        )
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _describe_tensor(entry: tuple[str, list[int]] | None) -> str:
+    return "missing" if entry is None else f"{entry[0]} {entry[1]}"

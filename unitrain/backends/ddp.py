@@ -5,25 +5,27 @@ from __future__ import annotations
 from typing import Self
 
 import torch
-import torch._dynamo  # before the group is made: imported later, as any optimizer does, it holds the group for ever
+import torch._dynamo  # must precede init_process_group: imported later, e.g. by an optimizer, it keeps the group alive
 import torch.distributed as dist
 
 from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
-from unitrain.backends.process_group import LAST_RESORT, ProcessGroupBackend, set_transport_timeout
+from unitrain.backends.process_group import NCCL_TIMEOUT_MARGIN, ProcessGroupBackend
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.devices import check_gpus, choose_device
 from unitrain.bootstrap.network import interface_of
 from unitrain.bootstrap.rendezvous import connect_ranks
 from unitrain.errors import ConfigError, did_you_mean
+from unitrain.torch_compat import default_process_group, set_transport_timeout
 
 _TRANSPORTS = ("gloo", "nccl", "mpi")
 
 
 class DDPBackend(ProcessGroupBackend):
-    """torch's own collectives and DistributedDataParallel."""
+    """The collectives of torch.distributed and DistributedDataParallel."""
 
     name = "ddp"
+    transports = _TRANSPORTS
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
@@ -39,21 +41,20 @@ class DDPBackend(ProcessGroupBackend):
         if (own := rendezvous.own_address) and (interface := interface_of(own)):
             environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(
-            # CPU tensors, which the agreement before each collective is made of, always travel over Gloo.
+            # Consistency checks exchange CPU tensors, always over Gloo.
             f"cpu:gloo,cuda:{transport}" if device.type == "cuda" else transport,
             store=dist.PrefixStore("ddp", rendezvous.store),
             rank=rank_info.rank,
             world_size=rank_info.size,
             timeout=options.timeout,
         )
-        # In a group of their own, the exchanges before collectives do not wait for gradients that are being reduced,
-        # and do not receive those of a rank that calls something else. NCCL's do not mix with Gloo's messages anyway.
+        # In a separate group, consistency checks neither wait for gradients that are being reduced nor mix with the
+        # messages of another collective. NCCL's collectives are separate from Gloo's in any case.
         control = dist.new_group(backend="gloo", timeout=options.timeout) if transport != "nccl" else None
         started = cls(rendezvous, device, transport, control)  # type: ignore[arg-type]
         if transport == "nccl":
             started._waits_on_stream = True
-            group = dist.distributed_c10d._get_default_group()
-            set_transport_timeout(group, device, options.timeout + LAST_RESORT)
+            set_transport_timeout(default_process_group(), device, options.timeout + NCCL_TIMEOUT_MARGIN)
         return started
 
 

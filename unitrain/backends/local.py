@@ -1,4 +1,4 @@
-"""One process, no communication: the reference the other backends are compared with."""
+"""One process without communication: the reference for the other backends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from unitrain.backends import checks
 from unitrain.backends.base import Backend, ReduceOp, StartOptions
 from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD
 from unitrain.backends.compression_setting import Compression
-from unitrain.backends.gradients.compression import CompressionStates, compress_backward
+from unitrain.backends.gradients.compression import CompressionStates, compress_each_backward
 from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
-from unitrain.backends.gradients.unused_parameters import watch_first_backward
+from unitrain.backends.gradients.unused_parameters import check_first_backward
 from unitrain.bootstrap.devices import choose_device
 from unitrain.errors import ConfigError, LauncherMismatchError
+from unitrain.torch_compat import without_compile
 
 
 class LocalBackend(Backend, SupportsPowerSGD):
@@ -35,13 +36,13 @@ class LocalBackend(Backend, SupportsPowerSGD):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._accumulating = self._has_accumulated = False
-        self._memories = CompressionStates()
+        self._compression_states = CompressionStates()
         self._gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Raise LauncherMismatchError when a launcher started more than this one process, ConfigError for a transport
-        and, as where there are more, while an earlier one is in use."""
+        """Raise LauncherMismatchError if a launcher started more than one process, and ConfigError for a transport or
+        while an earlier backend is in use."""
         rank_info = options.rank_info
         if rank_info.size > 1:
             raise LauncherMismatchError(
@@ -50,12 +51,12 @@ class LocalBackend(Backend, SupportsPowerSGD):
             )
         if options.transport not in (None, cls.transport):
             raise ConfigError(
-                f"Transport {options.transport!r} was asked for, but backend {cls.name!r} is one process and moves no "
-                "data. Leave transport out, or use --backend ddp."
+                f"Transport {options.transport!r} was asked for, but backend {cls.name!r} is one process and "
+                "communicates nothing. Leave transport out, or use --backend ddp."
             )
         if LocalBackend._running:
             raise ConfigError(
-                "This process has a backend already, of an earlier unitrain.init(). "
+                "This process already has a backend, from an earlier unitrain.init(). "
                 "Use that one, or end it first: backend.shutdown()"
             )
         started = cls(choose_device(options.device, local_rank=0))
@@ -75,7 +76,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         self.check_collective_allowed("reducescatter")
         checks.check_reduce(tensor, op)
-        checks.check_divides(tensor, self.size)
+        checks.check_divisible(tensor, self.size)
         return tensor.detach().clone()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -103,20 +104,20 @@ class LocalBackend(Backend, SupportsPowerSGD):
         checks.check_model(model, compression, self.device)
         validation.switch("distributed_model(find_unused_parameters=...)", find_unused_parameters)
         if not find_unused_parameters:
-            watch_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
-        compressor = self._memories.compressor(compression, self.unwrap(model), self)
+            check_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
+        compressor = self._compression_states.create(compression, self.unwrap(model), self)
         if compressor != "none":
-            compress_backward(model, compressor, lambda: not self._accumulating)
+            compress_each_backward(model, compressor, lambda: not self._accumulating)
         inner = self.unwrap(model)
-        if (before := self._gradients.pop(inner, None)) is not None:
-            before.stop()
+        if (previous := self._gradients.pop(inner, None)) is not None:
+            previous.stop()
         self._gradients[inner] = gradients = LocalGradients(inner, lambda: self._accumulating)
         if self._has_accumulated:
             gradients.track()
         return model
 
     def compression_state(self, model: nn.Module) -> CompressionState:
-        return self._memories.of(self.unwrap(model))
+        return self._compression_states.of(self.unwrap(model))
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
@@ -131,17 +132,17 @@ class LocalBackend(Backend, SupportsPowerSGD):
             self._has_accumulated = True
             for gradients in self._gradients.values():
                 gradients.track()
-        before, self._accumulating = self._accumulating, True
+        was_accumulating, self._accumulating = self._accumulating, True
         try:
             yield
         finally:
-            self._accumulating = before
+            self._accumulating = was_accumulating
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        return getattr(model, "_orig_mod", model)  # the name torch.compile gives to what it wraps
+        return without_compile(model)
 
     def __exit__(self, *error: Any) -> None:
-        self.shutdown()  # also where an exception leaves: there is no other rank that would be blamed
+        self.shutdown()  # also during an exception: there is no other rank that the launcher could blame
 
     def shutdown(self) -> None:
         LocalBackend._running.discard(self)

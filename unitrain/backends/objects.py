@@ -16,7 +16,7 @@ from unitrain.backends.tensors import as_bytes
 from unitrain.bootstrap.authentication import SIGNATURE_BYTES, has_key, sign, verify
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
-NOTHING = torch.empty(0, dtype=torch.uint8)
+EMPTY_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 # How much of an object's tensors is sent at a time, and so how much more memory it takes.
 CHUNK_BYTES = 2**26
 _PICKLED, _SAVED = b"p", b"t"
@@ -35,7 +35,7 @@ def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
             torch.save(obj, file)
             file.write(_SAVED)
     except Exception as error:  # whatever an object's own __reduce__ raises
-        return NOTHING, ConfigError(
+        return EMPTY_PAYLOAD, ConfigError(
             f"A {type(obj).__name__} was given to send to other ranks, and it cannot be pickled: {error}. "
             "Send plain data: numbers, strings, tensors, and lists and dictionaries of these."
         )

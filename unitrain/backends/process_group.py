@@ -1,6 +1,6 @@
-"""Collectives over torch.distributed's default process group, whatever moves the bytes below it; read with `base.py`.
+"""Collectives and distributed models over torch.distributed's default process group, for any transport.
 
-The ddp and the horovod backend share all of this, so that they are equal by construction.
+The ddp and the horovod backend inherit all of this, so they compute the same results.
 """
 
 from __future__ import annotations
@@ -23,162 +23,168 @@ from unitrain.backends.compression_setting import Compression
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.fork_safety import make_forks_safe
 from unitrain.backends.gradients.compression import CompressionStates
-from unitrain.backends.gradients.ddp_wrapper import (
-    BUCKET_VIEW,
-    BUCKETS,
-    GlobalGradients,
-    check_same_model,
-    check_same_settings,
-)
+from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, GlobalGradients
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
-from unitrain.backends.objects import NOTHING, broadcast_with_tensors, pack, unpack
+from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_with_tensors, pack, unpack
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import from_ordered_keys, needs_keys, ordered_keys
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
 from unitrain.monitoring.monitor import FailureMonitor
-from unitrain.torch_compat import all_gather, reduce_scatter
+from unitrain.torch_compat import (
+    all_gather,
+    default_process_group,
+    reduce_scatter,
+    set_transport_timeout,
+    without_compile,
+)
 
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # Gloo has no average: all transports sum, then divide, so that they round alike
+    "mean": dist.ReduceOp.SUM,  # Gloo has no average; with a sum and a division, all transports round the same way
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_HALF = (torch.float16, torch.bfloat16)
-# NCCL aborts the process without a reason when its own timeout is over, so the watchdog must be earlier.
-LAST_RESORT = timedelta(seconds=30)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+# NCCL aborts the process without a reason at its timeout, so it must be longer than that of the watchdog.
+NCCL_TIMEOUT_MARGIN = timedelta(seconds=30)
 
 
 class ProcessGroupBackend(Backend, SupportsPowerSGD):
-    """A backend over torch.distributed's default group, which its subclass has initialised."""
+    """A backend over torch.distributed's default process group, which a subclass has initialized."""
 
     tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW)
-    _waits_on_stream = False  # whether it is a GPU's stream, and not the host, that waits for gradients
+    _waits_on_stream = False  # whether a GPU stream, and not the host, waits for gradients
 
     def __init__(
-        self, rendezvous: Rendezvous, device: torch.device, transport: str, control: dist.ProcessGroup | None = None
+        self,
+        rendezvous: Rendezvous,
+        device: torch.device,
+        transport: str,
+        control_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`control` is the group of the consistency checks and small tensors, None for the default group."""
+        """`control_group` communicates consistency checks and small tensors. None is the default group."""
         make_forks_safe()
         self.device = device
         self.transport = transport
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._rendezvous = rendezvous
-        self._ended = False
-        self._wrapped: WeakSet[GlobalGradients] = WeakSet()
-        self._gradient_group: Any = None
-        self._memories = CompressionStates()
+        self._is_group_destroyed = False
+        self._models: WeakSet[GlobalGradients] = WeakSet()
+        self._unused_parameters_group: Any = None
+        self._compression_states = CompressionStates()
         own = rendezvous.node_positions[self.rank]
         self.local_rank, self.local_size = own.local_rank, own.local_size
         self.node_rank, self.num_nodes = own.node_rank, own.num_nodes
-        # Whether the ranks must use several groups in one order.
-        self._keeps_order = transport == "nccl"
+        # NCCL can deadlock if ranks use several groups in different orders.
+        self._needs_group_order = transport == "nccl"
         self._monitor = FailureMonitor(rendezvous, polls=device.type == "cpu")
-        self._agree = ConsistencyCheck(self, self._monitor, control)
+        self._check_consistency = ConsistencyCheck(self, self._monitor, control_group)
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        dtype = _reduced_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check tells of what is no tensor
-        agreed = self._agree("allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op), dtype=dtype)
-        if agreed.contents is not None:
-            result = _reduced(agreed.contents.view(dtype), op).view(tensor.shape)
-        elif agreed.total is not None:
-            result = agreed.total.to(dtype).view(tensor.shape)
+        dtype = _reduction_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check rejects other objects
+        checked = self._check_consistency(
+            "allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op), dtype=dtype
+        )
+        if checked.contents is not None:
+            result = _reduce_rows(checked.contents.view(dtype), op).view(tensor.shape)
+        elif checked.total is not None:
+            result = checked.total.to(dtype).view(tensor.shape)
         elif op in ("min", "max") and needs_keys(dtype, op):
-            keys = ordered_keys(_widened(tensor, dtype), op)
+            keys = ordered_keys(_contiguous_copy(tensor, dtype), op)
             self._monitor.wait_for_ranks(dist.all_reduce(keys, _TORCH_OPS[op], async_op=True))
             result = from_ordered_keys(keys, dtype)
         else:
-            result = _widened(tensor, dtype)
+            result = _contiguous_copy(tensor, dtype)
             self._monitor.wait_for_ranks(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
-        return self._finish(result, tensor.dtype, op)
+        return self._finish_reduction(result, tensor.dtype, op)
 
     def allgather(self, tensor: Tensor) -> Tensor:
-        dtype = getattr(tensor, "dtype", torch.float32)  # the check tells of what is no tensor
-        agreed = self._agree("allgather", tensor, check=lambda: checks.check_tensor(tensor), dtype=dtype)
-        rows, rest = agreed.counts, tensor.shape[1:]
+        dtype = getattr(tensor, "dtype", torch.float32)  # the check rejects other objects
+        checked = self._check_consistency("allgather", tensor, check=lambda: checks.check_tensor(tensor), dtype=dtype)
+        rows, row_shape = checked.counts, tensor.shape[1:]
         own = tensor.detach().reshape(tensor.shape or (1,))
-        most = max(rows)
-        if agreed.contents is not None:
-            gathered = agreed.contents.view(tensor.dtype).reshape(self.size * most, *rest)
+        max_rows = max(rows)
+        if checked.contents is not None:
+            gathered = checked.contents.view(tensor.dtype).reshape(self.size * max_rows, *row_shape)
         else:
-            # All transports carry equal pieces only, so shorter ones are padded.
-            piece = own.to(_wide_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
-            if len(own) < most:
-                piece = torch.cat([piece, piece.new_zeros((most - len(own), *rest))])
-            gathered = piece.new_empty((self.size * most, *rest))
+            # All transports gather tensors of equal size only, so shorter ones are padded.
+            piece = own.to(_transport_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
+            if len(own) < max_rows:
+                piece = torch.cat([piece, piece.new_zeros((max_rows - len(own), *row_shape))])
+            gathered = piece.new_empty((self.size * max_rows, *row_shape))
             if piece.numel():
                 self._monitor.wait_for_ranks(all_gather(gathered.view(-1), piece.view(-1), async_op=True))
             gathered = gathered.to(tensor.dtype)
-        if min(rows) == most:
+        if min(rows) == max_rows:
             return gathered
-        return torch.cat([piece[:count] for piece, count in zip(gathered.split(most), rows, strict=True)])
+        return torch.cat([piece[:count] for piece, count in zip(gathered.split(max_rows), rows, strict=True)])
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         def check() -> None:
             checks.check_reduce(tensor, op)
-            checks.check_divides(tensor, self.size)
+            checks.check_divisible(tensor, self.size)
 
-        self._agree("reducescatter", tensor, op=op, check=check)
-        whole = _widened(tensor, _reduced_dtype(tensor.dtype, op))
+        self._check_consistency("reducescatter", tensor, op=op, check=check)
+        source = _contiguous_copy(tensor, _reduction_dtype(tensor.dtype, op))
         if op in ("min", "max") and needs_keys(tensor.dtype, op):
-            whole = ordered_keys(whole, op)
-        result = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
+            source = ordered_keys(source, op)
+        result = source.new_empty((source.shape[0] // self.size, *source.shape[1:]))
         if result.numel():
-            self._monitor.wait_for_ranks(reduce_scatter(result, whole, _TORCH_OPS[op], async_op=True))
+            self._monitor.wait_for_ranks(reduce_scatter(result, source, _TORCH_OPS[op], async_op=True))
         if needs_keys(tensor.dtype, op):
             result = from_ordered_keys(result, tensor.dtype)
-        return self._finish(result, tensor.dtype, op)
+        return self._finish_reduction(result, tensor.dtype, op)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         def check() -> None:
             checks.check_tensor(tensor)
             checks.check_root(root, self.size)
 
-        self._agree("broadcast", tensor, root=root, check=check)
-        result = _widened(tensor, _wide_dtype(tensor.dtype))
+        self._check_consistency("broadcast", tensor, root=root, check=check)
+        result = _contiguous_copy(tensor, _transport_dtype(tensor.dtype))
         if result.numel():
             self._monitor.wait_for_ranks(dist.broadcast(result, root, async_op=True))
         return result.to(tensor.dtype)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        payload, problem = pack(obj) if root == self.rank else (NOTHING, None)
+        payload, error = pack(obj) if root == self.rank else (EMPTY_PAYLOAD, None)
 
         def check() -> None:
             checks.check_root(root, self.size)
-            if problem is not None:
-                raise problem
+            if error is not None:
+                raise error
 
-        agreed = self._agree("broadcast_object", payload, root=root, check=check, dtype=torch.uint8)
-        if agreed.contents is not None:
-            payload = agreed.contents[root, : agreed.root_count]
+        checked = self._check_consistency("broadcast_object", payload, root=root, check=check, dtype=torch.uint8)
+        if checked.contents is not None:
+            payload = checked.contents[root, : checked.root_count]
         else:
             if root != self.rank:
-                payload = torch.empty(agreed.root_count, dtype=torch.uint8)
-            self._agree.broadcast_bytes(payload, root)
+                payload = torch.empty(checked.root_count, dtype=torch.uint8)
+            self._check_consistency.broadcast_bytes(payload, root)
         return obj if root == self.rank else unpack(payload, self.device)
 
     def allgather_object(self, obj: Any) -> list[Any]:
-        payload, problem = pack(obj)
+        payload, error = pack(obj)
 
         def check() -> None:
-            if problem is not None:
-                raise problem
+            if error is not None:
+                raise error
 
-        agreed = self._agree("allgather_object", payload, check=check, dtype=torch.uint8)
-        if agreed.contents is not None:
-            parts = [part[:count] for part, count in zip(agreed.contents, agreed.counts, strict=True)]
+        checked = self._check_consistency("allgather_object", payload, check=check, dtype=torch.uint8)
+        if checked.contents is not None:
+            parts = [part[:count] for part, count in zip(checked.contents, checked.counts, strict=True)]
         else:
-            parts = self._agree.gather_bytes(payload, agreed.counts)
+            parts = self._check_consistency.gather_bytes(payload, checked.counts)
         return [unpack(part, self.device) for part in parts]
 
     def barrier(self) -> None:
-        self._agree("barrier")
+        self._check_consistency("barrier")
 
     def distributed_model(
         self, model: nn.Module, *, find_unused_parameters: bool = False, compression: Compression = "none"
@@ -189,39 +195,43 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
 
         self.check_running("distributed_model")
         call_on_all_ranks(self, check)
-        debug = call_on_all_ranks(self, environment.is_debug_enabled)
-        check_same_settings(
-            self, find_unused_parameters=find_unused_parameters, compression=compression, **{environment.DEBUG: debug}
+        is_debugging = call_on_all_ranks(self, environment.is_debug_enabled)
+        checks.check_same_settings(
+            self,
+            find_unused_parameters=find_unused_parameters,
+            compression=compression,
+            **{environment.DEBUG: is_debugging},
         )
-        check_same_model(self, model)
-        if find_unused_parameters and self._gradient_group is None:
-            # Ranks that leave different parameters out send their gradients earlier or later than other ranks do,
-            # relative to the collectives that run inside their backward. Within one group those would meet each other.
-            self._gradient_group = dist.new_group(timeout=self._rendezvous.timeout)
+        checks.check_same_model(self, model)
+        if find_unused_parameters and self._unused_parameters_group is None:
+            # Ranks that do not use the same parameters begin their buckets at different times, relative to collectives
+            # inside the backward. In one group, a bucket could be matched with such a collective.
+            self._unused_parameters_group = dist.new_group(timeout=self._rendezvous.timeout)
             if self._waits_on_stream:
-                set_transport_timeout(self._gradient_group, self.device, self._rendezvous.timeout + LAST_RESORT)
-        own_group = self._gradient_group if find_unused_parameters else None
-        wrapped = GlobalGradients(
+                timeout = self._rendezvous.timeout + NCCL_TIMEOUT_MARGIN
+                set_transport_timeout(self._unused_parameters_group, self.device, timeout)
+        group = self._unused_parameters_group if find_unused_parameters else None
+        distributed = GlobalGradients(
             model,
             self.device,
             self._rendezvous,
             find_unused_parameters=find_unused_parameters,
-            compressor=self._memories.compressor(compression, self.unwrap(model), self),
-            group=own_group,
+            compressor=self._compression_states.create(compression, self.unwrap(model), self),
+            group=group,
             buffers=ForwardBuffers(model, self) or None,
-            sent_in=ReducerGroup(
-                own_group or dist.distributed_c10d._get_default_group(),
+            reducer_group=ReducerGroup(
+                group or default_process_group(),
                 self._monitor,
-                (lambda bucket: self._agree("gradients", bucket)) if debug else None,
+                (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None,
                 on_stream=self._waits_on_stream,
-                at_end=own_group is not None and self._keeps_order,
+                deferred=group is not None and self._needs_group_order,
             ),
         )
-        self._wrapped.add(wrapped)
-        return wrapped
+        self._models.add(distributed)
+        return distributed
 
     def compression_state(self, model: nn.Module) -> CompressionState:
-        return self._memories.of(self.unwrap(model))
+        return self._compression_states.of(self.unwrap(model))
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
@@ -229,73 +239,61 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         state = broadcast_with_tensors(self, optimizer.state_dict())
         if self.rank != 0:
             optimizer.load_state_dict(state)
-        wrapped = getattr(model, "_orig_mod", model)
-        if isinstance(wrapped, GlobalGradients):
-            check_before_step(optimizer, wrapped.check_reduced)
+        distributed = without_compile(model)
+        if isinstance(distributed, GlobalGradients):
+            check_before_step(optimizer, distributed.check_reduced)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._synchronised(model).no_sync()
+        distributed = without_compile(model)
+        if not isinstance(distributed, GlobalGradients):
+            raise ModelError(
+                f"no_sync takes the model that distributed_model returned, got {type(model).__name__}. "
+                "Use: model = backend.distributed_model(model)"
+            )
+        return distributed.no_sync()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        model = getattr(model, "_orig_mod", model)  # the name torch.compile gives to what it wraps
-        inner = model.module if isinstance(model, GlobalGradients) else model
-        return getattr(inner, "_orig_mod", inner)
+        model = without_compile(model)
+        return without_compile(model.module if isinstance(model, GlobalGradients) else model)
 
     def report_failure(self, error: BaseException) -> None:
         self._monitor.report_failure(error)
 
     def shutdown(self) -> None:
         self._monitor.stop()
-        # A group ends with the last that holds it, and Gloo's threads with the group. Those that are still there when
-        # the interpreter goes abort the process now and then (pytorch#179291).
-        for model in self._wrapped:
+        # Gloo's threads end when the last reference to a group is released. Threads that still run when the interpreter
+        # exits occasionally abort the process (pytorch#179291).
+        for model in self._models:
             model.leave_group()
-        self._gradient_group = None
-        self._agree.leave_group()
-        if not self._ended and dist.is_initialized():
+        self._unused_parameters_group = None
+        self._check_consistency.leave_group()
+        if not self._is_group_destroyed and dist.is_initialized():
             dist.destroy_process_group()
         self._is_shut_down = True
-        self._ended = True  # another backend's group may be there by the time of a second call
+        self._is_group_destroyed = True  # a second call must not destroy the group of another backend
 
-    def _synchronised(self, model: nn.Module) -> GlobalGradients:
-        found = getattr(model, "_orig_mod", model)
-        if not isinstance(found, GlobalGradients):
-            raise ModelError(
-                f"no_sync takes the model that distributed_model returned, got {type(model).__name__}. "
-                "Use: model = backend.distributed_model(model)"
-            )
-        return found
-
-    def _finish(self, result: Tensor, dtype: torch.dtype, op: str) -> Tensor:
+    def _finish_reduction(self, result: Tensor, dtype: torch.dtype, op: str) -> Tensor:
         if op == "mean":
             result /= self.size
         return result.to(dtype)
 
 
-def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
-    """Let what moves tensors of `device` in `group` wait until `timeout`."""
-    transport = group._get_backend(device)
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL it is wrapped in a group that checks arguments and has no timeout.
-    getattr(transport, "wrapped_pg", transport)._set_default_timeout(timeout)
+def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if dtype == torch.bool else dtype  # no transport reduces booleans; 0 and 1 have the same order
 
 
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if dtype == torch.bool else dtype  # no transport reduces booleans; 0 and 1 behave alike
+def _reduction_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    # A sum in half precision may overflow even if the mean does not, and transports add in different precisions.
+    return torch.float32 if dtype in _HALF_DTYPES and op not in ("min", "max") else _transport_dtype(dtype)
 
 
-def _reduced_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
-    # A sum over ranks can be more than half a format holds where the mean is not, and transports sum it in different
-    # formats.
-    return torch.float32 if dtype in _HALF and op != "min" and op != "max" else _wide_dtype(dtype)
-
-
-def _reduced(parts: Tensor, op: ReduceOp) -> Tensor:
-    """Return the `parts` of all ranks, [ranks, elements], combined in rank order, with the sum for the mean."""
+def _reduce_rows(rows: Tensor, op: ReduceOp) -> Tensor:
+    """Return `rows`, [ranks, elements], reduced in rank order. For the mean, return the sum."""
     combine = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}.get(op, torch.add)
-    return functools.reduce(combine, parts.unbind()[1:], parts[0].clone())
+    return functools.reduce(combine, rows.unbind()[1:], rows[0].clone())
 
 
-def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a contiguous copy to communicate in place."""
+def _contiguous_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a contiguous copy, which a collective may overwrite."""
     return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)

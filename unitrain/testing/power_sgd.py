@@ -347,7 +347,7 @@ def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> N
     for _ in steps(backend, model, wrapped, 3):
         pass
     whole = backend.broadcast_object(plain(memory))
-    memory.most_gathered_bytes = 0  # type: ignore[attr-defined]
+    memory.max_gathered_bytes = 0  # type: ignore[attr-defined]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state = plain(memory)
@@ -366,7 +366,7 @@ def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> N
 @may_raise_unsupported_error
 def powersgd_state_of_another_model_raises(backend: Backend) -> None:
     wrapped, memory = with_compression_state(backend, build(), LOW_RANK)
-    for name, shape, told in (("4.weight", (1, 8, 6), "has not"), ("0.weight", (1, 6, 8), "[8, 6]")):
+    for name, shape, told in (("4.weight", (1, 8, 6), "no such parameter"), ("0.weight", (1, 6, 8), "[8, 6]")):
         state = {"steps": 1, "errors": {name: torch.zeros(shape)}, "queries": {}}
         raises(CheckpointError, told, lambda state=state: memory.load_state_dict(state))
     backward(wrapped, backend.rank)

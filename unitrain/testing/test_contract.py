@@ -21,6 +21,7 @@ from unitrain.testing import (
     optimizers,
     parameters,
     power_sgd,
+    synchronization,
 )
 from unitrain.testing.cases import CASES
 
@@ -33,6 +34,7 @@ __all__ = [
     "optimizers",
     "parameters",
     "power_sgd",
+    "synchronization",
 ]  # importing them fills CASES
 
 BACKENDS = (environment.setting("UNITRAIN_CONTRACT_BACKENDS") or "local,ddp,horovod").split(",")

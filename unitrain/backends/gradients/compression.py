@@ -1,13 +1,9 @@
-"""What a backend holds of a compression: a number format, or PowerSGD with its memory, found again by its model.
+"""Compression of gradients: half precision, or PowerSGD with its state. `compression_setting.py` defines the results.
 
-Compression inside DDP's reducer: what its buckets are made of when it has been told to hand them out.
-
-Every collective is begun in the thread that runs backward, bucket by bucket in DDP's order, so that it is the same
-order on all ranks. What a bucket needs a second collective for waits for the end of the backward, which would stand
-still before, and could not reach collectives that other ranks are in.
-
-
-Compression where there is one rank and no reducer: the same arithmetic, at the end of each backward.
+With several ranks, a comm hook compresses the buckets of DDP's reducer. The thread that runs the backward begins every
+collective, bucket by bucket in DDP's order, so that the order is the same on all ranks. The second collective of a
+bucket begins at the end of the backward: its start would otherwise block the backward, whose other collectives other
+ranks may wait for. With one rank, the same arithmetic runs at the end of each backward.
 """
 
 from __future__ import annotations
@@ -21,138 +17,142 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
-from unitrain.backends.gradients.outputs import gradient_tensors
-from unitrain.backends.gradients.power_sgd import LowRankGradients, Wait
+from unitrain.backends.gradients.end_of_backward import Step, end_of_backward, gradient_tensors
+from unitrain.backends.gradients.power_sgd import PowerSGDCompressor, Wait
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.errors import ModelError
-from unitrain.torch_compat import all_gather
+from unitrain.torch_compat import all_gather, current_backward
 
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-Compressor = Literal["none", "fp16", "bf16"] | LowRankGradients
+HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+Compressor = Literal["none", "fp16", "bf16"] | PowerSGDCompressor
 
 
 class CompressionStates:
-    """The memories of those models of a backend that are compressed by PowerSGD."""
+    """The PowerSGD compressors of a backend, by model."""
 
     def __init__(self) -> None:
-        self._of: WeakKeyDictionary[nn.Module, LowRankGradients] = WeakKeyDictionary()
+        self._compressors: WeakKeyDictionary[nn.Module, PowerSGDCompressor] = WeakKeyDictionary()
 
-    def compressor(self, compression: Compression, model: nn.Module, communicator: Communicator) -> Compressor:
-        """Return what compresses the gradients of `model`, the user's own, from here on."""
-        self._of.pop(model, None)
-        read = read_compression(compression)
-        if not isinstance(read, PowerSGD):
-            return read
-        self._of[model] = memory = LowRankGradients(read, model, communicator)
-        return memory
+    def create(self, compression: Compression, model: nn.Module, communicator: Communicator) -> Compressor:
+        """Return a compressor for the gradients of `model`, the user's module, and forget an earlier one."""
+        self._compressors.pop(model, None)
+        setting = read_compression(compression)
+        if not isinstance(setting, PowerSGD):
+            return setting
+        self._compressors[model] = compressor = PowerSGDCompressor(setting, model, communicator)
+        return compressor
 
-    def of(self, model: nn.Module) -> LowRankGradients:
-        """Return the memory of `model`, the user's own. Raises ModelError where it has none."""
-        if model not in self._of:
+    def of(self, model: nn.Module) -> PowerSGDCompressor:
+        """Return the PowerSGD compressor of `model`, the user's module. Raises ModelError if it has none."""
+        if model not in self._compressors:
             raise ModelError(
-                f"The gradients of this {type(model).__name__} are not compressed by PowerSGD, so nothing is "
-                'remembered of them. Use: model = backend.distributed_model(model, compression="powersgd")'
+                f"The gradients of this {type(model).__name__} are not compressed by PowerSGD, so it has no "
+                'compression state. Use: model = backend.distributed_model(model, compression="powersgd")'
             )
-        return self._of[model]
+        return self._compressors[model]
 
 
-class _Running(NamedTuple):
-    """A bucket whose first collective is on its way."""
+class _BucketInFlight(NamedTuple):
+    """A bucket whose first collective has begun. `waits` begins each further collective and yields its wait."""
 
     buffer: Tensor
-    steps: Iterator[Wait]
+    waits: Iterator[Wait]
     future: torch.futures.Future[Tensor]
 
 
-def compress_buckets(model: DistributedDataParallel, compressor: Compressor, sent_in: ReducerGroup) -> None:
-    """Let `model` reduce its gradients as `compressor` says. All ranks call it, before the first backward."""
-    reduction = _Reduction(compressor, model, sent_in)
-    # A lambda, because DDP compares the annotations of anything else, which are strings here.
-    model.register_comm_hook(None, lambda state, bucket: reduction.add(bucket))
+def compress_buckets(model: DistributedDataParallel, compressor: Compressor, reducer_group: ReducerGroup) -> None:
+    """Reduce the gradients of `model` with `compressor`. All ranks call it before the first backward."""
+    compression = _BucketCompression(compressor, model, reducer_group)
+    # A lambda, because DDP checks the annotations of other functions, which are strings in this module.
+    model.register_comm_hook(None, lambda state, bucket: compression.begin(bucket))
 
 
-class _Reduction:
-    """The buckets of one backward, from the first that is ready to the end."""
+class _BucketCompression:
+    """The buckets of the running backward, from the first one that is ready to the end of the backward."""
 
-    def __init__(self, compressor: Compressor, model: DistributedDataParallel, sent_in: ReducerGroup) -> None:
+    def __init__(self, compressor: Compressor, model: DistributedDataParallel, reducer_group: ReducerGroup) -> None:
         self._compressor, self._size = compressor, dist.get_world_size()
-        # Both let go of their group when the backend ends.
-        self._model, self._sent_in = weakref.ref(model), weakref.ref(sent_in)
-        self._running: list[tuple[_Running, Wait]] = []
-        self._rooms: dict[int, Tensor] = {}
+        # Weak references, so that this object does not keep the groups alive after a shutdown.
+        self._model, self._reducer_group = weakref.ref(model), weakref.ref(reducer_group)
+        self._in_flight: list[tuple[_BucketInFlight, Wait]] = []
+        self._scratch: dict[int, Tensor] = {}
 
-    @torch.no_grad()  # also where backward makes a graph of its own
-    def add(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to reduce `bucket`; its future is complete when the backward is."""
-        if bucket.index() == 0:  # an exception may have ended an earlier backward before its last
-            self._running.clear()
-            if isinstance(self._compressor, LowRankGradients):
-                self._compressor.forget_unfinished()
+    @torch.no_grad()  # also in a backward that builds a graph
+    def begin(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin to reduce `bucket`. Its future is complete at the end of the backward."""
+        if bucket.index() == 0:  # an exception may have ended the previous backward before its last bucket
+            self._in_flight.clear()
+            if isinstance(self._compressor, PowerSGDCompressor):
+                self._compressor.discard_unfinished()
         buffer = bucket.buffer()
-        self._path().begin(buffer)
+        self._group().begin_bucket(buffer)
         device = buffer.device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        steps = self._steps(bucket)
-        if self._path().at_end:
-            steps = chain([_begun], steps)
-        running = _Running(buffer, steps, future)
-        self._running.append((running, next(running.steps)))
-        if bucket.is_last():  # before DDP, which then waits for the futures
-            Variable._execution_engine.queue_callback(self._finish)
-        return running.future
+        waits = self._compress(bucket)
+        if self._group().deferred:
+            waits = chain([_do_not_wait], waits)
+        in_flight = _BucketInFlight(buffer, waits, future)
+        self._in_flight.append((in_flight, next(in_flight.waits)))
+        if bucket.is_last():
+            end_of_backward.add(Step.COMPRESS, self._finish)
+        return in_flight.future
 
     @torch.no_grad()
     def _finish(self) -> None:
-        buckets = [running for running, _ in self._running]
-        with self._path().finishing():
-            while self._running:
-                waiting, self._running = self._running, []
-                for running, wait in waiting:
+        buckets = [bucket for bucket, _ in self._in_flight]
+        with self._group().watched():
+            while self._in_flight:
+                waiting, self._in_flight = self._in_flight, []
+                for bucket, wait in waiting:
                     wait()
-                    following = next(running.steps, None)
-                    if following is not None:
-                        self._running.append((running, following))
-        if isinstance(self._compressor, LowRankGradients):
+                    next_wait = next(bucket.waits, None)
+                    if next_wait is not None:
+                        self._in_flight.append((bucket, next_wait))
+        if isinstance(self._compressor, PowerSGDCompressor):
             self._compressor.finish()
-        for running in buckets:
-            running.future.set_result(running.buffer)
+        for bucket in buckets:
+            bucket.future.set_result(bucket.buffer)
 
-    def _steps(self, bucket: dist.GradBucket) -> Iterator[Wait]:
-        if not isinstance(self._compressor, LowRankGradients):
+    def _compress(self, bucket: dist.GradBucket) -> Iterator[Wait]:
+        if not isinstance(self._compressor, PowerSGDCompressor):
             buffer = bucket.buffer()
-            if buffer.is_complex():  # converting a complex number drops its imaginary part
+            if buffer.is_complex():  # converting a complex number to half precision drops its imaginary part
                 buffer = torch.view_as_real(buffer).view(-1)
-            return self._reduce_half(buffer, self._room(bucket.index(), buffer, HALF[self._compressor]))
+            scratch = self._scratch_for(bucket.index(), buffer, HALF_DTYPES[self._compressor])
+            return self._reduce_half(buffer, scratch)
         parameters = bucket.parameters()
-        # A bucket has one dtype, and complex gradients are always sent whole. DDP passes its buffer as real numbers,
-        # of which `bucket.gradients()` then has only half.
-        if self._compressor.sends_whole or parameters[0].is_complex():
-            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._start_sum)  # no copies
-        return self._compressor.reduce(parameters, bucket.gradients(), self._start_sum)
+        # A bucket has one dtype, and complex gradients are never compressed by PowerSGD. DDP passes a complex bucket as
+        # real numbers, and `bucket.gradients()` returns only half of them.
+        if self._compressor.is_starting or parameters[0].is_complex():
+            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._begin_sum)  # without copies
+        return self._compressor.reduce(parameters, bucket.gradients(), self._begin_sum)
 
-    def _room(self, index: int, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what a bucket is sent from and received into, [2, elements in equal parts for all ranks]; it is kept,
-        because fresh memory costs more than the arithmetic."""
+    def _scratch_for(self, index: int, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return memory to send a bucket from and to receive it in, [2, elements padded to a multiple of size].
+
+        It is kept between backwards, because allocating it takes longer than the arithmetic.
+        """
         shape = (2, -(-buffer.numel() // self._size) * self._size)
-        room = self._rooms.get(index)
-        if room is None or room.shape != shape:  # the first, or DDP has formed other buckets since
-            room = self._rooms[index] = buffer.new_zeros(shape, dtype=dtype)
-        return room
+        scratch = self._scratch.get(index)
+        if scratch is None or scratch.shape != shape:  # DDP changes the buckets after the first backward
+            scratch = self._scratch[index] = buffer.new_zeros(shape, dtype=dtype)
+        return scratch
 
-    def _reduce_half(self, buffer: Tensor, room: Tensor) -> Iterator[Wait]:
-        """Make `buffer` the sum over ranks of what each rounds; as a reduce-scatter and an allgather, which move no
-        more than an allreduce does. But an allreduce adds in half precision here and in single there, in an order of
-        its own."""
-        group = self._group()
-        own, received = room
+    def _reduce_half(self, buffer: Tensor, scratch: Tensor) -> Iterator[Wait]:
+        """Replace `buffer` by the sum over ranks of each rank's rounded values / size.
+
+        An all-to-all and an allgather transfer as many bytes as an allreduce. But an allreduce adds in half precision
+        and in an order that depends on the transport. Here each rank adds its slice in float32, in rank order.
+        """
+        group = self._process_group()
+        own, received = scratch
         own[: buffer.numel()] = buffer.div_(self._size)
-        # As bytes: what only moves needs no dtype, and not every transport knows these.
-        yield self._waiting(
+        # As bytes, because some transports do not support half precision.
+        yield self._wait_for(
             dist.all_to_all_single(received.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True)
         )
         first, *others = received.chunk(self._size)
@@ -161,90 +161,93 @@ class _Reduction:
         for part in others:
             total += part
         first.copy_(total)
-        yield self._waiting(all_gather(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True))
+        yield self._wait_for(all_gather(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True))
         buffer.copy_(own[: buffer.numel()])
 
-    def _start_sum(self, tensor: Tensor) -> Wait:
-        return self._waiting(dist.all_reduce(tensor, group=self._group(), async_op=True))
+    def _begin_sum(self, tensor: Tensor) -> Wait:
+        return self._wait_for(dist.all_reduce(tensor, group=self._process_group(), async_op=True))
 
-    def _waiting(self, work: dist.Work | None) -> Wait:
+    def _wait_for(self, work: dist.Work | None) -> Wait:
+        """Return a function that waits for `work`."""
         if work is None:
-            return lambda: None
-        self._path().add(work)
-        return lambda: self._path().wait_for_ranks(work)
+            return _do_not_wait
+        self._group().add_work(work)
+        return lambda: self._group().wait_for_ranks(work)
 
-    def _group(self) -> dist.ProcessGroup:
+    def _process_group(self) -> dist.ProcessGroup:
         model = self._model()
         assert model is not None
         return model.process_group
 
-    def _path(self) -> ReducerGroup:
-        sent_in = self._sent_in()
-        assert sent_in is not None
-        return sent_in
+    def _group(self) -> ReducerGroup:
+        reducer_group = self._reducer_group()
+        assert reducer_group is not None
+        return reducer_group
 
 
-def _begun() -> None:
+def _do_not_wait() -> None:
     """The first wait of a bucket whose collectives begin at the end of the backward."""
 
 
-def compress_backward(model: nn.Module, compressor: Compressor, applies: Callable[[], bool]) -> None:
-    """Let every backward of `model` end with its gradients compressed; `applies` tells, during a backward, whether it
-    counts."""
-    parameters = list(model.parameters())
-    followed: set[Tensor] = set()
-    reached: set[Tensor] = set()  # since gradients were compressed last, also by backwards that did not count
-    backward = last_reaching = -1
+def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gradients: Callable[[], bool]) -> None:
+    """Compress the gradients at the end of each backward of `model`, on one rank.
 
-    def finish() -> None:
-        # Backwards are numbered as they begin, those that run inside another one after it. One that reached no
-        # parameter is of torch.autograd.grad; what `no_sync` has added up before it is not complete.
-        if last_reaching >= backward:
-            _compress([parameter for parameter in parameters if parameter in reached], compressor)
+    `reduces_gradients` returns, during a backward, whether it runs outside `no_sync`.
+    """
+    parameters = list(model.parameters())
+    hooked: set[Tensor] = set()
+    reached: set[Tensor] = set()  # since the last compression, including backwards inside no_sync
+    backward = last_reaching_backward = -1
+
+    def compress() -> None:
+        # Numbers of backwards increase, so a backward inside this one has a larger number. A backward that reached no
+        # parameter belongs to torch.autograd.grad; gradients accumulated before it are not complete.
+        if last_reaching_backward >= backward:
+            _compress_gradients([parameter for parameter in parameters if parameter in reached], compressor)
             reached.clear()
 
     def on_gradient(parameter: Tensor) -> None:
-        nonlocal last_reaching
+        nonlocal last_reaching_backward
         reached.add(parameter)
-        last_reaching = torch._C._current_graph_task_id()
+        last_reaching_backward = current_backward()
 
-    def on_backward(gradient: Tensor) -> None:
+    def on_output_gradient(gradient: Tensor) -> None:
         nonlocal backward
-        if (current := torch._C._current_graph_task_id()) != backward and applies():
+        if (current := current_backward()) != backward and reduces_gradients():
             backward = current
-            Variable._execution_engine.queue_callback(finish)
+            end_of_backward.add(Step.COMPRESS, compress)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
         for parameter in parameters:
-            if parameter.requires_grad and parameter not in followed:  # the user may have unfrozen it since
-                followed.add(parameter)
+            if parameter.requires_grad and parameter not in hooked:  # the user may have unfrozen it
+                hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(on_gradient)
         for tensor in gradient_tensors(output):
-            tensor.register_hook(on_backward)
+            tensor.register_hook(on_output_gradient)
 
     model.register_forward_hook(on_forward)
 
 
 @torch.no_grad()
-def _compress(parameters: list[nn.Parameter], compressor: Compressor) -> None:
-    if isinstance(compressor, LowRankGradients):
-        compressor.forget_unfinished()
+def _compress_gradients(parameters: list[nn.Parameter], compressor: Compressor) -> None:
+    if isinstance(compressor, PowerSGDCompressor):
+        compressor.discard_unfinished()
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is None:  # another hook has taken it
+        if gradient is None:  # another hook has removed it
             continue
-        if isinstance(compressor, LowRankGradients):
-            for _ in compressor.reduce([parameter], [gradient], lambda total: lambda: None):
+        if isinstance(compressor, PowerSGDCompressor):
+            for _ in compressor.reduce([parameter], [gradient], lambda total: _do_not_wait):
                 pass
         else:
-            gradient.copy_(_rounded(gradient, HALF[compressor]))
-    if isinstance(compressor, LowRankGradients):
+            gradient.copy_(_round(gradient, HALF_DTYPES[compressor]))
+    if isinstance(compressor, PowerSGDCompressor):
         compressor.finish()
 
 
-def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+def _round(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     if not gradient.is_complex():
         return gradient.to(dtype)
     parts = torch.view_as_real(gradient.resolve_conj())  # converting a complex number drops its imaginary part

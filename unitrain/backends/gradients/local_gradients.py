@@ -1,4 +1,4 @@
-"""Tracking of gradients that belong to one rank only, so that an optimizer never steps on them."""
+"""Track gradients that are not reduced over ranks, so that an optimizer never steps on them."""
 
 from __future__ import annotations
 
@@ -11,68 +11,70 @@ from torch import Tensor, nn
 
 from unitrain.errors import ModelError
 
-_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 class LocalGradients:
-    """The parameters of `model` whose `.grad` contains something that no reduction over ranks has included.
+    """The set of parameters of `model` whose `.grad` contains values that no reduction over ranks has included.
 
-    A hook on each parameter notes every backward that adds to its gradient, whichever way the forward was called, and
-    whatever contains its output. `reduced` marks gradients as global. Without a reducer, as on a single rank,
-    `accumulates` returns during a backward whether it runs inside `no_sync`; any other backward makes all of them
-    global. Then all gradients are global until the first `no_sync`, at which `track` registers the hooks.
+    A hook on each parameter records every backward that adds to its gradient, for any caller of the forward and any
+    container of its output. `mark_global` empties the set.
+
+    Without a reducer, as on a single rank, pass `accumulates`, which returns during a backward whether it runs inside
+    `no_sync`. Any other backward makes all gradients global. The hooks are registered at the first `no_sync`, by
+    `track`, because no gradient is local before.
     """
 
-    _all: ClassVar[WeakSet[LocalGradients]] = WeakSet()
+    _instances: ClassVar[WeakSet[LocalGradients]] = WeakSet()
 
     def __init__(self, model: nn.Module, accumulates: Callable[[], bool] | None = None) -> None:
         self._parameters = list(model.parameters())
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._known = frozenset(self._names)
-        # Identities instead of tensors: a hook that refers to parameters would keep a deleted model in memory.
+        self._parameter_ids = frozenset(self._names)
+        # Ids instead of tensors: a hook that refers to parameters would keep a deleted model in memory.
         self._local: set[int] = set()
         self._not_reduced = frozenset[int]()
-        # A reduction by one of two models that share a parameter makes its gradient global for both.
+        # If two models share a parameter, a reduction by either makes its gradient global for both.
         self._sharing: WeakSet[LocalGradients] = WeakSet(
-            other for other in LocalGradients._all if not self._names.keys().isdisjoint(other._names)
+            other for other in LocalGradients._instances if not self._names.keys().isdisjoint(other._names)
         )
         for other in self._sharing:
             other._sharing.add(self)
-            other._shares = True
-        self._shares: bool = len(self._sharing) > 0
-        LocalGradients._all.add(self)
+            other._is_sharing = True
+        self._is_sharing: bool = len(self._sharing) > 0
+        LocalGradients._instances.add(self)
         self._accumulates = accumulates
         self._handles: list[Any] = []
         if accumulates is None:
             self.track()
 
     def track(self) -> None:
-        """Register the hooks; further calls do nothing."""
+        """Register the hooks. Further calls do nothing."""
         if not self._handles:
             self._handles = [
-                _register_hook(parameter, _hook(id(parameter), self._local, self._accumulates))
+                _register_hook(parameter, _gradient_hook(id(parameter), self._local, self._accumulates))
                 for parameter in self._parameters
                 if parameter.is_floating_point() or parameter.is_complex()
             ]
 
-    def reduce_only(self, trained: Iterable[Tensor]) -> None:
-        """Let `reduced` apply to the parameters in `trained` only, which are those that the reducer has."""
+    def set_reduced_parameters(self, trained: Iterable[Tensor]) -> None:
+        """Let `mark_global` apply to the parameters in `trained` only, which the reducer reduces."""
         self._not_reduced = frozenset(self._names.keys() - set(map(id, trained)))
 
-    def reduced(self) -> None:
-        """Mark the gradients as global. The end of a backward that reduces them calls this on every rank."""
+    def mark_global(self) -> None:
+        """Mark the gradients as global. Every rank calls this at the end of a backward that reduces them."""
         local = self._local
         if self._not_reduced:
             local &= self._not_reduced
         else:
             local.clear()
-        if not self._shares:  # iterating over a WeakSet takes a microsecond
+        if not self._is_sharing:  # iterating over a WeakSet takes a microsecond
             return
         for other in self._sharing:
             other._local -= self._names.keys() - self._not_reduced
 
     def with_local_gradients(self) -> list[Tensor]:
-        """Return the parameters to whose `.grad`, if it was not dropped since, only this rank has added."""
+        """Return the parameters with local values in `.grad`. `.grad` may have been set to None since."""
         return [parameter for parameter in self._parameters if id(parameter) in self._local]
 
     def stop(self) -> None:
@@ -80,19 +82,19 @@ class LocalGradients:
         for handle in self._handles:
             handle.remove()
         self._local.clear()
-        LocalGradients._all.discard(self)
+        LocalGradients._instances.discard(self)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if `optimizer` holds a parameter whose gradient is local or never reduced."""
         for group in optimizer.param_groups:
-            if not self._known.issuperset(map(id, group["params"])):
-                self._check_strangers(optimizer)
+            if not self._parameter_ids.issuperset(map(id, group["params"])):
+                self._check_unknown_parameters(optimizer)
         if self._local:
-            self._check_held(optimizer)
+            self._check_local_gradients(optimizer)
 
-    def _check_held(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_local_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-        # A gradient that was dropped or set to zero since then has nothing local left in it.
+        # A gradient that was set to None or zero since contains no local values.
         names = [
             self._names[key]
             for key in self._names
@@ -100,13 +102,13 @@ class LocalGradients:
         ]
         if names:
             raise ModelError(
-                f"optimizer.step() was called on gradients that are not reduced over ranks: {_some(names)}. Call the "
-                "model that backend.distributed_model returned, and run the last backward before each step outside of "
+                f"optimizer.step() was called on gradients that are not reduced over ranks: {_summarize(names)}. Call "
+                "the model that backend.distributed_model returned, and run the last backward before each step outside "
                 "backend.no_sync. To add another gradient, such as that of a penalty, run its backward before that one."
             )
 
-    def _check_strangers(self, optimizer: torch.optim.Optimizer) -> None:
-        known = {key for tracked in LocalGradients._all for key in tracked._names}
+    def _check_unknown_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        known = {key for instance in LocalGradients._instances for key in instance._names}
         shapes = [
             str(list(parameter.shape))
             for group in optimizer.param_groups
@@ -116,13 +118,15 @@ class LocalGradients:
         if shapes:
             raise ModelError(
                 f"The optimizer holds {len(shapes)} parameters that no distributed model has, of shape "
-                f"{', '.join(shapes[:_SHOWN])}, so their gradients are never reduced over ranks. Add them to the model "
-                "before backend.distributed_model, or pass the module that has them to backend.distributed_model too."
+                f"{', '.join(shapes[:_MAX_SHOWN])}, so their gradients are never reduced over ranks. Add them to the "
+                "model before backend.distributed_model, or pass the module that has them to backend.distributed_model "
+                "too."
             )
 
 
 def check_before_step(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call `check` in each step of `optimizer` before anything is updated; with a closure, after each call of it."""
+    """Call `check` in each step of `optimizer` before it updates parameters; with a closure, after each call of the
+    closure."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,19 +135,19 @@ def check_before_step(optimizer: torch.optim.Optimizer, check: Callable[[torch.o
             check(optimizer)
             return None
 
-        def checked() -> Any:
+        def closure_with_check() -> Any:
             loss = closure()
             check(optimizer)
             return loss
 
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": checked}
-        return (args[0], checked, *args[2:]), kwargs
+            return args, {**kwargs, "closure": closure_with_check}
+        return (args[0], closure_with_check, *args[2:]), kwargs
 
     optimizer.register_step_pre_hook(before_step)
 
 
-def _hook(key: int, local: set[int], accumulates: Callable[[], bool] | None) -> Callable[[Tensor], None]:
+def _gradient_hook(key: int, local: set[int], accumulates: Callable[[], bool] | None) -> Callable[[Tensor], None]:
     def add(_: Tensor) -> None:
         local.add(key)
 
@@ -157,14 +161,14 @@ def _hook(key: int, local: set[int], accumulates: Callable[[], bool] | None) -> 
 
 
 def _register_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Register `hook`, also on a parameter that is frozen now and may be trained later."""
-    trains = parameter.requires_grad
+    """Register `hook`, also on a frozen parameter that may be unfrozen later."""
+    requires_grad = parameter.requires_grad
     try:
         return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     finally:
-        parameter.requires_grad_(trains)
+        parameter.requires_grad_(requires_grad)
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} parameters, {', '.join(names[:_SHOWN])}{more}"
+def _summarize(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return f"{len(names)} parameters, {', '.join(names[:_MAX_SHOWN])}{more}"

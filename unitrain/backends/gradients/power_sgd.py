@@ -1,9 +1,9 @@
-"""PowerSGD, as `base.PowerSGD` defines it, and what it keeps between steps.
+"""PowerSGD as `compression_setting.PowerSGD` defines it, and its state between steps.
 
-torch has a hook of it too. It keeps its state by bucket, so that it cannot go on in another process or with another
-number of ranks; it begins its collectives in callbacks of others, whose order may differ between ranks (over Gloo it
-fails with more than one bucket); and one overflow in its memory stays there. Here state belongs to parameters, and who
-calls it, in which order everywhere, begins and awaits the sums.
+torch provides a comm hook for PowerSGD too. It stores its state by bucket, so a run cannot resume with another number
+of ranks. It begins collectives in callbacks, whose order may differ between ranks, so it fails over Gloo with more than
+one bucket. An overflow stays in its error feedback. Here the state belongs to parameters, and the caller begins and
+awaits the collectives, in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -22,189 +22,194 @@ from unitrain.backends.compression_setting import PowerSGD
 from unitrain.errors import CheckpointError
 
 Wait = Callable[[], object]
-# Begins to sum a tensor over ranks in place, and returns what waits for it.
-StartSum = Callable[[Tensor], Wait]
+# Begins to sum a tensor over ranks in place, and returns a function that waits for the sum.
+BeginSum = Callable[[Tensor], Wait]
 
-# A column of Q is rounding only if it is shorter than so many last digits of the longest.
-_ROUNDING = 1000
+# A column of Q is rounding noise if it is shorter than this number of epsilons of the longest column.
+_ROUNDING_EPSILONS = 1000
 
 
 class _Matrix(NamedTuple):
-    """A gradient on its way: all but `gradient` are of the dtype that it is computed in."""
+    """A gradient that is being reduced. All tensors but `gradient` have the dtype of the computation."""
 
     name: str
     gradient: Tensor
-    owed: Tensor  # M, of which what the ranks agree to send will be taken off
-    start: Tensor  # the orthonormal Q
-    used: Tensor  # 1 if the gradient has anything but zeros, else 0
+    remainder: Tensor  # M; the approximation is subtracted later, which leaves the error e
+    basis: Tensor  # the orthonormal Q
+    is_used: Tensor  # 1 if the gradient has an element other than zero, else 0
 
 
-class _Change(NamedTuple):
-    """What the memory becomes if the whole reduction turns out to be finite."""
+class _NewState(NamedTuple):
+    """The next state of a matrix, which applies if all gradients of the backward are finite."""
 
     name: str
-    owed: Tensor
+    error: Tensor
     query: Tensor
-    used: Tensor
+    is_used: Tensor
 
 
-class LowRankGradients(CompressionState):
-    """Reduces the gradients of `model`, the user's own, by PowerSGD; every rank the same of them, in the same order."""
+class PowerSGDCompressor(CompressionState):
+    """Reduces the gradients of `model`, the user's module, by PowerSGD. All ranks reduce the same gradients in the same
+    order."""
 
-    # Above that, rank 0 does not collect the errors of all ranks, but their mean, which is as large as the model.
-    most_gathered_bytes = 4 << 30
+    # Above this size, a checkpoint stores the mean of the errors of all ranks, which is as large as the model.
+    max_gathered_bytes = 4 << 30
 
     def __init__(self, settings: PowerSGD, model: nn.Module, communicator: Communicator) -> None:
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self._settings, self._communicator = settings, communicator
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        self._shapes = {name: _matrix_shape(p) for p, name in self._names.items() if self._is_worth_it(p)}
-        self._places = {name: place for place, name in enumerate(self._names.values())}
-        self._share = 1 / communicator.size  # DDP too multiplies by it, which divides by 3 in another last digit
-        self._steps = 0
+        self._shapes = {name: _matrix_shape(p) for p, name in self._names.items() if self._is_compressed(p)}
+        self._indices = {name: index for index, name in enumerate(self._names.values())}
+        # DDP also multiplies by the inverse. A division by 3 rounds differently.
+        self._inverse_size = 1 / communicator.size
+        self._reductions = 0
         self._errors: dict[str, Tensor] = {}
-        self._room: dict[str, Tensor] = {}  # for the next M: fresh memory costs more than the arithmetic
+        self._scratch: dict[str, Tensor] = {}  # memory for the next M; allocating takes longer than the arithmetic
         self._queries: dict[str, Tensor] = {}
-        self._spares: dict[str, Tensor] = {}
-        self._begin()
+        self._random_columns: dict[str, Tensor] = {}
+        self.discard_unfinished()
 
     @property
-    def sends_whole(self) -> bool:
-        """Whether the next reduction is one before `start_step`."""
-        return self._steps < self._settings.start_step
+    def is_starting(self) -> bool:
+        """Whether the next reduction is before `start_step`, so that it sends uncompressed gradients."""
+        return self._reductions < self._settings.start_step
 
-    def forget_unfinished(self) -> None:
-        """Begin a reduction anew, after one that an exception has ended."""
-        self._begin()
+    def discard_unfinished(self) -> None:
+        """Discard a reduction that an exception has ended."""
+        self._new_states: list[_NewState] = []
+        self._finite: list[Tensor] = []
+        self._scale: Tensor | None = None
+        self._is_scale_known = False
 
-    def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], start_sum: StartSum) -> Iterator[Wait]:
-        """Make `gradients`, of one dtype, what all ranks send; yields each sum that it needs, to be awaited before it
-        goes on. `finish` follows when all gradients of a backward are reduced."""
+    def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], begin_sum: BeginSum) -> Iterator[Wait]:
+        """Replace `gradients`, of one dtype, by the compressed mean over ranks.
+
+        Yields a wait for each sum that it begins; the caller calls it before it requests the next one. After all
+        gradients of a backward, the caller calls `finish`.
+        """
         matrices: list[_Matrix] = []
-        whole: list[Tensor] = []
+        uncompressed: list[Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if self.sends_whole or (name := self._names[parameter]) not in self._shapes:
-                whole.append(gradient)
+            if self.is_starting or (name := self._names[parameter]) not in self._shapes:
+                uncompressed.append(gradient)
             else:
                 matrices.append(self._matrix(name, gradient))
 
-        dtype = matrices[0].owed.dtype if matrices else gradients[0].dtype
+        dtype = matrices[0].remainder.dtype if matrices else gradients[0].dtype
         count = len(matrices)
         parts = [
-            *(matrix.owed @ matrix.start for matrix in matrices),
-            *(matrix.used for matrix in matrices),
-            *(gradient.to(dtype) * self._share for gradient in whole),
+            *(matrix.remainder @ matrix.basis for matrix in matrices),
+            *(matrix.is_used for matrix in matrices),
+            *(gradient.to(dtype) * self._inverse_size for gradient in uncompressed),
         ]
-        yield from _sum(parts, start_sum)
-        for gradient, mean in zip(whole, parts[2 * count :], strict=True):
+        yield from _sum(parts, begin_sum)
+        for gradient, mean in zip(uncompressed, parts[2 * count :], strict=True):
             gradient.copy_(mean)
-            if not self.sends_whole:
+            if not self.is_starting:
                 self._finite.append(mean.isfinite().all())
         if not matrices:
             return
 
-        finite = [projected.isfinite().all() for projected in parts[:count]]
+        finite = [projection.isfinite().all() for projection in parts[:count]]
         used = [part > 0 for part in parts[count : 2 * count]]
         bases = [_orthonormal(torch.where(ok, part, 0)) for ok, part in zip(finite, parts[:count], strict=True)]
-        # Transposed, which is several times as fast as M^T P.
-        queries = [base.T @ matrix.owed * self._share for matrix, base in zip(matrices, bases, strict=True)]
-        yield from _sum(queries, start_sum)
+        # The transpose of M^T P, which is several times faster to compute.
+        queries = [base.T @ matrix.remainder * self._inverse_size for matrix, base in zip(matrices, bases, strict=True)]
+        yield from _sum(queries, begin_sum)
         for number, matrix in enumerate(matrices):
-            self._send(matrix, bases[number], queries[number].T, finite[number], used[number])
+            self._set_gradient(matrix, bases[number], queries[number].T, finite[number], used[number])
 
     def finish(self) -> None:
-        """Take over what the memory becomes, unless any gradient of the backward was inf or nan."""
-        finite = torch.stack(self._finite).all() if self._changes else torch.tensor(True)
-        for name, owed, query, used in self._changes:
+        """Apply the new state of all matrices, unless any gradient of the backward was inf or nan."""
+        finite = torch.stack(self._finite).all() if self._new_states else torch.tensor(True)
+        for name, error, query, is_used in self._new_states:
             if self._settings.error_feedback:
-                self._remember(name, owed, finite)
+                self._keep_error(name, error, finite)
             else:
-                self._room[name] = owed
+                self._scratch[name] = error
             if self._settings.warm_start:
                 before = self._queries.get(name)
                 before = self._first_query(name, query) if before is None else before
-                self._queries[name] = torch.where(finite & used, query, before)
-        self._steps += 1
-        self._begin()
+                self._queries[name] = torch.where(finite & is_used, query, before)
+        self._reductions += 1
+        self.discard_unfinished()
 
-    def _remember(self, name: str, owed: Tensor, finite: Tensor) -> None:
-        """Make `owed` the error of a matrix, and what was it the room for the next, unless the step is none."""
+    def _keep_error(self, name: str, error: Tensor, finite: Tensor) -> None:
+        """Make `error` the error of a matrix if `finite`, and use the memory of the other tensor for the next M."""
         before = self._errors.get(name)
         if before is None:
-            self._errors[name] = torch.where(finite, owed, 0)
-        elif owed.device.type != "cpu":  # where to ask would be to wait
-            torch.where(finite, owed, before, out=before)
+            self._errors[name] = torch.where(finite, error, 0)
+        elif error.device.type != "cpu":  # reading `finite` would synchronize the host with the device
+            torch.where(finite, error, before, out=before)
         elif finite:
-            self._errors[name], owed = owed, before
-        self._room[name] = owed
+            self._errors[name], error = error, before
+        self._scratch[name] = error
 
     def state_dict(self) -> dict[str, Any]:
         errors = {}
         gathers = self._gathers_errors()
-        for name, error in self._errors.items():  # one at a time, to limit the memory that other ranks need
+        for name, error in self._errors.items():  # one at a time, which limits the memory
             own = error.unsqueeze(0)
-            kept = self._communicator.allgather(own) if gathers else self._communicator.allreduce(own)
+            of_all_ranks = self._communicator.allgather(own) if gathers else self._communicator.allreduce(own)
             if self._communicator.rank == 0:
-                errors[name] = kept.cpu()
-        # Copies, because they are views of what has travelled.
+                errors[name] = of_all_ranks.cpu()
+        # Copies, because queries are views of a buffer.
         queries = {
             name: query.clone(memory_format=torch.contiguous_format).cpu() for name, query in self._queries.items()
         }
-        return {"steps": self._steps, "errors": errors, "queries": queries}
+        return {"steps": self._reductions, "errors": errors, "queries": queries}
 
     def _gathers_errors(self) -> bool:
-        """Return whether the state holds the error of every rank, and warn on rank 0 if it holds only their mean."""
+        """Return whether the state holds the error of every rank. Otherwise it holds their mean; warn on rank 0."""
         total = self._communicator.size * sum(error.nbytes for error in self._errors.values())
-        if total <= self.most_gathered_bytes:
+        if total <= self.max_gathered_bytes:
             return True
         if self._communicator.rank == 0:
             warnings.warn(
-                f"What PowerSGD still owes on {self._communicator.size} ranks takes {total / 2**30:.1f} GiB, so "
-                "checkpoints hold its mean over ranks. A resumed run has the same mean gradient to send, but is not "
-                "bit-identical to one without interruption.",
+                f"PowerSGD's errors of {self._communicator.size} ranks take {total / 2**30:.1f} GiB, so checkpoints "
+                "store their mean over ranks. A resumed run keeps the error of the mean gradient, but is not "
+                "bit-identical to an uninterrupted run.",
                 stacklevel=2,
             )
         return False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         communicator = self._communicator
-        first = communicator.rank == 0
+        is_rank_zero = communicator.rank == 0
         tables: dict[str, dict[str, Tensor]] = {kind: state.get(kind, {}) for kind in ("errors", "queries")}
-        kept = communicator.broadcast_object(
+        layout = communicator.broadcast_object(
             {kind: {name: (list(t.shape), t.dtype) for name, t in table.items()} for kind, table in tables.items()}
             | {"steps": state.get("steps", 0)}
-            if first
+            if is_rank_zero
             else None
         )
-        self._check_fits({name: shape[1:] for name, (shape, _) in kept["errors"].items()})
-        self._steps, self._errors, self._queries = kept["steps"], {}, {}
-        for kind, keep in (("errors", self._keep_error), ("queries", self._keep_query)):
-            for name, (shape, dtype) in kept[kind].items():
-                own = tables[kind][name] if first else torch.empty(shape, dtype=dtype)
-                keep(name, communicator.broadcast(own.to(communicator.device)))
+        self._check_shapes({name: shape[1:] for name, (shape, _) in layout["errors"].items()})
+        self._reductions, self._errors, self._queries = layout["steps"], {}, {}
+        for kind, load in (("errors", self._load_error), ("queries", self._load_query)):
+            for name, (shape, dtype) in layout[kind].items():
+                own = tables[kind][name] if is_rank_zero else torch.empty(shape, dtype=dtype)
+                load(name, communicator.broadcast(own.to(communicator.device)))
 
-    def _keep_error(self, name: str, of_all_ranks: Tensor) -> None:
-        """Take this rank's part of what is owed; what a matrix owes that is sent whole from now on is dropped."""
+    def _load_error(self, name: str, of_all_ranks: Tensor) -> None:
+        """Take this rank's error. The error of a matrix that is not compressed any more is dropped."""
         if self._settings.error_feedback and name in self._shapes:
-            same = len(of_all_ranks) == self._communicator.size
-            self._errors[name] = of_all_ranks[self._communicator.rank].clone() if same else of_all_ranks.mean(0)
+            same_size = len(of_all_ranks) == self._communicator.size
+            self._errors[name] = of_all_ranks[self._communicator.rank].clone() if same_size else of_all_ranks.mean(0)
 
-    def _keep_query(self, name: str, query: Tensor) -> None:
-        """Take Q, unless this run approximates by another rank, for which it begins anew."""
+    def _load_query(self, name: str, query: Tensor) -> None:
+        """Take Q, unless this run approximates by another rank, which needs a new Q."""
         shape = self._shapes.get(name)
         if self._settings.warm_start and shape is not None and list(query.shape) == [shape[1], self._rank(shape)]:
             self._queries[name] = query
 
-    def _begin(self) -> None:
-        self._changes: list[_Change] = []
-        self._finite: list[Tensor] = []
-        self._scale: Tensor | None = None
-        self._scale_known = False
-
-    def _is_worth_it(self, parameter: Tensor) -> bool:
+    def _is_compressed(self, parameter: Tensor) -> bool:
         rows, columns = shape = _matrix_shape(parameter)
-        sent = (rows + columns) * self._rank(shape)
-        return parameter.is_floating_point() and sent * self._settings.min_compression_rate < rows * columns
+        compressed_elements = (rows + columns) * self._rank(shape)
+        return (
+            parameter.is_floating_point()
+            and compressed_elements * self._settings.min_compression_rate < rows * columns
+        )  # fmt: skip
 
     def _rank(self, shape: tuple[int, int]) -> int:
         return min(*shape, self._settings.rank)
@@ -212,79 +217,84 @@ class LowRankGradients(CompressionState):
     def _matrix(self, name: str, gradient: Tensor) -> _Matrix:
         shape = self._shapes[name]
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        if not self._scale_known:
-            self._scale, self._scale_known = self.loss_scale(), True
-        # Always a tensor of its own: a bucket of another run of the same may have the gradient at another place of its
-        # memory, and there the product of matrices might be added up in another order.
-        owed = self._room.pop(name, None)
-        if owed is None:
-            owed = torch.empty(shape, dtype=dtype, device=gradient.device)
+        if not self._is_scale_known:
+            self._scale, self._is_scale_known = self.loss_scale(), True
+        # A separate tensor: in a resumed run the gradient may have another alignment in its bucket, and then the matrix
+        # product may add in another order.
+        remainder = self._scratch.pop(name, None)
+        if remainder is None:
+            remainder = torch.empty(shape, dtype=dtype, device=gradient.device)
         own, error = gradient.reshape(shape), self._errors.get(name)
         if error is None:
-            owed.copy_(own)
+            remainder.copy_(own)
         elif self._scale is None:
-            torch.add(own, error, out=owed)
+            torch.add(own, error, out=remainder)
         else:
-            torch.mul(error, self._scale.to(dtype), out=owed).add_(own)
+            torch.mul(error, self._scale.to(dtype), out=remainder).add_(own)
         query = self._queries.get(name)
-        start = _orthonormal(self._first_query(name, owed) if query is None else self._filled(name, query.to(dtype)))
+        query = self._first_query(name, remainder) if query is None else self._fill_columns(name, query.to(dtype))
         least, most = torch.aminmax(own)
-        return _Matrix(name, gradient, owed, start, (least.ne(0) | most.ne(0)).to(dtype))
+        return _Matrix(name, gradient, remainder, _orthonormal(query), (least.ne(0) | most.ne(0)).to(dtype))
 
-    def _filled(self, name: str, query: Tensor) -> Tensor:
-        """Return Q with a random column for each that is rounding only, as after a gradient of a lower rank: else what
-        is sent next would follow from what is not the same everywhere."""
+    def _fill_columns(self, name: str, query: Tensor) -> Tensor:
+        """Return Q with a random column for each column that is rounding noise, as after a gradient of lower rank.
+
+        Otherwise the next approximation would depend on noise, which differs between numbers of ranks.
+        """
         lengths = torch.linalg.vector_norm(query, dim=0)
-        empty = lengths <= _ROUNDING * torch.finfo(query.dtype).eps * lengths.max()
-        if (spare := self._spares.get(name)) is None:
-            spare = self._spares[name] = self._random(name, query, 0)
-        return torch.where(empty, spare, query)
+        is_noise = lengths <= _ROUNDING_EPSILONS * torch.finfo(query.dtype).eps * lengths.max()
+        if (columns := self._random_columns.get(name)) is None:
+            columns = self._random_columns[name] = self._random_query(name, query, 0)
+        return torch.where(is_noise, columns, query)
 
     def _first_query(self, name: str, like: Tensor) -> Tensor:
-        """Return the random Q of a matrix that has none from an earlier reduction.
+        """Return the random Q of a matrix without a Q from an earlier reduction.
 
-        With `warm_start` it is the same in every reduction. Some ranks reduce the zeros of a parameter that no rank
-        used, and others, such as a single one, skip them, so that its first reduction has another number there.
+        With `warm_start` it does not depend on the number of the reduction: a parameter that no rank used is reduced as
+        zeros with several ranks, and is skipped with one rank, so its first reduction has different numbers.
         """
-        return self._random(name, like, self._settings.start_step if self._settings.warm_start else self._steps)
+        return self._random_query(
+            name, like, self._settings.start_step if self._settings.warm_start else self._reductions
+        )
 
-    def _random(self, name: str, like: Tensor, reduction: int) -> Tensor:
+    def _random_query(self, name: str, like: Tensor, reduction: int) -> Tensor:
         """Return a random Q, equal on every rank."""
         shape = self._shapes[name]
-        entropy = [self._settings.seed, self._places[name], reduction]
+        entropy = [self._settings.seed, self._indices[name], reduction]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
         random = torch.randn(
             shape[1], self._rank(shape), dtype=like.dtype, generator=torch.Generator().manual_seed(seed)
         )
         return random.to(like.device)
 
-    def _send(self, matrix: _Matrix, base: Tensor, query: Tensor, finite: Tensor, used: Tensor) -> None:
-        name, gradient, owed, _, _ = matrix
+    def _set_gradient(self, matrix: _Matrix, base: Tensor, query: Tensor, finite: Tensor, is_used: Tensor) -> None:
+        """Write P Q^T to the gradient, and add the new state of the matrix."""
+        name, gradient, remainder, _, _ = matrix
         finite = finite & query.isfinite().all()
-        # A gradient of nothing is no occasion to send what is owed: of a parameter that no rank used, nobody takes it.
-        base = torch.where(used, base, 0)
-        owed.addmm_(base, query.T, alpha=-1)
+        # A gradient of zeros does not send the error: no optimizer applies it if no rank used the parameter.
+        base = torch.where(is_used, base, 0)
+        remainder.addmm_(base, query.T, alpha=-1)
         if self._scale is not None:
-            owed /= self._scale.to(owed.dtype)
+            remainder /= self._scale.to(remainder.dtype)
         base = torch.where(finite, base, float("nan"))
-        if gradient.dtype == owed.dtype and gradient.is_contiguous():
-            torch.mm(base, query.T, out=gradient.view(owed.shape))
+        if gradient.dtype == remainder.dtype and gradient.is_contiguous():
+            torch.mm(base, query.T, out=gradient.view(remainder.shape))
         else:
             gradient.copy_((base @ query.T).view(gradient.shape))
         self._finite.append(finite)
-        self._changes.append(_Change(name, owed, query, used))
+        self._new_states.append(_NewState(name, remainder, query, is_used))
 
-    def _check_fits(self, shapes: dict[str, list[int]]) -> None:
+    def _check_shapes(self, shapes: dict[str, list[int]]) -> None:
         for name, shape in shapes.items():
-            if name not in self._places:
+            if name not in self._indices:
                 raise CheckpointError(
-                    f"The checkpoint has gradients that are still owed to {name!r}, which this model has not. "
+                    f"The checkpoint has a PowerSGD error of {name!r}, but this model has no such parameter. "
                     "Build the model that wrote it."
                 )
             expected = self._shapes.get(name)
             if expected is not None and shape != list(expected):
                 raise CheckpointError(
-                    f"The checkpoint has gradients that are still owed to {name!r} as {shape}, and here it is "
+                    f"The checkpoint has a PowerSGD error of {name!r} with shape {shape}, but this model needs "
                     f"{list(expected)}. Build the model that wrote it."
                 )
 
@@ -295,14 +305,14 @@ def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
-    """Return orthonormal columns that span at least those of `matrix`."""
+    """Return orthonormal columns that span at least the columns of `matrix`."""
     basis: Tensor = torch.linalg.qr(matrix).Q
     return basis
 
 
-def _sum(parts: list[Tensor], start_sum: StartSum) -> Iterator[Wait]:
-    """Replace `parts` by their sums over ranks, which travel together."""
+def _sum(parts: list[Tensor], begin_sum: BeginSum) -> Iterator[Wait]:
+    """Replace `parts` by their sums over ranks, communicated as one tensor."""
     flat = torch.cat([part.reshape(-1) for part in parts])
-    yield start_sum(flat)
+    yield begin_sum(flat)
     shapes = [part.shape for part in parts]
     parts[:] = [piece.view(shape) for piece, shape in zip(flat.split([s.numel() for s in shapes]), shapes, strict=True)]

@@ -1,10 +1,10 @@
-"""The group that gradients travel in, as DDP's reducer sees it: a backward that waits for other ranks in vain says so.
+"""The process group in which DDP's reducer communicates. It raises a descriptive error if a backward times out.
 
-DDP waits for its buckets in C++, where a timeout is a bare RuntimeError, and with NCCL the end of the process. So the
-buckets are waited for here first, at the end of the backward and just before DDP does. It changes nothing else.
+DDP waits for its buckets in C++, where a timeout is a bare RuntimeError, or the end of the process with NCCL. This
+group waits for them first, at the end of the backward.
 """
 
-# torch's stubs type each collective by several overloads of other argument names; it calls them by position.
+# torch's stubs declare each collective by several overloads with other argument names; torch passes them by position.
 # mypy: disable-error-code="override, call-arg, untyped-decorator"
 
 from __future__ import annotations
@@ -17,112 +17,117 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 
+from unitrain.backends.gradients.end_of_backward import Step, end_of_backward
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.monitoring.watchdog import Deadline
+from unitrain.torch_compat import Work, current_backward
 
 
 class ReducerGroup(dist.ProcessGroup):
-    """`group`, whose works a backward waits for, never longer than the timeout; then CollectiveTimeoutError tells why.
+    """`group`, with a wait at the end of each backward that raises CollectiveTimeoutError after the timeout.
 
-    `agree` is called with whatever is about to be sent, where that is asked for. `on_reduced` is called at the end of
-    each backward that sends gradients. With `on_stream` nobody waits on the
-    host, as under NCCL: then the watch sees whether the gradients ever come, and ends the process if not. With `at_end`
-    the allreduces of a backward begin at its end: two NCCL communicators can deadlock when ranks use them in different
-    orders, and collectives inside the backward run in another group than the gradients of unused parameters.
+    Args:
+        check_bucket: called with every bucket before its collective, or None.
+        on_stream: a GPU stream waits for the collectives instead of the host, as with NCCL. The watchdog then checks
+            that they complete, and otherwise ends the process.
+        deferred: begin the allreduces of a backward at its end. Two NCCL communicators can deadlock if ranks use them
+            in different orders, and collectives inside a backward use another communicator than this group.
+
+    `on_reduced` is called at the end of each backward that reduces gradients.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         monitor: FailureMonitor,
-        agree: Callable[[Tensor], object] | None,
+        check_bucket: Callable[[Tensor], object] | None,
         *,
         on_stream: bool,
-        at_end: bool = False,
+        deferred: bool = False,
     ) -> None:
         super().__init__(group.rank(), group.size())
-        self._group, self._monitor, self._agree = group, monitor, agree
-        self._on_stream, self.at_end = on_stream, at_end
-        self._deferred: list[_DeferredWork] = []
-        self._work = GradientPhase("backward", 0)
+        self._group, self._monitor, self._check_bucket = group, monitor, check_bucket
+        self._on_stream, self.deferred = on_stream, deferred
+        self._deferred_works: list[_DeferredWork] = []
+        self._phase = GradientPhase("backward", 0)
         self._works: list[dist.Work] = []
-        self._backward = -1
-        self._backwards = self._bucketings = self._counted = 0
-        self._begins = False
+        self._last_backward = -1
+        self._backward_count = self._counted_backwards = self._broadcast_count = 0
+        self._is_new_backward = False
         self.loop_counters = monitor.loop_counters
         self.on_reduced: Callable[[], None] = lambda: None
 
     def expect_backward(self) -> None:
-        """The next gradients that are sent are those of a new backward."""
-        self._begins = True
+        """Count the next bucket as the first one of a new backward."""
+        self._is_new_backward = True
 
     def check_other_ranks(self) -> None:
-        """Raise the ModelError with which another rank has failed, if this rank knows of one."""
+        """Raise the ModelError with which another rank has failed, if this rank has received its report."""
         self._monitor.raise_model_error()
 
-    def begin(self, bucket: Tensor) -> None:
-        """Note that `bucket` is about to be sent, by whatever collective."""
-        if self._begins:
-            self._begins = False
-            self._works.clear()  # of a backward that an exception has ended
-            self._deferred.clear()
-            self._work = GradientPhase("backward", self._backwards)
-            self._monitor.record(self._work)
-            self._backwards += 1
-        backward = torch._C._current_graph_task_id()
-        if backward not in (-1, self._backward):
-            self._backward = backward
-            Variable._execution_engine.queue_callback(self._finish)  # before what the group itself queues
-        if self._agree is not None:
-            self._agree(bucket)
+    def begin_bucket(self, bucket: Tensor) -> None:
+        """Prepare a collective, of any kind, of `bucket`."""
+        if self._is_new_backward:
+            self._is_new_backward = False
+            self._works.clear()  # of an earlier backward that raised an exception
+            self._deferred_works.clear()
+            self._phase = GradientPhase("backward", self._backward_count)
+            self._monitor.record(self._phase)
+            self._backward_count += 1
+        backward = current_backward()
+        if backward not in (-1, self._last_backward):
+            self._last_backward = backward
+            end_of_backward.add(Step.REDUCE_BUCKETS, self._wait_for_buckets)
+            end_of_backward.add(Step.MARK_GLOBAL, self._mark_global)
+        if self._check_bucket is not None:
+            self._check_bucket(bucket)
 
-    def add(self, work: dist.Work) -> None:
-        """Take over a work that sends a bucket: the end of the backward waits for it."""
+    def add_work(self, work: dist.Work) -> None:
+        """Wait for `work`, which communicates a bucket, at the end of the backward."""
         self._works.append(work)
 
     def wait_for_ranks(self, work: dist.Work | None) -> None:
-        """Wait for `work` of this backward; raises CollectiveTimeoutError naming who has not come."""
+        """Wait for `work` of this backward. Raises CollectiveTimeoutError, which names the missing ranks."""
         self._monitor.wait_for_ranks(work)
 
     @contextmanager
-    def finishing(self) -> Iterator[None]:
-        """What waits for the gradients inside of this is watched."""
-        deadline = self._monitor.set_deadline(_not_yet, self._work)
+    def watched(self) -> Iterator[None]:
+        """Let the watchdog monitor the waits for gradients inside this context."""
+        deadline = self._monitor.set_deadline(_never, self._phase)
         try:
             yield
         finally:
-            self._finished(deadline)
+            self._end_deadline(deadline)
 
-    # --- what the reducer calls, in C++ and in the middle of what torch.compile compiles ---
+    # --- called by the reducer, in C++, also in the middle of code that torch.compile compiles ---
 
     @torch.compiler.disable
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        self.begin(tensors[0])
-        if self.at_end:
-            self._deferred.append(_DeferredWork(tensors, opts))
-            return self._deferred[-1]
+        self.begin_bucket(tensors[0])
+        if self.deferred:
+            self._deferred_works.append(_DeferredWork(tensors, opts))
+            return self._deferred_works[-1]
         try:
             work = self._group.allreduce(tensors, opts)
-        except RuntimeError as error:  # Horovod refuses operations after another rank has ended
+        except RuntimeError as error:  # Horovod rejects operations after another rank has ended
             self._monitor.raise_cause_of(error)
             raise
-        self.add(work)
+        self.add_work(work)
         return work
 
     @torch.compiler.disable
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        bucketing = GradientPhase("bucket rebuild", self._bucketings)
-        self._monitor.record(bucketing)
-        self._bucketings += 1
-        if self._agree is not None:
-            self._agree(tensors[0])
+        phase = GradientPhase("bucket rebuild", self._broadcast_count)
+        self._monitor.record(phase)
+        self._broadcast_count += 1
+        if self._check_bucket is not None:
+            self._check_bucket(tensors[0])
         work = self._group.broadcast(tensors, opts)
         self._monitor.wait_for_ranks(work)
         if self._on_stream:
-            self._monitor.set_deadline(work.is_completed, bucketing)
+            self._monitor.set_deadline(work.is_completed, phase)
         return work
 
     @torch.compiler.disable
@@ -132,29 +137,33 @@ class ReducerGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "unitrain"
 
+    # --- steps at the end of a backward ---
+
     @torch.compiler.disable
-    def _finish(self) -> None:
-        if self._counted != self._backwards:  # a backward inside of this one may have been first
-            self._counted = self._backwards
+    def _wait_for_buckets(self) -> None:
+        if self._counted_backwards != self._backward_count:  # otherwise a backward inside this one has counted it
+            self._counted_backwards = self._backward_count
             self.loop_counters.count_backward()
-        # As in `finishing`, without what a context manager costs in every step.
-        deadline = self._monitor.set_deadline(_not_yet, self._work)
+        # As `watched`, without the cost of a context manager in every step.
+        deadline = self._monitor.set_deadline(_never, self._phase)
         try:
-            for late in self._deferred:
+            for late in self._deferred_works:
                 late.work = self._group.allreduce(late.tensors, late.opts)
-                self.add(late.work)
+                self.add_work(late.work)
             if not self._on_stream:
                 for work in self._works:
                     self._monitor.wait_for_ranks(work)
-            for late in self._deferred:
+            for late in self._deferred_works:
                 late.complete()
         finally:
-            self._deferred.clear()
-            self._finished(deadline)
+            self._deferred_works.clear()
+            self._end_deadline(deadline)
+
+    def _mark_global(self) -> None:
         self.on_reduced()
 
-    def _finished(self, deadline: Deadline | None) -> None:
-        """Expect the works from here on where a stream waits for them, also while the host waits for that stream."""
+    def _end_deadline(self, deadline: Deadline | None) -> None:
+        """End `deadline`. If a stream waits for the works, let the watchdog check their completion from now on."""
         works, self._works = self._works, []
         if deadline is None:
             return
@@ -164,8 +173,8 @@ class ReducerGroup(dist.ProcessGroup):
             deadline.cancel()
 
 
-class _DeferredWork(dist._Work):
-    """An allreduce of a bucket that begins at the end of the backward; DDP waits for its future after that."""
+class _DeferredWork(Work):
+    """An allreduce of a bucket that begins at the end of the backward. DDP waits for its future afterwards."""
 
     def __init__(self, tensors: list[Tensor], opts: Any) -> None:
         super().__init__()
@@ -175,7 +184,7 @@ class _DeferredWork(dist._Work):
         self._future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
     def complete(self) -> None:
-        """Let the host or the current stream wait for the allreduce, and complete the future."""
+        """Wait for the allreduce, on the host or the current stream, and complete the future."""
         self.wait()
         self._future.set_result(self.tensors)
 
@@ -194,5 +203,5 @@ class _DeferredWork(dist._Work):
         return self.tensors
 
 
-def _not_yet() -> bool:
+def _never() -> bool:
     return False

@@ -1,7 +1,7 @@
-"""Telling, on every rank alike, that a model has parameters which its loss does not reach.
+"""Report, on every rank, that a model has parameters that its loss does not use.
 
-Left alone, such a parameter makes ranks wait for a gradient that never comes, or silently keeps it local. The first
-backward is watched, because that is where a model shows it; afterwards nothing is left in the way.
+Such a parameter makes other ranks wait for a gradient that this rank never computes, or its gradient stays local. Only
+the first backward is checked, because later ones usually use the same parameters, and the hooks cost time.
 """
 
 from __future__ import annotations
@@ -11,86 +11,85 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from unitrain.backends.gradients.outputs import gradient_tensors
+from unitrain.backends.gradients.end_of_backward import Step, end_of_backward, gradient_tensors
 from unitrain.errors import ModelError
+from unitrain.torch_compat import current_backward, drop_empty_gradient_hooks
+
+_MAX_SHOWN_NAMES = 5
 
 
-def watch_first_backward(
+def check_first_backward(
     wrapped: nn.Module,
     model: nn.Module,
     exchange: Callable[[list[str]], list[list[str]]],
-    applies: Callable[[], bool],
+    reduces_gradients: Callable[[], bool],
 ) -> None:
-    """Raise ModelError on every rank from the first `backward` that leaves a parameter of `model` unused on any rank.
+    """Raise ModelError on every rank at the first backward that leaves a parameter of `model` unused on any rank.
 
-    `wrapped` is the module that is called; `exchange` gives every rank's names of unused parameters, and runs while no
-    other collective of that backward has been waited for; `applies` tells, during a backward, whether it counts. One
-    that reaches no parameter at all is not the model's: gradients of the inputs were asked for, or those of a model in
-    front of it.
+    Args:
+        wrapped: the module that the user calls.
+        model: the module with the parameters.
+        exchange: returns every rank's argument, in rank order. It must work while collectives of the backward are in
+            flight.
+        reduces_gradients: returns, during a backward, whether it reduces gradients. Other backwards are not checked.
+
+    A backward that reaches no parameter is not checked either: it computes gradients of the inputs, or of another
+    model in front of this one.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     last_used: dict[Tensor, int] = {}
     handles: list[RemovableHandle] = []
-    watching, watched = True, -1
+    is_active, checked_backward = True, -1
 
-    def used(parameter: Tensor) -> None:
-        last_used[parameter] = torch._C._current_graph_task_id()
+    def on_gradient(parameter: Tensor) -> None:
+        last_used[parameter] = current_backward()
 
-    def finished() -> None:
-        nonlocal watching
-        # Backwards are numbered as they begin, those that run inside another one after it.
-        reached = [parameter for parameter in names if last_used.get(parameter, -1) >= watched]
-        # The user may have frozen some since.
-        unused = [p for p in names if p.requires_grad and last_used.get(p, -1) < watched]
-        if not watching or not reached:
+    def on_end_of_backward() -> None:
+        nonlocal is_active
+        # Numbers of backwards increase, so a backward inside this one has a larger number.
+        reached = [parameter for parameter in names if last_used.get(parameter, -1) >= checked_backward]
+        # The user may have frozen parameters since the registration.
+        unused = [p for p in names if p.requires_grad and last_used.get(p, -1) < checked_backward]
+        if not is_active or not reached:
             return
-        watching = False
+        is_active = False
         for handle in handles:
             handle.remove()
         for parameter in names:
-            if not parameter._post_accumulate_grad_hooks:  # an empty table of them would still cost every backward
-                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        told = exchange([names[parameter] for parameter in unused])
+            drop_empty_gradient_hooks(parameter)
+        unused_by_rank = exchange([names[parameter] for parameter in unused])
         if unused:
-            # Give the others the gradients they wait for, so that they, and the group, come out of this backward.
+            # Other ranks wait for these gradients: reduce zeros, so that all ranks complete this backward.
             with torch.enable_grad():
                 torch.stack([parameter.sum() * 0 for parameter in unused]).sum().backward()
-        if any(told):
-            # After what else is to be done at the end of this backward: others wait for this rank's part in that.
-            _queue_callback(lambda: _raise_if_any(told))
+        if any(unused_by_rank):
+            end_of_backward.add(Step.RAISE_ERRORS, lambda: _raise_unused(unused_by_rank))
 
-    def on_backward(gradient: Tensor) -> None:
-        nonlocal watched
-        backward = torch._C._current_graph_task_id()
-        if watching and backward != watched and applies():
-            watched = backward
-            _queue_callback(finished)
+    def on_output_gradient(gradient: Tensor) -> None:
+        nonlocal checked_backward
+        backward = current_backward()
+        if is_active and backward != checked_backward and reduces_gradients():
+            checked_backward = backward
+            end_of_backward.add(Step.FIND_UNUSED_PARAMETERS, on_end_of_backward)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             for tensor in gradient_tensors(output):
-                tensor.register_hook(on_backward)
+                tensor.register_hook(on_output_gradient)
 
     handles.append(wrapped.register_forward_hook(on_forward))
-    handles.extend(parameter.register_post_accumulate_grad_hook(used) for parameter in names)
+    handles.extend(parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in names)
 
 
-def _queue_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` at the end of the backward that is running, before what is queued later."""
-    Variable._execution_engine.queue_callback(callback)
-
-
-def _raise_if_any(told: list[list[str]]) -> None:
-    ranks = [str(rank) for rank, names in enumerate(told) if names]
-    if not ranks:
-        return
-    names = list(dict.fromkeys(name for part in told for name in part))
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    where = "every rank" if len(ranks) == len(told) else f"rank {', '.join(ranks)}"
+def _raise_unused(unused_by_rank: list[list[str]]) -> None:
+    ranks = [str(rank) for rank, names in enumerate(unused_by_rank) if names]
+    names = list(dict.fromkeys(name for of_rank in unused_by_rank for name in of_rank))
+    shown = ", ".join(names[:_MAX_SHOWN_NAMES])
+    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
+    where = "every rank" if len(ranks) == len(unused_by_rank) else f"rank {', '.join(ranks)}"
     raise ModelError(
-        f"{len(names)} parameters got no gradient on {where}: {shown}. Use them in the loss, freeze them with "
+        f"{len(names)} parameters got no gradient on {where}: {shown}{more}. Use them in the loss, freeze them with "
         "requires_grad_(False), or allow it: backend.distributed_model(model, find_unused_parameters=True)."
     )

@@ -27,7 +27,6 @@ import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from unitrain.backends.horovod.runtime import start_horovod, tell_torch_where
 from unitrain.backends.horovod.tensors import ALLTOALL_BYTES, Destination, as_bytes, combined, flat, pieces, reduction
@@ -35,6 +34,7 @@ from unitrain.backends.horovod.work import Completions, HorovodWork, joined
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import UnsupportedError
+from unitrain.torch_compat import disable_compile
 
 NAME = "horovod"
 # Horovod negotiates a name it has seen with the same shape by one bit, any other by a message to rank 0 and back. So
@@ -78,7 +78,7 @@ def _untraced(group: type[GroupT]) -> type[GroupT]:
     """Keep torch.compile out of the collectives: torch calls them from C++ in the middle of what it compiles."""
     for name, method in list(vars(group).items()):
         if callable(method) and not name.startswith("__"):
-            setattr(group, name, _disable_dynamo(method))
+            setattr(group, name, disable_compile(method))
     return group
 
 

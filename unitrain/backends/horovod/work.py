@@ -18,9 +18,10 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
+from unitrain.backends.gradients.end_of_backward import Step, end_of_backward
 from unitrain.errors import CollectiveTimeoutError
+from unitrain.torch_compat import Work, current_backward
 
 _EAGER_SECONDS = 0.005  # with 0.001 a small model's step takes a third longer where operations take 2 ms
 _PATIENT_SECONDS = 0.00005
@@ -28,7 +29,7 @@ _BACKGROUND_SECONDS = 0.001
 _IDLE_LOOKS = 20
 
 
-class HorovodWork(dist._Work):
+class HorovodWork(Work):
     """One operation in flight; `wait` and the future end with its result, its error, or a CollectiveTimeoutError."""
 
     def __init__(
@@ -136,7 +137,7 @@ class HorovodWork(dist._Work):
         return self._result
 
 
-class JoinedWork(dist._Work):
+class JoinedWork(Work):
     """Operations that torch started as one; it is complete when all of `works` are, and fails if any of them fails."""
 
     def __init__(self, works: list[HorovodWork], result: Any) -> None:
@@ -206,10 +207,10 @@ class Completions:
         self._works.append(work)
         if not self._added.is_set():
             self._added.set()
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward not in (-1, self._backward):
             self._backward = backward
-            Variable._execution_engine.queue_callback(self._finish_backward)
+            end_of_backward.add(Step.COMPLETE_TRANSPORT, self._finish_backward)
 
     def wait_for(self, work: HorovodWork, seconds: float | None) -> None:
         """Return when `work` is complete, or after `seconds`."""

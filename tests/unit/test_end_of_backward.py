@@ -1,0 +1,85 @@
+"""The steps at the end of a backward run in the order of `Step`, whatever hook adds them first."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from unitrain.backends.gradients.end_of_backward import EndOfBackward, Step
+from unitrain.torch_compat import queue_backward_callback
+
+ORDER = [
+    "FIND_UNUSED_PARAMETERS", "REDUCE_BUCKETS", "COMPRESS", "COMPLETE_TRANSPORT", "MARK_GLOBAL", "DDP", "RAISE_ERRORS",
+]  # fmt: skip
+
+
+def run_backward(on_gradient: object) -> None:
+    with torch.enable_grad():  # inside a backward, gradients are disabled
+        tensor = torch.ones(1, requires_grad=True)
+        output = tensor * 2
+        output.register_hook(on_gradient)
+        output.backward()
+
+
+@pytest.mark.parametrize("order", [list(Step), list(reversed(Step))], ids=["in order", "reversed"])
+def test_steps_run_in_a_fixed_order_around_the_callback_of_ddp(order: list[Step]) -> None:
+    end_of_backward, ran = EndOfBackward(), list[str]()
+
+    def add_all(_: Tensor) -> None:
+        for step in order:
+            end_of_backward.add(step, lambda name=step.name: ran.append(name))
+        queue_backward_callback(lambda: ran.append("DDP"))  # DDP queues its callback after the last bucket
+
+    run_backward(add_all)
+    assert ran == ORDER
+
+
+def test_a_step_may_add_steps_to_the_same_backward() -> None:
+    end_of_backward, ran = EndOfBackward(), list[str]()
+
+    def add(step: Step, name: str) -> None:
+        end_of_backward.add(step, lambda: ran.append(name))
+
+    def find_unused() -> None:
+        ran.append("find")
+        add(Step.RAISE_ERRORS, "raise")
+        add(Step.COMPRESS, "compress")
+
+    def add_first(_: Tensor) -> None:
+        add(Step.MARK_GLOBAL, "mark")
+        end_of_backward.add(Step.FIND_UNUSED_PARAMETERS, find_unused)
+
+    run_backward(add_first)
+    assert ran == ["find", "compress", "mark", "raise"]
+
+
+def test_a_backward_inside_another_one_has_its_own_steps() -> None:
+    end_of_backward, ran = EndOfBackward(), list[str]()
+
+    def run_inner() -> None:
+        run_backward(lambda _: end_of_backward.add(Step.MARK_GLOBAL, lambda: ran.append("inner")))
+        ran.append("outer")
+
+    def add_outer(_: Tensor) -> None:
+        end_of_backward.add(Step.MARK_GLOBAL, lambda: ran.append("outer, last"))
+        end_of_backward.add(Step.FIND_UNUSED_PARAMETERS, run_inner)
+
+    run_backward(add_outer)
+    assert ran == ["inner", "outer", "outer, last"]
+
+
+def test_a_backward_that_raises_leaves_no_steps_behind() -> None:
+    end_of_backward, ran = EndOfBackward(), list[str]()
+
+    def add_and_raise(_: Tensor) -> None:
+        end_of_backward.add(Step.MARK_GLOBAL, lambda: ran.append("marked"))
+        raise ValueError("in a hook")
+
+    with pytest.raises(ValueError, match="in a hook"):
+        run_backward(add_and_raise)
+    gc.collect()
+    assert ran == []
+    assert len(end_of_backward._sequences) == 0

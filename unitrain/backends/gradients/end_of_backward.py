@@ -1,0 +1,140 @@
+"""The steps at the end of a backward, in one fixed order, and the tensors from which a backward can start.
+
+Autograd calls the callbacks that were queued during a backward when its graph is done, in the order in which they were
+queued. That order depends on which hook happens to run first. `end_of_backward` therefore queues one callback per
+backward, which runs all steps in the order of `Step`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+
+from unitrain.torch_compat import current_backward, queue_backward_callback
+
+_MAX_INSPECTED_OBJECTS = 100  # an output may refer to all objects of a program
+_OPAQUE_TYPES = (
+    str, bytes, int, float, complex, type(None), type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType,
+    MethodType,
+)  # fmt: skip
+
+
+class Step(IntEnum):
+    """The steps at the end of a backward. A lower number runs first; functions of one step run in order of addition.
+
+    FIND_UNUSED_PARAMETERS: in the first backward, exchange the names of unused parameters, and reduce zeros for them.
+        Other ranks wait for these gradients, so no bucket completes before.
+    REDUCE_BUCKETS: begin deferred allreduces, and wait for the first collective of every bucket.
+    COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
+    COMPLETE_TRANSPORT: complete the works of process groups written in Python, and raise their errors. DDP waits for
+        them in C++, where an error has no type.
+    MARK_GLOBAL: mark the gradients as global, so that an optimizer accepts them.
+
+    Now DDP copies the reduced buckets into gradients, if they are not views of the buckets.
+
+    RAISE_ERRORS: raise ModelError for unused parameters. It is last because other ranks need this rank's part in all
+        previous steps.
+    """
+
+    FIND_UNUSED_PARAMETERS = 1
+    REDUCE_BUCKETS = 2
+    COMPRESS = 3
+    COMPLETE_TRANSPORT = 4
+    MARK_GLOBAL = 5
+    RAISE_ERRORS = 6
+
+
+class EndOfBackward:
+    """Runs the steps at the end of each backward. It is the only object that queues callbacks with autograd.
+
+    A backward that runs inside another one has a sequence of steps by itself.
+    """
+
+    def __init__(self) -> None:
+        # Autograd holds the only strong reference to a sequence, and drops it if the backward raises an exception.
+        self._sequences: WeakValueDictionary[int, _Sequence] = WeakValueDictionary()
+
+    def add(self, step: Step, function: Callable[[], None]) -> None:
+        """Call `function` in `step` at the end of the running backward, or of the one whose last steps are running.
+
+        The first call in a backward must precede the last bucket, after which DDP queues a callback of its own.
+        """
+        backward = current_backward()
+        sequence = self._sequences.get(backward)
+        if sequence is None or sequence.has_run:
+            sequence = self._sequences[backward] = _Sequence()
+            queue_backward_callback(sequence.run)
+        sequence.add(step, function)
+
+
+class _Sequence:
+    """The steps of one backward."""
+
+    def __init__(self) -> None:
+        self.has_run = False
+        self._pending: list[tuple[Step, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+
+    def add(self, step: Step, function: Callable[[], None]) -> None:
+        heapq.heappush(self._pending, (step, next(self._number), function))
+
+    def run(self) -> None:
+        """Run all steps before RAISE_ERRORS, including those that are added meanwhile."""
+        while self._pending and self._pending[0][0] < Step.RAISE_ERRORS:
+            heapq.heappop(self._pending)[2]()
+        self.has_run = True
+        if self._pending:
+            queue_backward_callback(self._raise_errors)  # after the callback of DDP
+
+    def _raise_errors(self) -> None:
+        while self._pending:
+            heapq.heappop(self._pending)[2]()
+
+
+end_of_backward = EndOfBackward()
+
+
+def gradient_tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in the output of a forward that require gradients, from which a backward can start.
+
+    The search covers tuples, lists, dictionaries, and the attributes of any other object, for at most 100 of these.
+    """
+    if isinstance(output, Tensor):
+        return [output] if output.requires_grad else []
+    found: list[Tensor] = []
+    _collect_gradient_tensors(output, found, set())
+    return found
+
+
+def _collect_gradient_tensors(output: Any, found: list[Tensor], seen: set[int]) -> None:
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            found.append(output)
+        return
+    if isinstance(output, _OPAQUE_TYPES) or id(output) in seen:
+        return
+    parts: Iterable[Any]
+    if isinstance(output, list | tuple):
+        parts = output
+    elif len(seen) >= _MAX_INSPECTED_OBJECTS:
+        return
+    else:
+        seen.add(id(output))
+        parts = _attributes(output)
+        if isinstance(output, dict):
+            parts = [*output.values(), *parts]
+    for part in parts:
+        _collect_gradient_tensors(part, found, seen)
+
+
+def _attributes(output: object) -> list[Any]:
+    slots = (name for kind in type(output).__mro__ for name in vars(kind).get("__slots__", ()))
+    values = [getattr(output, name) for name in slots if name != "__dict__" and hasattr(output, name)]
+    return [*values, *getattr(output, "__dict__", {}).values()]

@@ -1,0 +1,29 @@
+"""Reference implementation of gradient synchronization, for readers and as a test oracle.
+
+It communicates one parameter at a time, after the backward, and uses no hooks. `ddp_wrapper.py` computes the same
+gradients faster: it sorts them into buckets and reduces them while the backward runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from unitrain.backends.base import Communicator
+
+
+@torch.no_grad()
+def synchronize_gradients(model: nn.Module, communicator: Communicator) -> None:
+    """Make every `.grad` of `model` the mean over ranks. All ranks call it after `loss.backward()`.
+
+    A parameter that a rank does not use counts as zero there. Its `.grad` stays None if no rank uses it.
+    """
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        is_used = parameter.grad is not None
+        used_by = communicator.allreduce(torch.tensor(float(is_used)), "sum")
+        if not used_by:
+            continue
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = communicator.allreduce(gradient, "mean")
