@@ -41,7 +41,7 @@ def measure(sizes: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]
                 (library, library, HOROVOD_DEFAULTS),
                 (f"unitrain, {backend}", "unitrain", dict[str, str]()),
             ):
-                group = stack.enter_context(RankGroup(backend, ranks, anew=True, variables=variables))
+                group = stack.enter_context(RankGroup(backend, ranks, spawn=True, variables=variables))
                 contestants[way] = Contestant(group), call
                 stack.callback(contestants[way][0].resume)
         results: dict[str, Seconds] = {}

@@ -33,7 +33,7 @@ def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list
     """Return, for each way, the steps of all ranks, round by round."""
     shuffled = random.Random(0)
     steps: dict[str, list[list[Step]]] = {BESIDE: [], AFTER: []}
-    with RankGroup(backend, ranks, anew=True) as group:
+    with RankGroup(backend, ranks, spawn=True) as group:
         group.run(settle)
         for _ in range(_WARM_UP):
             group.run(take_turn, BESIDE, model)

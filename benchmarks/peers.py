@@ -66,7 +66,7 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
         for owner in dict.fromkeys(ways.values()):
             variables = {} if owner == "unitrain" else HOROVOD_DEFAULTS
             contestants[owner] = Contestant(
-                stack.enter_context(RankGroup(backend, ranks, anew=True, variables=variables))
+                stack.enter_context(RankGroup(backend, ranks, spawn=True, variables=variables))
             )
             stack.callback(contestants[owner].resume)
         for model in models:

@@ -65,8 +65,8 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
     """Return, for each model, the seconds per step of each way, round by round."""
     results: dict[str, Seconds] = {}
     with (
-        RankGroup(backend, ranks, anew=True, variables=HOROVOD_DEFAULTS) as plain,
-        RankGroup(backend, ranks, anew=True) as own,
+        RankGroup(backend, ranks, spawn=True, variables=HOROVOD_DEFAULTS) as plain,
+        RankGroup(backend, ranks, spawn=True) as own,
     ):
         by_hand, ours = Contestant(plain), Contestant(own)
         ways = [(BY_HAND[backend], by_hand), *((way, ours) for way in OURS)]

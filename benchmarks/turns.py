@@ -22,7 +22,7 @@ def measure(
     round, in a new order every round."""
     results: dict[str, Seconds] = {}
     shuffled = random.Random(0)
-    with RankGroup(backend, ranks, anew=True) as group:
+    with RankGroup(backend, ranks, spawn=True) as group:
         group.run(settle)
         for model in models:
             seconds: Seconds = {way: [] for way in ways}

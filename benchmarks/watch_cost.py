@@ -36,7 +36,7 @@ _MODEL_BYTES = 100_000_000
 
 def measure(backend: str, rounds: int, ranks: int) -> dict[str, list[float]]:
     """Return the microseconds per step of each of PARTS, as the mean over ranks, round by round."""
-    with RankGroup(backend, ranks, anew=True) as group:
+    with RankGroup(backend, ranks, spawn=True) as group:
         group.run(settle)
         told = [group.run(microseconds, timeout_seconds=300) for _ in track(range(rounds + 1), backend)]
     # The first round warms up.

@@ -137,7 +137,7 @@ def held(starts: Sequence[Start], device: str) -> Iterator[list[Contestant]]:
                 RankGroup(
                     start.backend,
                     start.ranks,
-                    anew=True,
+                    spawn=True,
                     command=start.command,
                     variables=start.variables,
                     device=device,

@@ -1,7 +1,7 @@
-"""Ranks that start in a tenth of a second: a process has imported what they need, and forks them.
+"""Fork server for ranks: a process imports torch once and forks ranks, which then start in a tenth of a second.
 
-Its children are like processes that were started anew, but for what imports have left behind and the seed of Python's
-hashes, which they share. It has one thread and no backend, so that there is nothing that a fork could break.
+The ranks behave like new processes, except that they share the effects of the imports and Python's hash seed. The fork
+server has one thread and no backend, so a fork is safe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from unitrain.bootstrap import environment
 
-# Imported beforehand, as far as it is there.
+# Imported before the first fork. A module that is not installed is skipped.
 _IMPORTS = (
     "numpy", "torch", "torch._dynamo", "unitrain.trainer", "unitrain.testing.worker", "unitrain.backends.ddp",
     "unitrain.backends.horovod.backend",
@@ -33,20 +33,20 @@ _POLL_SECONDS = 0.02
 
 
 class Child:
-    """A process that a nursery has forked, with what is asked of a `subprocess.Popen`."""
+    """A forked process, with the part of the interface of `subprocess.Popen` that `RankGroup` uses."""
 
     def __init__(self, fork_server: ForkServer, pid: int) -> None:
-        self._nursery, self.pid = fork_server, pid
+        self._fork_server, self.pid = fork_server, pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None as long as it lives."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
         if self.returncode is None:
-            self.returncode = self._nursery.ask({"poll": self.pid})["code"]
+            self.returncode = self._fork_server.request_reply({"poll": self.pid})["code"]
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code when there is one. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait for the process and return its exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -56,19 +56,19 @@ class Child:
 
 
 class ForkServer:
-    """The process that forks; it ends with the one that made it. Safe to use from several threads."""
+    """Handle of the fork server process, which ends with this process. Methods may be called from several threads."""
 
     def __init__(self) -> None:
-        self._own, theirs = socket.socketpair()
-        self._asking = threading.Lock()
+        self._connection, child_end = socket.socketpair()
+        self._lock = threading.Lock()
         self.owner = os.getpid()
-        with theirs:
-            # One thread for OpenMP and BLAS: those of others would not be there after a fork.
+        with child_end:
+            # One thread for OpenMP and BLAS: other threads would not exist after a fork.
             variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno())],
+                [sys.executable, "-c", f"from {__name__} import main; main()", str(child_end.fileno())],
                 env=variables,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -76,19 +76,21 @@ class ForkServer:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Let it end."""
+        """End the fork server and wait for it."""
         if self.owner == os.getpid():
-            self._own.close()
+            self._connection.close()
             self._process.wait()
 
     @property
-    def lives(self) -> bool:
-        """Whether it can still fork, for this process."""
+    def is_running(self) -> bool:
+        """Whether the fork server runs and belongs to this process."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Child:
-        """Return a new process of `unitrain.testing.worker` with these arguments and this environment, which leads a
-        session of its own and prints where this process does."""
+        """Fork a process that runs `unitrain.testing.worker` with these arguments and this environment.
+
+        It leads a new session and writes to the standard output and error of this process.
+        """
         sys.stdout.flush()
         request = {
             "arguments": list(arguments),
@@ -96,16 +98,16 @@ class ForkServer:
             "folder": str(Path.cwd()),
             "path": sys.path,
         }
-        return Child(self, self.ask(request, [1, 2])["pid"])
+        return Child(self, self.request_reply(request, [1, 2])["pid"])
 
-    def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """Return the answer to `request`. Raises OSError when the nursery is gone."""
-        with self._asking:
-            _send(self._own, request, descriptors)
-            answer, _ = _receive(self._own)
-        if answer is None:
-            raise OSError("the process that forks ranks is gone")
-        return answer
+    def request_reply(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """Return the reply to `request`. Raises OSError if the fork server has ended."""
+        with self._lock:
+            _send(self._connection, request, descriptors)
+            reply, _ = _receive(self._connection)
+        if reply is None:
+            raise OSError("the fork server has ended")
+        return reply
 
 
 def _send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -131,19 +133,19 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 
 
 def main() -> None:
-    """Import, then fork a rank for each request until the other side is gone."""
+    """Import the modules, then fork a rank for each request until the connection closes."""
     for name in _IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # what was imported is looked at by no collection of a child, which would copy it and take time
+    gc.freeze()  # otherwise a collection in a child would copy the pages of all imported modules
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        born = _serve(connection)
-    if born is not None:
-        _live(*born)
+        child_request = _serve(connection)
+    if child_request is not None:
+        _run_rank(*child_request)
 
 
 def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return None when the other side is gone; in a child, at once, with the request and the descriptors for it."""
+    """Fork a child for each request. Return None when the connection closes; in a child, return its request."""
     codes: dict[int, int | None] = {}
     while True:
         request, descriptors = _receive(connection)
@@ -165,8 +167,8 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None
         _send(connection, {"pid": pid})
 
 
-def _live(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Become the rank that was asked for."""
+def _run_rank(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Set up this child for its request and run the worker."""
     os.setsid()
     for target, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, target)
@@ -178,7 +180,7 @@ def _live(request: dict[str, Any], descriptors: list[int]) -> None:
     with contextlib.suppress(ImportError):
         import numpy as np
 
-        np.random.seed()  # which a process of its own would have drawn
+        np.random.seed()  # a new process would have a random seed
     from unitrain.testing import worker
 
     worker.main()

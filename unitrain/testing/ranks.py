@@ -1,4 +1,4 @@
-"""Several ranks of a backend as processes of this host, kept alive between functions because starting them is slow."""
+"""Ranks of a backend as processes of this host. They stay alive between calls because starting them is slow."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from unitrain.testing.fork_server import Child, ForkServer
 _START_SECONDS = 120.0
 _STACK_SECONDS = 1.0
 _STOP_SECONDS = 20.0
-_LAST_WORDS_SECONDS = 15.0
-_nursery: ForkServer | None = None
+_AFTER_FAILURE_SECONDS = 15.0
+_fork_server: ForkServer | None = None
 
 
 class RankError(AssertionError):
-    """A function failed on some rank; the text is the traceback of the rank that failed first, and what the others did.
+    """A function failed on some rank. The text has the traceback of the first rank that failed and the state of others.
 
-    `kind` is the name of the exception's class, `errors` the texts of every rank's exception by rank.
+    `kind` is the name of the exception class; `errors` maps each failed rank to its message.
     """
 
     def __init__(self, text: str, kind: str = "", errors: dict[int, str] | None = None) -> None:
@@ -49,11 +49,11 @@ class _Rank:
 class RankGroup:
     """`size` ranks of `backend` on this host; a context manager.
 
-    Where they can be, ranks are forked from a process that has imported torch, unless they are to be started `anew`, as
-    what is measured should be. `command` is what starts them and ends where the program begins, such as ["horovodrun",
-    "-np", "2"]; without it they are started directly, as any scheduler that sets RANK and WORLD_SIZE would. `variables`
-    are added to their environment, and `device` is where they compute. No wait is longer than its stated time, and no
-    process outlives the group.
+    Where possible, ranks are forked from a process that has imported torch. `spawn=True` starts new processes instead,
+    as measurements need. `command` is a launcher's command line without the program, such as ["horovodrun", "-np",
+    "2"]; without it, the ranks are started directly with RANK, WORLD_SIZE and the other variables of a scheduler.
+    `variables` are added to the environment of the ranks, which compute on `device`. Every wait has a limit, and all
+    processes end with the group.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RankGroup:
         size: int,
         *,
         command: Sequence[str] = (),
-        anew: bool = False,
+        spawn: bool = False,
         variables: Mapping[str, str] | None = None,
         device: str = "cpu",
         backend_timeout_seconds: float = 60.0,
@@ -70,8 +70,8 @@ class RankGroup:
         self.backend = backend
         self.size = size
         self._command = list(command)
-        # Variables may be read by what is imported, and a GPU is no matter for forks.
-        self._forks = not (anew or command or variables) and device == "cpu" and sys.platform.startswith("linux")
+        # Imported modules may read variables at import, and CUDA cannot be used after a fork.
+        self._forks = not (spawn or command or variables) and device == "cpu" and sys.platform.startswith("linux")
         self._variables = dict(variables or {})
         self._device = device
         self._backend_timeout_seconds = backend_timeout_seconds
@@ -89,9 +89,9 @@ class RankGroup:
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """Call `function(backend, *args)` on every rank and return the results in rank order.
 
-        The function must be importable by name. Raises RankError when any rank fails, or is still busy after
-        `timeout_seconds` or a while after another has failed, with the stacks of the busy ones; the processes are then
-        ended, and the next call starts new ones.
+        The function must be importable by name. Raises RankError if a rank fails, or if it is still busy after
+        `timeout_seconds` or 15 s after another rank failed; the error contains the stacks of busy ranks. All processes
+        are then killed, and the next call starts new ones.
         """
         message = pickle.dumps((function, args))
         try:
@@ -105,7 +105,7 @@ class RankGroup:
             raise
 
     def stop(self) -> None:
-        """Let every rank shut its backend down, and end what does not come to an end."""
+        """Shut down the backend on every rank, and kill the processes that do not end in time."""
         for rank in self._ranks.values():
             with contextlib.suppress(OSError):
                 rank.connection.send(None)
@@ -136,25 +136,25 @@ class RankGroup:
             rank.connection.send([path for path in sys.path if path])
 
     def _start_process(self, arguments: list[str], variables: dict[str, str]) -> subprocess.Popen[bytes] | Child:
-        global _nursery
+        global _fork_server
         if self._forks:
-            if _nursery is None or not _nursery.lives:
-                _nursery = ForkServer()
-            return _nursery.fork(arguments, variables)
+            if _fork_server is None or not _fork_server.is_running:
+                _fork_server = ForkServer()
+            return _fork_server.fork(arguments, variables)
         program = [*self._command, sys.executable, "-m", "unitrain.testing.worker", *arguments]
         return subprocess.Popen(program, env=variables, start_new_session=True)
 
     def _check_start(self, deadline: float) -> None:
-        """Raise RankError when a process ended before all ranks were there, or the time is over."""
+        """Raise RankError if a process ended before all ranks connected, or if the time limit is exceeded."""
         ended = [process.returncode for process in self._processes if process.poll() is not None]
         if ended or time.monotonic() > deadline:
-            told = f"a process ended with exit code {ended[0]}" if ended else f"{_START_SECONDS:g} s are over"
-            absent = ", ".join(str(rank) for rank in range(self.size) if rank not in self._ranks)
-            raise RankError(f"Ranks {absent} of {self.size} on {self.backend} did not start: {told}.", "NotStarted")
+            reason = f"a process ended with exit code {ended[0]}" if ended else f"timed out after {_START_SECONDS:g} s"
+            missing = ", ".join(str(rank) for rank in range(self.size) if rank not in self._ranks)
+            raise RankError(f"Ranks {missing} of {self.size} on {self.backend} did not start: {reason}.", "NotStarted")
 
     def _environments(self, key: bytes) -> list[dict[str, str]]:
-        """Return the environment of every process that is started here: one per rank, or one for the launcher."""
-        # Not this process's own place, which it has when it runs inside a job.
+        """Return the environment of each process to start: one per rank, or one for the launcher."""
+        # If this process is itself a rank of a job, its variables must not reach the new ranks.
         base = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", **self._variables}
         base["UNITRAIN_TEST_KEY"] = key.hex()
         if self._command:
@@ -177,7 +177,7 @@ class RankGroup:
 
     def _collect(self, timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
-        patience = f"after {timeout_seconds:g} s"
+        limit = f"after {timeout_seconds:g} s"
         waiting = {rank.connection: number for number, rank in self._ranks.items()}
         answers: dict[int, tuple[Any, ...]] = {}
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -187,17 +187,17 @@ class RankGroup:
                     answers[number] = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     answers[number] = (False, "ProcessDied", "the process died", "", time.time())
-            last_words = time.monotonic() + _LAST_WORDS_SECONDS
-            if last_words < deadline and any(not answer[0] for answer in answers.values()):
-                # The others have a moment to fail by themselves, so that each rank's own words are known.
-                deadline = last_words
-                patience = f"{_LAST_WORDS_SECONDS:g} s after that failure"
+            failure_deadline = time.monotonic() + _AFTER_FAILURE_SECONDS
+            if failure_deadline < deadline and any(not answer[0] for answer in answers.values()):
+                # The other ranks may fail too: wait a while, so that the error contains the message of each rank.
+                deadline = failure_deadline
+                limit = f"{_AFTER_FAILURE_SECONDS:g} s after that failure"
         failures = {number: answer for number, answer in answers.items() if not answer[0]}
         if waiting or failures:
-            raise self._error(failures, sorted(waiting.values()), patience)
+            raise self._error(failures, sorted(waiting.values()), limit)
         return [answers[number][1] for number in range(self.size)]
 
-    def _error(self, failures: dict[int, tuple[Any, ...]], silent: list[int], patience: str) -> RankError:
+    def _error(self, failures: dict[int, tuple[Any, ...]], busy: list[int], limit: str) -> RankError:
         parts = []
         kind = "Timeout"
         if failures:
@@ -205,8 +205,8 @@ class RankGroup:
             kind = failures[first][1]
             parts.append(f"Rank {first} of {self.size} on {self.backend} failed first:\n{failures[first][3]}")
             parts += [f"rank {n}: {f[1]}: {f[2]}" for n, f in sorted(failures.items()) if n != first]
-        for number in silent:
-            parts.append(f"Rank {number} was still busy {patience}:\n{self._stack(number)}")
+        for number in busy:
+            parts.append(f"Rank {number} was still busy {limit}:\n{self._stack(number)}")
         return RankError("\n".join(parts), kind, {number: failure[2] for number, failure in failures.items()})
 
     def _stack(self, number: int) -> str:
@@ -215,7 +215,7 @@ class RankGroup:
             os.kill(rank.pid, signal.SIGUSR2)
             time.sleep(_STACK_SECONDS)
             return rank.stacks.read_text()
-        return "(no stack: the process is gone)"
+        return "(no stack: the process has ended)"
 
     def _end_processes(self) -> None:
         for rank in self._ranks.values():
@@ -238,6 +238,6 @@ def run_ranks(
     command: Sequence[str] = (),
     timeout_seconds: float = 120.0,
 ) -> list[Any]:
-    """Call `function(backend, *args)` once on each of `size` new ranks and return the results; see `RankGroup.run`."""
+    """Call `function(backend, *args)` on `size` new ranks and return the results in rank order; see `RankGroup.run`."""
     with RankGroup(backend, size, command=command) as group:
         return group.run(function, *args, timeout_seconds=timeout_seconds)

@@ -1,4 +1,4 @@
-"""One rank of a `RankGroup`: starts its backend, then runs what it is sent until it is told to stop.
+"""One rank of a `RankGroup`: starts its backend, then runs the functions that the group sends until it sends None.
 
 python -m unitrain.testing.worker HOST PORT BACKEND DEVICE TIMEOUT_SECONDS
 """
@@ -23,7 +23,7 @@ from unitrain.bootstrap import environment
 
 
 def main() -> None:
-    """Report to the group that started this rank, then serve it."""
+    """Connect to the group that started this rank, then run the functions that it sends."""
     host, port, backend_name, device, timeout_seconds = sys.argv[1:]
     rank_info = environment.detect()
     with (
@@ -53,12 +53,12 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
             function, args = pickle.loads(message)
             answer: tuple[Any, ...] = (True, function(backend, *args))
         except BaseException as error:
-            # The time tells which rank failed first: the first to report is often one that lost its peer.
+            # The time identifies the rank that failed first: the first report often comes from a rank that lost a peer.
             answer = (False, type(error).__name__, str(error), traceback.format_exc(), time.time())
-        # Not parent.send: its pickler would pass tensors on as shared memory, which ends with this process.
+        # parent.send would pass tensors as shared memory, which this process frees when it ends.
         parent.send_bytes(pickle.dumps(answer))
         if not answer[0]:
-            # A failed rank is of no more use, and shutting down could wait for ranks that are stuck.
+            # Do not shut down after a failure: it could wait for ranks that hang.
             parent.close()
             os._exit(1)
     if backend is not None:
@@ -66,7 +66,7 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
 
 
 def end() -> NoReturn:
-    """End this process as its program's end would, but for the seconds that Python takes to forget what torch is."""
+    """End this process like the end of its program, but skip the seconds that Python needs to unload torch."""
     for thread in threading.enumerate():
         if not (thread.daemon or thread is threading.current_thread()):
             thread.join()
