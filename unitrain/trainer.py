@@ -41,7 +41,7 @@ from unitrain.optim.step import Forward, ForwardFunction, Update, backward, with
 from unitrain.progress.sync_point import SyncPoint
 from unitrain.progress.timing import Times
 from unitrain.progress.tracker import Tracker
-from unitrain.trainer_overrides import guest_of_this_run
+from unitrain.trainer_overrides import TrainerArguments, load_overrides
 from unitrain.validation import known as check_known
 from unitrain.validation import text as check_text
 
@@ -87,9 +87,10 @@ class Trainer:
         check_alike(config, backend)
         if config.dry_run:
             config, loggers = for_dry_run(config), ()
-        if (guest := guest_of_this_run()) is not None:  # `unitrain verify` or `unitrain tune` runs this script
-            overridden = guest.take_part(model, loss_fn, config, callbacks, forward, backend)
-            (loss_fn, config, callbacks, forward), loggers = overridden, ()
+        if (overrides := load_overrides()) is not None:  # `unitrain verify` or `unitrain tune` runs this script
+            given = TrainerArguments(model=model, loss_fn=loss_fn, config=config, callbacks=callbacks, forward=forward)
+            used = overrides.override(given, backend)
+            loss_fn, config, callbacks, forward, loggers = used.loss_fn, used.config, used.callbacks, used.forward, ()
         self.backend, self.config = backend, config
         self.loss_fn = loss_fn
         self._scheduler: LRScheduler | PlannedScheduler | None
@@ -159,6 +160,16 @@ class Trainer:
     def scheduler(self) -> LRScheduler | None:
         """The scheduler; None without one, and before `fit` for one that is built from the number of steps."""
         return self._scheduler.scheduler if isinstance(self._scheduler, PlannedScheduler) else self._scheduler
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has reached `max_epochs` or `max_steps`, or was stopped."""
+        return self.run.finished()
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the last `fit` stopped before the end, None if it did not. It is the same on every rank."""
+        return self.run.stopping.reason
 
     def fit(self, train_data: Data, val_data: Data | Mapping[str, Data] | None = None) -> dict[str, float]:
         """Train until `config.max_epochs` or `config.max_steps` are done; return the last results.

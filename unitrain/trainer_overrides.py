@@ -1,13 +1,59 @@
-"""What takes part in a run that one of unitrain's commands has started, beside what the script has asked for."""
+"""Changes that a tool makes to the training runs that it starts, without changes to the user's script.
+
+`unitrain verify` and `unitrain tune` run a script with the environment variable UNITRAIN_OVERRIDES. It names a function
+of the tool and its argument. The Trainer calls the function, which returns a TrainerOverrides, and trains with the
+arguments that this object returns. The Trainer therefore imports no tool.
+"""
 
 from __future__ import annotations
 
-from unitrain.tune.timer import StepTimer
-from unitrain.verify.recorder import Recorder
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-Guest = Recorder | StepTimer
+from unitrain.bootstrap import environment
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unitrain.backends.base import Backend
+    from unitrain.callbacks.callback import Callback
+    from unitrain.config import TrainConfig
+
+OVERRIDES_VARIABLE = "UNITRAIN_OVERRIDES"
 
 
-def guest_of_this_run() -> Guest | None:
-    """Return what `unitrain verify` or `unitrain tune` wants of this process, None where neither started it."""
-    return Recorder.asked_for() or StepTimer.asked_for()
+@dataclass(frozen=True, kw_only=True)
+class TrainerArguments:
+    """The arguments of the Trainer that a tool may replace. It may also change `model` in place."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    config: TrainConfig
+    callbacks: Sequence[Callback]
+    forward: Callable[..., Any] | None
+
+
+class TrainerOverrides(Protocol):
+    """What a tool changes in a run. Loggers are always left out."""
+
+    def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
+        """Return the arguments to train with. Called on every rank, after the user's arguments were checked."""
+        ...
+
+
+def overrides_setting(factory: str, argument: str) -> str:
+    """Return a value of UNITRAIN_OVERRIDES: the Trainer calls `factory`, "module:function", with `argument`."""
+    return f"{factory} {argument}"
+
+
+def load_overrides() -> TrainerOverrides | None:
+    """Return the overrides of the tool that started this process, None if no tool did."""
+    setting = environment.setting(OVERRIDES_VARIABLE)
+    if setting is None:
+        return None
+    factory, _, argument = setting.partition(" ")
+    module, _, function = factory.partition(":")
+    overrides: TrainerOverrides = getattr(importlib.import_module(module), function)(argument)
+    return overrides

@@ -24,10 +24,11 @@ from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.cli import unitrain as command
 from unitrain.cli.available import available_here
+from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines
 from unitrain.verify.difference import compare
 from unitrain.verify.digests import digest_of_samples
-from unitrain.verify.record import FOLDER, Record, Request
+from unitrain.verify.record import RECORDER, Record, Request
 from unitrain.verify.verdict import Group, Outcome, Row, Run, compare_outcomes, settle_with_float64
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
@@ -311,14 +312,14 @@ def record(
     model, optimizer = made or make()
     config = unitrain.TrainConfig(**{"max_epochs": 9, "batch_size": 4, "progress": "off", **settings})
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
-    monkeypatch.setenv(FOLDER, str(folder))
+    monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, str(folder)))
     try:
         trainer = unitrain.Trainer(model, optimizer, loss_fn or nn.MSELoss(), backend=backend, config=config)
         with pytest.raises(SystemExit) as ended:
             trainer.fit(data or samples())
         assert ended.value.code == 0
     finally:
-        monkeypatch.delenv(FOLDER)
+        monkeypatch.delenv(OVERRIDES_VARIABLE)
         backend.shutdown()
     found = Record.read(folder)
     assert found is not None

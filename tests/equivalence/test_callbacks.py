@@ -245,7 +245,7 @@ def test_a_run_stopped_by_max_seconds_resumes_at_the_same_step(tmp_path: Path) -
     first = make(LOCAL, [Slow()], max_seconds=0.05, **settings)
     first.fit(data())
     assert 0 < first.progress.sample < 48
-    assert "max_seconds=0.05" in str(first.run.stopping.reason)
+    assert "max_seconds=0.05" in str(first.stop_reason)
     second = make(LOCAL, [], **settings)
     second.fit(data())
     assert second.progress.epoch == 2
@@ -329,7 +329,7 @@ def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     trainer = make(backend, [StopHere()], log_every_n_steps=2)
     trainer.fit(data())
-    found["stopped"] = (trainer.progress.step, trainer.run.stopping.reason)
+    found["stopped"] = (trainer.progress.step, trainer.stop_reason)
     try:
         make(backend, [GradientWatch()], loss_fn=loss_of(backend.rank)).fit(data())
     except NonFiniteGradientError as error:

@@ -28,7 +28,8 @@ from unitrain.errors import CallbackError, ConfigError, LoggerError, MissingDepe
 from unitrain.loggers import background
 from unitrain.loggers.logger import Logger, Start, import_package
 from unitrain.testing import RankGroup
-from unitrain.verify.record import FOLDER, Request
+from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
+from unitrain.verify.record import RECORDER, Request
 
 LOCAL = LocalBackend(torch.device("cpu"))
 STEPS, EPOCHS, RATE, CLIP = 4, 3, 0.1, 0.05
@@ -464,7 +465,7 @@ def test_histograms_are_those_of_the_global_gradients_and_the_weights_they_belon
 
 def test_a_run_that_is_verified_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Request(steps=2, as_ranks=1).write(tmp_path)
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, str(tmp_path)))
     monkeypatch.setattr("atexit.register", lambda *_: None)  # of a backend that is shut down then
     kept = Kept()
     with pytest.raises(SystemExit):

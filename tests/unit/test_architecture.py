@@ -127,10 +127,9 @@ FORBIDDEN = [
     # trainer -> run -> data, step, tracking, metrics, modules -> config
     ("*", ["unitrain.trainer"], []),
     # A run that is verified is recorded in its own processes, and compared by the command; nothing else knows of it.
-    ("unitrain/* -unitrain/verify/* -unitrain/commands/* -unitrain/trainer_overrides.py", ["unitrain.verify"], []),
-    ("unitrain/trainer_overrides.py", ["unitrain"], ["unitrain.verify.recorder", "unitrain.tune.timer"]),
-    ("unitrain/* -unitrain/tuning/* -unitrain/commands/* -unitrain/trainer_overrides.py", ["unitrain.tune"], []),
-    ("unitrain/* -unitrain/trainer.py", ["unitrain.trainer_overrides"], []),
+    ("unitrain/* -unitrain/verify/* -unitrain/commands/*", ["unitrain.verify"], []),
+    ("unitrain/trainer_overrides.py", ["unitrain", "torch"], ["unitrain.bootstrap.environment"]),
+    ("unitrain/* -unitrain/tuning/* -unitrain/commands/*", ["unitrain.tune"], []),
     (
         "unitrain/tuning/* -unitrain/tune/timer.py",
         ["torch", "unitrain"],

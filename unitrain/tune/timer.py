@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
 
-from unitrain.bootstrap import environment
 from unitrain.callbacks.callback import Callback
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.errors import ConfigError
 from unitrain.processes import usable_cores
-from unitrain.tune.trial import VARIABLE, Request, Result
+from unitrain.trainer_overrides import TrainerArguments
+from unitrain.tune.trial import Request, Result
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend
@@ -27,36 +25,28 @@ if TYPE_CHECKING:
 _LEAST_STEPS = 5
 
 
+def create_timer(request: str) -> StepTimer:
+    """Return the timer of a run that `unitrain tune` started with `request`. See `trainer_overrides`."""
+    return StepTimer(Request.read(request))
+
+
 class StepTimer(Callback):
     """The last callback of a run that is timed. It ends the process with SystemExit when it has timed enough steps:
     nothing that the script does with a trained model happens to one that is not."""
-
-    @classmethod
-    def asked_for(cls) -> StepTimer | None:
-        """Return a timer where `unitrain tune` started this process, else None."""
-        asked = environment.setting(VARIABLE)
-        return None if asked is None else cls(Request.read(asked))
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._steps, self._ended = 0, False
         self._most: int | None = None  # steps to time, agreed when the warm-up is over
 
-    def take_part(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any],
-        config: TrainConfig,
-        callbacks: Sequence[Callback],
-        forward: Callable[..., Any] | None,
-        backend: Backend,
-    ) -> tuple[Callable[..., Any], TrainConfig, Sequence[Callback], Callable[..., Any] | None]:
-        """Return the loss function, configuration, callbacks and forward to train with instead of the user's."""
+    def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
+        """Return `arguments` with which the run is timed: without checkpoints, output and time limit."""
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "progress": "off"}
         changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # of what is not written
         if self._request.compression is not None:
             changes["compression"] = self._request.compression
-        return loss_fn, replace(config, **changes), [*callbacks, self], forward
+        config = dataclasses.replace(arguments.config, **changes)
+        return dataclasses.replace(arguments, config=config, callbacks=[*arguments.callbacks, self])
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._began = time.perf_counter()
@@ -75,7 +65,7 @@ class StepTimer(Callback):
             self._end(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if self._ended or not trainer.run.finished():
+        if self._ended or not trainer.is_finished:
             return  # `_end` itself, or an exception, is on its way
         if self._most is not None and self._steps >= _LEAST_STEPS:
             self._end(trainer)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-# Set for the processes of a run that is timed only.
-VARIABLE = "UNITRAIN_TUNE"
+# The function that the ranks of a timed run call, see `trainer_overrides`.
+TIMER = "unitrain.tune.timer:create_timer"
 # Before what a run tells; a launcher may put its own before that.
 _MARK = "unitrain tune: "
 

@@ -15,8 +15,9 @@ import unitrain
 from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError
+from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
-from unitrain.tune.trial import VARIABLE, Request, Result
+from unitrain.tune.trial import TIMER, Request, Result
 from unitrain.tune.tuned_settings import TUNED_FILE, Run, Tuned, format_settings, remove_tuned
 from unitrain.verify.commands import last_lines, run_command
 
@@ -82,15 +83,16 @@ class Tuner:
         self.runs += 1
         name = f"{self.folder}/{self.runs}"
         request = Request(name=name, warmup=_WARMUP_STEPS, seconds=self.step_seconds, compression=compression).text()
-        settings = [word for one in {VARIABLE: request, **variables}.items() for word in ("-x", "=".join(one))]
+        overrides = {OVERRIDES_VARIABLE: overrides_setting(TIMER, request)}
+        settings = [word for one in (overrides | dict(variables)).items() for word in ("-x", "=".join(one))]
         program = str(Path(unitrain.__file__).with_name("__main__.py"))
         command = [
             sys.executable, program, "launch", "--untuned", *self.launch_options, *settings, self.script, *self.args
         ]  # fmt: skip
         ended = run_command(
             command,
-            environment.without_launcher_variables() | {VARIABLE: request},
-            marker=VARIABLE,
+            environment.without_launcher_variables() | overrides,
+            marker=OVERRIDES_VARIABLE,
             script=self.script,
             output=Path(f"{name}.txt"),
             limit_seconds=self.limit_seconds,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Environment variable with the folder of a verified run. It is set only for the processes of that run.
-FOLDER = "UNITRAIN_VERIFY"
+# The function that the ranks of a verified run call, see `trainer_overrides`.
+RECORDER = "unitrain.verify.recorder:create_recorder"
 TENSORS = "end.safetensors"
 _REQUEST = "request.json"
 # Digests of samples are added modulo this number: the sum does not depend on the assignment of samples to ranks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -14,19 +14,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unitrain import randomness
-from unitrain.bootstrap import environment
 from unitrain.callbacks.callback import Callback
-from unitrain.config import TrainConfig
 from unitrain.data.batch import map_tensors
 from unitrain.modules.sync_batch_norm import SyncedForward
+from unitrain.trainer_overrides import TrainerArguments
 from unitrain.verify.digests import digest_of_samples, digest_of_tensor
-from unitrain.verify.record import FOLDER, TENSORS, RankRecord, Request, StepRecord
+from unitrain.verify.record import TENSORS, RankRecord, Request, StepRecord
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend
     from unitrain.data.order import MicroBatch
     from unitrain.optim.loss_weighting import Loss
     from unitrain.trainer import Trainer
+
+
+def create_recorder(folder: str) -> Recorder:
+    """Return the recorder of a run that `unitrain verify` started for `folder`. See `trainer_overrides`."""
+    return Recorder(Path(folder))
 
 
 class Recorder(Callback):
@@ -36,31 +40,17 @@ class Recorder(Callback):
     SystemExit: nothing that the script does with a trained model happens to one that is not.
     """
 
-    @classmethod
-    def asked_for(cls) -> Recorder | None:
-        """Return a recorder where `unitrain verify` started this process, else None."""
-        folder = environment.setting(FOLDER)
-        return None if folder is None else cls(Path(folder))
-
     def __init__(self, folder: Path) -> None:
         self._folder, self._request = folder, Request.read(folder)
         self._steps: list[StepRecord] = []
         self._fixed_batch = self._written = False
         self._forget_step()
 
-    def take_part(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any],
-        config: TrainConfig,
-        callbacks: Sequence[Callback],
-        forward: Callable[..., Any] | None,
-        backend: Backend,
-    ) -> tuple[Callable[..., Any], TrainConfig, Sequence[Callback], Callable[..., Any] | None]:
-        """Return the loss function, configuration, callbacks and forward to train with instead of the user's.
-
-        The run's length stays the user's, so that all that depends on it does.
-        """
+    def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
+        """Return `arguments` with which the run is recorded. The length of the run stays the user's, because learning
+        rate schedules depend on it."""
+        config, model = arguments.config, arguments.model
+        loss_fn, forward = arguments.loss_fn, arguments.forward
         changes: dict[str, Any] = {"max_seconds": None}
         if config.output_dir is not None:
             changes["output_dir"] = self._folder / "output"
@@ -73,7 +63,13 @@ class Recorder(Callback):
         if self._request.float64:
             changes["precision"] = "fp32"  # which is to say: no autocast
             loss_fn, forward = _in_double(model, loss_fn, forward)
-        return loss_fn, replace(config, **changes), [*callbacks, self], forward
+        return TrainerArguments(
+            model=model,
+            loss_fn=loss_fn,
+            config=replace(config, **changes),
+            callbacks=[*arguments.callbacks, self],
+            forward=forward,
+        )
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._start = _digests(trainer)
@@ -107,7 +103,7 @@ class Recorder(Callback):
             self._end(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if trainer.run.finished() and not self._written:  # else an exception is on its way, or `_end` itself
+        if trainer.is_finished and not self._written:  # else an exception is on its way, or `_end` itself
             self._end(trainer)
 
     def _forget_step(self) -> None:

@@ -11,8 +11,9 @@ from typing import Protocol
 from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError
+from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines, run_command
-from unitrain.verify.record import FOLDER, Record, Request
+from unitrain.verify.record import RECORDER, Record, Request
 from unitrain.verify.verdict import Group, Outcome, Run, compare_outcomes, settle_with_float64
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-6, 1e-8
@@ -112,7 +113,7 @@ class Verification:
     def _run(self, run: Run) -> Outcome:
         folder = Path(tempfile.mkdtemp(prefix=f"{run.backend}-", dir=self.folder))
         Request(steps=self.steps, as_ranks=run.as_ranks, float64=self.float64).write(folder)
-        variables = {FOLDER: str(folder)}
+        variables = {OVERRIDES_VARIABLE: overrides_setting(RECORDER, str(folder))}
         if run.transport is not None:
             variables["UNITRAIN_TRANSPORT"] = run.transport
         try:
@@ -125,7 +126,7 @@ class Verification:
         result = run_command(
             command.argv,
             environment.without_launcher_variables() | dict(command.environment),
-            marker=FOLDER,
+            marker=OVERRIDES_VARIABLE,
             script=self.script,
             output=folder / "output.txt",
             limit_seconds=self.limit_seconds,
