@@ -1,1 +1,6 @@
-"""A function on several ranks, from a notebook or a script: who starts them, and what each of them does."""
+"""`unitrain.run`: call a function on several ranks of this machine, from a notebook or a script.
+
+run    starts the ranks, prints their output and returns their results
+rank   program of each rank: makes the call and stores its outcome
+call   files with which calls and outcomes are passed between the two
+"""

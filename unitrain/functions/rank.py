@@ -1,6 +1,6 @@
-"""One rank of `unitrain.run`: makes the call that it finds in a folder, and leaves there what became of it.
+"""Program of a rank of `unitrain.run`: makes the call that is stored in a folder, and stores its outcome there.
 
-python rank.py FOLDER, started by a launcher
+A launcher runs `python rank.py FOLDER`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import io
 import sys
 from pathlib import Path
 
-# A script's own folder is where Python looks first. What is looked for here is unitrain, installed or not.
+# Python puts the folder of a script first on the path; this program needs the folder of unitrain, installed or not.
 sys.path[0] = str(Path(__file__).parents[2])
 
 from unitrain.bootstrap import environment  # noqa: E402
@@ -17,10 +17,10 @@ from unitrain.functions.call import Call, Outcome  # noqa: E402
 
 
 def main(folder: Path) -> None:
-    """Make the call; an exception goes on, so that the other ranks hear of it as in any program."""
+    """Make the call and store its outcome. Exceptions are raised again, so that unitrain reports them to other ranks."""
     rank = environment.detect().rank
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # whole lines, or those of several ranks would mix
+        if isinstance(stream, io.TextIOWrapper):  # the output of several ranks is merged line by line
             stream.reconfigure(line_buffering=True, write_through=False)
     try:
         call = Call.load(folder)

@@ -1,4 +1,4 @@
-"""`unitrain.run`: a function on several ranks of this machine, from a notebook or a script."""
+"""`unitrain.run`: start ranks on this machine, call a function on each of them, and return their results."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from unitrain.functions.call import Call, Outcome
 from unitrain.processes import kill_processes
 
 _MARK = "UNITRAIN_RUN"
-# Of what `environment.detect` names, what does not say that this process is one of several: a shell, a container.
-_START_NO_RANKS = ("none", "env", "srun")
-_LAST_LINES = 20
-# As long as a launcher gives its ranks to save and end.
+# Launchers of `environment.detect` whose variables a shell or a container may have too, without being a rank.
+_NOT_NECESSARILY_RANKS = ("none", "env", "srun")
+_MAX_LAST_LINES = 20
+# The time that launchers give their ranks to save and exit.
 _GRACE_SECONDS = 35.0
 _PR_SET_PDEATHSIG = 1
 
@@ -46,24 +46,24 @@ def run(
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on `np` ranks of this machine and return their results in rank order.
 
-    The ranks are processes of their own, started by the backend's usual launcher (or `launcher`) as `unitrain launch`
-    starts a script: inside of `function`, `unitrain.init()` and `Trainer` are what they are there. It may be defined in
-    a notebook or in the program itself, and needs no `if __name__ == "__main__"`; what it refers to is copied to the
-    ranks, and results are copied back. What the ranks print appears here, line by line.
+    The ranks are new processes, started by the backend's usual launcher (or `launcher`) as `unitrain launch` starts a
+    script; `function` uses `unitrain.init()` and `Trainer` in the same way. It may be defined in a notebook or in the
+    program itself, and needs no `if __name__ == "__main__"`. The function, its arguments and the objects that it refers
+    to are copied to the ranks, and the results are copied back. The output of the ranks is printed line by line.
 
-    Raises RankFailedError with the traceback of the rank that failed first, whose exception is the cause;
-    TimeoutError after `timeout_seconds`; FunctionError for what cannot be copied. No process outlives the call, also
-    where it is interrupted: processes that ranks have started and left behind are ended with the ranks.
+    Raises RankFailedError with the traceback of the rank that failed first, whose exception is the cause; TimeoutError
+    after `timeout_seconds`; FunctionError for objects that cannot be copied. All processes of the ranks, including
+    those that the ranks have started, end with the call, also if it is interrupted.
     """
     rank_info = environment.detect()
-    if rank_info.launcher not in _START_NO_RANKS:
+    if rank_info.launcher not in _NOT_NECESSARILY_RANKS:
         raise ConfigError(
-            f"unitrain.run starts ranks itself, but {rank_info.launcher} has started this process already "
-            f"({', '.join(rank_info.evidence)}). Call the function as it is, or start the program with python."
+            f"unitrain.run starts ranks, but {rank_info.launcher} has started this process as a rank already "
+            f"({', '.join(rank_info.evidence)}). Call the function directly, or start the program with python."
         )
-    function_fix = "Pass the function and its arguments apart: unitrain.run(train, (0.1,), np=2)"
+    function_fix = "Pass the function and its arguments separately: unitrain.run(train, (0.1,), np=2)"
     validation.instance("unitrain.run(function)", function, cast("type", Callable), "a function", function_fix)
-    is_text = isinstance(args, str | bytes)  # would be taken apart into characters
+    is_text = isinstance(args, str | bytes)  # each character would be an argument
     validation.instance("unitrain.run(args)", None if is_text else args, Sequence, "a tuple or list", function_fix)
     fix = "Use kwargs={'learning_rate': 0.1}"
     validation.instance("unitrain.run(kwargs)", kwargs, Mapping, "a dictionary", fix, optional=True)
@@ -87,7 +87,7 @@ def run(
                     script=str(Path(__file__).with_name("rank.py")),
                     args=(name,),
                     num_processes=np,
-                    # Named, because launchers would otherwise take the hosts of a Slurm allocation.
+                    # Without hosts, launchers would use those of a Slurm allocation.
                     hosts=() if launcher == "srun" else (launchers.Host("localhost", np),),
                     backend=backend,
                     environment={_MARK: secrets.token_hex(8)},
@@ -95,14 +95,14 @@ def run(
             )
         except launchers.LaunchError as error:
             raise ConfigError(str(error)) from error
-        code, last_lines = _follow(command, timeout_seconds)
+        code, last_lines = _run_command(command, timeout_seconds)
         outcomes = Outcome.load_all(folder, np)
-    _check(outcomes, np, code, last_lines)
+    _check_all_returned(outcomes, np, code, last_lines)
     return [outcomes[rank].result for rank in range(np)]
 
 
-def _follow(command: launchers.Command, timeout_seconds: float | None) -> tuple[int, list[str]]:
-    """Run `command`, show what it prints, and return its exit code and its last lines."""
+def _run_command(command: launchers.Command, timeout_seconds: float | None) -> tuple[int, list[str]]:
+    """Run `command`, print its output, and return its exit code and its last lines. Raises TimeoutError."""
     process = subprocess.Popen(
         command.argv,
         env=environment.without_launcher_variables() | dict(command.environment) | {environment.JOB_KEY: new_key()},
@@ -110,77 +110,77 @@ def _follow(command: launchers.Command, timeout_seconds: float | None) -> tuple[
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=_end_with_parent(),
+        preexec_fn=_terminate_with_parent(),
     )
     tag = f"{_MARK}={command.environment[_MARK]}".encode()
-    done, late, over = threading.Event(), threading.Event(), threading.Event()
+    is_read, is_timed_out, is_killed = threading.Event(), threading.Event(), threading.Event()
 
-    def limit() -> None:
+    def enforce_timeout() -> None:
         try:
             process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            late.set()
+            is_timed_out.set()
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
         else:
-            if process.returncode < 0:  # then the ranks of a launcher that was killed save and end by themselves
-                done.wait(_GRACE_SECONDS)
+            if process.returncode < 0:  # the ranks of a launcher that was killed save and exit by themselves
+                is_read.wait(_GRACE_SECONDS)
         kill_processes(process, tag)
-        over.set()
+        is_killed.set()
 
-    threading.Thread(target=limit, name="unitrain.run", daemon=True).start()
-    last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+    threading.Thread(target=enforce_timeout, name="unitrain.run", daemon=True).start()
+    last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)
     output = process.stdout
     assert output is not None
     try:
-        for line in _lines(output.fileno(), over):
+        for line in _read_lines(output.fileno(), is_killed):
             text = line.decode(errors="replace")
             last_lines.append(text)
             sys.stdout.write(text)
             sys.stdout.flush()
         code = process.wait()
     except KeyboardInterrupt:
-        # As after a Ctrl-C in a terminal: the ranks may save what they have.
+        # As after Ctrl-C in a terminal, the ranks may save a checkpoint.
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_GRACE_SECONDS)
         raise
     finally:
-        done.set()
+        is_read.set()
         kill_processes(process, tag)
         output.close()
-    if late.is_set():
+    if is_timed_out.is_set():
         raise TimeoutError(
-            f"The ranks were not done after {timeout_seconds:g} s, and were ended. Allow more with timeout_seconds."
+            f"The ranks did not return within {timeout_seconds:g} s and were killed. Raise the limit with timeout_seconds."
         )
     return code, list(last_lines)
 
 
-def _lines(output: int, over: threading.Event) -> Iterator[bytes]:
-    """Yield the lines that are read from `output` until it is closed, or nothing more is there once `over` is set.
+def _read_lines(output: int, is_killed: threading.Event) -> Iterator[bytes]:
+    """Yield the lines of `output` until it is closed, or until it is empty once `is_killed` is set.
 
-    A process that a rank has left behind, with an environment of its own, may keep it open for ever.
+    A process that a rank has started with another environment is not killed, and may keep the output open.
     """
     rest = b""
     with selectors.DefaultSelector() as ready:
         ready.register(output, selectors.EVENT_READ)
         while True:
-            ended = over.is_set()
+            has_ended = is_killed.is_set()
             if ready.select(0.1):
                 received = os.read(output, 1 << 16)
                 if not received:
                     break
                 *lines, rest = (rest + received).split(b"\n")
                 yield from (line + b"\n" for line in lines)
-            elif ended:
+            elif has_ended:
                 break
     if rest:
         yield rest
 
 
 def _check_one_host() -> None:
-    """Raise ConfigError if srun would start ranks on other hosts, which have no copy of the function."""
+    """Raise ConfigError if srun would start ranks on other hosts, which cannot read the stored call."""
     hosts = launchers.allocated_hosts("srun")
     if len(hosts) > 1:
         names = ", ".join(host.name for host in hosts)
@@ -190,24 +190,22 @@ def _check_one_host() -> None:
         )
 
 
-def _end_with_parent() -> Callable[[], Any] | None:
-    """Return what lets a new process hear of the end of this one, also where a notebook's kernel is killed."""
+def _terminate_with_parent() -> Callable[[], Any] | None:
+    """Return a function for a child process that lets it receive SIGTERM when this process ends for any reason."""
     if not sys.platform.startswith("linux"):
         return None
-    prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork nothing may be imported
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork, because importing is not safe after it
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _check(outcomes: Mapping[int, Outcome], size: int, code: int, last_lines: Sequence[str]) -> None:
-    """Raise RankFailedError unless every rank has returned."""
+def _check_all_returned(outcomes: Mapping[int, Outcome], size: int, code: int, last_lines: Sequence[str]) -> None:
+    """Raise RankFailedError unless every rank has returned a result."""
     failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
     if failed:
-        rank = min(failed, key=lambda one: failed[one].time)
-        raise RankFailedError(f"Rank {rank} of {size} failed first:\n\n{failed[rank].trace}", rank) from failed[
-            rank
-        ].error
+        rank = min(failed, key=lambda rank: failed[rank].time)
+        text = f"Rank {rank} of {size} failed first:\n\n{failed[rank].traceback}"
+        raise RankFailedError(text, rank) from failed[rank].error
     missing = [rank for rank in range(size) if rank not in outcomes]
     if missing or code != 0:
-        who = f"Ranks {missing} of {size} ended without a word" if missing else "A rank failed after it had returned"
-        shown = "".join(last_lines)
-        raise RankFailedError(f"{who}, and the launcher with exit code {code}. Its last lines:\n\n{shown}")
+        event = f"Ranks {missing} of {size} ended without a result" if missing else "A rank failed after its return"
+        raise RankFailedError(f"{event}, and the launcher with exit code {code}. Last lines:\n\n{''.join(last_lines)}")
