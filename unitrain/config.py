@@ -152,27 +152,29 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._check_length()
         for name, least, fix in _WHOLE_NUMBERS:
-            validation.whole_number(_of(name), getattr(self, name), least, fix)
+            validation.check_integer(_of(name), getattr(self, name), least, fix)
         for name, least, fix in _OPTIONAL_WHOLE_NUMBERS:
-            validation.whole_number(_of(name), getattr(self, name), least, fix, optional=True)
+            validation.check_integer(_of(name), getattr(self, name), least, fix, optional=True)
         for name, choices in _CHOICES.items():
-            validation.choice(_of(name), getattr(self, name), get_args(choices))
+            validation.check_choice(_of(name), getattr(self, name), get_args(choices))
         for name in _SWITCHES:
-            validation.switch(_of(name), getattr(self, name))
-        validation.switch(_of("tf32"), self.tf32, optional=True)
+            validation.check_boolean(_of(name), getattr(self, name))
+        validation.check_boolean(_of("tf32"), self.tf32, optional=True)
         if not isinstance(self.compile, bool):
-            validation.choice(_of("compile"), self.compile, get_args(CompileMode))
+            validation.check_choice(_of("compile"), self.compile, get_args(CompileMode))
         read_compression(self.compression, "TrainConfig.compression")
         fix = "Leave it out to write checkpoints by epochs and steps only"
-        validation.positive(_of("checkpoint_every_minutes"), self.checkpoint_every_minutes, fix, optional=True)
-        validation.positive(_of("max_grad_norm"), self.max_grad_norm, "Use None not to clip", optional=True)
-        validation.positive(_of("ema_decay"), self.ema_decay, "Use 0.999, or None not to average", optional=True)
+        validation.check_positive(_of("checkpoint_every_minutes"), self.checkpoint_every_minutes, fix, optional=True)
+        validation.check_positive(_of("max_grad_norm"), self.max_grad_norm, "Use None not to clip", optional=True)
+        validation.check_positive(_of("ema_decay"), self.ema_decay, "Use 0.999, or None not to average", optional=True)
         if self.ema_decay is not None and self.ema_decay >= 1:
             raise ConfigError(
                 f"TrainConfig.ema_decay must be below 1, got {self.ema_decay}: at 1 the average never moves. Use 0.999."
             )
-        validation.text(_of("monitor"), self.monitor, "Use monitor='val_loss', or leave it out", optional=True)
-        validation.text(_of("keep_best"), self.keep_best, "Use keep_best='val_loss', or leave it out", optional=True)
+        validation.check_text(_of("monitor"), self.monitor, "Use monitor='val_loss', or leave it out", optional=True)
+        validation.check_text(
+            _of("keep_best"), self.keep_best, "Use keep_best='val_loss', or leave it out", optional=True
+        )
         self._check_learning_rate()
         self._check_output()
 
@@ -191,9 +193,9 @@ class TrainConfig:
 
     def _check_output(self) -> None:
         fix = 'Use output_dir="runs/first", or None to write nothing'
-        validation.folder(_of("output_dir"), self.output_dir, fix, optional=True)
+        validation.check_path(_of("output_dir"), self.output_dir, fix, optional=True)
         if not isinstance(self.resume, bool):
-            validation.folder(_of("resume"), self.resume, 'Use resume=True, resume="auto" or resume="runs/first"')
+            validation.check_path(_of("resume"), self.resume, 'Use resume=True, resume="auto" or resume="runs/first"')
         if self.resume == "auto":
             object.__setattr__(self, "resume", True)
         if self.resume is True and self.output_dir is None:
@@ -225,7 +227,7 @@ class TrainConfig:
             )
         fix = 'Use preemption_signals=("SIGTERM", "SIGUSR1"), or () to leave all of them alone'
         kinds = (tuple, list)
-        validation.instance(_of("preemption_signals"), self.preemption_signals, kinds, "a tuple of names", fix)
+        validation.check_instance(_of("preemption_signals"), self.preemption_signals, kinds, "a tuple of names", fix)
         for name in self.preemption_signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 near = did_you_mean(str(name), signal.Signals.__members__)
@@ -234,7 +236,7 @@ class TrainConfig:
                     f"{fix}."
                 )
         fix = "Use None to train until max_epochs or max_steps are done"
-        validation.positive(_of("max_seconds"), self.max_seconds, fix, optional=True)
+        validation.check_positive(_of("max_seconds"), self.max_seconds, fix, optional=True)
 
 
 def _of(name: str) -> str:

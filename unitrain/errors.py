@@ -1,30 +1,32 @@
-"""Every error unitrain raises on purpose, as one tree.
+"""All errors that unitrain raises intentionally.
 
-The first sentence of a message says what was asked and what was found; the second can be pasted. Each class is also the
-builtin it is, so that `except ValueError` in a user's script keeps working. Anything else that escapes is our own
-mistake.
+The first sentence of a message states what was asked and what was found; the second one is a fix that can be pasted.
+Each class also subclasses a builtin exception, so that `except ValueError` in a user's script catches it.
 
     UnitrainError
-    ├── ConfigError                 (ValueError)    a setting, argument or combination of them
-    │   ├── UnknownBackendError     (LookupError)   no backend of that name
-    │   ├── EnvironmentVariableError                a variable that a launcher or the user set
+    ├── ConfigError                 (ValueError)    invalid setting or argument, or invalid combination
+    │   ├── UnknownBackendError     (LookupError)   unknown name of a backend
+    │   ├── EnvironmentVariableError                invalid environment variable of a launcher or of the user
     │   └── LauncherMismatchError                   backend and launcher contradict each other
-    ├── BackendUnavailableError     (ImportError)   a backend's library is missing or unusable here
-    ├── MissingDependencyError      (ImportError)   an optional package is missing
+    ├── BackendUnavailableError     (ImportError)   library of a backend is missing or unusable
+    ├── MissingDependencyError      (ImportError)   optional package is missing
     ├── HorovodBuildError           (RuntimeError)  Horovod could not be built
-    ├── UnsupportedError            (NotImplementedError)  this backend cannot do that
-    ├── TensorError                 (ValueError)    a tensor that an operation cannot take
-    ├── CollectiveMismatchError     (RuntimeError)  the ranks did not call the same collective alike
-    ├── CollectiveTimeoutError      (TimeoutError)  ranks that did not come in time
-    ├── ModelError                  (ValueError)    a model, optimizer or loss that cannot be trained as given
+    ├── UnsupportedError            (NotImplementedError)  backend does not provide the feature
+    ├── TensorError                 (ValueError)    tensor that an operation does not accept
+    ├── CollectiveMismatchError     (RuntimeError)  ranks called different collectives, or with different arguments
+    ├── CollectiveTimeoutError      (TimeoutError)  ranks were missing until the timeout
+    ├── ModelError                  (ValueError)    model, optimizer or loss that cannot be trained
     │   ├── NonFiniteLossError      (ArithmeticError)
     │   └── NonFiniteGradientError  (ArithmeticError)
     ├── CallbackError               (RuntimeError)  a callback failed
+    ├── AuthenticationError         (RuntimeError)  a message does not come from a process of this job
     ├── LoggerError                 (RuntimeError)  a logger cannot be started
-    ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or gave no numbers
-    ├── DataError                   (ValueError)    a dataset that cannot be shared out
-    ├── CheckpointError             (OSError)       a checkpoint that cannot be written or restored
-    └── ReportError                 (ValueError)    a folder without the record of a run, or with a damaged one
+    ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or its result has no numbers
+    ├── DataError                   (ValueError)    dataset that cannot be sharded
+    ├── CheckpointError             (OSError)       checkpoint that cannot be written or restored
+    ├── ReportError                 (ValueError)    folder without the record of a run, or with a damaged one
+    ├── FunctionError               (ValueError)    function or argument that cannot be sent to ranks
+    └── RankFailedError             (RuntimeError)  a rank of `unitrain.run` failed
 """
 
 from __future__ import annotations
@@ -34,27 +36,27 @@ from collections.abc import Iterable
 
 
 class UnitrainError(Exception):
-    """Base of every error unitrain raises on purpose."""
+    """Base of all errors that unitrain raises intentionally."""
 
 
 class ConfigError(UnitrainError, ValueError):
-    """A setting, an argument, or a combination of them is wrong."""
+    """A setting, an argument, or a combination of them is invalid."""
 
 
 class UnknownBackendError(ConfigError, LookupError):
-    """No backend of that name is known."""
+    """No backend has that name."""
 
 
 class EnvironmentVariableError(ConfigError):
-    """An environment variable holds something unusable."""
+    """The value of an environment variable is invalid."""
 
 
 class LauncherMismatchError(ConfigError):
-    """The backend that was asked for contradicts the launcher that started this process."""
+    """The requested backend does not fit the launcher that started this process."""
 
 
 class BackendUnavailableError(UnitrainError, ImportError):
-    """The library behind a backend is missing, or cannot run here."""
+    """The library of a backend is missing or cannot be used on this machine."""
 
 
 class MissingDependencyError(UnitrainError, ImportError):
@@ -66,23 +68,23 @@ class HorovodBuildError(UnitrainError, RuntimeError):
 
 
 class UnsupportedError(UnitrainError, NotImplementedError):
-    """The backend in use cannot do what was asked."""
+    """The backend does not provide the requested feature."""
 
 
 class TensorError(UnitrainError, ValueError):
-    """A tensor has a dtype, shape or layout that the operation cannot take."""
+    """A tensor has a dtype, shape or layout that the operation does not accept."""
 
 
 class CollectiveMismatchError(UnitrainError, RuntimeError):
-    """The ranks did not call the same collective with matching arguments; raised on every rank."""
+    """The ranks called different collectives, or with different arguments. It is raised on every rank."""
 
 
 class CollectiveTimeoutError(UnitrainError, TimeoutError):
-    """Some ranks did not reach a meeting point within the stated time."""
+    """Some ranks did not join a collective, a backward or the rendezvous within the timeout."""
 
 
 class ModelError(UnitrainError, ValueError):
-    """A model, an optimizer or a loss cannot be trained as it was given."""
+    """A model, an optimizer or a loss cannot be trained."""
 
 
 class NonFiniteLossError(ModelError, ArithmeticError):
@@ -94,7 +96,7 @@ class NonFiniteGradientError(ModelError, ArithmeticError):
 
 
 class CallbackError(UnitrainError, RuntimeError):
-    """A callback raised an error, which is its cause."""
+    """A callback raised an exception, which is the `__cause__` of this one."""
 
 
 class AuthenticationError(UnitrainError, RuntimeError):
@@ -106,29 +108,29 @@ class LoggerError(UnitrainError, RuntimeError):
 
 
 class MetricError(UnitrainError, RuntimeError):
-    """A torchmetrics object failed, or its result is not made of numbers."""
+    """A torchmetrics object failed, or its result does not consist of numbers."""
 
 
 class DataError(UnitrainError, ValueError):
-    """A dataset cannot be shared out as it was given."""
+    """A dataset cannot be sharded."""
 
 
 class CheckpointError(UnitrainError, OSError):
-    """A checkpoint cannot be written, or does not fit what it is loaded into."""
+    """A checkpoint cannot be written, or does not fit the objects that it is loaded into."""
 
 
 class ReportError(UnitrainError, ValueError):
-    """A folder holds no run to report on, or a record that is damaged."""
+    """A folder has no record of a run, or the record is damaged."""
 
 
 class FunctionError(UnitrainError, ValueError):
-    """A function, or what is to be given to it, cannot be sent to the ranks."""
+    """A function, its arguments or its result cannot be sent between processes."""
 
 
 class RankFailedError(UnitrainError, RuntimeError):
-    """A rank of `unitrain.run` failed; `rank` is the one that failed first, and its exception the cause of this one.
+    """A rank of `unitrain.run` failed. `rank` failed first, and its exception is the `__cause__` of this one.
 
-    `rank` is None where no rank has told of an exception, as where a process was killed.
+    `rank` is None if no rank has raised an exception, for example because a process was killed.
     """
 
     def __init__(self, text: str, rank: int | None = None) -> None:
@@ -137,9 +139,9 @@ class RankFailedError(UnitrainError, RuntimeError):
 
 
 class Preempted(SystemExit):
-    """A run was stopped by a signal and has left a checkpoint; the program ends with 75, "try again later".
+    """A run was stopped by a signal after it saved a checkpoint. The exit code is 75 (EX_TEMPFAIL of sysexits.h).
 
-    It is EX_TEMPFAIL of sysexits.h, and no UnitrainError: nothing went wrong.
+    It is not a UnitrainError, because nothing has failed.
     """
 
     def __init__(self, reason: str | None) -> None:
@@ -148,6 +150,6 @@ class Preempted(SystemExit):
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """The sentence part that suggests the nearest of `choices`, or an empty string; ends in a space when not empty."""
-    near = difflib.get_close_matches(name, list(choices), n=1)
-    return f"Did you mean {near[0]!r}? " if near else ""
+    """Return a question that suggests the choice closest to `name`, with a space at the end, or an empty string."""
+    close_matches = difflib.get_close_matches(name, list(choices), n=1)
+    return f"Did you mean {close_matches[0]!r}? " if close_matches else ""

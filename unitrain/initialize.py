@@ -55,12 +55,14 @@ def init(
     if not (is_number and 0 < timeout_seconds <= _LONGEST_SECONDS):
         raise ConfigError(
             f"timeout_seconds must be a number above 0 and at most {_LONGEST_SECONDS} (a year), got "
-            f"{validation.found(timeout_seconds)}. Use 300 for five minutes."
+            f"{validation.describe_value(timeout_seconds)}. Use 300 for five minutes."
         )
     fix = "Use unitrain.init(backend='ddp'), or leave it out"
-    validation.instance("unitrain.init(backend)", backend, str, "the name of a backend", fix, optional=True)
+    validation.check_instance("unitrain.init(backend)", backend, str, "the name of a backend", fix, optional=True)
     fix = "Use unitrain.init(transport='gloo'), or leave it out"
-    validation.instance("unitrain.init(transport=...)", transport, str, "the name of a transport", fix, optional=True)
+    validation.check_instance(
+        "unitrain.init(transport=...)", transport, str, "the name of a transport", fix, optional=True
+    )
     rank_info = environment.detect()
     environment.is_debug_enabled()  # raises for an invalid value, also if the script wraps no model
     name = backend or environment.setting("UNITRAIN_BACKEND") or _IMPLIED[rank_info.launcher]

@@ -42,8 +42,8 @@ from unitrain.progress.sync_point import SyncPoint
 from unitrain.progress.timing import Times
 from unitrain.progress.tracker import Tracker
 from unitrain.trainer_overrides import TrainerArguments, load_overrides
-from unitrain.validation import known as check_known
-from unitrain.validation import text as check_text
+from unitrain.validation import check_result_name
+from unitrain.validation import check_text
 
 
 class Trainer:
@@ -189,7 +189,7 @@ class Trainer:
         self.result_names = ("train_loss", *(prefix + name for prefix in named for name in self._evaluation.names))
         self._epoch_scheduler.check(self.result_names)
         if config.keep_best is not None:
-            check_known("TrainConfig.keep_best", config.keep_best, self.result_names)
+            check_result_name("TrainConfig.keep_best", config.keep_best, self.result_names)
         self._rates = LearningRateFactor.asked_for(config, share.global_batch_size)
         limit = config.limit_val_batches
         validation = {prefix: self._evaluation_share(data, limit) for prefix, data in named.items()}

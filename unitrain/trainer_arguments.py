@@ -22,7 +22,7 @@ _METRICS = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1) ==
 def check_backend(name: str, backend: Any) -> None:
     """Raise ConfigError unless `backend` is what `unitrain.init` returned."""
     fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
-    validation.instance(name, backend, Backend, "a backend", fix)
+    validation.check_instance(name, backend, Backend, "a backend", fix)
 
 
 def check_trainer(
@@ -46,14 +46,16 @@ def check_trainer(
             "your own with backend.distributed_model and backend.distributed_optimizer."
         )
     fix = "Use an object, such as nn.CrossEntropyLoss(), or a function: loss_fn=nn.functional.cross_entropy"
-    validation.function("Trainer(loss_fn)", loss_fn, fix)
-    validation.instance("Trainer(config=...)", config, TrainConfig, "a TrainConfig", "Use TrainConfig(max_epochs=10)")
+    validation.check_function("Trainer(loss_fn)", loss_fn, fix)
+    validation.check_instance(
+        "Trainer(config=...)", config, TrainConfig, "a TrainConfig", "Use TrainConfig(max_epochs=10)"
+    )
     _check_scheduler(scheduler, optimizer)
     _check_metrics(metrics)
     fix = "Use callbacks=[unitrain.EarlyStopping()]"
     if isinstance(callbacks, str | Mapping):
-        raise ConfigError(f"Trainer(callbacks=...) must be a list, got {validation.found(callbacks)}. {fix}.")
-    validation.instance("Trainer(callbacks=...)", callbacks, Sequence, "a list", fix)
+        raise ConfigError(f"Trainer(callbacks=...) must be a list, got {validation.describe_value(callbacks)}. {fix}.")
+    validation.check_instance("Trainer(callbacks=...)", callbacks, Sequence, "a list", fix)
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -61,7 +63,7 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         return
     fix = "Use one that is built on the optimizer, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
     if not (callable(scheduler) and not isinstance(scheduler, type)):  # or a function that builds one
-        validation.instance("Trainer(scheduler=...)", scheduler, LRScheduler, "a learning rate scheduler", fix)
+        validation.check_instance("Trainer(scheduler=...)", scheduler, LRScheduler, "a learning rate scheduler", fix)
     followed = getattr(scheduler, "optimizer", optimizer)
     if followed is not optimizer:
         kind = type(scheduler).__name__
@@ -75,13 +77,13 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 def _check_metrics(metrics: Any) -> None:
     if metrics is None or (isinstance(metrics, nn.Module) and not isinstance(metrics, type)):
         return
-    validation.instance("Trainer(metrics=...)", metrics, Mapping, "a dictionary of functions", _METRICS)
+    validation.check_instance("Trainer(metrics=...)", metrics, Mapping, "a dictionary of functions", _METRICS)
     for name, metric in metrics.items():
-        validation.text("A name in Trainer(metrics=...)", name, _METRICS)
+        validation.check_text("A name in Trainer(metrics=...)", name, _METRICS)
         if not callable(metric) or isinstance(metric, type):
             raise ConfigError(
                 f"Trainer(metrics={{{name!r}: ...}}) must be a function or a torchmetrics object, got "
-                f"{validation.found(metric)}. {_METRICS}."
+                f"{validation.describe_value(metric)}. {_METRICS}."
             )
 
 

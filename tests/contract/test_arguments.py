@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "metric without a name": (
         lambda p: p.trainer(metrics={3: metric}),
-        "A name in Trainer(metrics=...) must be a text that is not empty, got 3.",
+        "A name in Trainer(metrics=...) must be a non-empty string, got 3.",
         "Use metrics={",
     ),
     "metric called loss": (
@@ -188,7 +188,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "logger folder": (
         lambda p: p.trainer(loggers=[unitrain.CSVLogger(3)]),  # type: ignore[arg-type]
-        "CSVLogger(folder) must be a path that is not empty, got 3.",
+        "CSVLogger(folder) must be a non-empty path, got 3.",
         'Use CSVLogger(folder="runs/first").',
     ),
     "data class": (
@@ -250,7 +250,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "stop without a reason": (
         lambda p: p.trainer().stop(None),  # type: ignore[arg-type]
-        "Trainer.stop(reason) must be a text that is not empty, got None.",
+        "Trainer.stop(reason) must be a non-empty string, got None.",
         'Use trainer.stop("',
     ),
     "distributed_model of a class": (
@@ -310,12 +310,12 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "EarlyStopping.monitor": (
         lambda p: unitrain.EarlyStopping(None),  # type: ignore[arg-type]
-        "EarlyStopping(monitor) must be a text that is not empty, got None.",
+        "EarlyStopping(monitor) must be a non-empty string, got None.",
         "Use EarlyStopping('val_loss').",
     ),
     "Profiler.folder": (
         lambda p: unitrain.Profiler(folder=""),
-        "Profiler(folder=...) must be a path that is not empty, got ''.",
+        "Profiler(folder=...) must be a non-empty path, got ''.",
         'Use Profiler(folder="runs/profile").',
     ),
 }
@@ -417,8 +417,8 @@ def test_what_init_refuses(arguments: dict[str, Any], message: str) -> None:
         ({"kwargs": [1]}, "unitrain.run(kwargs) must be a dictionary, got [1]. Use kwargs={'learning_rate': 0.1}."),
         ({"np": "2"}, "unitrain.run(np=...) must be a whole number, got '2'. Use np=2 for two ranks."),
         ({"np": 0}, "unitrain.run(np=...) must be at least 1, got 0."),
-        ({"backend": 3}, "unitrain.run(backend=...) must be a text that is not empty, got 3."),
-        ({"launcher": 3}, "unitrain.run(launcher=...) must be a text that is not empty, got 3."),
+        ({"backend": 3}, "unitrain.run(backend=...) must be a non-empty string, got 3."),
+        ({"launcher": 3}, "unitrain.run(launcher=...) must be a non-empty string, got 3."),
         ({"timeout_seconds": "20"}, "unitrain.run(timeout_seconds=...) must be a number above 0, got '20'. Use None"),
     ],
 )

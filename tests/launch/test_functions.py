@@ -117,11 +117,11 @@ def test_a_program_needs_no_guard_and_leaves_no_process(tmp_path: Path) -> None:
     with started([sys.executable, str(program)]) as launch:
         assert launch.process.stdout is not None
         lines = []
-        while not (lines and lines[-1] == "working" and any("were not done" in line for line in lines)):
+        while not (lines and lines[-1] == "working" and any("did not return within" in line for line in lines)):
             lines.append(launch.process.stdout.readline().rstrip())
         assert "[('0', 'returns'), ('1', 'returns')]" in lines
-        assert any(line.startswith("RankFailedError Ranks [0, 1] of 2 ended without a word") for line in lines)
-        assert "The ranks were not done after 4 s, and were ended. Allow more with timeout_seconds." in lines
+        assert any(line.startswith("RankFailedError Ranks [0, 1] of 2 ended without a result") for line in lines)
+        assert "The ranks did not return within 4 s and were killed. Raise the limit with timeout_seconds." in lines
         launch.process.kill()  # as a kernel that is killed
         launch.wait_until_none_lives(20)
 
@@ -161,7 +161,7 @@ def test_daemons_of_a_rank_are_not_waited_for() -> None:
 
 def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
     lock = threading.Lock()
-    with pytest.raises(FunctionError, match=r"^<lambda> or its arguments cannot be sent .*lock.* Make inside of"):
+    with pytest.raises(FunctionError, match=r"^<lambda> or its arguments cannot be sent .*lock.* Create objects"):
         unitrain.run(lambda: lock.acquire(), np=2)
     with pytest.raises(unitrain.UnitrainError, match=r"Unknown backend 'dpp'. Did you mean 'ddp'"):
         unitrain.run(print, np=2, backend="dpp")
@@ -172,7 +172,7 @@ def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
 def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"^unitrain\.run starts ranks itself, but torchrun has started this process"):
+    with pytest.raises(ConfigError, match=r"^unitrain\.run starts ranks, but torchrun has started this process"):
         unitrain.run(print, np=2)
 
 

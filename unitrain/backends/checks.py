@@ -90,7 +90,7 @@ def check_is_model(name: str, model: Any) -> None:
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
     if isinstance(model, torch.optim.Optimizer):
         fix = "Pass the model first and the optimizer second"
-    validation.instance(name, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
+    validation.check_instance(name, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
     if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
         raise ModelError(
             f"{name} is wrapped in {type(model).__name__}, but unitrain reduces the gradients itself. "
@@ -111,7 +111,7 @@ def check_is_optimizer(name: str, optimizer: Any) -> None:
     if isinstance(optimizer, nn.Module):
         fix = "Pass the model first and the optimizer second"
     kind = torch.optim.Optimizer
-    validation.instance(name, optimizer, kind, "a torch.optim.Optimizer", fix, error=ModelError)
+    validation.check_instance(name, optimizer, kind, "a torch.optim.Optimizer", fix, error=ModelError)
 
 
 def check_model(model: nn.Module, compression: Compression, device: torch.device) -> None:
@@ -163,7 +163,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise ModelError unless `optimizer` is one optimizer and all its parameters are `model`'s."""
     check_one_optimizer(optimizer)
     check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
-    validation.instance("distributed_optimizer(model)", model, nn.Module, "a torch.nn.Module", "Pass the model second")
+    validation.check_instance(
+        "distributed_optimizer(model)", model, nn.Module, "a torch.nn.Module", "Pass the model second"
+    )
     known = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     unknown = sum(id(parameter) not in known for parameter in held)

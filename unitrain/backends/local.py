@@ -102,7 +102,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
     ) -> nn.Module:
         self.check_running("distributed_model")
         checks.check_model(model, compression, self.device)
-        validation.switch("distributed_model(find_unused_parameters=...)", find_unused_parameters)
+        validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
         if not find_unused_parameters:
             check_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
         compressor = self._compression_states.create(compression, self.unwrap(model), self)

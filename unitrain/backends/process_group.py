@@ -191,7 +191,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
     ) -> nn.Module:
         def check() -> None:
             checks.check_model(model, compression, self.device)
-            validation.switch("distributed_model(find_unused_parameters=...)", find_unused_parameters)
+            validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
 
         self.check_running("distributed_model")
         call_on_all_ranks(self, check)

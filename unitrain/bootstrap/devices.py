@@ -24,7 +24,7 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
     except (RuntimeError, TypeError, ValueError):
         raise ConfigError(
             f"unitrain.init(device=...) must be a device such as 'cpu', 'cuda' or 'cuda:0', got "
-            f"{validation.found(requested)}. Use device='cpu', or leave it out to use a GPU where there is one."
+            f"{validation.describe_value(requested)}. Use device='cpu', or leave it out to use a GPU where there is one."
         ) from None
     if device.type != "cuda":
         return device

@@ -29,7 +29,7 @@ class EarlyStopping(Callback):
     ) -> None:
         if not isinstance(mode, str) or mode not in get_args(Mode):
             raise ConfigError(f"EarlyStopping.mode must be 'min' or 'max', got {mode!r}. Use 'min' for a loss.")
-        validation.text("EarlyStopping(monitor)", monitor, "Use EarlyStopping('val_loss')")
+        validation.check_text("EarlyStopping(monitor)", monitor, "Use EarlyStopping('val_loss')")
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ConfigError(f"EarlyStopping.patience must be an integer of at least 1, got {patience!r}. Use 3.")
         if not isinstance(min_delta, int | float) or isinstance(min_delta, bool) or not 0 <= min_delta < math.inf:

@@ -30,7 +30,7 @@ class Profiler(Callback):
         for name, value, minimum in (("skip", skip, 0), ("steps", steps, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ConfigError(f"Profiler.{name} must be an integer of at least {minimum}, got {value!r}. Use 5.")
-        validation.folder("Profiler(folder=...)", folder, 'Use Profiler(folder="runs/profile")', optional=True)
+        validation.check_path("Profiler(folder=...)", folder, 'Use Profiler(folder="runs/profile")', optional=True)
         self.skip, self.steps, self.folder, self.options = skip, steps, folder, options
         self._profile: torch.profiler.profile | None = None
         self._steps_done = 0

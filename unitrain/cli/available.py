@@ -15,7 +15,7 @@ def names_of(backends: str | None) -> list[str]:
         return registry.available()
     names = list(dict.fromkeys(name.strip() for name in backends.split(",")))
     for name in names:
-        registry.check_known(name)
+        registry.check_result_name(name)
     return names
 
 

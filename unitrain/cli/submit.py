@@ -94,7 +94,7 @@ def submit(
       unitrain submit --to kubernetes --kind TrainJob --image registry/train:1 train.py
     """
     try:
-        registry.check_known(backend)
+        registry.check_result_name(backend)
         if target not in _PROGRAMS:
             near = did_you_mean(target, _PROGRAMS)
             raise LaunchError(f"Unknown scheduler {target!r}. {near}Available: {', '.join(_PROGRAMS)}.")

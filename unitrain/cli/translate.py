@@ -32,7 +32,7 @@ def translate(target: str, hosts: str | None, backend: str | None, line: tuple[s
     """
     try:
         if backend is not None:
-            registry.check_known(backend)
+            registry.check_result_name(backend)
         job = translation.read(line[0] if len(line) == 1 else join(line))
         if hosts is not None:
             counts, names, notes = place_processes(job.size, parse_hosts(hosts))

@@ -329,7 +329,7 @@ def check_is_dataset(name: str, data: Any) -> None:
     """Raise DataError unless the argument `name` can be a dataset, and for a list of batches instead of samples."""
     fix = "Give a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader"
     if data is None or isinstance(data, type | str | bytes | Mapping | nn.Module | torch.optim.Optimizer):
-        raise DataError(f"{name} must be a dataset or a DataLoader, got {validation.found(data)}. {fix}.")
+        raise DataError(f"{name} must be a dataset or a DataLoader, got {validation.describe_value(data)}. {fix}.")
     if isinstance(data, list | tuple) and data and all(map(_is_batch, data[:8])):
         raise DataError(
             f"{name} is a {type(data).__name__} of {len(data)} pairs of tensors that look like whole batches: each "

@@ -78,7 +78,7 @@ class ShardedLoader:
         uneven: Uneven = "weight",
     ) -> None:
         fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
-        validation.instance(f"{_OWNER}(backend)", backend, Backend, "a backend", fix)
+        validation.check_instance(f"{_OWNER}(backend)", backend, Backend, "a backend", fix)
         backend.check_running(_OWNER)
         settings: dict[str, Any] = {
             "shuffle": shuffle,
@@ -236,16 +236,16 @@ def _check(data: Any, batch_size: Any, num_workers: Any, settings: Mapping[str, 
     """Raise ConfigError for an argument that is invalid, DataError for data that is not a dataset."""
     check_is_dataset(f"{_OWNER}(data)", data)
     fix = "Use batch_size=32 to start with"
-    validation.whole_number(f"{_OWNER}(batch_size=...)", batch_size, 1, fix, optional=True)
-    validation.whole_number(f"{_OWNER}(seed=...)", settings["seed"], 0, "Use seed=0")
+    validation.check_integer(f"{_OWNER}(batch_size=...)", batch_size, 1, fix, optional=True)
+    validation.check_integer(f"{_OWNER}(seed=...)", settings["seed"], 0, "Use seed=0")
     fix = "Use 0 to load the data in the training process"
-    validation.whole_number(f"{_OWNER}(num_workers=...)", num_workers, 0, fix)
+    validation.check_integer(f"{_OWNER}(num_workers=...)", num_workers, 0, fix)
     name = f"{_OWNER}(gradient_accumulation_steps=...)"
-    validation.whole_number(name, settings["gradient_accumulation_steps"], 1, "Use 1 to step after every batch")
-    validation.switch(f"{_OWNER}.shuffle", settings["shuffle"])
-    validation.switch(f"{_OWNER}.drop_last", settings["drop_last"])
-    validation.choice(f"{_OWNER} argument stream", settings["stream"], ("shared", "own"))
-    validation.choice(f"{_OWNER} argument uneven", settings["uneven"], ("weight", "drop", "pad"))
+    validation.check_integer(name, settings["gradient_accumulation_steps"], 1, "Use 1 to step after every batch")
+    validation.check_boolean(f"{_OWNER}.shuffle", settings["shuffle"])
+    validation.check_boolean(f"{_OWNER}.drop_last", settings["drop_last"])
+    validation.check_choice(f"{_OWNER} argument stream", settings["stream"], ("shared", "own"))
+    validation.check_choice(f"{_OWNER} argument uneven", settings["uneven"], ("weight", "drop", "pad"))
     if isinstance(data, DataLoader):
         for argument, value in (("num_workers", num_workers), ("drop_last", settings["drop_last"])):
             if value:

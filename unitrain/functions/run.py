@@ -62,18 +62,22 @@ def run(
             f"({', '.join(rank_info.evidence)}). Call the function directly, or start the program with python."
         )
     function_fix = "Pass the function and its arguments separately: unitrain.run(train, (0.1,), np=2)"
-    validation.instance("unitrain.run(function)", function, cast("type", Callable), "a function", function_fix)
+    validation.check_instance("unitrain.run(function)", function, cast("type", Callable), "a function", function_fix)
     is_text = isinstance(args, str | bytes)  # each character would be an argument
-    validation.instance("unitrain.run(args)", None if is_text else args, Sequence, "a tuple or list", function_fix)
+    validation.check_instance(
+        "unitrain.run(args)", None if is_text else args, Sequence, "a tuple or list", function_fix
+    )
     fix = "Use kwargs={'learning_rate': 0.1}"
-    validation.instance("unitrain.run(kwargs)", kwargs, Mapping, "a dictionary", fix, optional=True)
-    validation.whole_number("unitrain.run(np=...)", np, 1, "Use np=2 for two ranks")
-    validation.text("unitrain.run(backend=...)", backend, "Use backend='ddp', or leave it out", optional=True)
-    validation.text("unitrain.run(launcher=...)", launcher, "Use launcher='torchrun', or leave it out", optional=True)
+    validation.check_instance("unitrain.run(kwargs)", kwargs, Mapping, "a dictionary", fix, optional=True)
+    validation.check_integer("unitrain.run(np=...)", np, 1, "Use np=2 for two ranks")
+    validation.check_text("unitrain.run(backend=...)", backend, "Use backend='ddp', or leave it out", optional=True)
+    validation.check_text(
+        "unitrain.run(launcher=...)", launcher, "Use launcher='torchrun', or leave it out", optional=True
+    )
     fix = "Use None to wait without a limit"
-    validation.positive("unitrain.run(timeout_seconds=...)", timeout_seconds, fix, optional=True)
+    validation.check_positive("unitrain.run(timeout_seconds=...)", timeout_seconds, fix, optional=True)
     backend = backend or environment.setting("UNITRAIN_BACKEND") or ("ddp" if np > 1 else "local")
-    registry.check_known(backend)
+    registry.check_result_name(backend)
     with tempfile.TemporaryDirectory(prefix="unitrain-run-") as name:
         folder = Path(name)
         Call(function, tuple(args), dict(kwargs or {})).write(folder)

@@ -76,7 +76,7 @@ def import_package(module: str, logger: Logger, extra: str) -> Any:
 def select_folder(logger: Logger, folder: str | Path | None, output_dir: Path | None, default: str = "") -> Path:
     """Return `folder`, or else `default` in the output folder. Raises ConfigError if both are None."""
     name = type(logger).__name__
-    validation.folder(f"{name}(folder)", folder, f'Use {name}(folder="runs/first")', optional=True)
+    validation.check_path(f"{name}(folder)", folder, f'Use {name}(folder="runs/first")', optional=True)
     if folder is not None:
         return Path(folder)
     if output_dir is None:

@@ -14,8 +14,8 @@ from unitrain.backends.objects import broadcast_tensors
 def check_model_and_communicator(function: str, model: Any, communicator: Any) -> None:
     """Raise ConfigError unless these are a model and the communicator that shares it."""
     fix = f"Use {function}(model, backend)"
-    validation.instance(f"{function}(model)", model, nn.Module, "a torch.nn.Module", fix)
-    validation.instance(f"{function}(communicator)", communicator, Communicator, "a backend", fix)
+    validation.check_instance(f"{function}(model)", model, nn.Module, "a torch.nn.Module", fix)
+    validation.check_instance(f"{function}(communicator)", communicator, Communicator, "a backend", fix)
 
 
 def share_buffers(model: nn.Module, communicator: Communicator) -> None:

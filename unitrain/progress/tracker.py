@@ -105,7 +105,7 @@ class Tracker:
     def log_image(self, name: str, image: Tensor, step: int, caption: str | None) -> None:
         """Log the user's image. Raises TensorError for what is none, on every rank that calls it."""
         self._check_begun("log_image")
-        validation.text("trainer.log_image(name)", name, "Use trainer.log_image('sample', image)")
+        validation.check_text("trainer.log_image(name)", name, "Use trainer.log_image('sample', image)")
         check_image(image)
         if self._goes_on(step):
             self._call("image", name, to_pixels(image), step, caption)
