@@ -45,11 +45,11 @@ def test_a_rank_takes_the_gpu_of_its_number(gpus: int, requested: str | None, lo
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     with machine_with(0), pytest.raises(ConfigError) as caught:
         choose_device("cuda", 0)
-    assert str(caught.value) == "Device 'cuda' was asked for, but torch sees no GPU here. Use device='cpu'."
+    assert str(caught.value) == "Device 'cuda' was requested, but torch sees no GPU here. Use device='cpu'."
     with machine_with(2), pytest.raises(ConfigError) as caught:
         choose_device(None, 2)
     assert str(caught.value) == (
-        "local_rank 2 needs GPU 2, but this host shows 2. Start 2 ranks per host, or use device='cpu'."
+        "local_rank 2 needs GPU 2, but this host has 2. Start 2 ranks per host, or use device='cpu'."
     )
 
 
@@ -58,7 +58,7 @@ def test_gpus_of_their_own_are_told_from_one_that_is_shared() -> None:
     with pytest.raises(ConfigError) as caught:  # b and c are containers of one machine
         check_gpus_differ([("a", "GPU-0"), ("b", "GPU-1"), ("b", None), ("b", "GPU-1"), ("c", "GPU-1")])
     assert str(caught.value) == (
-        "Ranks 1, 3, 4 on host 'b' compute on the same GPU, GPU-1. Start one rank per GPU, or use device='cpu'."
+        "Ranks 1, 3, 4 on host 'b' use the same GPU, GPU-1. Start one rank per GPU, or use device='cpu'."
     )
 
 
@@ -79,7 +79,7 @@ def test_two_ranks_on_one_gpu_are_refused_on_both(backend: str) -> None:
         told = group.run(ask_for_a_gpu, 1, True)
     assert told[0] == told[1]
     assert told[0].startswith("ConfigError: Ranks 0, 1 on host '")
-    assert told[0].endswith("' compute on the same GPU, GPU-0. Start one rank per GPU, or use device='cpu'.")
+    assert told[0].endswith("' use the same GPU, GPU-0. Start one rank per GPU, or use device='cpu'.")
 
 
 def test_a_horovod_for_the_cpu_is_refused_on_a_gpu() -> None:

@@ -39,7 +39,7 @@ class Call:
             name = getattr(self.function, "__name__", repr(self.function))
             raise FunctionError(
                 f"{name} or its arguments cannot be sent to the ranks: {type(error).__name__}: {error}. "
-                f"Create objects that belong to one process inside of {name}: open files, locks, connections, iterators."
+                f"Create objects that belong to one process inside of {name}: files, locks, connections, iterators."
             ) from error
         # A rank needs this process's import path before it can unpickle the call. The source of notebook cells, which
         # are in no file, is included for tracebacks.

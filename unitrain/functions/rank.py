@@ -17,7 +17,7 @@ from unitrain.functions.call import Call, Outcome  # noqa: E402
 
 
 def main(folder: Path) -> None:
-    """Make the call and store its outcome. Exceptions are raised again, so that unitrain reports them to other ranks."""
+    """Make the call and store its outcome. Raise its exception, so that unitrain reports it to the other ranks."""
     rank = environment.detect().rank
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # the output of several ranks is merged line by line

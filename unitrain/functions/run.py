@@ -156,7 +156,8 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
         output.close()
     if is_timed_out.is_set():
         raise TimeoutError(
-            f"The ranks did not return within {timeout_seconds:g} s and were killed. Raise the limit with timeout_seconds."
+            f"The ranks did not return within {timeout_seconds:g} s and were killed. "
+            "Raise the limit with timeout_seconds."
         )
     return code, list(last_lines)
 
