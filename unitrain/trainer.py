@@ -42,8 +42,7 @@ from unitrain.progress.sync_point import SyncPoint
 from unitrain.progress.timing import Times
 from unitrain.progress.tracker import Tracker
 from unitrain.trainer_overrides import TrainerArguments, load_overrides
-from unitrain.validation import check_result_name
-from unitrain.validation import check_text
+from unitrain.validation import check_result_name, check_text
 
 
 class Trainer:
