@@ -14,7 +14,9 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 CASES ?= 1000
 FIRST ?= 0
 
-.PHONY: demo test test-all check bench fuzz gpu-check setup horovod clean
+DOCS := docs/_build/html
+
+.PHONY: demo test test-all check docs docs-serve bench fuzz gpu-check setup horovod clean
 
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
@@ -31,6 +33,13 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every warning is an error, a link that leads nowhere included. Nothing is fetched.
+docs: $(INSTALLED)
+	$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --quiet docs $(DOCS)
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(DOCS) 8000
 
 bench: $(INSTALLED) $(HOROVOD)
 	$(BIN)/python benchmarks/step_overhead.py
@@ -59,4 +68,4 @@ $(HOROVOD): $(INSTALLED) unitrain/horovod_wheel/patches.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) docs/_build runs .mypy_cache .pytest_cache .ruff_cache

@@ -1,5 +1,6 @@
 """Packaging of unitrain: `pip install .` for users, `pip install -e ".[dev]"` for its developers."""
 
+import os
 import re
 from pathlib import Path
 
@@ -23,14 +24,52 @@ notebook = ["ipykernel>=6.20", "nbclient>=0.8"]  # for the tests: what runs a no
 peers = ["accelerate>=1.0", "lightning>=2.4", "pytorch-ignite>=0.5"]
 # What Kubernetes and Kubeflow take, for the tests of manifests.
 manifests = ["jsonschema>=4.20", "kubeflow-trainer-api>=2.1", "kubernetes-validate>=1.33"]
+# Sphinx and not MkDocs, whose last release is of August 2024: see CONTRIBUTING.md.
+docs = ["furo>=2025.12", "myst-parser>=5.0", "sphinx>=9.0", "sphinx-click>=6.2"]
 dev = ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6"]
+
+# The address of the published repository, such as https://github.com/OWNER/unitrain: set it to build a release.
+repository = os.environ.get("UNITRAIN_REPOSITORY_URL")  # noqa: TID251  # not the environment of a job
+
+
+def description() -> str:
+    """Return the README with links that work outside of the repository; without its address, with plain text."""
+    target = rf"[\1]({repository}/blob/main/\2)" if repository else r"\1"
+    return re.sub(r"\[([^\]]+)\]\((?!http)([^)]+)\)", target, (here / "README.md").read_text())
+
 
 setup(
     name="unitrain",
     version=version.group(1),
     description="One PyTorch training script on DDP or Horovod, under any launcher, with the same numbers",
-    long_description=(here / "README.md").read_text(),
+    long_description=description(),
     long_description_content_type="text/markdown",
+    author="The unitrain authors",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords="pytorch distributed training ddp horovod mpi slurm nccl gloo allreduce",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+    project_urls={
+        "Source": repository,
+        "Documentation": f"{repository}/tree/main/docs",
+        "Changelog": f"{repository}/blob/main/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+    }
+    if repository
+    else {},
     python_requires=">=3.11",
     packages=find_packages(include=["unitrain", "unitrain.*"]),
     package_data={"unitrain": ["py.typed", "report/*.html"]},
@@ -55,7 +94,8 @@ setup(
         "loggers": loggers,
         "report": report,
         "peers": peers,
-        "dev": [*dev, *manifests, *horovod, *examples, *torchmetrics, *report, *loggers, *notebook],
+        "docs": docs,
+        "dev": [*dev, *docs, *manifests, *horovod, *examples, *torchmetrics, *report, *loggers, *notebook],
     },
     entry_points={"console_scripts": ["unitrain = unitrain.cli:unitrain"]},
 )
