@@ -29,7 +29,7 @@ test-all: $(INSTALLED) $(HOROVOD)
 	$(PYTEST) -m "nightly or not nightly"
 	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
 
-check: $(INSTALLED)
+check: docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
