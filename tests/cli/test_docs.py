@@ -1,72 +1,211 @@
-"""What the README and the pages under docs/ tell to type: every command is taken, and what can be shown is shown."""
+"""The README and the pages under docs/: every command parses, and every code block uses names that exist."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import re
 import shlex
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 import pytest
 from click.testing import CliRunner
+from launches import started
 
-from unitrain.cli import unitrain
+import unitrain
+from unitrain import errors
+from unitrain.cli import unitrain as command_line
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PUBLIC_MODULES = ("unitrain", "unitrain.testing")
+VARIABLE = re.compile(r"UNITRAIN_[A-Z_]*[A-Z]")
 
 
-def lines() -> Iterator[tuple[str, list[str]]]:
+class Block(NamedTuple):
+    """A fenced code block: the page and line at which it starts, its language, and its text."""
+
+    place: str
+    language: str
+    text: str
+
+
+def code_blocks() -> Iterator[Block]:
     for page in PAGES:
-        for block in re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL):
-            for line in re.findall(r"^\$ (?:srun )?unitrain (.*)$", block, re.MULTILINE):
-                if "$(" not in line:  # which takes a shell
-                    yield f"{page.name}: {line}", shlex.split(line, comments=True)
+        text = page.read_text()
+        for found in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            line = text.count("\n", 0, found.start()) + 1
+            yield Block(f"{page.relative_to(ROOT)}:{line}", found[1], found[2])
 
 
-LINES = dict(lines())
+BLOCKS = list(code_blocks())
+PYTHON_BLOCKS = [block for block in BLOCKS if block.language == "python"]
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_what_is_to_be_typed_is_taken(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def commands() -> Iterator[tuple[str, list[str]]]:
+    for block in BLOCKS:
+        lines = re.findall(r"^\$ (?:srun )?unitrain (.*)$", block.text, re.MULTILINE)
+        for line in lines if block.language == "console" else ():
+            if "$(" not in line:  # only a shell can expand it
+                yield f"{block.place}: {line}", shlex.split(line, comments=True)
+
+
+COMMANDS = dict(commands())
+
+
+@pytest.fixture
+def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Create the files that commands in the documentation refer to."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    for name in ("train.py", "examples/digits.py", "file.py"):
+    for name in ("train.py", "examples/digits.py", "file.py", "old.ckpt"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    for name in ("runs/first", "runs/second"):
+    for name in ("runs/first", "runs/ddp", "runs/horovod"):
         (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "old.ckpt").touch()
+    for name in ("before.json", "after.json", "collectives.json"):
+        (tmp_path / name).write_text("{}")
     (tmp_path / "hosts.sh").write_text("#!/bin/sh\necho localhost:2\n")
     (tmp_path / "hosts.sh").chmod(0o755)
-    words = LINES[line]
+
+
+@pytest.mark.usefixtures("user_files")
+@pytest.mark.parametrize("line", COMMANDS)
+def test_documented_command_is_accepted(line: str) -> None:
+    words = COMMANDS[line]
     if words[0] in ("launch", "submit") and "..." not in words and "srun" not in words:
-        shown = CliRunner().invoke(unitrain, [words[0], "--dry-run", *words[1:]])
-        # What this machine lacks, such as an mpirun, is told in one sentence; what is no option is another matter.
-        assert shown.exit_code == 0 or "not on PATH" in shown.output, shown.output
-    else:
-        command: click.Command = unitrain
-        context = click.Context(command)
-        while isinstance(command, click.Group):
-            found = command.get_command(context, words.pop(0))
-            assert found is not None
-            command = found
-        command.make_context(command.name, [word for word in words if word != "..."])
+        shown = CliRunner().invoke(command_line, [words[0], "--dry-run", *words[1:]])
+        # Not errors of the command: a program that this machine lacks, such as mpirun, and lines for several hosts.
+        accepted = "not on PATH" in shown.output or "must be started on each host" in shown.output
+        assert shown.exit_code == 0 or accepted, shown.output
+        return
+    command: click.Command = command_line
+    context = click.Context(command)
+    while isinstance(command, click.Group):
+        found = command.get_command(context, words.pop(0))
+        assert found is not None
+        command = found
+    command.make_context(command.name, [word for word in words if word != "..."])
 
 
-def test_pages_lead_to_each_other_and_to_files() -> None:
+def owner_of(function: ast.expr) -> Any:
+    """Return the public object that a call such as unitrain.X(...), backend.x(...) or trainer.x(...) refers to."""
+    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
+        return None
+    owners = {"unitrain": unitrain, "backend": unitrain.Backend, "trainer": unitrain.Trainer}
+    owner = owners.get(function.value.id)
+    return None if owner is None else getattr(owner, function.attr)
+
+
+def check_call(call: ast.Call) -> None:
+    """Raise TypeError for a keyword that the function does not have, ConfigError for a value that is not valid."""
+    function = owner_of(call.func)
+    if function is None or function is unitrain.Trainer.log:  # accepts any keyword
+        return
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    inspect.signature(function).bind_partial(**keywords)
+    if function is unitrain.TrainConfig and all(isinstance(value, ast.Constant) for value in keywords.values()):
+        function(**{name: ast.literal_eval(value) for name, value in keywords.items()})
+
+
+@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: block.place)
+def test_documented_code_uses_existing_names(block: Block) -> None:
+    tree = ast.parse(textwrap.dedent(block.text))
+    if "/migrating/" in block.place and "unitrain" not in block.text:
+        return  # a program of another library, before the migration
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "unitrain":
+            assert node.module in PUBLIC_MODULES
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, name.name) for name in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "unitrain":
+            assert node.attr in unitrain.__all__, node.attr
+        elif isinstance(node, ast.ClassDef):
+            for base in filter(None, map(owner_of, node.bases)):
+                methods = [item.name for item in node.body if isinstance(item, ast.FunctionDef)]
+                assert all(hasattr(base, name) for name in methods), methods
+        elif isinstance(node, ast.Call):
+            check_call(node)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_imports_public_modules_only(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        assert not [name for name in names if name.startswith("unitrain.") and name not in PUBLIC_MODULES]
+
+
+def test_links_of_readme_and_pages_lead_to_files() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} leads to {target}"
+        for target in re.findall(r"\]\((?!http|#)([^)#]+)[^)]*\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_notebook_page_runs() -> None:
-    source = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "notebooks.md").read_text(), re.DOTALL)
-    assert source is not None
+def test_readme_has_at_most_180_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_every_error_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    classes = [name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)]
+    assert not [name for name in classes if f"`{name}`" not in page and name != "UnitrainError"]
+
+
+def test_every_environment_variable_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    # Marks of a process that a command or a test starts, not for users.
+    internal = {"UNITRAIN_RUN", "UNITRAIN_TUNE", "UNITRAIN_VERIFY", "UNITRAIN_LAUNCH", "UNITRAIN_TEST_KEY"}
+    found = {name for folder in ("unitrain", "launchers") for name in variables_in(ROOT / folder)}
+    assert sorted(found - internal - set(VARIABLE.findall(page))) == []
+
+
+def variables_in(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value):
+                yield node.value
+
+
+def test_every_package_is_documented() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    packages = [path.parent.name for path in (ROOT / "unitrain").glob("*/__init__.py")]
+    assert not [name for name in packages if f"{name}/" not in page]
+
+
+def program(page: str, containing: str) -> str:
+    """Return the code block of `page` that contains a text."""
+    texts = [block.text for block in PYTHON_BLOCKS if block.place.startswith(page + ":") and containing in block.text]
+    assert len(texts) == 1
+    return texts[0]
+
+
+def test_program_of_getting_started_prints_the_same_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(program("docs/getting_started.md", "trainer.fit"))
+    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)
+    found = re.fullmatch(r"accuracy (0\.\d+), loss (\d\.\d+)\n", alone.stdout)
+    assert found
+    assert float(found[1]) > 0.9
+    launch = [str(Path(sys.executable).with_name("unitrain")), "launch", "-np", "2", str(script)]
+    with started(launch, {"OMP_NUM_THREADS": "1"}) as ranks:
+        output = ranks.output()
+    assert ranks.process.returncode == 0, output
+    assert found[0] in output
+
+
+def test_program_of_the_notebook_page_returns_the_same_loss_on_each_rank() -> None:
     names: dict[str, object] = {"__name__": "__main__"}
-    exec(source[1], names)
+    exec(program("docs/guides/notebooks.md", "unitrain.run"), names)
     losses = names["losses"]
     assert isinstance(losses, list)
     assert len(losses) == 2
