@@ -1,6 +1,6 @@
-"""A contrastive loss over the samples of all ranks: images of digits become vectors, without any label.
+"""Contrastive learning of image vectors, without labels, with a loss over the samples of all ranks.
 
-Every image is compared with those of all ranks, so that N ranks train as one process does with the whole batch:
+Each image is compared with the images of all ranks, so N ranks train as one process does on the global batch:
 
 python examples/contrastive.py --batch-size 128
 torchrun --nproc-per-node 2 examples/contrastive.py --backend ddp --batch-size 64
@@ -17,13 +17,12 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import Dataset
 
 import unitrain
-from unitrain.data.sharding import TrainingShard
 
 TEMPERATURE = 0.2
 
 
 class TwoViews(Dataset[tuple[Tensor, Tensor]]):
-    """Two noisy, shifted versions of each image: the same ones for an index in every run, on any number of ranks."""
+    """Two noisy, shifted versions of each image; they depend on its index only."""
 
     def __init__(self, images: Dataset[tuple[Tensor, ...]], count: int) -> None:
         self.images, self.count = images, count
@@ -47,47 +46,47 @@ def encoder() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 32))
 
 
-def contrast(one: Tensor, two: Tensor, ranks: unitrain.Backend) -> Tensor:
-    """Return the loss of all ranks' images, the same on every rank: which of all second views is that of a first?"""
-    one, two = (normalize(unitrain.differentiable_allgather(view, ranks)) for view in (one, two))
+def contrast(one: Tensor, two: Tensor, backend: unitrain.Backend) -> Tensor:
+    """Return the loss of classifying, for each first view, which second view of all ranks belongs to it."""
+    one, two = (normalize(unitrain.differentiable_allgather(view, backend)) for view in (one, two))
     return cross_entropy(one @ two.t() / TEMPERATURE, torch.arange(len(one), device=one.device))
 
 
 @click.command()
-@click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
-@click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
+@click.option("--backend", "backend_name", help="ddp, horovod or local. [default: implied by the launcher]")
+@click.option("--device", help="cpu or cuda. [default: a GPU per rank, if there are GPUs]")
 @click.option("--epochs", default=10, show_default=True)
 @click.option("--batch-size", default=64, show_default=True, help="Images per rank.")
 @click.option("--seed", default=0, show_default=True)
-def main(backend: str | None, device: str | None, epochs: int, batch_size: int, seed: int) -> None:
+def main(backend_name: str | None, device: str | None, epochs: int, batch_size: int, seed: int) -> None:
     """Train an encoder of scikit-learn's digits, and classify each validation image as its nearest training image."""
-    with unitrain.init(backend, device=device) as ranks:
+    with unitrain.init(backend_name, device=device) as backend:
         torch.manual_seed(seed)
-        model = encoder().to(ranks.device)
+        model = encoder().to(backend.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        model = ranks.distributed_model(model)
-        optimizer = ranks.distributed_optimizer(optimizer, model)
+        model = backend.distributed_model(model)
+        optimizer = backend.distributed_optimizer(optimizer, model)
 
         train, validation = digits_data(seed)
-        share = TrainingShard(TwoViews(train, len(train)), ranks, batch_size=batch_size, seed=seed)
-        for epoch in range(epochs):
-            for views, part in share.micro_batches(epoch):
-                # A rank for which there is no sample left gets a batch of others, which must not be gathered.
-                one, two = (model(view.to(ranks.device))[: part.samples] for view in views)
-                loss = contrast(one, two, ranks)  # of the whole batch on every rank, so it is not weighted
+        loader = unitrain.ShardedLoader(TwoViews(train, len(train)), backend, batch_size=batch_size, seed=seed)
+        for _ in range(epochs):
+            for views in loader:
+                # A dummy batch must not be gathered: it has no samples.
+                one, two = (model(view)[: loader.num_samples] for view in views)
+                loss = contrast(one, two, backend)  # the loss of the global batch on every rank, so it needs no weight
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
-        network = ranks.unwrap(model)
+        network = backend.unwrap(model)
         (known, labels), (images, targets) = (
-            tuple(torch.stack(column).to(ranks.device) for column in zip(*part, strict=True))
+            tuple(torch.stack(column).to(backend.device) for column in zip(*part, strict=True))
             for part in (train, validation)
         )
         with torch.no_grad():
             nearest = (normalize(network(images)) @ normalize(network(known)).t()).argmax(1)
         accuracy = (labels[nearest] == targets).double().mean()
-        if ranks.rank == 0:
+        if backend.rank == 0:
             print(f"final val_accuracy={accuracy:.4f} val_loss={loss.item():.4f}")
 
 

@@ -1,4 +1,4 @@
-"""The tutorial: a small network learns to read scikit-learn's handwritten digits, on any backend.
+"""Tutorial: train a small network on scikit-learn's handwritten digits, on any backend.
 
 python examples/digits.py
 torchrun --nproc-per-node 2 examples/digits.py --backend ddp
@@ -26,7 +26,7 @@ def digits_network() -> nn.Module:
 
 
 def digits_data(seed: int) -> tuple[Subset[tuple[Tensor, ...]], Subset[tuple[Tensor, ...]]]:
-    """Split the 1797 images into four fifths for training and one for validation: the same parts for the same seed."""
+    """Return 80 % of the 1797 images for training and 20 % for validation; the split depends on `seed` only."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.from_numpy(digits.target).long())
@@ -35,21 +35,21 @@ def digits_data(seed: int) -> tuple[Subset[tuple[Tensor, ...]], Subset[tuple[Ten
 
 
 def correct(output: Tensor, target: Tensor) -> Tensor:
-    """Say for each sample whether the highest score is at its target."""
+    """Return for each sample whether the highest score is that of its target."""
     return output.argmax(dim=1) == target
 
 
 @click.command()
-@click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
-@click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
+@click.option("--backend", "backend_name", help="ddp, horovod or local. [default: implied by the launcher]")
+@click.option("--device", help="cpu or cuda. [default: a GPU per rank, if there are GPUs]")
 @click.option("--epochs", default=15, show_default=True)
-@click.option("--batch-size", default=32, show_default=True, help="Samples per rank and micro-step.")
-@click.option("--accumulate", default=1, show_default=True, help="Micro-steps per optimizer step.")
+@click.option("--batch-size", default=32, show_default=True, help="Samples per rank and micro-batch.")
+@click.option("--accumulate", default=1, show_default=True, help="Micro-batches per optimizer step.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--output", help="Folder for checkpoints and history.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --output.")
+@click.option("--resume", is_flag=True, help="Resume from the newest checkpoint in --output.")
 def main(
-    backend: str | None,
+    backend_name: str | None,
     device: str | None,
     epochs: int,
     batch_size: int,
@@ -59,8 +59,8 @@ def main(
     resume: bool,
 ) -> None:
     """Train on scikit-learn's digits."""
-    with unitrain.init(backend, device=device) as ranks:
-        torch.manual_seed(seed)  # the same first weights in every run
+    with unitrain.init(backend_name, device=device) as backend:
+        torch.manual_seed(seed)  # the same initial weights in every run
         model = digits_network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         config = unitrain.TrainConfig(
@@ -72,10 +72,10 @@ def main(
             resume=resume,
         )
         trainer = unitrain.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), backend=ranks, config=config, metrics={"accuracy": correct}
+            model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, metrics={"accuracy": correct}
         )
         results = trainer.fit(*digits_data(seed))
-        if ranks.rank == 0:
+        if backend.rank == 0:
             print(f"final val_accuracy={results['val_accuracy']:.4f} val_loss={results['val_loss']:.4f}")
 
 

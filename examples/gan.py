@@ -1,9 +1,9 @@
-"""Two models and two optimizers: a generative adversarial network on handwritten digits, in a loop of its own.
+"""A generative adversarial network on handwritten digits: two models and two optimizers, in your own loop.
 
 torchrun --nproc-per-node 2 examples/gan.py --backend horovod
 
-The Trainer has one optimizer and one loss. A loop of its own has as many as it needs: each model is wrapped, and each
-backward reduces the gradients of the models that it passes through.
+The Trainer has one optimizer and one loss. Your own loop may have several: wrap each model, and each backward
+reduces the gradients of the models that it passes through.
 """
 
 from __future__ import annotations
@@ -15,61 +15,61 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import unitrain
-from unitrain.data.sharding import TrainingShard
 
 NOISE = 16
 
 
 @click.command()
-@click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
-@click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
+@click.option("--backend", "backend_name", help="ddp, horovod or local. [default: implied by the launcher]")
+@click.option("--device", help="cpu or cuda. [default: a GPU per rank, if there are GPUs]")
 @click.option("--epochs", default=20, show_default=True)
 @click.option("--batch-size", default=32, show_default=True, help="Samples per rank.")
 @click.option("--seed", default=0, show_default=True)
-def main(backend: str | None, device: str | None, epochs: int, batch_size: int, seed: int) -> None:
+def main(backend_name: str | None, device: str | None, epochs: int, batch_size: int, seed: int) -> None:
     """Train a generator of 8 x 8 digits against a discriminator (Goodfellow et al. 2014)."""
-    with unitrain.init(backend, device=device) as ranks:
+    with unitrain.init(backend_name, device=device) as backend:
         torch.manual_seed(seed)
-        generator = nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid()).to(ranks.device)
-        critic = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1)).to(ranks.device)
+        generator = nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid())
+        critic = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
+        generator, critic = generator.to(backend.device), critic.to(backend.device)
         optimizers = [
             torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.999)) for model in (generator, critic)
         ]
-        generator, critic = ranks.distributed_model(generator), ranks.distributed_model(critic)
-        generates, judges = (
-            ranks.distributed_optimizer(optimizer, model)
+        generator, critic = backend.distributed_model(generator), backend.distributed_model(critic)
+        generator_optimizer, critic_optimizer = (
+            backend.distributed_optimizer(optimizer, model)
             for optimizer, model in zip(optimizers, (generator, critic), strict=True)
         )
-        noise = torch.Generator(ranks.device).manual_seed(seed + ranks.rank)  # different on every rank
+        noise = torch.Generator(backend.device).manual_seed(seed + backend.rank)  # different on every rank
 
-        share = TrainingShard(digits_data(seed)[0], ranks, batch_size=batch_size, seed=seed)
-        for epoch in range(epochs):
-            sums = torch.zeros(3, device=ranks.device)
-            for (images, _), part in share.micro_batches(epoch):
-                real = images.to(ranks.device)
-                weight = part.samples * ranks.size / part.step_samples  # the last batch is divided unevenly
-                fake = generator(torch.randn(len(real), NOISE, generator=noise, device=ranks.device))
+        loader = unitrain.ShardedLoader(digits_data(seed)[0], backend, batch_size=batch_size, seed=seed)
+        mean_critic_loss, mean_generator_loss = unitrain.MeanMetric(backend), unitrain.MeanMetric(backend)
+        for _ in range(epochs):
+            mean_critic_loss.reset()
+            mean_generator_loss.reset()
+            for real, _ in loader:
+                fake = generator(torch.randn(len(real), NOISE, generator=noise, device=backend.device))
 
-                # One forward for both, because each forward of a wrapped model is followed by one backward.
+                # One forward for both batches: each forward of a wrapped model is followed by one backward.
                 scores = critic(torch.cat([real.flatten(1), fake.detach()]))
                 labels = torch.cat([torch.ones_like(scores[: len(real)]), torch.zeros_like(scores[len(real) :])])
-                judged = binary_cross_entropy_with_logits(scores, labels)
-                (judged * weight).backward()
-                judges.step()
-                judges.zero_grad()
+                critic_loss = binary_cross_entropy_with_logits(scores, labels)
+                (critic_loss * loader.loss_weight).backward()
+                critic_optimizer.step()
+                critic_optimizer.zero_grad()
 
-                # The gradient passes through the critic without changing it: its own gradients are dropped.
+                # The gradient passes through the critic; the gradients of the critic itself are discarded.
                 score = critic(fake)
-                fooled = binary_cross_entropy_with_logits(score, torch.ones_like(score))
-                (fooled * weight).backward()
-                generates.step()
-                generates.zero_grad()
-                judges.zero_grad()
-                sums += torch.stack([judged.detach(), fooled.detach(), torch.ones_like(judged)]) * part.samples
-            sums = ranks.allreduce(sums, op="sum")
-            judged_mean, fooled_mean = (sums[:2] / sums[2]).tolist()
-        if ranks.rank == 0:
-            print(f"final critic_loss={judged_mean:.4f} generator_loss={fooled_mean:.4f}")
+                generator_loss = binary_cross_entropy_with_logits(score, torch.ones_like(score))
+                (generator_loss * loader.loss_weight).backward()
+                generator_optimizer.step()
+                generator_optimizer.zero_grad()
+                critic_optimizer.zero_grad()
+                mean_critic_loss.update(critic_loss, loader.num_samples)
+                mean_generator_loss.update(generator_loss, loader.num_samples)
+        losses = mean_critic_loss.compute(), mean_generator_loss.compute()  # of the last epoch; all ranks call compute
+        if backend.rank == 0:
+            print(f"final critic_loss={losses[0]:.4f} generator_loss={losses[1]:.4f}")
 
 
 if __name__ == "__main__":

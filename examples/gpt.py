@@ -1,4 +1,4 @@
-"""A small GPT learns to write like Python's own manual, character by character, on any backend.
+"""Train a small GPT on Python's manual, character by character, on any backend.
 
 python examples/gpt.py
 torchrun --nproc-per-node 2 examples/gpt.py --precision bf16
@@ -19,22 +19,22 @@ import unitrain
 
 LENGTH = 64
 PAD = 0
-SHOWN = [chr(PAD), "\n", *map(chr, range(32, 127))]  # what the network can read and write
+VOCABULARY = [chr(PAD), "\n", *map(chr, range(32, 127))]  # padding, line feed, ASCII
 
 
 class GPT(nn.Module):
-    """Maps characters [n, length] to scores of the one after each, [n, length, characters]."""
+    """Maps characters [n, length] to scores of the next character at each position, [n, length, characters]."""
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
-        self.characters = nn.Embedding(len(SHOWN), width)
+        self.characters = nn.Embedding(len(VOCABULARY), width)
         self.positions = nn.Embedding(LENGTH, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.scores = nn.Linear(width, len(SHOWN), bias=False)
+        self.scores = nn.Linear(width, len(VOCABULARY), bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Look at each character and those before it."""
+        """Return the scores; each position depends on itself and on earlier positions."""
         length = text.shape[1]
         hidden = self.characters(text) + self.positions(torch.arange(length, device=text.device))
         later = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
@@ -43,12 +43,12 @@ class GPT(nn.Module):
 
 
 def encode(text: str) -> list[int]:
-    """Return the number of each character that the network knows."""
-    return [SHOWN.index(character) for character in text if character in SHOWN]
+    """Return the index of each character that is in the vocabulary."""
+    return [VOCABULARY.index(character) for character in text if character in VOCABULARY]
 
 
 def paragraphs() -> TensorDataset:
-    """Cut Python's manual into paragraphs, and these into pieces; what a short one leaves is padding."""
+    """Split Python's manual into paragraphs, and these into padded pieces of equal length."""
     pieces = []
     for paragraph in "\n\n".join(topics.values()).split("\n\n"):
         text = encode(" ".join(paragraph.split()) + "\n")
@@ -60,33 +60,33 @@ def paragraphs() -> TensorDataset:
 
 
 def loss_per_character(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over the characters that are no padding, and their number: each weighs the same, on all ranks."""
+    """Return the sum over all characters except padding, and their number, so that each has the same weight."""
     total = cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
     return total, (targets != PAD).sum()
 
 
 @torch.no_grad()
 def write(model: nn.Module, beginning: str, length: int, device: torch.device) -> str:
-    """Go on from `beginning`, always with a likely character."""
+    """Return `beginning` and `length` more characters that are sampled from the model."""
     generator = torch.Generator().manual_seed(0)
     text = encode(beginning)
     for _ in range(length):
         scores = model(torch.tensor([text[-LENGTH:]], device=device))[0, -1].float().cpu()
         text.append(int(torch.multinomial((scores / 0.7).softmax(0), 1, generator=generator)))
-    return "".join(SHOWN[character] for character in text)
+    return "".join(VOCABULARY[character] for character in text)
 
 
 @click.command()
-@click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
-@click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
+@click.option("--backend", "backend_name", help="ddp, horovod or local. [default: implied by the launcher]")
+@click.option("--device", help="cpu or cuda. [default: a GPU per rank, if there are GPUs]")
 @click.option("--steps", default=500, show_default=True)
 @click.option("--global-batch-size", default=64, show_default=True, help="Pieces per step, over all ranks.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
-def main(backend: str | None, device: str | None, steps: int, global_batch_size: int, precision: str) -> None:
-    """Train on Python's manual, and write a little."""
-    with unitrain.init(backend, device=device) as ranks:
+def main(backend_name: str | None, device: str | None, steps: int, global_batch_size: int, precision: str) -> None:
+    """Train on Python's manual, and print a sample."""
+    with unitrain.init(backend_name, device=device) as backend:
         train, validation = random_split(paragraphs(), [0.97, 0.03], generator=torch.Generator().manual_seed(0))
-        torch.manual_seed(0)  # the same first weights in every run
+        torch.manual_seed(0)  # the same initial weights in every run
         model = GPT()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps + 1, pct_start=0.1)
@@ -94,11 +94,11 @@ def main(backend: str | None, device: str | None, steps: int, global_batch_size:
             max_steps=steps, global_batch_size=global_batch_size, max_grad_norm=1.0, precision=precision
         )
         trainer = unitrain.Trainer(
-            model, optimizer, loss_per_character, backend=ranks, config=config, scheduler=schedule
+            model, optimizer, loss_per_character, backend=backend, config=config, scheduler=schedule
         )
         results = trainer.fit(train, validation)
-        if ranks.rank == 0:
-            print(write(model.eval(), "The statement ", 200, ranks.device))
+        if backend.rank == 0:
+            print(write(model.eval(), "The statement ", 200, backend.device))
             print(f"final train_loss={results['train_loss']:.4f} val_loss={results['val_loss']:.4f}")
 
 

@@ -22,12 +22,12 @@ from torchvision.transforms import v2
 
 import unitrain
 
-MEAN, SPREAD = 0.1307, 0.3081  # of the training images
+MEAN, STANDARD_DEVIATION = 0.1307, 0.3081  # of the training images
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What decides how well the model learns."""
+    """The settings that are logged."""
 
     model: str = "cnn"
     epochs: int = 3
@@ -39,7 +39,7 @@ def build(name: str) -> nn.Module:
     """Map images [n, 1, 28, 28] to scores [n, 10]."""
     if name == "resnet18":
         model = resnet18(num_classes=10)
-        model.conv1 = nn.Conv2d(1, 64, kernel_size=3, padding=1, bias=False)  # one channel, and small images
+        model.conv1 = nn.Conv2d(1, 64, kernel_size=3, padding=1, bias=False)  # one channel, small images
         return model
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=5), nn.ReLU(), nn.MaxPool2d(2),
@@ -48,25 +48,27 @@ def build(name: str) -> nn.Module:
     )  # fmt: skip
 
 
-def load(folder: Path, ranks: unitrain.Backend, download: bool) -> tuple[MNIST, MNIST]:
-    """Return the training and the test images; with `download`, one rank of each host fetches them first."""
-    if download and ranks.local_rank == 0:
+def load(folder: Path, backend: unitrain.Backend, download: bool) -> tuple[MNIST, MNIST]:
+    """Return the training and the test data; with `download`, one rank of each host downloads them first."""
+    if download and backend.local_rank == 0:
         MNIST(folder, download=True)
-    ranks.barrier()
-    plain = v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([MEAN], [SPREAD])])
+    backend.barrier()
+    plain = v2.Compose(
+        [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([MEAN], [STANDARD_DEVIATION])]
+    )
     shifted = v2.Compose([v2.RandomAffine(degrees=5, translate=(0.05, 0.05)), plain])
     return MNIST(folder, train=True, transform=shifted), MNIST(folder, train=False, transform=plain)
 
 
 def correct(output: Tensor, target: Tensor) -> Tensor:
-    """Say for each sample whether the highest score is at its target."""
+    """Return for each sample whether the highest score is that of its target."""
     return output.argmax(dim=1) == target
 
 
 class Accuracies(unitrain.Callback):
-    """Keeps the accuracy of every epoch, and logs the first test images with what the model takes them for.
+    """Records the accuracy of every epoch, and logs the first test images with their predictions.
 
-    Every rank predicts its part of them and gets all; what it logs counts on rank 0.
+    Each rank predicts its shard of the images and receives all predictions; the values of rank 0 are logged.
     """
 
     def __init__(self, test: MNIST) -> None:
@@ -75,13 +77,13 @@ class Accuracies(unitrain.Callback):
 
     def on_epoch_end(self, trainer: unitrain.Trainer, results: dict[str, float]) -> None:
         self.values.append(results["val_accuracy"])
-        taken_for = trainer.predict(self.images).argmax(dim=1)
+        predictions = trainer.predict(self.images).argmax(dim=1)
         for index, (image, label) in enumerate(self.images):
             trainer.log_image(
-                f"test/{index}", image * SPREAD + MEAN, caption=f"a {label}, taken for {taken_for[index]}"
+                f"test/{index}", image * STANDARD_DEVIATION + MEAN, caption=f"a {label}, predicted {predictions[index]}"
             )
 
-    def state_dict(self) -> dict[str, Any]:  # a resumed run has the accuracies of all its epochs
+    def state_dict(self) -> dict[str, Any]:  # so that a resumed run has the accuracies of all epochs
         return {"values": self.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,28 +92,28 @@ class Accuracies(unitrain.Callback):
 
 @click.command()
 @click.option("--data", type=click.Path(path_type=Path), required=True, help="Folder with MNIST/raw in it.")
-@click.option("--download", is_flag=True, help="Fetch MNIST into --data where it is missing.")
+@click.option("--download", is_flag=True, help="Download MNIST to --data if it is missing.")
 @click.option("--model", type=click.Choice(["cnn", "resnet18"]), default=Hyperparameters.model, show_default=True)
 @click.option("--epochs", default=Hyperparameters.epochs, show_default=True)
 @click.option("--batch-size", default=Hyperparameters.batch_size, show_default=True, help="Samples per rank.")
 @click.option("--learning-rate", default=Hyperparameters.learning_rate, show_default=True)
-@click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
-@click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
+@click.option("--backend", "backend_name", help="ddp, horovod or local. [default: implied by the launcher]")
+@click.option("--device", help="cpu or cuda. [default: a GPU per rank, if there are GPUs]")
 @click.option("--workers", default=0, show_default=True, help="Processes per rank that load data.")
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for all that the run leaves.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --output.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for checkpoints, accuracies and the model.")
+@click.option("--resume", is_flag=True, help="Resume from the newest checkpoint in --output.")
 @click.option("--wandb", is_flag=True, help="Log to Weights & Biases offline; `wandb sync` uploads it.")
 def main(
-    data: Path, download: bool, backend: str | None, device: str | None, workers: int, output: Path | None,
+    data: Path, download: bool, backend_name: str | None, device: str | None, workers: int, output: Path | None,
     resume: bool, wandb: bool, **chosen: Any,
 ) -> None:  # fmt: skip
     """Train on MNIST."""
     if not download and not (data / "MNIST" / "raw").is_dir():
-        raise click.ClickException(f"There is no MNIST in '{data}'. Fetch it with: --data {data} --download")
+        raise click.ClickException(f"MNIST was not found in '{data}'. Download it with: --data {data} --download")
     hyper = Hyperparameters(**chosen)
-    with unitrain.init(backend, device=device) as ranks:
-        train, test = load(data, ranks, download)
-        torch.manual_seed(0)  # the same first weights in every run
+    with unitrain.init(backend_name, device=device) as backend:
+        train, test = load(data, backend, download)
+        torch.manual_seed(0)  # the same initial weights in every run
         model = build(hyper.model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=hyper.learning_rate)
         config = unitrain.TrainConfig(
@@ -120,13 +122,13 @@ def main(
         accuracies = Accuracies(test)
         loggers = [unitrain.WandbLogger("mnist", mode="offline", config=asdict(hyper))] if wandb else []
         trainer = unitrain.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), backend=ranks, config=config, metrics={"accuracy": correct},
+            model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, metrics={"accuracy": correct},
             callbacks=[accuracies], loggers=loggers,
         )  # fmt: skip
         results = trainer.fit(train, test)
-        if ranks.rank == 0:
+        if backend.rank == 0:
             print(f"final val_accuracy={results['val_accuracy']:.4f} val_loss={results['val_loss']:.4f}")
-        if ranks.rank == 0 and output is not None:
+        if backend.rank == 0 and output is not None:
             (output / "accuracies.json").write_text(json.dumps(accuracies.values))
             torch.save(model.state_dict(), output / "model.pt")
 

@@ -1,4 +1,4 @@
-"""Your own loop: the digits tutorial without the Trainer, with the same result to the last digit.
+"""The digits tutorial in your own loop, without the Trainer, with the same results.
 
 torchrun --nproc-per-node 2 examples/own_loop.py --backend horovod
 """
@@ -11,47 +11,45 @@ from digits import correct, digits_data, digits_network
 from torch.nn.functional import cross_entropy
 
 import unitrain
-from unitrain.data.sharding import EvaluationShard, TrainingShard
-from unitrain.metrics.means import Means
 
 
 @click.command()
-@click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
-@click.option("--device", help="cpu or cuda; a GPU for each rank where there are GPUs when left out.")
+@click.option("--backend", "backend_name", help="ddp, horovod or local. [default: implied by the launcher]")
+@click.option("--device", help="cpu or cuda. [default: a GPU per rank, if there are GPUs]")
 @click.option("--epochs", default=15, show_default=True)
 @click.option("--batch-size", default=32, show_default=True, help="Samples per rank.")
 @click.option("--seed", default=0, show_default=True)
-def main(backend: str | None, device: str | None, epochs: int, batch_size: int, seed: int) -> None:
-    """Train on scikit-learn's digits, step by step."""
-    with unitrain.init(backend, device=device) as ranks:
+def main(backend_name: str | None, device: str | None, epochs: int, batch_size: int, seed: int) -> None:
+    """Train on scikit-learn's digits."""
+    with unitrain.init(backend_name, device=device) as backend:
         torch.manual_seed(seed)
-        model = digits_network().to(ranks.device)
+        model = digits_network().to(backend.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        model = ranks.distributed_model(model)
-        optimizer = ranks.distributed_optimizer(optimizer, model)
+        model = backend.distributed_model(model)
+        optimizer = backend.distributed_optimizer(optimizer, model)
 
         train, validation = digits_data(seed)
-        share = TrainingShard(train, ranks, batch_size=batch_size, seed=seed)
-        for epoch in range(epochs):
+        loader = unitrain.ShardedLoader(train, backend, batch_size=batch_size, seed=seed)
+        for _ in range(epochs):
             model.train()
-            for batch, part in share.micro_batches(epoch):
-                images, targets = (tensor.to(ranks.device) for tensor in batch)
-                loss = cross_entropy(model(images), targets)
-                # The last batch is shared unevenly: what a rank has more of, counts more.
-                (loss * (part.samples * ranks.size / part.step_samples)).backward()
+            for images, targets in loader:
+                # The weight gives all samples the same weight if the last batch is divided unevenly.
+                loss = cross_entropy(model(images), targets) * loader.loss_weight
+                loss.backward()
                 optimizer.step()  # the gradients are already the mean over all ranks
                 optimizer.zero_grad()
 
-        unitrain.share_buffers(model, ranks)  # a BatchNorm would have gathered its own on each rank
-        network, means = ranks.unwrap(model).eval(), Means(("accuracy", "loss"), ranks.device)
+        unitrain.share_buffers(model, backend)  # running statistics of BatchNorm, if the model had any
+        network = backend.unwrap(model).eval()
+        accuracy, mean_loss = unitrain.MeanMetric(backend), unitrain.MeanMetric(backend)
         with torch.no_grad():
-            for batch, samples in EvaluationShard(validation, ranks, batch_size=batch_size):
-                images, targets = (tensor.to(ranks.device) for tensor in batch)
+            for images, targets in unitrain.ShardedLoader(validation, backend, batch_size=batch_size, shuffle=False):
                 output = network(images)
-                means.add((correct(output, targets), cross_entropy(output, targets)), samples)
-        results = means.reduce(ranks)
-        if ranks.rank == 0:
-            print(f"final val_accuracy={results['accuracy']:.4f} val_loss={results['loss']:.4f}")
+                accuracy.update(correct(output, targets), len(targets))
+                mean_loss.update(cross_entropy(output, targets), len(targets))
+        val_accuracy, val_loss = accuracy.compute(), mean_loss.compute()  # all ranks call compute
+        if backend.rank == 0:
+            print(f"final val_accuracy={val_accuracy:.4f} val_loss={val_loss:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who sees what: prints which samples each rank gets in each epoch, and an average that all of them agree on.
+"""Print which samples each rank reads in each epoch, and a mean over the samples of all ranks.
 
 torchrun --nproc-per-node 3 examples/sharding.py --samples 11
 horovodrun -np 2 python examples/sharding.py --backend horovod
@@ -11,49 +11,47 @@ import torch
 from torch.utils.data import TensorDataset
 
 import unitrain
-from unitrain.data.sharding import EvaluationShard, TrainingShard
-from unitrain.metrics.means import Means
 
 
 @click.command()
-@click.option("--backend", help="ddp, horovod or local; what the launcher implies when left out.")
-@click.option("--samples", default=11, show_default=True, help="Numbers from 0 on to share out.")
+@click.option("--backend", "backend_name", help="ddp, horovod or local. [default: implied by the launcher]")
+@click.option("--samples", default=11, show_default=True, help="Length of the dataset 0, 1, 2, ...")
 @click.option("--batch-size", default=2, show_default=True, help="Samples per rank and step.")
 @click.option("--epochs", default=2, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-def main(backend: str | None, samples: int, batch_size: int, epochs: int, seed: int) -> None:
-    """Share out the numbers 0, 1, 2, ..."""
-    with unitrain.init(backend) as ranks:
+def main(backend_name: str | None, samples: int, batch_size: int, epochs: int, seed: int) -> None:
+    """Shard the numbers 0, 1, 2, ..."""
+    with unitrain.init(backend_name) as backend:
         numbers = TensorDataset(torch.arange(samples))
 
-        def tell(title: str, own: list[list[int]]) -> None:
-            """Print what every rank has, in the order of the ranks."""
-            everyones = ranks.allgather_object(own)  # all ranks call it, and only rank 0 prints
-            if ranks.rank == 0:
+        def print_shards(title: str, batches: list[list[int]]) -> None:
+            """Print the batches of every rank, in rank order. All ranks call it."""
+            batches_of_ranks = backend.allgather_object(batches)
+            if backend.rank == 0:
                 print(title)
-                for rank, batches in enumerate(everyones):
-                    print(f"  rank {rank}: {'  '.join(map(str, batches)) or 'nothing'}")
-                seen = sorted(number for batches in everyones for batch in batches for number in batch)
-                print(f"  each exactly once: {'yes' if seen == list(range(samples)) else 'NO'}")
+                for rank, shard in enumerate(batches_of_ranks):
+                    print(f"  rank {rank}: {'  '.join(map(str, shard)) or 'no samples'}")
+                numbers_read = sorted(number for shard in batches_of_ranks for batch in shard for number in batch)
+                print(f"  each exactly once: {'yes' if numbers_read == list(range(samples)) else 'NO'}")
 
-        training = TrainingShard(numbers, ranks, batch_size=batch_size, seed=seed)
+        loader = unitrain.ShardedLoader(numbers, backend, batch_size=batch_size, seed=seed)
         for epoch in range(epochs):
-            # A rank that has no samples in the last step borrows some that count for nothing: part.samples is 0 there.
-            own = [batch[0].tolist()[: part.samples] for batch, part in training.micro_batches(epoch)]
-            tell(f"training, epoch {epoch + 1}: another order every time", [batch for batch in own if batch])
+            # A rank without samples in the last step receives a dummy batch, in which num_samples is 0.
+            batches = [batch.tolist()[: loader.num_samples] for (batch,) in loader]
+            print_shards(f"training, epoch {epoch + 1}: another order in each epoch", [b for b in batches if b])
 
-        evaluation = EvaluationShard(numbers, ranks, batch_size=batch_size)
-        tell("evaluation: in order, nothing twice", [batch[0].tolist() for batch, _ in evaluation])
+        evaluation = unitrain.ShardedLoader(numbers, backend, batch_size=batch_size, shuffle=False)
+        print_shards("evaluation: in order, without repetition", [batch.tolist() for (batch,) in evaluation])
 
-        mean = Means(("number",), ranks.device)
-        for batch, count in evaluation:
-            mean.add((batch[0].double(),), count)
-        agreed = mean.reduce(ranks)["number"]  # sums and counts travel, so uneven shares do no harm
-        own_mean = [sum(batch[0].tolist()) / count for batch, count in evaluation]
-        means_of_batches = [mean for one in ranks.allgather_object(own_mean) for mean in one]
-        if ranks.rank == 0:
-            print(f"mean of all numbers {agreed:.4f}; the mean of batch means would be ", end="")
-            print(f"{sum(means_of_batches) / len(means_of_batches):.4f}")
+        mean = unitrain.MeanMetric(backend)
+        for (batch,) in evaluation:
+            mean.update(batch.double(), len(batch))
+        mean_of_numbers = mean.compute()  # sums and counts are reduced, so uneven shards are no problem
+        batch_means = [batch.double().mean().item() for (batch,) in evaluation]
+        batch_means = [value for shard in backend.allgather_object(batch_means) for value in shard]
+        if backend.rank == 0:
+            print(f"mean of all numbers {mean_of_numbers:.4f}; the mean of batch means would be ", end="")
+            print(f"{sum(batch_means) / len(batch_means):.4f}")
 
 
 if __name__ == "__main__":

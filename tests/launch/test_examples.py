@@ -57,5 +57,5 @@ def test_mnist_trains_a_resnet(mnist: Path) -> None:
 def test_mnist_says_where_to_get_the_data(tmp_path: Path) -> None:
     done = run("mnist.py", "--data", tmp_path / "nothing")
     assert done.returncode == 1
-    assert done.stderr.startswith("Error: There is no MNIST in '")
-    assert done.stderr.endswith("Fetch it with: --data " + str(tmp_path / "nothing") + " --download\n")
+    assert done.stderr.startswith("Error: MNIST was not found in '")
+    assert done.stderr.endswith("Download it with: --data " + str(tmp_path / "nothing") + " --download\n")

@@ -84,7 +84,7 @@ def test_mnist_leaves_the_same_when_it_goes_on_on_another_backend(tmp_path: Path
     items = [item for _, records in starts for one in records for item in one.history.item]
     captions = [json.loads(item.value_json) for item in items if list(item.nested_key) == ["test/0", "caption"]]
     assert len(captions) == 3
-    assert all(re.fullmatch(r"a \d, taken for \d", caption) for caption in captions)
+    assert all(re.fullmatch(r"a \d, predicted \d", caption) for caption in captions)
 
 
 def test_sharding_shows_every_sample_once() -> None:
@@ -139,15 +139,15 @@ def test_snapshots_go_on(tmp_path: Path) -> None:
     whole, restarted, again = (tmp_path / name for name in ("whole.pt", "restarted.pt", "again.pt"))
     epochs = ("--device", "cpu", "--epochs", "4")
     expected = run(by_hand("ddp", "snapshots.py", "--snapshot", whole, *epochs))
-    assert "going on" not in expected
+    assert "resuming" not in expected
 
     failing = ("--snapshot", restarted, *epochs, "--fail-in-epoch", "3")
     output = run(by_hand("ddp", "snapshots.py", *failing, options=("--max-restarts", "1")))
     assert "fails in epoch 3" in output  # torchrun starts both ranks again, and it was not the first epoch
-    assert f"going on from '{restarted}' after epoch 2" in output
+    assert f"resuming from '{restarted}' after epoch 2" in output
     assert final(output) == final(expected)
 
     run(by_hand("horovod", "snapshots.py", "--snapshot", again, "--device", "cpu", "--epochs", "1"))
     output = run(by_hand("horovod", "snapshots.py", "--snapshot", again, *epochs))
-    assert f"going on from '{again}' after epoch 1" in output
+    assert f"resuming from '{again}' after epoch 1" in output
     assert final(output) == final(expected)
