@@ -1,4 +1,4 @@
-"""The pages about moving to unitrain: what each calls "after" runs, and gives on two ranks what it gives on one."""
+"""The programs of the README and of the migration pages produce the same numbers on one rank and on two."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch.utils.data import TensorDataset
 from unitrain.backends.base import Backend
 from unitrain.testing import run_ranks
 
-PAGES = sorted(set((Path(__file__).parents[2] / "docs" / "migrating").glob("*.md")) - {Path(__file__).parents[2] / "docs/migrating/index.md"})
-Told = dict[str, tuple[dict[str, float], list[float]]]  # by page: results and parameters
+ROOT = Path(__file__).parents[2]
+MIGRATION_PAGES = ("accelerate", "ddp", "horovod", "ignite", "lightning")
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+Outcomes = dict[str, tuple[dict[str, float], list[float]]]  # by program: results and parameters
 
 
 def build_model() -> nn.Module:
@@ -31,39 +32,61 @@ def data(count: int) -> TensorDataset:
     return TensorDataset(inputs, inputs[:, :4].argmax(1))
 
 
-def after_moving(programs: dict[str, str]) -> Told:
+def accuracy(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return output.argmax(1) == targets
+
+
+def code_blocks(page: str) -> list[str]:
+    return _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+
+
+def run_programs(programs: dict[str, str]) -> Outcomes:
     """Run each program as a script, and return its results and parameters."""
-    told: Told = {}
+    outcomes: Outcomes = {}
     for name, program in programs.items():
-        # The last batch of 150 samples is smaller, and is shared unevenly.
-        names: dict[str, Any] = {"build_model": build_model, "train_data": data(150), "val_data": data(45)}
+        # The last batch of 150 samples is smaller, and is divided unevenly.
+        names: dict[str, Any] = {
+            "build_model": build_model,
+            "train_data": data(150),
+            "val_data": data(45),
+            "dataset": data(150),
+            "loss_fn": nn.CrossEntropyLoss(),
+            "accuracy": accuracy,
+        }
         exec(compile(program, name, "exec"), names)
-        parameters = torch.cat([one.detach().flatten() for one in names["model"].parameters()])
-        results = {key: value for key, value in names["results"].items() if "second" not in key}
-        told[name] = results, parameters.tolist()
-    return told
+        parameters = torch.cat([parameter.detach().flatten() for parameter in names["model"].parameters()])
+        results = {key: value for key, value in names.get("results", {}).items() if "second" not in key}
+        outcomes[name] = results, parameters.tolist()
+    return outcomes
 
 
-def on_each(backend: Backend, programs: dict[str, str]) -> dict[str, Told]:
+def run_programs_on_each_backend(backend: Backend, programs: dict[str, str]) -> dict[str, Outcomes]:
     backend.shutdown()
-    told: dict[str, Told] = {}
+    outcomes: dict[str, Outcomes] = {}
     for name in ("ddp", "horovod"):
         os.environ["UNITRAIN_BACKEND"] = name
-        told[name] = after_moving(programs)
-    return told
+        outcomes[name] = run_programs(programs)
+    return outcomes
 
 
-def test_what_is_after_gives_the_same_on_one_rank_and_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = {page.stem: _BLOCK.findall(page.read_text(encoding="utf-8")) for page in PAGES}
-    assert sorted(blocks) == ["accelerate", "ddp", "horovod", "ignite", "lightning"]
-    for before, _ in blocks.values():
-        compile(before, "before", "exec")
-    programs = {name: after for name, (_, after) in blocks.items()}
+def test_program_before_migration_compiles() -> None:
+    for page in MIGRATION_PAGES:
+        before, _ = code_blocks(f"docs/migrating/{page}.md")
+        compile(before, page, "exec")
+
+
+def test_documented_program_produces_the_same_numbers_on_one_rank_and_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = {page: code_blocks(f"docs/migrating/{page}.md")[1] for page in MIGRATION_PAGES}
+    trainer, own_loop = code_blocks("README.md")
+    assert "batch_size=32)" in own_loop
+    programs["README, Trainer"] = trainer
+    # The same global batch on one rank and on two.
+    programs["README, own loop"] = own_loop.replace("batch_size=32)", "batch_size=32 // backend.size)")
     monkeypatch.setenv("UNITRAIN_BACKEND", "local")
-    reference = after_moving(programs)
+    reference = run_programs(programs)
     assert reference["lightning"][0]["val_accuracy"] > 0.5
-    for told in run_ranks(on_each, 2, args=(programs,), backend="ddp"):
-        for backend in told:
+    for outcomes in run_ranks(run_programs_on_each_backend, 2, args=(programs,), backend="ddp"):
+        for backend in outcomes:
             for name, (results, parameters) in reference.items():
-                assert told[backend][name][0] == pytest.approx(results, rel=1e-6), (backend, name)
-                assert told[backend][name][1] == pytest.approx(parameters, abs=1e-9), (backend, name)
+                assert outcomes[backend][name][0] == pytest.approx(results, rel=1e-6), (backend, name)
+                assert outcomes[backend][name][1] == pytest.approx(parameters, abs=1e-9), (backend, name)
