@@ -64,13 +64,13 @@ def test_they_are_listed_with_their_results(run: Path) -> None:
 
 
 def test_a_damaged_one_is_found(run: Path) -> None:
-    assert ckpt("verify", run).output == "".join(f"step-{step:09d}  sound\n" for step in (4, 8, 12))
+    assert ckpt("verify", run).output == "".join(f"step-{step:09d}  valid\n" for step in (4, 8, 12))
     file = run / "step-000000008" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     done = ckpt("verify", run)
     assert done.exit_code == 1
     assert "step-000000008  DAMAGED: the content of model.safetensors has changed since it was written\n" in done.output
-    assert "1 of 3 checkpoints cannot be relied on." in done.output
+    assert "1 of 3 checkpoints are damaged." in done.output
     assert ckpt("verify", run / "step-000000012").exit_code == 0
 
 
@@ -88,7 +88,7 @@ def test_complex_tensors_are_shown_verified_and_converted(tmp_path: Path) -> Non
         found = source / "model.safetensors" if source.is_dir() else source
         done = ckpt("convert", found, tmp_path / folder)
         assert done.exit_code == 0, done.output
-        assert ckpt("verify", tmp_path / folder).output == "step-000000000  sound\n"
+        assert ckpt("verify", tmp_path / folder).output == "step-000000000  valid\n"
         shown = ckpt("show", tmp_path / folder).output
         assert shown.endswith("a  C128 [3, 4]\nb  C64 [2]\nc  F32 [2]\n")
         kept = read_tensors(tmp_path / folder / "step-000000000" / "model.safetensors")
@@ -201,7 +201,7 @@ def test_what_cannot_be_converted_is_told(tmp_path: Path, content: Any, found: s
 
 def test_a_converted_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
     torch.save({f"net.{name}": value for name, value in STATE.items()}, tmp_path / "file.pt")
-    assert "No name begins with 'body.'; the first are net.0.weight" in (
+    assert "No name in the model begins with 'body.'; the first names are net.0.weight" in (
         ckpt("convert", tmp_path / "file.pt", tmp_path / "no", "--strip-prefix", "body.").output
     )
     assert ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").exit_code == 0

@@ -366,11 +366,11 @@ def test_a_broken_variable_is_named(value: str, script: str) -> None:
         ),
         (
             "ckpt verify {folder}",
-            "There is no checkpoint in '{folder}'. Name the output_dir of a run, or one of its check",
+            "There is no checkpoint in '{folder}'. Pass the output_dir of a run, or one of its check",
         ),
         (
             "ckpt verify {script}",
-            "There is no checkpoint in '{script}'. Name the output_dir of a run, or one of its check",
+            "There is no checkpoint in '{script}'. Pass the output_dir of a run, or one of its check",
         ),
     ],
 )

@@ -357,15 +357,15 @@ def test_a_job_is_shown_and_handed_over(target: str, command: str, script: Path,
         ("--to slurm --time 4h T", "--time must be minutes, or as in 4:00:00 and 2-12, got '4h'. Use: --time 4:00:00"),
         ("--to slurm --memory lots T", "--memory must be a number with K, M, G or T, got 'lots'. Use: --memory 64G"),
         ("--to slurm --nodes 3 -np 2 T", "-np 2 leaves some of 3 nodes without a rank. Use: --nodes 2"),
-        ("--to slurm --image a T", "--image a is for kubernetes, and the job goes to slurm. Leave --image out"),
+        ("--to slurm --image a T", "--image a is an option for kubernetes, but --to is slurm. Leave --image out"),
         (
             "--to kubernetes --partition a T",
-            "--partition a is for slurm, and the job goes to kubernetes. Leave --partition out",
+            "--partition a is an option for slurm, but --to is kubernetes. Leave --partition out",
         ),
         (
             "--to kubernetes --qos=high T",
             (
-                "unitrain submit has no option '--qos=high' for kubernetes. Change the manifest itself: "
+                "unitrain submit has no option '--qos=high' for kubernetes. Edit the manifest instead: "
                 "--dry-run > job.yaml"
             ),
         ),
@@ -396,11 +396,11 @@ def test_a_job_is_shown_and_handed_over(target: str, command: str, script: Path,
         (
             "--to slurm --qos high T",
             (
-                "Script 'high' does not exist. Options of unitrain go before the script. Options of sbatch's own "
-                "are one word each, as in: --qos=high"
+                "Script 'high' does not exist. Options of unitrain go before the script. Write options of "
+                "sbatch as one word each: --qos=high"
             ),
         ),
-        ("--to slurm --requeue", "No script was given to run. End the line as in: train.py"),
+        ("--to slurm --requeue", "The command lacks a script. End it as in: train.py"),
         (
             "--to slurm -x HF_TOKEN=abc T",
             (
@@ -418,12 +418,11 @@ def test_what_is_refused_says_what_to_type(arguments: str, message: str, script:
 
 
 def test_what_a_handover_needs(script: Path, tmp_path: Path) -> None:
-    assert "A job of Kubernetes needs an image with the script in it. Add --image NAME" in (
+    assert "A Kubernetes job needs an image that contains the script. Add --image NAME" in (
         submit("--to", "kubernetes", script.name).stderr
     )
-    assert (
-        "sbatch, which hands the job over, is not on PATH. Go to a host that has it, or keep what is to be handed"
-        in (submit("--to", "slurm", script.name, PATH=str(tmp_path)).stderr)
+    assert "sbatch, which submits the job, is not on PATH. Run the command on a host that has it, or save the job" in (
+        submit("--to", "slurm", script.name, PATH=str(tmp_path)).stderr
     )
 
 

@@ -23,7 +23,7 @@ from unitrain.backends.base import StartOptions
 from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.cli import unitrain as command
-from unitrain.cli.available import available_here
+from unitrain.cli.available import find_available
 from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines
 from unitrain.verify.difference import compare
@@ -273,7 +273,7 @@ def test_invalid_arguments_are_refused(arguments: list[str], message: str, scrip
 
 def test_unavailable_controllers_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    controllers, skipped = available_here(["ddp", "horovod", "local"])
+    controllers, skipped = find_available(["ddp", "horovod", "local"])
     assert controllers == {"ddp": [None], "horovod": ["gloo"], "local": [None]}
     ((what, why),) = skipped
     assert what == "horovod over mpi"

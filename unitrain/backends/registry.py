@@ -45,7 +45,7 @@ def load(name: str) -> type[Backend]:
     return loaded
 
 
-def check_result_name(name: str) -> None:
+def check_backend_name(name: str) -> None:
     """Raise UnknownBackendError for a name that nobody registered; imports nothing."""
     _entry(name)
 

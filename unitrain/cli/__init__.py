@@ -1,4 +1,8 @@
-"""The `unitrain` command. Each subcommand is imported when it is called, so that help never waits for torch."""
+"""The `unitrain` command, with one module per subcommand.
+
+A subcommand is imported when it is called, so that --help does not import torch. The modules contain the options and
+the output of a command; its logic is in the package of the same subject.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,19 @@ from unitrain.errors import did_you_mean
 _COMMANDS = {
     "bench": ("unitrain.cli.bench", "Measure collectives and training on every backend, and predict more ranks."),
     "ckpt": ("unitrain.cli.ckpt", "List, verify, show and convert checkpoints."),
-    "doctor": ("unitrain.cli.doctor", "Find what is wrong with a machine, or between the ranks of a job."),
-    "horovod": ("unitrain.cli.horovod", "Build Horovod for the installed torch, and see what it can do."),
+    "doctor": ("unitrain.cli.doctor", "Find problems of a machine, or of the ranks of a job."),
+    "horovod": ("unitrain.cli.horovod", "Build Horovod for the installed torch, and check it."),
     "launch": ("unitrain.cli.launch", "Run a training script on several ranks."),
-    "report": ("unitrain.cli.report", "Show what became of a run, and where its time went."),
-    "submit": ("unitrain.cli.submit", "Hand a training script to Slurm or Kubernetes."),
-    "translate": ("unitrain.cli.translate", "Write one launcher's command line for another."),
+    "report": ("unitrain.cli.report", "Show the results and timings of a run."),
+    "submit": ("unitrain.cli.submit", "Submit a training script to Slurm or Kubernetes."),
+    "translate": ("unitrain.cli.translate", "Translate the command line of one launcher into that of another."),
     "tune": ("unitrain.cli.tune", "Find settings that make a script train faster on this machine."),
-    "verify": ("unitrain.cli.verify", "Train on every backend, and tell whether the numbers are the same."),
+    "verify": ("unitrain.cli.verify", "Train on every backend, and compare the numbers."),
 }
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are known by name and line of help, and imported when they are called."""
+    """A click group that imports a command when it is called. Names and help lines are known without an import."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)

@@ -11,7 +11,7 @@ import click
 
 from unitrain.bench.bandwidth import OPERATIONS
 from unitrain.bootstrap import environment
-from unitrain.cli.available import available_here, names_of
+from unitrain.cli.available import find_available, parse_backends
 from unitrain.cli.bench_options import (
     backends_option,
     check_can_draw,
@@ -94,8 +94,8 @@ def _contestants(
             )
         from unitrain.bench.contestants import LaunchedRanks
 
-        names = [one for one in names_of(backends or environment.setting("UNITRAIN_BACKEND")) if one != "local"]
-        found, skipped = available_here(names)
+        names = [one for one in parse_backends(backends or environment.setting("UNITRAIN_BACKEND")) if one != "local"]
+        found, skipped = find_available(names)
         launched: list[Contestant] = [LaunchedRanks(name, device) for name in found]
         yield launched, skipped, rank_info.rank == 0
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unitrain import errors, launchers
-from unitrain.cli.available import available_here, names_of
+from unitrain.cli.available import find_available, parse_backends
 from unitrain.errors import ConfigError, MissingDependencyError, UnitrainError
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def starts_here(backends: str | None, ranks: int, device: str) -> tuple[list[Sta
     """Return how every backend and transport but `local` is started here, and what cannot be, with the reason."""
     from unitrain.bench.contestants import Start
 
-    names = [name for name in names_of(backends) if name != "local"]
-    controllers, skipped = available_here(names)
+    names = [name for name in parse_backends(backends) if name != "local"]
+    controllers, skipped = find_available(names)
     starts = []
     for name, choices in controllers.items():
         if name == "ddp" and device == "cuda":

@@ -1,4 +1,4 @@
-"""`unitrain ckpt`: what checkpoints there are, whether they are sound, what is in them, and those of other programs."""
+"""`unitrain ckpt`: list, verify, show and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def ckpt() -> None:
     """List, verify, show and convert checkpoints."""
 
 
-def _told(command: Callable[..., None]) -> Callable[..., None]:
-    """Let `command` end with a deliberate error's own words."""
+def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` with CheckpointError converted to an error message of the command line."""
 
     @wraps(command)
-    def told(**arguments: Any) -> None:
+    def wrapped(**arguments: Any) -> None:
         try:
             command(**arguments)
         except CheckpointError as error:
             raise click.ClickException(str(error)) from error
 
-    return told
+    return wrapped
 
 
 @ckpt.command("ls")
 @click.argument("folder", type=_PATH)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object for each.")
-@_told
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per checkpoint.")
+@_report_errors
 def list_checkpoints(folder: Path, as_json: bool) -> None:
-    """List the checkpoints in FOLDER, a run's output_dir: where each is in the run, its results, its size."""
+    """List the checkpoints in FOLDER, the output_dir of a run, with their progress, results and size."""
     from unitrain.checkpoint import files
 
     found = files.candidates(folder)[::-1]
     if not found:
-        raise CheckpointError(f"There is no checkpoint in '{folder}'. Name the output_dir of a run.")
+        raise CheckpointError(f"There is no checkpoint in '{folder}'. Pass the output_dir of a run.")
     manifests = {path.name: files.read_manifest(path) for path in found}
     if as_json:
         for name, manifest in manifests.items():
@@ -69,33 +69,33 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
 
 @ckpt.command()
 @click.argument("folder", type=_PATH)
-@_told
+@_report_errors
 def verify(folder: Path) -> None:
-    """Compare the files of the checkpoints in FOLDER, or of the one that it is, with their manifests."""
+    """Compare the files of a checkpoint, or of all checkpoints in FOLDER, with their manifests."""
     from unitrain.checkpoint import files
 
     found = files.candidates(folder)[::-1]
     if not found and not any((folder / name).exists() for name in (files.MODEL, files.TRAINING, files.MANIFEST)):
         raise CheckpointError(
-            f"There is no checkpoint in '{folder}'. Name the output_dir of a run, or one of its checkpoints."
+            f"There is no checkpoint in '{folder}'. Pass the output_dir of a run, or one of its checkpoints."
         )
     found = found or [folder]
     damages = {path: files.damage(path) for path in found}
     for path, damage in damages.items():
-        click.echo(f"{path.name}  {'sound' if damage is None else f'DAMAGED: {damage}'}")
+        click.echo(f"{path.name}  {'valid' if damage is None else f'DAMAGED: {damage}'}")
     damaged = sum(damage is not None for damage in damages.values())
     if damaged:
         raise CheckpointError(
-            f"{damaged} of {len(found)} checkpoints cannot be relied on. Remove them, or restore their files: a run "
-            "goes on from the newest that is sound."
+            f"{damaged} of {len(found)} checkpoints are damaged. Remove them, or restore their files: a run "
+            "resumes from the newest valid checkpoint."
         )
 
 
 @ckpt.command()
 @click.argument("checkpoint", type=_PATH)
-@_told
+@_report_errors
 def show(checkpoint: Path) -> None:
-    """Show what CHECKPOINT holds, or the newest sound one in it: the manifest, and every tensor of the model."""
+    """Show the manifest and the model tensors of CHECKPOINT, or of the newest valid checkpoint in a folder."""
     from safetensors import safe_open
 
     from unitrain.checkpoint import files
@@ -106,7 +106,7 @@ def show(checkpoint: Path) -> None:
     click.echo(json.dumps({"checkpoint": str(path), **manifest}, indent=2))
     complex_names = files.complex_names(path / files.MODEL)
     with safe_open(path / files.MODEL, framework="pt") as model:
-        for name in model.keys():  # noqa: SIM118 - it is no dictionary
+        for name in model.keys():  # noqa: SIM118 - not a dictionary
             part = model.get_slice(name)
             kind, shape = part.get_dtype(), part.get_shape()
             if name in complex_names:  # stored as pairs of a real and an imaginary part
@@ -117,15 +117,15 @@ def show(checkpoint: Path) -> None:
 @ckpt.command()
 @click.argument("source", type=_PATH)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--strip-prefix", default="", help="What to take off the names of the model, such as 'model.'.")
-@click.option("--epoch", type=click.IntRange(min=0), help="Epochs that are done. [default: what SOURCE says, else 0]")
-@click.option("--step", type=click.IntRange(min=0), help="Steps that are done. [default: what SOURCE says, else 0]")
-@_told
+@click.option("--strip-prefix", default="", help="Prefix to remove from the names of the model, such as 'model.'.")
+@click.option("--epoch", type=click.IntRange(min=0), help="Number of completed epochs. [default: as in SOURCE, else 0]")
+@click.option("--step", type=click.IntRange(min=0), help="Number of completed steps. [default: as in SOURCE, else 0]")
+@_report_errors
 def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, step: int | None) -> None:
-    """Write a checkpoint of another program, SOURCE, as one of unitrain into FOLDER.
+    """Convert SOURCE, a checkpoint of another program, and write it into FOLDER.
 
-    SOURCE is a file of torch.save (a state dictionary, also of a DDP model, or a dictionary with "model", "optimizer",
-    "epoch"), a safetensors file, a .ckpt of Lightning, or a folder of Accelerate. A run goes on from it with
+    SOURCE is a file of torch.save (a state dict, also of a DDP model, or a dictionary with "model", "optimizer",
+    "epoch"), a safetensors file, a .ckpt of Lightning, or a folder of Accelerate. A run resumes from the result with
     TrainConfig(resume="FOLDER", output_dir=...).
     """
     from unitrain.checkpoint import files
@@ -134,7 +134,9 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     found = read_foreign(source)
     if strip_prefix and not any(name.startswith(strip_prefix) for name in found.model):
         names = ", ".join(list(found.model)[:3])
-        raise CheckpointError(f"No name begins with {strip_prefix!r}; the first are {names}. Leave --strip-prefix out.")
+        raise CheckpointError(
+            f"No name in the model begins with {strip_prefix!r}; the first names are {names}. Leave --strip-prefix out."
+        )
     model = {name.removeprefix(strip_prefix): value for name, value in found.model.items()}
     progress = {
         "epoch": (found.epoch or 0) if epoch is None else epoch,
@@ -147,11 +149,11 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"Folder '{folder}' cannot be made: {error.strerror}. Name another folder.") from None
+        raise CheckpointError(f"Folder '{folder}' cannot be created: {error.strerror}. Use another folder.") from None
     target = files.checkpoint_path(folder, progress["step"])
     if target.exists():
-        raise CheckpointError(f"'{target}' is there already. Name another folder.")
+        raise CheckpointError(f"'{target}' exists already. Use another folder.")
     files.write(target, model, training, {**progress, "converted_from": f"{found.kind} {source}"})
     parts = [f"{len(model)} tensors", *(part for part in ("optimizer", "scheduler") if getattr(found, part))]
     click.echo(f"{found.kind}: {', '.join(parts)}; epoch {progress['epoch']}, step {progress['step']}")
-    click.echo(f'{target}  go on from it with TrainConfig(resume="{folder}", output_dir=...)')
+    click.echo(f'{target}  resume from it with TrainConfig(resume="{folder}", output_dir=...)')

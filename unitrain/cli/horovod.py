@@ -20,19 +20,23 @@ if TYPE_CHECKING:
 
 @click.group()
 def horovod() -> None:
-    """Build Horovod for the installed torch, and tell what the installed one can do."""
+    """Build Horovod for the installed torch, and check the installed Horovod."""
 
 
 @horovod.command()
-@click.option("--with-mpi/--without-mpi", "mpi", default=None, help="MPI controller. [default: where mpicxx is found]")
 @click.option(
-    "--with-cuda/--without-cuda", "cuda", default=None, help="NCCL operations. [default: where a GPU is visible]"
+    "--with-mpi/--without-mpi", "mpi", default=None, help="Build the MPI controller. [default: if mpicxx is found]"
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Compilers at a time. [default: as cores and memory allow]")
-@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Where wheels are kept.")
-@click.option("--no-install", is_flag=True, help="Build the wheel only, and print where it is.")
-@click.option("--force", is_flag=True, help="Build even when the cache has this wheel.")
-@click.option("--dry-run", is_flag=True, help="Show every step and change nothing.")
+@click.option(
+    "--with-cuda/--without-cuda", "cuda", default=None, help="Build NCCL operations. [default: if a GPU is visible]"
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Number of parallel compilers. [default: limited by cores and memory]"
+)
+@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Folder of built wheels.")
+@click.option("--no-install", is_flag=True, help="Only build the wheel and print its path.")
+@click.option("--force", is_flag=True, help="Build even if the cache has this wheel.")
+@click.option("--dry-run", is_flag=True, help="Print every step without executing it.")
 def build(
     mpi: bool | None,
     cuda: bool | None,
@@ -42,9 +46,9 @@ def build(
     force: bool,
     dry_run: bool,
 ) -> None:
-    """Make a wheel of Horovod 0.28.1 for the torch that is installed, and install it.
+    """Build a wheel of Horovod 0.28.1 for the installed torch, and install it.
 
-    A wheel already built here for the same torch, Python, compiler and flags is taken from the cache.
+    A wheel that was built for the same torch, Python, compiler and flags is taken from the cache.
     """
     from unitrain.bootstrap import environment
     from unitrain.horovod_wheel import build as builder
@@ -54,55 +58,55 @@ def build(
     cache = (cache_dir or plan.cache_folder(inherited)).absolute()
     try:
         request = plan.Request(cache=cache, mpi=mpi, cuda=cuda, jobs=jobs, install=not no_install)
-        decided = plan.make(machine.detect(inherited), request)
-        hit = builder.cached(decided) is not None and not force
-        _announce(decided, hit)
+        build_plan = plan.make(machine.detect(inherited), request)
+        is_cached = builder.cached(build_plan) is not None and not force
+        _announce(build_plan, is_cached)
         if dry_run:
-            _show(decided, inherited, hit)
+            _show(build_plan, inherited, is_cached)
             return
-        if hit and not no_install and builder.installed(decided):
-            click.echo("It is installed already. To build it again: unitrain horovod build --force")
+        if is_cached and not no_install and builder.installed(build_plan):
+            click.echo("This Horovod is installed already. To build it again: unitrain horovod build --force")
             return
         started = time.monotonic()
-        with _Progress(decided) as progress:
-            wheel = builder.run(decided, inherited, progress, force=force)
+        with _Progress(build_plan) as progress:
+            wheel = builder.run(build_plan, inherited, progress, force=force)
     except UnitrainError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{'Installed' if not no_install else 'Built'} {wheel} in {_duration(time.monotonic() - started)}")
     if not no_install:
-        click.echo("What it can do: unitrain horovod check")
+        click.echo("Check it with: unitrain horovod check")
 
 
 @horovod.command()
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def check(as_json: bool) -> None:
-    """Tell what the installed Horovod can do; exit status 1 when it cannot be used."""
+    """Report the features and problems of the installed Horovod. The exit status is 1 if it is not usable."""
     from unitrain.horovod_wheel import check as checker
 
     report = checker.inspect()
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=2))
     else:
-        _tell(report)
+        _print_report(report)
     if not report.usable:
         raise click.exceptions.Exit(1)
 
 
-def _announce(plan: BuildPlan, hit: bool) -> None:
+def _announce(plan: BuildPlan, is_cached: bool) -> None:
     facts = plan.facts
     parts = [*facts["controllers"], *([f"nccl {facts['nccl']} (CUDA {facts['cuda']})"] if facts["nccl"] else [])]
     click.echo(f"Horovod {facts['horovod']} for torch {facts['torch']}, {facts['python']}, with {', '.join(parts)}")
     for note in plan.notes:
         click.echo(f"  {note}")
-    if hit:
-        click.echo(f"  In the cache: {plan.wheel}")
+    if is_cached:
+        click.echo(f"  From the cache: {plan.wheel}")
     else:
         jobs = plan.settings["MAKEFLAGS"].removeprefix("-j")
         click.echo(f"  Usually takes about {_duration(plan.usual_seconds)} with {jobs} jobs. Log: {plan.log}")
 
 
-def _show(plan: BuildPlan, inherited: Mapping[str, str], hit: bool) -> None:
-    """Everything the build would do, commands ready to paste."""
+def _show(plan: BuildPlan, inherited: Mapping[str, str], is_cached: bool) -> None:
+    """Print all steps of the build, with commands to paste."""
     import shlex
 
     from unitrain.horovod_wheel import patches
@@ -116,9 +120,9 @@ def _show(plan: BuildPlan, inherited: Mapping[str, str], hit: bool) -> None:
             click.echo(f"  export {name}={shlex.quote(value)}")
     for name in sorted(set(inherited) - set(plan.environment(inherited))):
         click.echo(f"  unset {name}")
-    steps = [*([] if hit else plan.build_steps), *plan.install_steps]
+    steps = [*([] if is_cached else plan.build_steps), *plan.install_steps]
     for number, step in enumerate(steps, 1):
-        unless = " (not needed: it is there)" if step.unless and Path(step.unless).exists() else ""
+        unless = " (not needed: it exists)" if step.unless and Path(step.unless).exists() else ""
         click.echo(f"\n{number}. {step.name}: {step.says}{unless}")
         if step.argv:
             click.echo(f"   $ {shlex.join(step.argv)}")
@@ -135,7 +139,7 @@ def _duration(seconds: float) -> str:
 
 
 class _Progress:
-    """Steps as lines; the compilation as a bar on a terminal, as a line every tenth elsewhere."""
+    """Print each step as a line. Show the compilation as a bar on a terminal, otherwise as a line per 10 %."""
 
     def __init__(self, plan: BuildPlan) -> None:
         from rich.console import Console
@@ -178,7 +182,7 @@ class _Progress:
             click.echo(f"  {done:>3} % after {_duration(time.monotonic() - self._started)}, usually {self._usual}")
 
 
-def _tell(report: Report) -> None:
+def _print_report(report: Report) -> None:
     if report.folder is not None:
         click.echo(f"Horovod {report.version} in {report.folder}")
         mended = "not known" if report.mended is None else ", ".join(report.mended)

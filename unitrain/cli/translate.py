@@ -1,4 +1,4 @@
-"""`unitrain translate`: from one launcher's line to another's, to a batch script or a manifest."""
+"""`unitrain translate`: translate a launcher's command line for another launcher, a batch script or a manifest."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from unitrain.launchers.translation.words import join
 
 @click.command()
 @click.option("--to", "target", required=True, metavar="TARGET", help=f"{', '.join(translation.TARGETS)}.")
-@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Where the job is to run. [default: as in the line]")
-@click.option("--backend", metavar="NAME", help="ddp, horovod, or a plug-in. [default: the line's]")
+@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts of the translated job. [default: as in LINE]")
+@click.option("--backend", metavar="NAME", help="ddp, horovod, or a plug-in. [default: as in LINE]")
 @click.argument("line", nargs=-1, required=True)
 def translate(target: str, hosts: str | None, backend: str | None, line: tuple[str, ...]) -> None:
-    """Write what LINE starts for another launcher.
+    """Translate LINE, the command line of a launcher, for another launcher.
 
-    The result goes to standard output, to be pasted, or into a file; on standard error is what has no counterpart, and
-    what to do instead. The backend stays the same unless another is chosen.
+    Standard output receives the result, to paste or to redirect to a file. Standard error receives a note on each
+    option without an equivalent, with an alternative. The backend stays the same unless --backend is given.
 
     \b
       unitrain translate "horovodrun -np 16 -H a:8,b:8 python train.py" --to torchrun
@@ -32,7 +32,7 @@ def translate(target: str, hosts: str | None, backend: str | None, line: tuple[s
     """
     try:
         if backend is not None:
-            registry.check_result_name(backend)
+            registry.check_backend_name(backend)
         job = translation.read(line[0] if len(line) == 1 else join(line))
         if hosts is not None:
             counts, names, notes = place_processes(job.size, parse_hosts(hosts))
@@ -40,11 +40,11 @@ def translate(target: str, hosts: str | None, backend: str | None, line: tuple[s
         translated = translation.write(replace(job, backend=backend or job.backend), target)
     except (LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
-    show(translated)
+    print_translation(translated)
 
 
-def show(translated: translation.Translation) -> None:
-    """Print what was written, and on standard error what is to be known of it."""
+def print_translation(translated: translation.Translation) -> None:
+    """Print a translation to standard output and its remarks to standard error."""
     if translated.text is not None:
         click.echo(translated.text, nl=False)
     for line in translated.lines:

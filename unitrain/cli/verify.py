@@ -14,7 +14,7 @@ import click
 
 from unitrain import launchers
 from unitrain.bootstrap import environment
-from unitrain.cli.available import available_here, names_of
+from unitrain.cli.available import find_available, parse_backends
 from unitrain.errors import ConfigError
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
 
@@ -76,7 +76,7 @@ def verify(
     """
     try:
         sizes = _parse_sizes(num_processes)
-        names = names_of(backends)
+        names = parse_backends(backends)
         check_not_launched("Run unitrain verify without a launcher: it starts the ranks itself.")
         check_started_once()
         is_function = not target.endswith(".py") and ":" in target
@@ -94,7 +94,7 @@ def verify(
 
     if tolerance is None:
         tolerance = FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE
-    controllers, skipped = available_here(names)
+    controllers, skipped = find_available(names)
     # By default SIGTERM would end this process at once, and the ranks would continue. SystemExit terminates them first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     script = str(_TRAIN_FUNCTION) if is_function else target
@@ -166,15 +166,8 @@ def _build_command(
         added["OMP_NUM_THREADS"] = str(max(1, launchers.count_usable_cores() // max_ranks))
     if cpu:
         added["CUDA_VISIBLE_DEVICES"] = ""
-    spec = launchers.LaunchSpec(
-        script=script,
-        args=args,
-        num_processes=run.processes,
-        # Explicit, because launchers would otherwise use the hosts of a Slurm allocation.
-        hosts=(launchers.Host("localhost", run.processes),),
-        backend=run.backend,
-        controller=run.controller,
-        environment=added,
+    spec = launchers.local_spec(
+        script, run.processes, run.backend, args=args, controller=run.controller, environment=added
     )
     try:
         return launchers.build(launchers.DEFAULT_LAUNCHERS.get(run.backend, "torchrun"), spec)

@@ -77,7 +77,7 @@ def run(
     fix = "Use None to wait without a limit"
     validation.check_positive("unitrain.run(timeout_seconds=...)", timeout_seconds, fix, optional=True)
     backend = backend or environment.setting("UNITRAIN_BACKEND") or ("ddp" if np > 1 else "local")
-    registry.check_result_name(backend)
+    registry.check_backend_name(backend)
     with tempfile.TemporaryDirectory(prefix="unitrain-run-") as name:
         folder = Path(name)
         Call(function, tuple(args), dict(kwargs or {})).write(folder)

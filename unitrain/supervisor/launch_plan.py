@@ -148,7 +148,7 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
     hosts = _parse_hosts(request.hosts, request.hostfile)
     backend = request.backend or environment.setting("UNITRAIN_BACKEND")
     if backend is not None:
-        registry.check_result_name(backend)
+        registry.check_backend_name(backend)
     launcher = request.launcher
     if launcher is None:
         # --gloo and --mpi are options of horovodrun, so they choose it unless something else does.

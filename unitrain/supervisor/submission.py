@@ -1,0 +1,198 @@
+"""`unitrain submit` without its command line: a batch script or manifest for a training script, and its submission."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unitrain.backends import registry
+from unitrain.bootstrap import environment
+from unitrain.errors import did_you_mean
+from unitrain.launchers import LaunchError, parse_exports
+from unitrain.launchers.arguments import looks_secret
+from unitrain.launchers.translation import Job, Translation, kubernetes, sbatch
+from unitrain.launchers.translation.hosts import divide_evenly
+from unitrain.supervisor.checks import check_script
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+_MEMORY = re.compile(r"(?P<amount>\d+)(?P<unit>[KMGT])i?", re.ASCII)
+_SUBMIT_COMMANDS = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f", "-"]}
+_SUBMIT_TIMEOUT_SECONDS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitRequest:
+    """The arguments of `unitrain submit`. None stands for an option that was not given.
+
+    `words` are options of sbatch, the script and its arguments.
+    """
+
+    scheduler: str
+    words: Sequence[str]
+    backend: str = "ddp"
+    nodes: int = 1
+    num_processes: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    memory: str | None = None
+    time_limit: str | None = None
+    job_name: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    output: str | None = None
+    signal_seconds: int | None = None
+    kind: str | None = None
+    image: str | None = None
+    namespace: str | None = None
+    exports: tuple[str, ...] = ()
+    is_dry_run: bool = False
+
+
+def write_submission(request: SubmitRequest) -> Translation:
+    """Return the batch script or manifest of a request. Raises LaunchError and ConfigError."""
+    registry.check_backend_name(request.backend)
+    scheduler = request.scheduler
+    if scheduler not in _SUBMIT_COMMANDS:
+        near = did_you_mean(scheduler, _SUBMIT_COMMANDS)
+        raise LaunchError(f"Unknown scheduler {scheduler!r}. {near}Available: {', '.join(_SUBMIT_COMMANDS)}.")
+    scheduler_options, script, args = _split_words(request.words, scheduler)
+    timeout_seconds = None if request.time_limit is None else _parse_time(request.time_limit)
+    forwarded, values = parse_exports(request.exports)
+    if scheduler == "kubernetes":
+        # Pods do not inherit the variables of this shell. Values that look secret come from a Kubernetes secret.
+        variables = environment.copy()
+        inherited = {name: variables.get(name, "") for name in forwarded if name not in values}
+        values |= {name: value for name, value in inherited.items() if not looks_secret(name, value)}
+    size = request.num_processes or request.nodes * max(request.gpus_per_node or 1, 1)
+    if size < request.nodes:
+        raise LaunchError(f"-np {size} leaves some of {request.nodes} nodes without a rank. Use: --nodes {size}")
+    job = Job(
+        program=(sys.executable if scheduler == "slurm" else "python", script, *args),
+        counts=divide_evenly(size, request.nodes),
+        backend=request.backend,
+        environment=values,
+        forwarded=forwarded,
+    )
+    if scheduler == "slurm":
+        return sbatch.write(job, [*_directives(request), *scheduler_options])
+    return _write_manifest(request, job, timeout_seconds)
+
+
+def submit(scheduler: str, translation: Translation) -> int:
+    """Pass a batch script or manifest to the scheduler and return the exit code of its program.
+
+    Raises LaunchError if the program is not installed, and TimeoutError if it does not answer.
+    """
+    command = _SUBMIT_COMMANDS[scheduler]
+    if shutil.which(command[0]) is None:
+        raise LaunchError(
+            f"{command[0]}, which submits the job, is not on PATH. Run the command on a host that has it, or save the "
+            "job to a file: --dry-run > job"
+        )
+    try:
+        done = subprocess.run(command, input=translation.text, text=True, timeout=_SUBMIT_TIMEOUT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(
+            f"{command[0]} did not answer within {_SUBMIT_TIMEOUT_SECONDS} s, but may have accepted the job. Check "
+            f"with: {'squeue --me' if scheduler == 'slurm' else 'kubectl get pods'}"
+        ) from None
+    return done.returncode
+
+
+def _directives(request: SubmitRequest) -> list[str]:
+    """Return the options of sbatch that a request sets."""
+    kubernetes_options = {"--kind": request.kind, "--image": request.image, "--namespace": request.namespace}
+    _reject_options_of_other_scheduler("slurm", kubernetes_options)
+    values = {
+        "--job-name": request.job_name,
+        "--gpus-per-node": request.gpus_per_node or None,
+        "--cpus-per-task": request.cpus_per_task,
+        "--mem": None if request.memory is None else "".join(_parse_memory(request.memory)),
+        "--time": request.time_limit,
+        "--partition": request.partition,
+        "--account": request.account,
+        "--output": request.output,
+        "--signal": None if request.signal_seconds is None else f"USR1@{request.signal_seconds}",
+    }
+    return [f"{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _write_manifest(request: SubmitRequest, job: Job, timeout_seconds: int | None) -> Translation:
+    slurm_options = {"--partition": request.partition, "--account": request.account, "--output": request.output}
+    _reject_options_of_other_scheduler("kubernetes", {**slurm_options, "--signal-seconds": request.signal_seconds})
+    pods = kubernetes.Pods(
+        kind=request.kind,
+        name=request.job_name,
+        namespace=request.namespace,
+        image=request.image or "IMAGE",
+        gpus=request.gpus_per_node,
+        cpus=None if request.cpus_per_task is None else str(request.cpus_per_task * job.counts[0]),
+        memory=None if request.memory is None else "{}{}i".format(*_parse_memory(request.memory)),
+        timeout_seconds=timeout_seconds,
+    )
+    manifest = kubernetes.write(job, pods)
+    if request.image is None and not request.is_dry_run:
+        raise LaunchError("A Kubernetes job needs an image that contains the script. Add --image NAME")
+    return manifest
+
+
+def _split_words(words: Sequence[str], scheduler: str) -> tuple[list[str], str, tuple[str, ...]]:
+    """Return the options before the script, the script, and its arguments. Raises LaunchError."""
+    options = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+    rest = words[len(options) :]
+    if not rest:
+        raise LaunchError("The command lacks a script. End it as in: train.py")
+    if options and scheduler != "slurm":
+        raise LaunchError(
+            f"unitrain submit has no option {options[0]!r} for {scheduler}. Edit the manifest instead: "
+            "--dry-run > job.yaml"
+        )
+    if scheduler == "slurm":
+        try:
+            check_script(Path(rest[0]))
+        except LaunchError as error:
+            if not options:
+                raise
+            raise LaunchError(
+                f"{error} Write options of sbatch as one word each: {options[-1].partition('=')[0]}={rest[0]}"
+            ) from error
+    return options, rest[0], tuple(rest[1:])
+
+
+def _reject_options_of_other_scheduler(scheduler: str, options: Mapping[str, object]) -> None:
+    """Raise LaunchError if one of the `options`, which only the other scheduler has, was given."""
+    for name, value in options.items():
+        if value is not None:
+            other = "kubernetes" if scheduler == "slurm" else "slurm"
+            raise LaunchError(f"{name} {value} is an option for {other}, but --to is {scheduler}. Leave {name} out")
+
+
+def _parse_time(text: str) -> int:
+    """Return the seconds of a time limit in Slurm's notation. Raises LaunchError.
+
+    The notations are minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
+    days-hours:minutes:seconds.
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise LaunchError(f"--time must be minutes, or as in 4:00:00 and 2-12, got {text!r}. Use: --time 4:00:00")
+    first, second, third = (int(match[name] or 0) for name in ("first", "second", "third"))
+    if match["days"] is not None:
+        return int(match["days"]) * 86400 + first * 3600 + second * 60 + third
+    if match["third"] is not None:
+        return first * 3600 + second * 60 + third
+    return first * 60 + second
+
+
+def _parse_memory(text: str) -> tuple[str, str]:
+    """Return the amount and the unit of a memory size such as "64G". Raises LaunchError."""
+    match = _MEMORY.fullmatch(text)
+    if match is None:
+        raise LaunchError(f"--memory must be a number with K, M, G or T, got {text!r}. Use: --memory 64G")
+    return match["amount"], match["unit"]
