@@ -194,7 +194,7 @@ def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(fails: bool, s
         (told, _) = wait_for_ranks(tmp_path, 2)
         variables = told["variables"]
         store = torch.distributed.TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), is_master=False)
-        store.set("unitrain/0/0/watch/failed", json.dumps([0, "a forged failure"]))
+        store.set("unitrain/0/0/failures/failure", json.dumps([0, "a forged failure", "0/1"]))
         time.sleep(8)  # a rank that knows of a failure ends after five seconds
         (tmp_path / "end").write_text("fail" if fails else "")
         said = launch.output()
@@ -229,7 +229,7 @@ def test_an_object_of_another_program_is_not_unpickled(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("key", [None, "0123"])
-def test_messages_of_ranks(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_exchange_messages(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if key is not None:
         monkeypatch.setenv("UNITRAIN_JOB_KEY", key)
     store = torch.distributed.HashStore()
@@ -260,7 +260,7 @@ def test_a_message_of_another_program_is_ignored(monkeypatch: pytest.MonkeyPatch
     assert messages.get("failed") == b"real"
 
 
-def test_a_process_without_the_key_of_the_others_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_another_key_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     messages = MessageStore(store, "start")
     for first, second, reason in (
@@ -276,20 +276,20 @@ def test_a_process_without_the_key_of_the_others_reports_that(monkeypatch: pytes
                 action()
 
 
-def test_nobody_who_connects_without_the_key_obtains_a_signature() -> None:
-    def ends(key_here: str, key_there: str) -> list[BaseException | None]:
+def test_a_client_without_the_key_obtains_no_signature() -> None:
+    def errors(key_here: str, key_there: str) -> list[BaseException | None]:
         results: list[BaseException | None] = [None, None]
         pair = socket.socketpair()
 
-        def prove(at: int, key: str, accepts: bool) -> None:
+        def connect(at: int, key: str, is_server: bool) -> None:
             pair[at].settimeout(10)
             try:
-                authentication.authenticate(pair[at], key, "supervision", is_server=accepts)
+                authentication.authenticate(pair[at], key, "supervision", is_server=is_server)
             except (AuthenticationError, OSError) as error:
                 results[at] = error
                 pair[at].close()
 
-        threads = [threading.Thread(target=prove, args=one) for one in ((0, key_here, True), (1, key_there, False))]
+        threads = [threading.Thread(target=connect, args=one) for one in ((0, key_here, True), (1, key_there, False))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -298,8 +298,8 @@ def test_nobody_who_connects_without_the_key_obtains_a_signature() -> None:
             one.close()
         return results
 
-    assert ends("a key", "a key") == [None, None]
-    accepting, connecting = ends("a key", "another")
+    assert errors("a key", "a key") == [None, None]
+    accepting, connecting = errors("a key", "another")
     assert isinstance(accepting, AuthenticationError)
     assert isinstance(connecting, ConnectionError)
 

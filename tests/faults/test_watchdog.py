@@ -86,7 +86,7 @@ FAULTS = {
         "unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time, and does not respond",
         15.0,
     ),
-    "hangs": (f"  rank 1: at train.py:31: time.sleep(300); {LAST}", 15.0),
+    "hangs": (f"\n  rank 1: at train.py:31: time.sleep(300); {LAST}", 15.0),
 }
 
 SIMILAR = ("exits", "exits with 0", "exits with 0 outside of the block", "is interrupted")

@@ -128,7 +128,7 @@ class RankStatus:
             case Activity.MAIN_THREAD_ENDED:
                 text = "its main thread has ended"
             case Activity.FAILED:
-                text = f"failed too: {self.detail}"
+                text = f"also failed: {self.detail}"
             case Activity.SHUT_DOWN:
                 text = f"has shut down: {self.detail}"
             case Activity.NO_RESPONSE:

@@ -1,0 +1,132 @@
+"""Liveness check between rank 0 and the other ranks: connections, orderly exits, and ends of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from unitrain.bootstrap.environment import RankInfo
+from unitrain.bootstrap.messages import MessageStore
+from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.monitoring.liveness import LivenessCheck
+from unitrain.monitoring.peer_connection import GOODBYE, PREEMPTED, Disconnect, PeerConnection
+
+
+class Ranks:
+    """Liveness checks of several ranks in this process; `ended` receives the ranks that rank 0 reports."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._store = size, HashStore()
+        self.ended: queue.Queue[int] = queue.Queue()
+        self.checks: dict[int, LivenessCheck] = {}
+        self._thread = threading.Thread(target=self._start, args=(0,))
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Port at which rank 0 listens."""
+        return int(MessageStore(PrefixStore("liveness", self._store), "liveness").get("address").split()[0])
+
+    def connect(self) -> None:
+        """Start the other ranks, and wait until rank 0 is connected to them."""
+        for rank in range(1, self._size):
+            self._start(rank)
+        self._thread.join()
+
+    def _start(self, rank: int) -> None:
+        info = RankInfo("env", rank, self._size, rank)
+        rendezvous = Rendezvous(info, self._store, "127.0.0.1", timedelta(seconds=60))
+        self.checks[rank] = LivenessCheck(rendezvous, self.ended.put if rank == 0 else lambda _: None)
+        self.checks[rank].start()
+
+    def close(self) -> None:
+        """Close the connections of all ranks."""
+        for check in self.checks.values():
+            check.close()
+
+
+@pytest.fixture(params=[None, "0123"], ids=["without a key", "with a key"])
+def job_key(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNITRAIN_JOB_KEY", raising=False)
+    if request.param is not None:
+        monkeypatch.setenv("UNITRAIN_JOB_KEY", request.param)
+
+
+@pytest.mark.usefixtures("job_key")
+def test_orderly_exits_are_told_from_killed_processes() -> None:
+    ranks = Ranks(4)
+    ranks.connect()
+    assert sorted(ranks.checks[0]._peers) == [1, 2, 3]
+    ranks.checks[2].close()
+    deadline = time.monotonic() + 10
+    while ranks.checks[0].exited_ranks != {2}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ranks.checks[3]._peers[0].interrupt()  # as the system closes it when the process is killed
+    assert ranks.ended.get(timeout=10) == 3
+    ranks.close()
+
+
+@pytest.mark.usefixtures("job_key")
+def test_silent_connections_do_not_delay_the_ranks() -> None:
+    ranks = Ranks(3)
+    port = ranks.port
+    with contextlib.ExitStack() as strangers:
+        for content in [b""] * 30 + [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100]:
+            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            stranger.sendall(content)
+        began = time.monotonic()
+        ranks.connect()
+        assert time.monotonic() - began < 5
+    assert sorted(ranks.checks[0]._peers) == [1, 2]
+    ranks.close()
+
+
+@pytest.mark.usefixtures("job_key")
+def test_the_oldest_silent_connections_are_closed_if_there_are_many() -> None:
+    ranks = Ranks(2)
+    port = ranks.port
+    with contextlib.ExitStack() as strangers:
+        for _ in range(100):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        ranks.connect()
+    assert sorted(ranks.checks[0]._peers) == [1]
+    ranks.close()
+
+
+def test_missing_ranks_are_not_awaited_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unitrain.monitoring.liveness._CONNECT_TIMEOUT_SECONDS", 0.5)
+    ranks = Ranks(3)
+    with socket.create_connection(("127.0.0.1", ranks.port), timeout=10):
+        ranks._thread.join(10)
+    assert not ranks._thread.is_alive()
+    assert ranks.checks[0]._peers == {}
+
+
+@pytest.mark.parametrize(
+    ("messages", "disconnect"),
+    [
+        ([GOODBYE], Disconnect.ORDERLY),
+        (["hello", PREEMPTED], Disconnect.ORDERLY),
+        ([], Disconnect.UNEXPECTED),
+        (["hello"], Disconnect.UNEXPECTED),
+        ([GOODBYE, "hello"], Disconnect.UNEXPECTED),
+    ],
+)
+def test_a_connection_reports_how_its_peer_has_ended(messages: list[str], disconnect: Disconnect) -> None:
+    here, there = (PeerConnection(end) for end in socket.socketpair())
+    for message in messages:
+        there.send(message)
+    there.close()
+    received = []
+    while isinstance(message := here.receive(), str):
+        received.append(message)
+    assert (received, message) == (messages, disconnect)
+    here.close()
