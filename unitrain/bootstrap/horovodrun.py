@@ -1,12 +1,12 @@
-"""horovodrun without values on command lines; started as `python -m unitrain.bootstrap.horovodrun`.
+"""horovodrun without environment variables on command lines; run it with `python -m unitrain.bootstrap.horovodrun`.
 
-It takes horovodrun's own options. horovodrun writes the whole environment into the command line of each rank, which
-every user of the host can read, and its rendezvous server listens on all network interfaces. Here ranks on this host
-inherit the environment, ranks on other hosts receive it on the standard input of their ssh connection, and the server
-listens on the address that the ranks are given. Checked with Horovod 0.28.1.
+It has horovodrun's options. horovodrun writes all environment variables into the command line of each rank, which every
+user of the host can read, and its rendezvous server listens on all network interfaces. With this module, ranks on this
+host inherit the environment, ranks on other hosts receive it on the standard input of their ssh connection, and the
+server listens only on the address that the ranks use. Checked with Horovod 0.28.1.
 
-SIGUSR1 and SIGUSR2 are forwarded to the ranks on this host. If the first rank to fail ends with 75 because it was
-preempted, so does this process.
+SIGUSR1 and SIGUSR2 are forwarded to the ranks on this host. If the first failed rank exits with 75 because it was
+preempted, this process does too.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from horovod.runner.util.threads import in_thread
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.signal_forwarding import PREEMPTED, forward_warnings, survive_warnings, warnings_ignored
 
-# Reads the output of `env -0`, without variables that belong to one host as horovodrun lists them, then becomes the
-# shell that runs the rank's command.
-_RECEIVE = (
+# Program that reads the output of `env -0` into its environment, except variables that horovodrun does not export, and
+# then becomes the shell that runs the rank's command.
+_ENVIRONMENT_RECEIVER = (
     "import os,re,sys;"
-    "told=[entry.partition(b'=') for entry in sys.stdin.buffer.read().split(b'\\0') if entry];"
-    "os.environb.update({name:value for name,_,value in told if not re.match(sys.argv[1].encode(),name)});"
+    "entries=[entry.partition(b'=') for entry in sys.stdin.buffer.read().split(b'\\0') if entry];"
+    "os.environb.update({name:value for name,_,value in entries if not re.match(sys.argv[1].encode(),name)});"
     "os.execv('/bin/sh',['/bin/sh','-c',sys.argv[2]])"
 )
 _NOT_EXPORTED = "|".join(sorted(exports.IGNORE_REGEXES))
 
 
 class BoundRendezvousServer(RendezvousServer):  # type: ignore[misc]
-    """Horovod's rendezvous server, which listens on `address` only."""
+    """Horovod's rendezvous server, listening on `address` only."""
 
     def __init__(self, address: str, verbose: int = 0) -> None:
         super().__init__(verbose)
         self._address = address
 
     def start(self, handler_cls: type[RendezvousHandler] = RendezvousHandler) -> int:
-        """Start the server in a thread, and return its port."""
+        """Start the server in a thread and return its port."""
         self._httpd = RendezvousHTTPServer((self._address, 0), handler_cls, self._verbose)
         self._listen_thread = in_thread(target=self._httpd.serve_forever)
         return int(self._httpd.server_address[1])
 
 
 def _rank_command(run_command: str, variables: Mapping[str, str]) -> Callable[[SlotInfo], str]:
-    """Return the function that returns the command of a rank, whose environment is this process's with `variables`."""
+    """Return the function that creates the command of a rank; its environment is this process's with `variables`."""
     environment.export({**variables, "PYTHONUNBUFFERED": "1"})
 
     def command(slot: SlotInfo) -> str:
-        own = " ".join(f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items())
-        # The shell waits for the rank also after a warning, which the rank receives too.
-        return f"trap : USR1 USR2; env {own} {run_command}"
+        assignments = " ".join(f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items())
+        # The shell continues to wait for the rank after a warning signal, which the rank receives too.
+        return f"trap : USR1 USR2; env {assignments} {run_command}"
 
     return command
 
@@ -69,32 +69,34 @@ def _rank_command(run_command: str, variables: Mapping[str, str]) -> Callable[[S
 def _remote_command(
     command: str, host: str, port: int | None = None, identity_file: str | None = None, timeout_s: int | None = None
 ) -> str:
-    """Return the command that runs `command`, which is quoted, on another host with this process's environment."""
+    """Return the command that runs the quoted `command` on another host with this process's environment."""
     (line,) = split(command)
     here = str(Path.cwd())
-    # horovodrun does not quote the folder: a shell would take a name such as "my runs" or "$(id)" apart.
+    # horovodrun does not quote the folder: a shell would split "my runs" and execute "$(id)".
     command = quote(f"cd {quote(here)} > /dev/null 2>&1 ; {line.removeprefix(f'cd {here} > /dev/null 2>&1 ; ')}")
-    received = quote(f"exec {quote(executable)} -I -S -c {quote(_RECEIVE)} {quote(_NOT_EXPORTED)} {command}")
+    received = quote(
+        f"exec {quote(executable)} -I -S -c {quote(_ENVIRONMENT_RECEIVER)} {quote(_NOT_EXPORTED)} {command}"
+    )
     over_ssh = get_ssh_command(received, host, port, identity_file, timeout_s)
     return f"env -0 | {over_ssh}"
 
 
 def _launch_bound(command: Any, exec_command: Any, settings: Any, nics: Any, variables: Any, server_ip: str) -> None:
     gloo_run.RendezvousServer = lambda verbose: BoundRendezvousServer(server_ip, verbose)
-    with warnings_ignored():  # it serves the processes that horovodrun starts
+    with warnings_ignored():  # the tracker serves the processes that horovodrun starts
         resource_tracker.ensure_running()
-    ended: list[tuple[float, int]] = []
+    failures: list[tuple[float, int]] = []
 
     def run_rank(*arguments: Any) -> tuple[int, float]:
         code, time = exec_command(*arguments)
         if code:
-            ended.append((time, code))
+            failures.append((time, code))
         return code, time
 
     try:
         _launch_gloo(command, run_rank, settings, nics, variables, server_ip)
     except RuntimeError:
-        if not ended or min(ended)[1] != PREEMPTED:
+        if not failures or min(failures)[1] != PREEMPTED:
             raise
         exit(PREEMPTED)
 
@@ -110,7 +112,7 @@ _exec_middleman = safe_shell_exec._exec_middleman
 
 def main() -> None:
     """Run horovodrun with this process's arguments."""
-    # kubectl, by which an old version of Kubeflow's MPI operator reaches other pods, does not pass standard input on.
+    # Old versions of Kubeflow's MPI operator reach other pods with kubectl, which does not forward standard input.
     if not exports.is_kubeflow_mpi():
         gloo_run._slot_info_to_command_fn = _rank_command
         gloo_run.get_remote_command = _remote_command

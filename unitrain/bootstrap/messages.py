@@ -1,4 +1,4 @@
-"""Messages of this job's ranks in a torch store, which any program that reaches its port can read and write."""
+"""Signed messages between the ranks of a job in a torch Store, which any program that reaches its port can change."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from unitrain.errors import AuthenticationError
 
 
 class MessageStore:
-    """Signs the values that it writes to `store`, and ignores those that were not signed with the job's key.
+    """A torch Store whose values are signed with the job's key. Values without a valid signature are ignored.
 
-    `namespace` distinguishes its keys from those of other message stores. The numbers that `add` counts are not signed:
-    a key in `counters` can be changed by any program.
+    A signature is valid for one key in one `namespace`. The keys in `counters` are integers that are not signed, so any
+    program can change them.
     """
 
     def __init__(self, store: dist.Store, namespace: str, counters: Iterable[str] = ()) -> None:
@@ -25,15 +25,15 @@ class MessageStore:
         self._store.set(key, self._seal(key, text))
 
     def get(self, key: str) -> bytes:
-        """Return the text of `key`, after waiting for it. Raises AuthenticationError for a value of another program."""
+        """Wait for `key` and return its text. Raises AuthenticationError for a value of another program."""
         return self._unseal(key, self._store.get(key)).encode()
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all `keys` have values that this job's ranks have written."""
-        return self._store.check(keys) and all(key in self._counters or self._is_ours(key) for key in keys)
+        """Return whether ranks of this job have written all `keys`."""
+        return self._store.check(keys) and all(key in self._counters or self._is_authentic(key) for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` unless a rank has set it before; return its text. `expected` must be empty."""
+        """Set `key` to `desired` unless a rank has set it before; return its new text. `expected` must be empty."""
         assert not expected
         found = self._store.compare_set(key, "", self._seal(key, desired))
         try:
@@ -47,22 +47,22 @@ class MessageStore:
         self._store.append(key, self._seal(key, line) + "\n")  # type: ignore[attr-defined]  # missing in torch's stubs
 
     def lines(self, key: str) -> list[str]:
-        """Return the lines that ranks have appended to `key`, without those of other programs."""
+        """Return the lines that ranks have appended to `key`; lines of other programs are omitted."""
         if not self._store.check([key]):
             return []
-        found = []
+        lines = []
         for line in self._store.get(key).split(b"\n"):
             try:
-                found += [self._unseal(key, line)] if line else []
+                lines += [self._unseal(key, line)] if line else []
             except AuthenticationError:
                 continue
-        return found
+        return lines
 
     def add(self, counter: str, number: int) -> int:
-        """Add to a counter, and return its new value."""
+        """Add `number` to a counter and return its new value."""
         return self._store.add(counter, number)
 
-    def _is_ours(self, key: str) -> bool:
+    def _is_authentic(self, key: str) -> bool:
         try:
             self.get(key)
         except AuthenticationError:

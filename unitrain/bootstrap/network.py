@@ -1,7 +1,7 @@
-"""Which of this host's addresses and interfaces lead to another host.
+"""Addresses and interfaces of this host, and listening sockets.
 
-Gloo and Horovod otherwise take the address that the own host name resolves to, which on Debian is 127.0.1.1: they then
-refuse connections, or hang, as soon as there are two hosts.
+By default, Gloo and Horovod use the address of the host's own name, which is 127.0.1.1 on Debian: with two hosts, they
+then refuse connections or hang.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 def address_towards(host: str) -> str:
-    """Return this host's own address on the route to `host`; nothing is sent. Raises OSError when there is no route."""
+    """Return this host's address on the route to `host`. No packet is sent. Raises OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # any port: a datagram socket only looks the route up
+        probe.connect((host, 9))  # any port: connecting a datagram socket only selects the route
         return str(probe.getsockname()[0])
 
 
 def interfaces() -> dict[str, str]:
-    """Return this host's interfaces that have an IPv4 address, with it."""
+    """Return the IPv4 address of each interface of this host that has one."""
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -33,13 +33,13 @@ def interfaces() -> dict[str, str]:
             try:
                 reply = fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)
             except OSError:
-                continue  # it has none
+                continue  # without an IPv4 address
             found[name] = socket.inet_ntoa(reply[20:24])
     return found
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that carries `address`, or None when it cannot be told."""
+    """Return the name of the interface with `address`, None if there is none."""
     for name, own in interfaces().items():
         if own == address or (is_loopback(own) and is_loopback(address)):
             return name
@@ -47,17 +47,17 @@ def interface_of(address: str) -> str | None:
 
 
 def own_addresses() -> list[str]:
-    """Return this host's addresses, the most promising first: on the way out, others, and loopback last."""
+    """Return this host's addresses: first that of the default route, then others, loopback last."""
     found = list(interfaces().values())
-    with contextlib.suppress(OSError):  # no way out
+    with contextlib.suppress(OSError):  # there is no default route
         found.insert(0, address_towards("10.255.255.255"))
     return sorted(dict.fromkeys(found), key=is_loopback) or ["127.0.0.1"]
 
 
 def reachable_addresses(addresses: list[str], port: int, seconds: float) -> list[str]:
-    """Return those of the addresses where somebody listens at `port`; all are tried at once, for so long."""
+    """Return those of `addresses` at which a program accepts connections to `port`, after at most `seconds`."""
 
-    def answers(address: str) -> bool:
+    def is_reachable(address: str) -> bool:
         try:
             socket.create_connection((address, port), timeout=seconds).close()
         except OSError:
@@ -65,20 +65,24 @@ def reachable_addresses(addresses: list[str], port: int, seconds: float) -> list
         return True
 
     with ThreadPoolExecutor(len(addresses)) as pool:
-        return [address for address, answer in zip(addresses, pool.map(answers, addresses), strict=True) if answer]
+        return [
+            address
+            for address, reachable in zip(addresses, pool.map(is_reachable, addresses), strict=True)
+            if reachable
+        ]
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an IPv4 address means this host on every host."""
+    """Return whether an IPv4 address is a loopback address."""
     return address.startswith("127.")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at `port`, or at a free port for 0, on the one address that `host` stands for.
+    """Return a socket that listens at `port` (a free port for 0) on the address of `host`.
 
-    It listens on all interfaces where no address of this machine can be derived from `host`: its name resolves to an
-    address of another machine, as for a Kubernetes service, or to a loopback address that other hosts cannot reach, as
-    Debian's installer sets it up. Raises OSError for a port that is in use.
+    It listens on all interfaces if `host` is not an address of this machine that other hosts can reach: a name may
+    resolve to an address of another machine, as for a Kubernetes service, or to a loopback address, as Debian's
+    installer configures it. Raises OSError if the port is in use.
     """
     name = host.strip("[]")
     try:
@@ -96,7 +100,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on right now."""
+    """Return a TCP port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -1,8 +1,8 @@
-"""Forwarding of a scheduler's warning from a launcher to the ranks that it has started on this host.
+"""Forwarding of a scheduler's warning signals from a launcher to its ranks on this host.
 
-Schedulers warn a job with SIGUSR1 or SIGUSR2 some time before they end it, as Slurm does with `--signal=USR1@120`.
-These signals end torchrun and horovodrun, and with them the ranks before they have written a checkpoint. A launcher
-that calls `forward_warnings` sends the signal to its ranks and waits for them as before.
+Schedulers send SIGUSR1 or SIGUSR2 some time before they end a job, as Slurm does with `--signal=USR1@120`. By default,
+these signals end torchrun and horovodrun, and thereby the ranks before they can write a checkpoint. A launcher that
+calls `forward_warnings` forwards the signal to its ranks and continues to wait for them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from pathlib import Path
 from types import FrameType
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-# The exit code of a rank that was warned and has saved: EX_TEMPFAIL of sysexits.h, as `errors.Preempted` has it.
+# Exit code of a rank that has saved a checkpoint after a warning: EX_TEMPFAIL of sysexits.h, as in `errors.Preempted`.
 PREEMPTED = 75
 
 
 def forward_warnings(variable: str) -> None:
-    """Forward SIGUSR1 and SIGUSR2 from this process to its ranks on this host from now on.
+    """Forward SIGUSR1 and SIGUSR2 from this process to its ranks on this host.
 
-    A rank is a descendant that has the environment variable named `variable`, while its own parent has not. Only the
-    main thread may call it. A process that this one starts has the default actions of both signals. If there is no
-    rank, as on a host that only starts ranks on others, the handler prints that.
+    A rank is a descendant that has the environment variable `variable` while its parent does not. Only the main thread
+    may call it. Processes that this one starts have the default actions of both signals. If this host has no ranks, the
+    handler prints that.
     """
 
     def forward(number: int, frame: FrameType | None) -> None:
         ranks = list(_with_variable(os.getpid(), f"{variable}=".encode()))
-        if not ranks:  # a buffered stream may be in use at this moment
-            os.write(2, f"unitrain: {signal.Signals(number).name} reaches no rank: none runs on this host\n".encode())
+        if not ranks:  # unbuffered, because the signal may interrupt a write to sys.stderr
+            os.write(
+                2, f"unitrain: {signal.Signals(number).name} was not forwarded: no rank runs on this host\n".encode()
+            )
         for rank in ranks:
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the rank has just ended
                 os.kill(rank, number)
 
     for number in WARNINGS:
@@ -40,10 +42,10 @@ def forward_warnings(variable: str) -> None:
 
 
 def survive_warnings() -> None:
-    """Let SIGUSR1 and SIGUSR2 have no effect on this process, which stands between a launcher and a rank.
+    """Handle SIGUSR1 and SIGUSR2 without an effect in this process, which a launcher uses to start a rank.
 
-    Slurm sends them to every process of a job step. Unlike ignored signals, these keep their default actions in a
-    program that this process starts.
+    Slurm sends them to every process of a job step. In contrast to ignored signals, handled ones have their default
+    actions in programs that this process starts.
     """
     for number in WARNINGS:
         signal.signal(number, lambda *_: None)
@@ -51,8 +53,10 @@ def survive_warnings() -> None:
 
 @contextlib.contextmanager
 def warnings_ignored() -> Iterator[None]:
-    """Ignore SIGUSR1 and SIGUSR2 inside the context, and in the processes that are started there. The main thread
-    calls it."""
+    """Ignore SIGUSR1 and SIGUSR2 within the context, and in processes that are started there.
+
+    Only the main thread may use it.
+    """
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in WARNINGS}
     try:
         yield
@@ -64,22 +68,22 @@ def warnings_ignored() -> Iterator[None]:
 def _with_variable(process: int, prefix: bytes) -> Iterator[int]:
     """Yield the nearest descendants of `process` with a variable that begins with `prefix` in their environment."""
     children = _children()
-    waiting = [process]
-    while waiting:
-        for child in children.get(waiting.pop(), []):
-            with contextlib.suppress(OSError):  # it has just ended
+    to_visit = [process]
+    while to_visit:
+        for child in children.get(to_visit.pop(), []):
+            with contextlib.suppress(OSError):  # the process has just ended
                 variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                if any(one.startswith(prefix) for one in variables):
+                if any(variable.startswith(prefix) for variable in variables):
                     yield child
                 else:
-                    waiting.append(child)
+                    to_visit.append(child)
 
 
 def _children() -> dict[int, list[int]]:
-    """Return the children of each process of this machine that has any; none if there is no /proc."""
-    found: dict[int, list[int]] = {}
+    """Return the children of each process of this machine; empty if the system has no /proc."""
+    children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            found.setdefault(parent, []).append(int(folder.name))
-    return found
+            children.setdefault(parent, []).append(int(folder.name))
+    return children

@@ -1,12 +1,12 @@
-"""torchrun with a rendezvous that listens on one address only; started as `python -m unitrain.bootstrap.torchrun`.
+"""torchrun with a rendezvous that listens on one address only; run it with `python -m unitrain.bootstrap.torchrun`.
 
-It takes torchrun's own options. torchrun's "static" and "--standalone" rendezvous listen on all network interfaces, and
-"--standalone" also unpickles data that any host on the network can write. This module replaces both: one host uses the
-loopback interface, several hosts use the address of the first. The rendezvous backends c10d and etcd are left as they
-are.
+It has torchrun's options. torchrun's "static" and "--standalone" rendezvous listen on all network interfaces, and
+"--standalone" also unpickles data that any host on the network can write. This module replaces both: a single host uses
+the loopback interface, several hosts use the address of the first one. The rendezvous backends c10d and etcd are not
+changed.
 
-SIGUSR1 and SIGUSR2 are forwarded to the ranks. If the first rank to fail ends with 75 because it was preempted, so does
-this process. After a signal such as SIGTERM it ends with 128 plus the number of the signal (143); torchrun prints a
+SIGUSR1 and SIGUSR2 are forwarded to the ranks. If the first failed rank exits with 75 because it was preempted, this
+process does too. After a signal such as SIGTERM it ends with 128 plus the number of the signal (143); torchrun prints a
 traceback and ends with 1.
 """
 
@@ -39,9 +39,9 @@ _TIMEOUT_SECONDS = 600
 
 
 class BoundRendezvous(RendezvousHandler):
-    """Rendezvous of a fixed number of nodes whose ranks are known, at a store that listens on one address.
+    """Rendezvous of a fixed number of nodes with known node ranks, at a store that listens on one address.
 
-    Node 0 serves the store, and all ranks use it too. Port 0 stands for a free one and is for a single node.
+    Node 0 serves the store, which all ranks use too. Port 0 selects a free port, for a single node.
     """
 
     def __init__(self, host: str, port: int, node_rank: int, num_nodes: int, run_id: str, timeout: timedelta) -> None:
@@ -50,7 +50,7 @@ class BoundRendezvous(RendezvousHandler):
         self._store: dist.TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Return the name under which torchrun knows this rendezvous."""
+        """Return the name of this rendezvous backend."""
         return _BACKEND
 
     @property
@@ -59,7 +59,7 @@ class BoundRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Connect the nodes; torchrun calls it once for each attempt at the job."""
+        """Connect the nodes. torchrun calls it once for each attempt at the job."""
         if self._store is None:
             descriptor = None
             if self._node_rank == 0:
@@ -74,13 +74,13 @@ class BoundRendezvous(RendezvousHandler):
                 multi_tenant=True,
                 master_listen_fd=descriptor,
             )
-        # A single node shares nothing with other nodes, so its agent needs no network.
+        # The agent of a single node exchanges nothing with other agents, so it needs no network.
         store = dist.HashStore() if self._num_nodes == 1 else dist.PrefixStore(self._run_id, self._store)
-        place = RendezvousStoreInfo(self._host, self._port)
-        return RendezvousInfo(store, self._node_rank, self._num_nodes, place)
+        address = RendezvousStoreInfo(self._host, self._port)
+        return RendezvousInfo(store, self._node_rank, self._num_nodes, address)
 
     def is_closed(self) -> bool:
-        """Return False: only the end of torchrun ends this rendezvous."""
+        """Return False: the rendezvous is open until torchrun exits."""
         return False
 
     def set_closed(self) -> None:
@@ -95,7 +95,7 @@ class BoundRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True; the store ends with the process."""
+        """Return True: the store ends with this process."""
         return True
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     rendezvous_handler_registry.register(_BACKEND, _create)
     options = run.parse_args(None)
     if options.max_restarts:
-        # torchrun would start the ranks again after they have saved. It does not after a SIGTERM, which it forwards.
+        # torchrun would restart ranks that exit after a checkpoint. It forwards SIGTERM too, but does not restart after it.
         for number in WARNINGS:
             signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     else:
