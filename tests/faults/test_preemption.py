@@ -168,7 +168,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 
 def test_a_warning_that_reaches_no_rank_is_reported() -> None:
     done = subprocess.run([sys.executable, "-c", NO_RANK], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr == "unitrain: SIGUSR1 reaches no rank: none runs on this host\n"
+    assert done.stderr == "unitrain: SIGUSR1 was not forwarded: no rank runs on this host\n"
 
 
 WORKERS = """
