@@ -112,7 +112,7 @@ def main() -> None:
     rendezvous_handler_registry.register(_BACKEND, _create)
     options = run.parse_args(None)
     if options.max_restarts:
-        # torchrun would restart ranks that exit after a checkpoint. It also forwards SIGTERM, and then does not restart.
+        # torchrun would restart ranks that exit after a checkpoint. It also forwards SIGTERM, without a restart.
         for number in WARNINGS:
             signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     else:
