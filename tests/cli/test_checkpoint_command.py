@@ -207,4 +207,4 @@ def test_a_converted_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
     assert ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").exit_code == 0
     with pytest.raises(CheckpointError, match=r"does not fit Sequential with AdamW: .*net\.0\.weight"):
         trainer(network(), max_epochs=1, resume=str(tmp_path / "converted"))
-    assert "is there already" in ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").output
+    assert "exists already" in ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").output
