@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import shlex
+import subprocess
+import sys
+
 import pytest
 
 import unitrain
@@ -310,3 +316,53 @@ def test_another_debug_value_is_an_error_at_init(value: str, monkeypatch: pytest
     monkeypatch.setenv("UNITRAIN_DEBUG", value)
     with pytest.raises(EnvironmentVariableError, match=f"UNITRAIN_DEBUG must be 0 or 1, got '{value}'. Use: export "):
         unitrain.init("local", device="cpu")
+
+
+IN_STEP = """
+from unitrain.bootstrap import environment
+from unitrain.errors import EnvironmentVariableError
+
+try:
+    environment.check_not_in_step_shell(environment.detect())
+    print("accepted")
+except EnvironmentVariableError as error:
+    print(error)
+"""
+
+
+def run_in_terminal(command: list[str], variables: dict[str, str]) -> str:
+    """Run a command whose controlling terminal is a new one, as srun --pty does, and return its output."""
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **variables},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        preexec_fn=lambda: os.login_tty(terminal),
+        pass_fds=[terminal],
+    )
+    os.close(terminal)
+    output = b""
+    try:
+        while received := os.read(controller, 4096):
+            output += received
+    except OSError:  # the process has closed the terminal
+        pass
+    finally:
+        os.close(controller)
+        process.wait(60)
+    return output.decode()
+
+
+def test_a_command_in_the_interactive_shell_of_srun_is_not_taken_for_a_rank() -> None:
+    step = SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "4711"}
+    program = [sys.executable, "-c", IN_STEP]
+    shell = ["bash", "--norc", "-i", "-c", f"{shlex.join(program)}; true"]
+    output = run_in_terminal(shell, step)
+    assert "SLURM_STEP_NUM_TASKS=8 belongs to the shell of 'srun --pty', whose other 7 tasks do not" in output
+    assert "unitrain launch -np 8 train.py" in output
+    # A single task, a program that srun starts itself, and a script that srun starts.
+    assert "accepted" in run_in_terminal(shell, step | {"SLURM_STEP_NUM_TASKS": "1"})
+    assert "accepted" in run_in_terminal(program, step)
+    assert "accepted" in run_in_terminal(["bash", "-c", f"{shlex.join(program)}; true"], step)

@@ -204,6 +204,27 @@ def max_pods() -> int:
     return int(number) if number.isascii() and number.isdecimal() else 1
 
 
+def check_not_in_step_shell(rank_info: RankInfo) -> None:
+    """Raise EnvironmentVariableError if this process was typed into the interactive shell of `srun --pty`.
+
+    The shell is task 0 of the step, so its commands inherit rank 0. The other tasks of the step are shells without a
+    terminal, which end immediately: the rendezvous would wait for them until its timeout.
+    """
+    if rank_info.launcher != "srun" or rank_info.size == 1 or "SLURM_PTY_PORT" not in os.environ:
+        return
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return  # a task without a terminal, which another srun has started in the shell
+    # An interactive shell runs each command in a new process group. srun itself and shell scripts do not.
+    if os.getpgrp() != os.getsid(0):
+        raise EnvironmentVariableError(
+            f"SLURM_STEP_NUM_TASKS={rank_info.size} belongs to the shell of 'srun --pty', whose other "
+            f"{rank_info.size - 1} tasks do not run this program. Start all ranks with: unitrain launch -np "
+            f"{rank_info.size} train.py, or run one process with: env -u SLURM_STEP_ID python train.py"
+        )
+
+
 def copy() -> dict[str, str]:
     """Return a copy of the environment, for a process to be started."""
     return dict(os.environ)

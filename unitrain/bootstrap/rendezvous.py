@@ -143,6 +143,7 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     Raises LauncherMismatchError if the launcher provides no rendezvous address, EnvironmentVariableError for an invalid
     address, and CollectiveTimeoutError that names the missing ranks.
     """
+    environment.check_not_in_step_shell(rank_info)
     raise_descriptor_limit(rank_info)
     # A restarted job, or a second rendezvous of the same processes, must not read the keys of the previous one.
     # torchrun counts restarts per host: hosts that joined later have other numbers, but then they share no store.
