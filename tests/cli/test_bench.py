@@ -1,4 +1,4 @@
-"""`unitrain bench`: all that was asked for is measured, what is worked out of it is right, and nothing is left."""
+"""`unitrain bench collectives` measures the requested operations, and its derived values are correct."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from requirements import needs_mpi
 from torch import Tensor
 
 from unitrain.bench import results, tables
-from unitrain.bench.bandwidth import OPERATIONS, bus_factor
-from unitrain.bench.collectives import _collective, actual_bytes
+from unitrain.bench.collectives import _collective, round_up_bytes
+from unitrain.bench.results import OPERATIONS, bus_factor
 from unitrain.cli import unitrain as command
 from unitrain.errors import ReportError
 
@@ -33,7 +33,7 @@ def refused(*arguments: str) -> str:
 
 
 def run(launch: list[str]) -> str:
-    """Run a command to its end; none of its processes is left."""
+    """Run a command, and check that it leaves no processes behind."""
     with started(launch) as job:
         output = job.process.communicate(timeout=2 * SECONDS)[0]
         assert job.process.returncode == 0, output
@@ -41,12 +41,12 @@ def run(launch: list[str]) -> str:
     return output
 
 
-def check_rows(result: dict[str, Any], who: set[tuple[str, str]], operations: tuple[str, ...]) -> None:
-    """Every one of `who` has done every operation at every size in each of three rounds, and so have the floors."""
+def check_rows(result: dict[str, Any], backends: set[tuple[str, str]], operations: tuple[str, ...]) -> None:
+    """Check that each of `backends` has every operation with every size in three rounds, and the lower bounds too."""
     rows = result["rows"]
-    asked = {(*one, operation, size) for one in who for operation in operations for size in SIZES}
-    assert {(row["backend"], row["transport"], row["operation"], row["bytes"]) for row in rows} == asked
-    assert len(rows) == len(asked)
+    expected = {(*one, operation, size) for one in backends for operation in operations for size in SIZES}
+    assert {(row["backend"], row["transport"], row["operation"], row["bytes"]) for row in rows} == expected
+    assert len(rows) == len(expected)
     assert {(floor["name"], floor["bytes"]) for floor in result["floors"]} == {
         (name, size) for name in ("memory copy", "tcp stream") for size in SIZES
     }
@@ -57,16 +57,16 @@ def check_rows(result: dict[str, Any], who: set[tuple[str, str]], operations: tu
 
 @pytest.mark.nightly
 @needs_mpi
-def test_collectives_of_every_backend_and_transport_in_turns(tmp_path: Path) -> None:
-    kept, page, picture = tmp_path / "here.json", tmp_path / "here.html", tmp_path / "here.png"
+def test_collectives_are_measured_on_every_backend_and_transport(tmp_path: Path) -> None:
+    saved, page, picture = tmp_path / "here.json", tmp_path / "here.html", tmp_path / "here.png"
     options = ["--sizes", "1KB,64K,1MB", "--max-bytes", "64KB", "--seconds", "0", "--device", "cpu"]
-    output = run([*BENCH, "collectives", *options, "--json", str(kept), "--output", str(page)])
-    result = results.read(kept, "collectives")
+    output = run([*BENCH, "collectives", *options, "--json", str(saved), "--output", str(page)])
+    result = results.read(saved, "collectives")
     check_rows(result, {("ddp", "gloo"), ("horovod", "gloo"), ("horovod", "mpi")}, OPERATIONS)
     assert (result["ranks"], result["num_nodes"], result["device"], result["skipped"]) == (2, 1, "cpu", [])
     for heading in ("ddp gloo", "horovod gloo", "horovod mpi", "memory copy GB/s", "tcp stream GB/s"):
         assert heading in output
-    # The page says what the table says, and has a chart of times and one of bandwidths for each operation.
+    # The page has the cells of the table, and two charts per operation.
     text = page.read_text()
     headings, rows = tables.texts(tables.collectives(result))
     assert len(rows) == len(OPERATIONS) * len(SIZES)
@@ -78,14 +78,14 @@ def test_collectives_of_every_backend_and_transport_in_turns(tmp_path: Path) -> 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_collectives_under_a_launcher_use_its_ranks_for_both_backends(tmp_path: Path) -> None:
-    kept = tmp_path / "launched.json"
+def test_under_a_launcher_its_ranks_measure_both_backends(tmp_path: Path) -> None:
+    saved = tmp_path / "launched.json"
     launch = [sys.executable, "-m", "unitrain", "launch", "--launcher", "torchrun", "-np", "3"]
     script = str(Path(sys.executable).with_name("unitrain"))
     asked = ["--backends", "ddp,horovod", "--operations", "allreduce", "--sizes", "1020,64KB", "--seconds", "0"]
-    output = run([*launch, script, "bench", "collectives", *asked, "--device", "cpu", "--json", str(kept)])
-    assert output.count("alg GB/s") == 2  # one rank tells, of two backends
-    result = json.loads(kept.read_text())
+    output = run([*launch, script, "bench", "collectives", *asked, "--device", "cpu", "--json", str(saved)])
+    assert output.count("alg GB/s") == 2  # one rank prints a table with two backends
+    result = json.loads(saved.read_text())
     assert result["ranks"] == 3
     assert {(row["backend"], row["bytes"]) for row in result["rows"]} == {
         (backend, size) for backend in ("ddp", "horovod") for size in (1020, 65544)
@@ -93,8 +93,8 @@ def test_collectives_under_a_launcher_use_its_ranks_for_both_backends(tmp_path: 
     assert {floor["name"] for floor in result["floors"]} == {"memory copy", "tcp stream"}
 
 
-def test_the_size_of_an_operation_is_that_of_the_whole_array() -> None:
-    """As nccl-tests count it: of an allgather its result, of the others their input."""
+def test_the_size_of_an_operation_is_that_of_the_complete_array() -> None:
+    """As in nccl-tests: the result of an allgather, and the input of the other operations."""
     given: dict[str, Tensor] = {}
 
     def take(operation: str) -> Any:
@@ -104,7 +104,7 @@ def test_the_size_of_an_operation_is_that_of_the_whole_array() -> None:
         ranked = SimpleNamespace(
             size=ranks, device=torch.device("cpu"), **{operation: take(operation) for operation in OPERATIONS}
         )
-        size = actual_bytes(1000, ranks)
+        size = round_up_bytes(1000, ranks)
         assert size == {2: 1000, 3: 1008}[ranks]
         for operation in OPERATIONS:
             _collective(ranked, operation, 1000)()  # type: ignore[arg-type]
@@ -114,11 +114,11 @@ def test_the_size_of_an_operation_is_that_of_the_whole_array() -> None:
         given.clear()
 
 
-def test_bus_bandwidth_is_what_the_busiest_link_carries() -> None:
-    """By the best possible algorithm: counted, as bytes out of a rank per byte of the array."""
+def test_bus_factor_equals_the_bytes_sent_per_byte_of_the_array() -> None:
+    """The bytes that a rank sends per byte of the array in the optimal algorithm."""
     for ranks in (2, 3, 4, 8):
         part = 1 / ranks
-        ring = sum(part for _ in range(ranks - 1))  # a ring passes one part on in each step but the last
+        ring = sum(part for _ in range(ranks - 1))  # a ring sends one part in each of its steps
         counted = {"reducescatter": ring, "allgather": ring, "allreduce": 2 * ring, "broadcast": 1.0}
         assert all(math.isclose(bus_factor(name, ranks), sent) for name, sent in counted.items())
 
@@ -131,26 +131,26 @@ def test_the_table_divides_bytes_by_median_seconds() -> None:
     }  # fmt: skip
     ((operation, size, seconds, algorithm, bus, floor),) = tables.texts(tables.collectives(result))[1]
     assert (operation, size, seconds) == ("allreduce", "3 MB", "3 ms")
-    assert (algorithm, bus, floor) == ("1.05", "1.4", "2.1")  # 3 * 2^20 B / 3 ms, that * 4 / 3, and in half the time
+    assert (algorithm, bus, floor) == ("1.05", "1.4", "2.1")  # 3 * 2^20 B / 3 ms, times 4 / 3, and 3 * 2^20 B / 1.5 ms
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--sizes", "1KB,big"), "--sizes takes sizes such as 1KB, 64MB or 4096, got 'big'. Use --sizes 1MB"),
         (("--sizes", "0"), "--sizes takes sizes such as 1KB, 64MB or 4096, got '0'. Use --sizes 1MB"),
-        (("--sizes", "4KB", "--max-bytes", "1KB"), "--max-bytes 1KB leaves none of the sizes 4KB. Use --max-bytes 1MB"),
+        (("--sizes", "4KB", "--max-bytes", "1KB"), "--max-bytes 1KB excludes all sizes in 4KB. Use --max-bytes 1MB"),
         (("--operations", "allreduced"), "Unknown operation 'allreduced'. Did you mean 'allreduce'? Available: "),
         (("--backends", "hovorod"), "Unknown backend 'hovorod'. Did you mean 'horovod'?"),
-        (("--backends", "local"), "No backend with several ranks can run here. Use --backends ddp"),
+        (("--backends", "local"), "No backend with several ranks is available on this host. Use --backends ddp"),
         (("--output", "x.jpg"), "--output draws a .png or an .html file, got 'x.jpg'. Use --output x.jpg.png"),
     ],
 )
-def test_what_cannot_be_measured_is_said_before_anything_starts(arguments: tuple[str, ...], said: str) -> None:
-    assert refused("collectives", *arguments).startswith(said)
+def test_invalid_arguments_are_refused_before_ranks_start(arguments: tuple[str, ...], message: str) -> None:
+    assert refused("collectives", *arguments).startswith(message)
 
 
-def test_files_that_hold_no_result_are_named(tmp_path: Path) -> None:
+def test_files_without_a_result_are_refused(tmp_path: Path) -> None:
     for name, content in (("absent", None), ("broken", "{"), ("other", '{"kind": "x"}'), ("list", "[]")):
         path = tmp_path / name
         if content is not None:

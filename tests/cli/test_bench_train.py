@@ -1,4 +1,4 @@
-"""`unitrain bench train`: what is trained and counted, where a step's time is found, and how results are compared."""
+"""`unitrain bench train` times the parts of a step, and `unitrain bench compare` compares results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unitrain.cli import unitrain as command
 from unitrain.errors import ConfigError, ReportError
 from unitrain.testing import RankGroup
 
-# Sleeps in every part of a step, milliseconds; the last rank also in backward, for which the others then wait.
+# Sleeps for milliseconds in every part of a step. Only the last rank sleeps in backward, and the other ranks wait.
 SLOW = """
 import os, time
 import torch
@@ -84,7 +84,9 @@ def check_slow(parts: dict[str, float], backward: float, exposed: tuple[float, f
     assert parts["exposed"] <= exposed[1], parts
 
 
-def test_the_time_of_a_step_is_found_where_it_goes(slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_time_of_a_step_is_assigned_to_its_parts(
+    slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     backend = LocalBackend(torch.device("cpu"))
     for settings, batch in (({}, 3), ({"gradient_accumulation_steps": 2}, 6)):
@@ -94,7 +96,7 @@ def test_the_time_of_a_step_is_found_where_it_goes(slow: str, monkeypatch: pytes
         assert (turn.samples, turn.parameters) == (batch, 10)
         assert turn.memory > 1 << 20
         check_slow(turn.parts, 0.06 * times, (0, 0.02))
-    # A turn can be taken again, beyond the length of the user's scheduler, and nothing was written.
+    # Turns can be repeated beyond the length of the user's scheduler, and nothing is written.
     assert take_turn(backend, slow, {}, 4, 5).samples == 4
     assert not Path("never").exists()
 
@@ -109,8 +111,8 @@ def test_waiting_for_a_slow_rank_is_exposed_communication(slow: str) -> None:
 
 @pytest.mark.nightly
 @needs_mpi
-def test_training_on_every_backend_transport_and_setting(tmp_path: Path) -> None:
-    kept, page = tmp_path / "kept.json", tmp_path / "page.html"
+def test_training_is_measured_on_every_backend_transport_and_setting(tmp_path: Path) -> None:
+    saved, page = tmp_path / "saved.json", tmp_path / "page.html"
     options = [
         "--ranks",
         "1,2",
@@ -124,11 +126,11 @@ def test_training_on_every_backend_transport_and_setting(tmp_path: Path) -> None
         "gradient_accumulation_steps=2",
     ]
     bench = [sys.executable, "-m", "unitrain", "bench", "train", "tiny"]
-    with started([*bench, *options, "--json", str(kept), "--output", str(page)]) as job:
+    with started([*bench, *options, "--json", str(saved), "--output", str(page)]) as job:
         output = job.process.communicate(timeout=3 * SECONDS)[0]
         assert job.process.returncode == 0, output
         assert not job.living(), output
-    result = results.read(kept, "train")
+    result = results.read(saved, "train")
     who = {("local", "none", 1), ("ddp", "gloo", 2), ("horovod", "gloo", 2), ("horovod", "mpi", 2)}
     found = {(row["backend"], row["transport"], row["ranks"], row["setting"]): row for row in result["rows"]}
     assert set(found) == {(*one, setting) for one in who for setting in (None, "gradient_accumulation_steps=2")}
@@ -139,24 +141,24 @@ def test_training_on_every_backend_transport_and_setting(tmp_path: Path) -> None
         assert all(len(row["parts"][part]) == 3 for part in results.PARTS)
         assert min(row["seconds"]) > 0
         assert all(seconds > 0 for part in ("forward", "backward", "optimizer") for seconds in row["parts"][part])
-    alone, two = found["local", "none", 1, None], found["ddp", "gloo", 2, None]
-    assert results.efficiency(result, alone) == 1
-    median = {row["ranks"]: results.middle(row["seconds"])[1] for row in (alone, two)}
+    single, two = found["local", "none", 1, None], found["ddp", "gloo", 2, None]
+    assert results.efficiency(result, single) == 1
+    median = {row["ranks"]: results.quartiles(row["seconds"])[1] for row in (single, two)}
     assert results.efficiency(result, two) == pytest.approx(median[1] / median[2])
     rows = tables.texts(tables.train(result))[1]
     assert len(rows) == 8
     text = page.read_text()
     assert all(f"<td>{cell}</td>" in text for row in rows for cell in row)
     assert text.count("<svg") == 3
-    # With itself it differs by nothing, and it is what a prediction needs.
-    same = CliRunner().invoke(command, ["bench", "compare", str(kept), str(kept)])
+    # A result does not differ from itself, and it can be used for a prediction.
+    same = CliRunner().invoke(command, ["bench", "compare", str(saved), str(saved)])
     assert same.exit_code == 0, same.output
     assert same.output.count("too few rounds") == 8
-    given = ["--latency", "1e-5", "--bandwidth", "1", "--algorithms", "ring", "--train", str(kept), "--ranks", "2"]
+    given = ["--latency", "1e-5", "--bandwidth", "1", "--algorithms", "ring", "--train", str(saved), "--ranks", "2"]
     predicted = CliRunner().invoke(command, ["bench", "predict", *given])
     assert predicted.exit_code == 0, predicted.output
     assert "horovod mpi on 2 ranks: measured" in predicted.output
-    assert "horovod mpi, gradient_accumulation_steps=2" not in predicted.output  # of which the model knows nothing
+    assert "horovod mpi, gradient_accumulation_steps=2" not in predicted.output  # the model does not include settings
 
 
 def result_of(**seconds: list[float]) -> dict[str, Any]:
@@ -165,16 +167,16 @@ def result_of(**seconds: list[float]) -> dict[str, Any]:
     return {"kind": "train", "target": "tiny", "rows": rows}
 
 
-def test_results_differ_by_more_than_noise_or_not() -> None:
+def test_compare_distinguishes_differences_from_noise() -> None:
     slow, fast = [2.0, 2.1, 2.2, 2.0, 2.1, 2.2, 2.3, 2.1], [1.0, 1.1, 1.2, 1.0, 1.1, 1.2, 1.3, 1.1]
     before = result_of(ddp=[1.0, 1.1, 1.2, 1.3, 1.4, 1.2, 1.1, 1.3], horovod=slow, mpi=slow[:7], local=[1.0])
     after = result_of(ddp=[1.3, 1.25, 1.2, 1.2, 1.4, 1.2, 1.1, 1.1], horovod=fast, mpi=fast[:7], other=[1.0])
-    (ddp, horovod, mpi), alone = comparison.compare(before, after)
-    assert (ddp.what, ddp.verdict) == ("tiny, ddp gloo, 2 ranks", "the same within noise")
+    (ddp, horovod, mpi), unmatched = comparison.compare(before, after)
+    assert (ddp.name, ddp.verdict) == ("tiny, ddp gloo, 2 ranks", "the same within noise")
     assert (horovod.ratio, horovod.verdict) == (2.1 / 1.1, "faster")
     assert (mpi.ratio, mpi.verdict) == (2.1 / 1.1, "too few rounds")
     assert comparison.compare(after, before)[0][1].verdict == "slower"
-    assert alone == ["tiny, local gloo, 2 ranks", "tiny, other gloo, 2 ranks"]
+    assert unmatched == ["tiny, local gloo, 2 ranks", "tiny, other gloo, 2 ranks"]
     with pytest.raises(ReportError, match="one has tiny, ddp gloo, 2 ranks, the other tiny, other gloo, 2 ranks"):
         comparison.compare(result_of(ddp=[1.0]), result_of(other=[1.0]))
     with pytest.raises(ReportError, match="of bench train and the second of bench collectives"):
@@ -182,8 +184,8 @@ def test_results_differ_by_more_than_noise_or_not() -> None:
 
 
 @pytest.mark.nightly
-def test_results_that_are_alike_are_rarely_called_different() -> None:
-    """In at most 5 % of comparisons, also if a result has many rows."""
+def test_compare_rarely_reports_differences_of_equal_distributions() -> None:
+    """The rate of false differences is at most 5 % of comparisons, also if a result has many rows."""
     generator = random.Random(0)
 
     def drawn(rows: int, rounds: int) -> dict[str, Any]:
@@ -203,7 +205,7 @@ def test_results_that_are_alike_are_rarely_called_different() -> None:
         assert wrong <= 0.05 * comparisons + 13, (rows, rounds)  # three standard deviations
 
 
-def test_the_test_of_ranks_is_that_of_scipy() -> None:
+def test_the_mann_whitney_test_equals_scipy() -> None:
     from scipy.stats import mannwhitneyu
 
     generator = random.Random(1)
@@ -211,12 +213,12 @@ def test_the_test_of_ranks_is_that_of_scipy() -> None:
         first = [generator.gauss(0, 1) for _ in range(ones)]
         second = [generator.gauss(0.7, 1) for _ in range(others)]
         expected = mannwhitneyu(first, second, method="exact").pvalue
-        assert comparison.probability_if_alike(first, second) == pytest.approx(expected, rel=1e-9)
-    assert comparison.probability_if_alike([1.0] * 8, [1.0] * 8) == 1
+        assert comparison.mann_whitney_p_value(first, second) == pytest.approx(expected, rel=1e-9)
+    assert comparison.mann_whitney_p_value([1.0] * 8, [1.0] * 8) == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("tinny", "Unknown model 'tinny'. Did you mean 'tiny'? Available: tiny, 25M, gpt, resnet18, resnet50, "),
         ("absent.py:make", "There is no file 'absent.py'. Name the file of the function: file.py:function"),
@@ -225,27 +227,27 @@ def test_the_test_of_ranks_is_that_of_scipy() -> None:
         ("tiny --ranks one", "--ranks takes numbers from 1, as in 1,2,4, got 'one' in 'one'. Use --ranks 1,2"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_anything_starts(arguments: str, said: str) -> None:
+def test_invalid_arguments_are_refused_before_ranks_start(arguments: str, message: str) -> None:
     result = CliRunner().invoke(command, ["bench", "train", *arguments.split()])
     assert result.exit_code == 2
-    assert said in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
 
 
-def test_what_a_function_does_wrong_is_said_once(slow: str) -> None:
+def test_an_error_of_the_function_is_reported_once(slow: str) -> None:
     target = slow.replace(":make", ":empty")
     result = CliRunner().invoke(command, ["bench", "train", target, "--ranks", "1", "--device", "cpu"])
     assert result.exit_code == 1
-    told = result.output.splitlines()[-1]
-    assert told == f"Error: {target} returned no model, optimizer, loss_fn, config, train_data. " + (
+    message = result.output.splitlines()[-1]
+    assert message == f"Error: {target} returned no model, optimizer, loss_fn, config, train_data. " + (
         "Trainer and fit need them."
     )
 
 
-def test_every_model_that_comes_with_it_can_be_trained() -> None:
+def test_every_built_in_model_can_be_trained() -> None:
     from unitrain.bench import models
-    from unitrain.bench.builtin import BUILT_IN, resolve
+    from unitrain.bench.models import BUILT_IN_MODELS, resolve
 
-    for name, (function, _) in BUILT_IN.items():
+    for name, (function, _) in BUILT_IN_MODELS.items():
         made = getattr(models, function)()
         assert resolve(name)[0] == f"unitrain.bench.models:{function}"
         inputs, target = (part.unsqueeze(0).expand(2, *part.shape) for part in made["train_data"][0])

@@ -129,7 +129,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_page_shows_the_numbers_of_the_history(trained: Path) -> None:
+def test_the_page_shows_the_numbers_of_the_history(trained: Path) -> None:
     shown, history = page(trained), rows(trained)
     tiles = {name: value for name, value, *_ in shown.tiles}
     assert tiles["epochs"] == "3 of 3"
@@ -160,7 +160,7 @@ def test_a_page_shows_the_numbers_of_the_history(trained: Path) -> None:
     assert settings["optimizer"] == "SGD"
 
 
-def test_it_needs_nothing_from_outside(trained: Path) -> None:
+def test_the_page_uses_no_external_resources(trained: Path) -> None:
     shown = page(trained)
     html = (trained / "report.html").read_text()
     assert shown.loaded == []
@@ -170,14 +170,14 @@ def test_it_needs_nothing_from_outside(trained: Path) -> None:
     assert "prefers-color-scheme: dark" in html
 
 
-def test_the_command_is_a_program_too(trained: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_page(trained: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "unitrain", "report", trained, "--output", tmp_path / "page.html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "page.html")), done.stderr
     assert Page((tmp_path / "page.html").read_text()).said("first")
 
 
-def test_a_picture_is_one_file(trained: Path) -> None:
+def test_png_writes_one_file(trained: Path) -> None:
     result = run(trained, "--png")
     assert result.output.strip() == str(trained / "report.png")
     assert (trained / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -196,10 +196,10 @@ def test_runs_are_compared(trained: Path, tmp_path: Path) -> None:
     equal = settings.index(["optimizer", "SGD", "SGD"])
     assert all(first != second for _, first, second in settings[1:equal] if _ in ("batch_size", "max_epochs"))
     assert settings.index(["batch_size", "4", "6"]) < equal  # what differs comes first
-    assert "where an epoch's time goes, mean over ranks" in shown.charts
+    assert "time per epoch, mean over ranks" in shown.charts
 
 
-def test_a_run_that_goes_on_and_was_resumed_elsewhere(trained: Path, tmp_path: Path) -> None:
+def test_an_unfinished_run_resumed_on_another_backend(trained: Path, tmp_path: Path) -> None:
     """With a loss that was not a number, and a line that is just being written."""
     (start,) = (json.loads(line) for line in (trained / "run.jsonl").read_text().splitlines())
     start["config"] = {**start["config"], "max_epochs": 40}
@@ -224,14 +224,16 @@ def test_a_run_that_goes_on_and_was_resumed_elsewhere(trained: Path, tmp_path: P
     assert float(tiles["best val_loss"]) == pytest.approx(min(row["val_loss"] for row in history[:2]), rel=1e-3)
     assert shown.said("not finished .*horovod over gloo, 3 ranks")
     assert shown.said("resumed: horovod, 3 ranks")
-    assert shown.said(r"Rank 2 is slow: compute 133 ms a step, others 67 ms\. They wait for it\. Rank 1 was slow from")
+    assert shown.said(
+        r"Rank 2 is slow: compute 133 ms a step, others 67 ms\. The other ranks wait for it\. Rank 1 was slow from"
+    )
     assert shown.said(r"Rank 1 was slow from step 20 to step 25: data 41 ms a step, others 6 ms\.")
     assert shown.said(r"Rank 2 was slow at step 30: data")
     assert tiles["waiting"] == "17 %"  # of 4 s of training on three ranks, twice, two of them wait 1 s: 4 of 24
 
 
 @pytest.mark.parametrize("kept", ["run.jsonl", "history.jsonl", "steps.jsonl run.jsonl"])
-def test_a_record_may_have_only_begun(trained: Path, tmp_path: Path, kept: str) -> None:
+def test_a_run_without_epochs_has_a_report(trained: Path, tmp_path: Path, kept: str) -> None:
     for name in kept.split():
         (tmp_path / name).write_bytes((trained / name).read_bytes())
     shown = page(tmp_path)
@@ -240,20 +242,20 @@ def test_a_record_may_have_only_begun(trained: Path, tmp_path: Path, kept: str) 
         assert shown.charts == ["loss", "learning rate", "samples per second"]
     elif kept == "run.jsonl":
         assert shown.said("Nothing has been recorded yet")
-        assert f"Nothing has been recorded of {tmp_path.name} yet, so there is nothing" in picture.output
+        assert f"{tmp_path.name}: nothing has been recorded yet, so there is nothing" in picture.output
         return
     assert "loss" in shown.charts
     assert picture.exit_code == 0
 
 
-def test_one_epoch_without_validation(tmp_path: Path) -> None:
+def test_a_run_of_one_epoch_without_validation(tmp_path: Path) -> None:
     train(tmp_path / "short", validate=False, max_epochs=1)
     shown = page(tmp_path / "short")
     assert [tile[0] for tile in shown.tiles] == ["epochs", "train_loss", "samples per second", "time", "data"]
     assert shown.charts[:2] == ["loss", "learning rate"]
 
 
-def test_each_mistake_is_named(trained: Path, tmp_path: Path) -> None:
+def test_invalid_folders_and_outputs_are_refused(trained: Path, tmp_path: Path) -> None:
     def refused(*arguments: str | Path) -> str:
         result = run(*arguments)
         assert result.exit_code == 1, result.output
@@ -263,8 +265,8 @@ def test_each_mistake_is_named(trained: Path, tmp_path: Path) -> None:
     assert refused(trained.parent / "frist") == (
         f"Folder '{trained.parent}/frist' does not exist. Did you mean 'first'? Name the output_dir of a run."
     )
-    assert f"There is one in '{trained}'. Name the folder" in refused(trained.parent)
-    assert "holds no run: there is no run.jsonl or history.jsonl in it" in refused(tmp_path)
+    assert f"There is a run in '{trained}'. Name the folder" in refused(trained.parent)
+    assert "has no run: it contains neither run.jsonl nor history.jsonl" in refused(tmp_path)
     broken = tmp_path / "broken"
     write(broken, "history.jsonl", rows(trained))
     lines = (broken / "history.jsonl").read_text().splitlines()
@@ -275,11 +277,11 @@ def test_each_mistake_is_named(trained: Path, tmp_path: Path) -> None:
     assert "Cannot write" in refused(trained, "--output", tmp_path / "nowhere" / "page.html")
 
 
-def test_without_matplotlib_the_command_says_how_to_get_it(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_is_reported_with_the_fix(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith(("matplotlib", "unitrain.report"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run(trained)
     assert result.exit_code == 1
-    assert "draws with matplotlib, which is not installed" in result.output
+    assert "needs matplotlib, which is not installed" in result.output
     assert "pip install jinja2 matplotlib" in result.output

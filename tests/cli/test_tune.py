@@ -132,7 +132,7 @@ def test_the_search_respects_its_time_limit() -> None:
     assert machine.now <= 200
     assert found.skipped == 1
     assert found.settings == {"SIZE": "3"}
-    assert search(machine.measure, [SIZES, COLORS], found.seconds_needed, clock=machine.clock).left == 0
+    assert search(machine.measure, [SIZES, COLORS], found.seconds_needed, clock=machine.clock).skipped == 0
     assert search(machine.measure, [], 100, clock=machine.clock).gain is None
 
 
@@ -234,8 +234,8 @@ def test_launch_uses_and_prints_the_settings_saved_for_a_run(script: Path, monke
     found = planned("-np", "2")
     assert "UNITRAIN_BUCKETS_MB=5,5" in found.stdout
     assert found.stderr.splitlines()[0] == (
-        "unitrain: unitrain-tuned.json sets OMP_NUM_THREADS=1 UNITRAIN_BUCKETS_MB=5,5: without, a step took 1.20 times "
-        "as long. Leave it out with: --untuned"
+        "unitrain: unitrain-tuned.json sets OMP_NUM_THREADS=1 UNITRAIN_BUCKETS_MB=5,5: without these settings a step "
+        "took 1.20 times as long. Ignore the file with: --untuned"
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     found = planned("-np", "2")

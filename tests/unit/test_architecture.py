@@ -111,7 +111,6 @@ FORBIDDEN = [
             "unitrain.errors",
             "unitrain.progress.history",
             "unitrain.progress.stragglers",
-            "unitrain.bench.bandwidth",
             "unitrain.bench.results",
         ],
     ),

@@ -1,4 +1,4 @@
-"""What a rank runs in its turn: one collective of one size, a few times; and the floors it is held against."""
+"""Time a collective in the ranks, and the lower bounds to compare it with: a memory copy and a TCP stream."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from unitrain.backends.base import Backend, Communicator
 from unitrain.bootstrap.network import own_addresses
 
 FLOORS = ("memory copy", "tcp stream")
-_ELEMENT = 4  # bytes of a float32
-_SOCKET_SECONDS = 30.0
-_CONNECT_SECONDS = 2.0
-_CHUNK = 1 << 20
+_ELEMENT_BYTES = 4  # float32
+_SOCKET_TIMEOUT_SECONDS = 30.0
+_CONNECT_TIMEOUT_SECONDS = 2.0
+_CHUNK_BYTES = 1 << 20
 _TOKEN_BYTES = 16
 
 
 class Turn(NamedTuple):
-    """Seconds per call on this rank, and how long the whole turn took; None where it could not be measured."""
+    """The seconds per call on this rank, or None if they could not be measured, and the duration of the turn."""
 
     seconds: float | None
-    whole: float
+    turn_seconds: float
 
 
-def actual_bytes(size: int, ranks: int) -> int:
-    """Return `size` bytes rounded up to whole float32 elements that divide among the ranks."""
-    unit = _ELEMENT * ranks
+def round_up_bytes(size: int, ranks: int) -> int:
+    """Return `size` bytes rounded up to a multiple of one float32 element per rank."""
+    unit = _ELEMENT_BYTES * ranks
     return -(-size // unit) * unit
 
 
 def take_turn(backend: Backend, operation: str, size: int, calls: int) -> Turn:
-    """Call one of `bandwidth.OPERATIONS` on `size` bytes in all, or one of FLOORS, `calls` times and once to warm up.
+    """Time `calls` calls of one of `results.OPERATIONS` or FLOORS, on an array of `size` bytes, after a warm-up call.
 
-    All ranks call it. The seconds of a call include all that a user of the backend waits for: the agreement of the
-    ranks on the call, and the copy that leaves the input untouched.
+    All ranks call it. The time of a call is that of the public method, including the consistency check and the copy of
+    the input.
     """
     began = time.perf_counter()
     if operation == "tcp stream":
@@ -52,22 +52,20 @@ def take_turn(backend: Backend, operation: str, size: int, calls: int) -> Turn:
 
 
 def _time(backend: Backend, call: Callable[[], object], calls: int) -> float:
-    wait = torch.cuda.synchronize if backend.device.type == "cuda" else _nothing
+    is_cuda = backend.device.type == "cuda"
     backend.barrier()
-    wait()
+    if is_cuda:
+        torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(calls):
         call()
-    wait()
+    if is_cuda:
+        torch.cuda.synchronize()
     return (time.perf_counter() - started) / calls
 
 
-def _nothing() -> None:
-    """The CPU has done what it was asked to."""
-
-
 def _collective(backend: Communicator, operation: str, size: int) -> Callable[[], Tensor]:
-    elements = actual_bytes(size, backend.size) // _ELEMENT
+    elements = round_up_bytes(size, backend.size) // _ELEMENT_BYTES
     if operation == "allgather":
         elements //= backend.size
     tensor = torch.ones(elements, device=backend.device)
@@ -79,13 +77,13 @@ def _collective(backend: Communicator, operation: str, size: int) -> Callable[[]
 
 
 def _memory_copy(backend: Communicator, size: int) -> Callable[[], Tensor]:
-    source = torch.ones(actual_bytes(size, backend.size) // _ELEMENT, device=backend.device)
+    source = torch.ones(round_up_bytes(size, backend.size) // _ELEMENT_BYTES, device=backend.device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def _stream(backend: Backend, size: int, calls: int) -> float | None:
-    """Send `size` bytes through a plain TCP connection, from a rank that is as far from rank 0 as there is."""
+    """Time a plain TCP connection to rank 0, from a rank on another host if there is one."""
     nodes = backend.allgather_object(backend.node_rank)
     sender = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), 1)
     seconds: float | None = None
@@ -94,7 +92,7 @@ def _stream(backend: Backend, size: int, calls: int) -> float | None:
         if backend.rank == 0:
             listener.bind(("", 0))
             listener.listen(1)
-            listener.settimeout(_SOCKET_SECONDS)
+            listener.settimeout(_SOCKET_TIMEOUT_SECONDS)
             token = secrets.token_bytes(_TOKEN_BYTES)
             offer = (own_addresses(), listener.getsockname()[1], token)
         addresses, port, token = backend.broadcast_object(offer)
@@ -103,51 +101,51 @@ def _stream(backend: Backend, size: int, calls: int) -> float | None:
                 seconds = _send(addresses, port, token, size, calls)
             elif backend.rank == 0:
                 _receive(listener, token, size, calls)
-        except OSError:  # a firewall between them, or nothing that leads there: there is no such floor
+        except OSError:  # for example a firewall: this lower bound is not available
             seconds = None
-    told: float | None = backend.broadcast_object(seconds, root=sender)
-    return told
+    result: float | None = backend.broadcast_object(seconds, root=sender)
+    return result
 
 
 def _send(addresses: list[str], port: int, token: bytes, size: int, calls: int) -> float:
-    """Return the seconds that `size` bytes take until the receiver says that it has them."""
+    """Return the seconds until the receiver has confirmed `size` bytes."""
     payload = memoryview(bytearray(size))
-    with _connected(addresses, port) as connection:
+    with _connect(addresses, port) as connection:
         connection.sendall(token)
         for number in range(calls + 1):
-            if number == 1:  # the first one warms up
+            if number == 1:  # the first call is a warm-up
                 started = time.perf_counter()
             connection.sendall(payload)
             if not connection.recv(1):
-                raise ConnectionError("the receiver is gone")
+                raise ConnectionError("the receiver closed the connection")
         return (time.perf_counter() - started) / calls
 
 
-def _connected(addresses: list[str], port: int) -> socket.socket:
+def _connect(addresses: list[str], port: int) -> socket.socket:
     for address in addresses:
         try:
-            connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+            connection = socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_SECONDS)
         except OSError:
             continue
-        connection.settimeout(_SOCKET_SECONDS)
+        connection.settimeout(_SOCKET_TIMEOUT_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
-    raise ConnectionError(f"none of {addresses} answers")
+    raise ConnectionError(f"none of {addresses} accepts connections")
 
 
 def _receive(listener: socket.socket, token: bytes, size: int, calls: int) -> None:
     connection, _ = listener.accept()
-    buffer = bytearray(_CHUNK)
+    buffer = bytearray(_CHUNK_BYTES)
     with connection:
-        connection.settimeout(_SOCKET_SECONDS)
+        connection.settimeout(_SOCKET_TIMEOUT_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL) != token:
-            raise ConnectionError("somebody else has connected")
+            raise ConnectionError("another program connected")
         for _ in range(calls + 1):
-            left = size
-            while left:
-                count = connection.recv_into(buffer, min(left, _CHUNK))
+            remaining = size
+            while remaining:
+                count = connection.recv_into(buffer, min(remaining, _CHUNK_BYTES))
                 if not count:
-                    raise ConnectionError("the sender is gone")
-                left -= count
+                    raise ConnectionError("the sender closed the connection")
+                remaining -= count
             connection.sendall(b"1")

@@ -1,9 +1,9 @@
-"""Compare two results of the same kind, and decide which differences are more than noise.
+"""Compare two results of the same kind, and determine which differences exceed noise.
 
 The decision is a two-sided Mann-Whitney test on the rounds of each row (Mann and Whitney 1947, exact distribution with
 mid-ranks for ties), corrected for the number of rows by Holm's method (1979): if nothing differs, the probability that
-any row is called faster or slower is at most 5 %. The test cannot separate a change of the program from a change of the
-machine between the two measurements: measure both in the same session.
+any row is reported as faster or slower is at most 5 %. The test cannot distinguish a change of the program from a
+change of the machine between the measurements, so measure both in the same session.
 """
 
 from __future__ import annotations
@@ -14,67 +14,68 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any, Literal
 
-from unitrain.bench.results import middle, name_of
+from unitrain.bench.results import name_of, quartiles
 from unitrain.errors import ReportError
 
 Verdict = Literal["faster", "slower", "the same within noise", "too few rounds"]
 
-LEAST_ROUNDS = 8
+MIN_ROUNDS = 8
 _SIGNIFICANCE = 0.05
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One measurement in both results: lower quartile, median and upper quartile of the seconds in each, and the
-    verdict."""
+    """A measurement in both results: the quartiles (lower, median, upper) of the seconds in each, and the verdict."""
 
-    what: str
+    name: str
     before: tuple[float, float, float]
     after: tuple[float, float, float]
     verdict: Verdict
 
     @property
     def ratio(self) -> float:
-        """The time before / the time after: above 1, the second result is faster."""
+        """The median before divided by the median after. Above 1, the second result is faster."""
         return self.before[1] / self.after[1]
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Difference], list[str]]:
-    """Return what is in both, in the order of the first, and the names of what is in one only.
+    """Return the differences of the shared measurements, and the names of those that only one result contains.
 
-    A row with fewer than `LEAST_ROUNDS` rounds on either side has no verdict. Raises ReportError for results of two
-    kinds, or with nothing in common.
+    A measurement with fewer than `MIN_ROUNDS` rounds in either result has no verdict. Raises ReportError if the results
+    are of different kinds or share no measurement.
     """
     if before["kind"] != after["kind"]:
         raise ReportError(
-            f"The first is a result of bench {before['kind']} and the second of bench {after['kind']}, which cannot be "
-            f"compared. Make the second with: unitrain bench {before['kind']} --json FILE"
+            f"The first result is of bench {before['kind']} and the second of bench {after['kind']}. They cannot be "
+            f"compared. Create the second with: unitrain bench {before['kind']} --json FILE"
         )
-    first, second = ({_what(row, result): row for row in result["rows"]} for result in (before, after))
-    shared = [what for what in first if what in second]
+    first, second = ({_name(row, result): row for row in result["rows"]} for result in (before, after))
+    shared = [name for name in first if name in second]
     if not shared:
         raise ReportError(
-            f"The results have nothing in common: one has {next(iter(first), 'nothing')}, the other "
+            f"The results share no measurement: one has {next(iter(first), 'nothing')}, the other "
             f"{next(iter(second), 'nothing')}. Measure the same backends, ranks and sizes in both."
         )
-    seconds = [(first[what]["seconds"], second[what]["seconds"]) for what in shared]
+    seconds = [(first[name]["seconds"], second[name]["seconds"]) for name in shared]
     differences = [
-        Difference(what, middle(pair[0]), middle(pair[1]), verdict)
-        for what, pair, verdict in zip(shared, seconds, _verdicts(seconds), strict=True)
+        Difference(name, quartiles(pair[0]), quartiles(pair[1]), verdict)
+        for name, pair, verdict in zip(shared, seconds, _verdicts(seconds), strict=True)
     ]
-    return differences, [what for what in (*first, *second) if (what in first) != (what in second)]
+    return differences, [name for name in (*first, *second) if (name in first) != (name in second)]
 
 
-def probability_if_alike(ones: Sequence[float], others: Sequence[float]) -> float:
-    """Return the two-sided p-value of the exact Mann-Whitney test: how likely ranks as unequal as those of `ones` and
-    `others` are if both come from the same distribution."""
+def mann_whitney_p_value(ones: Sequence[float], others: Sequence[float]) -> float:
+    """Return the two-sided p-value of the exact Mann-Whitney test.
+
+    It is the probability of a difference at least as large if both samples come from the same distribution.
+    """
     values = Counter([*ones, *others])
-    doubled: dict[float, int] = {}  # twice the mid-rank, a whole number
+    doubled: dict[float, int] = {}  # twice the mid-rank, which is an integer
     below = 0
     for value in sorted(values):
         doubled[value] = 2 * below + values[value] + 1
         below += values[value]
-    # How many ways there are to choose so many values with this sum of doubled ranks.
+    # ways[count][total]: the number of ways to choose `count` values whose doubled ranks add up to `total`.
     ways: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in ones)]
     for rank in (doubled[value] for value in values.elements()):
         for count in range(len(ones), 0, -1):
@@ -87,23 +88,23 @@ def probability_if_alike(ones: Sequence[float], others: Sequence[float]) -> floa
 
 
 def _verdicts(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Verdict]:
-    """Return the verdict of each (before, after), corrected for their number."""
+    """Return the verdict of each (before, after) pair, corrected for the number of pairs."""
     verdicts: list[Verdict] = [
-        "the same within noise" if min(map(len, pair)) >= LEAST_ROUNDS else "too few rounds" for pair in pairs
+        "the same within noise" if min(map(len, pair)) >= MIN_ROUNDS else "too few rounds" for pair in pairs
     ]
     tested = [number for number, verdict in enumerate(verdicts) if verdict != "too few rounds"]
-    found = sorted((probability_if_alike(*pairs[number]), number) for number in tested)
+    found = sorted((mann_whitney_p_value(*pairs[number]), number) for number in tested)
     for place, (probability, number) in enumerate(found):
         if probability > _SIGNIFICANCE / (len(found) - place):
             break
-        (_, before, _), (_, after, _) = map(middle, pairs[number])
+        (_, before, _), (_, after, _) = map(quartiles, pairs[number])
         if before != after:
             verdicts[number] = "faster" if after < before else "slower"
     return verdicts
 
 
-def _what(row: dict[str, Any], result: dict[str, Any]) -> str:
-    """Return what tells one row of a result from all others."""
+def _name(row: dict[str, Any], result: dict[str, Any]) -> str:
+    """Return a name that is unique among the rows of a result."""
     if result["kind"] == "train":
         ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
         return f"{result['target']}, {name_of(row)}, {ranks}"

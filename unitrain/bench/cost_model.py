@@ -1,8 +1,8 @@
-"""What collectives cost on paper: the alpha-beta-gamma model, one formula for each algorithm.
+"""The cost of collectives in the alpha-beta-gamma model, and the calibration of alpha and beta with measurements.
 
-A message of n bytes takes alpha + n beta seconds, whoever sends it to whom; adding up n bytes takes n gamma. A rank
-sends one message and receives one at a time. p is the number of ranks, n the bytes of the whole array, lg to the base
-of 2. The sources:
+A message of n bytes between any two ranks takes alpha + n beta seconds, and adding n bytes takes n gamma seconds. A
+rank sends at most one message and receives at most one message at a time. p is the number of ranks, n the size of
+the array in bytes, and lg the logarithm to base 2. Sources:
 
 [T] Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 19(1), 2005
 [P] Patarasuk, Yuan: Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 69(2), 2009
@@ -11,15 +11,20 @@ of 2. The sources:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
-from unitrain.errors import ConfigError, did_you_mean
+import numpy as np
+
+from unitrain.bench.results import name_of, quartiles
+from unitrain.errors import ConfigError, ReportError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Seconds per message (`alpha`), and per byte that is sent (`beta`) or added up (`gamma`)."""
+    """Seconds per message (`alpha`), per byte sent (`beta`), and per byte added (`gamma`)."""
 
     alpha: float
     beta: float
@@ -30,84 +35,82 @@ Cost = Callable[[int, float, Network], float]
 
 
 def ring_reducescatter(ranks: int, size: float, network: Network) -> float:
-    """(p-1) alpha + (p-1)/p n beta + (p-1)/p n gamma: every step passes an array's p-th part on. [P], [T]."""
+    """(p-1) alpha + (p-1)/p n beta + (p-1)/p n gamma: each of p-1 steps sends n/p bytes. [P], [T]."""
     part = size / ranks
     return (ranks - 1) * (network.alpha + part * (network.beta + network.gamma))
 
 
 def ring_allgather(ranks: int, size: float, network: Network) -> float:
-    """(p-1) alpha + (p-1)/p n beta. [T], on allgather."""
+    """(p-1) alpha + (p-1)/p n beta. [T], section on allgather."""
     return (ranks - 1) * (network.alpha + size / ranks * network.beta)
 
 
 def ring_allreduce(ranks: int, size: float, network: Network) -> float:
-    """2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma, a reducescatter and an allgather. No algorithm sends fewer
-    bytes: [P]. It is Horovod's: [S]."""
+    """2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma: a reducescatter and an allgather.
+
+    No algorithm sends fewer bytes [P]. Horovod uses it [S].
+    """
     return ring_reducescatter(ranks, size, network) + ring_allgather(ranks, size, network)
 
 
 def recursive_doubling_allreduce(ranks: int, size: float, network: Network) -> float:
-    """lg p (alpha + n beta + n gamma), [T], on allreduce: whole arrays, exchanged with ranks 1, 2, 4 ... away.
+    """lg p (alpha + n beta + n gamma): complete arrays are exchanged with ranks at distance 1, 2, 4, ... [T].
 
-    Ranks beyond the last power of two give their array to a partner first and get the result at the end, which adds
-    2 alpha + 2n beta + n gamma.
+    If p is not a power of two, the surplus ranks first send their array to a partner and receive the result at the end,
+    which adds 2 alpha + 2n beta + n gamma.
     """
     exchange = network.alpha + size * (network.beta + network.gamma)
-    return (ranks.bit_length() - 1) * exchange + _beyond_a_power_of_two(ranks, size, network)
+    return (ranks.bit_length() - 1) * exchange + _surplus_cost(ranks, size, network)
 
 
 def halving_doubling_allreduce(ranks: int, size: float, network: Network) -> float:
-    """2 lg p alpha + 2(p-1)/p n beta + (p-1)/p n gamma, [T], on allreduce (Rabenseifner's): halves, quarters ... are
-    reduced, then gathered.
+    """2 lg p alpha + 2(p-1)/p n beta + (p-1)/p n gamma: Rabenseifner's algorithm [T].
 
-    Ranks beyond the last power of two as in `recursive_doubling_allreduce`.
+    Halves, quarters, ... of the array are reduced and then gathered. Surplus ranks are handled as in
+    `recursive_doubling_allreduce`.
     """
     steps = ranks.bit_length() - 1
     moved = size - size / (1 << steps)
-    return (
-        2 * steps * network.alpha
-        + moved * (2 * network.beta + network.gamma)
-        + _beyond_a_power_of_two(ranks, size, network)
-    )
+    return 2 * steps * network.alpha + moved * (2 * network.beta + network.gamma) + _surplus_cost(ranks, size, network)
 
 
 def tree_allreduce(ranks: int, size: float, network: Network) -> float:
-    """2 ceil(lg p) (alpha + n beta) + ceil(lg p) n gamma: reduced down a binomial tree, and broadcast up it. [T], on
-    reduce and broadcast."""
-    return tree_broadcast(ranks, size, network) + _levels(ranks) * (
+    """2 ceil(lg p) (alpha + n beta) + ceil(lg p) n gamma: a reduce and a broadcast along a binomial tree [T]."""
+    return tree_broadcast(ranks, size, network) + _tree_levels(ranks) * (
         network.alpha + size * (network.beta + network.gamma)
     )
 
 
 def tree_broadcast(ranks: int, size: float, network: Network) -> float:
-    """ceil(lg p) (alpha + n beta): who has the array sends it on to one that has not. [T], on broadcast."""
-    return _levels(ranks) * (network.alpha + size * network.beta)
+    """ceil(lg p) (alpha + n beta): in each step, every rank that has the array sends it to one that does not [T]."""
+    return _tree_levels(ranks) * (network.alpha + size * network.beta)
 
 
 def parameter_server(ranks: int, size: float, network: Network, servers: int = 1) -> float:
-    """2p (alpha + n/s beta) + p n/s gamma, for s servers, at most p: every rank sends each server its part of the array
-    and gets it back, and a server's link carries the parts of all ranks, one after the other.
+    """2p (alpha + n/s beta) + p n/s gamma for s <= p servers.
 
-    The bottleneck that [S] describes; a count of messages as in [T]. With as many servers as ranks it costs
-    2p alpha + 2n beta + n gamma, nearly the bytes of a ring.
+    Every rank sends each server its part of the array and receives the result. The link of a server transfers the parts
+    of all ranks one after the other, which is the bottleneck described in [S]. Messages are counted as in [T]. With p
+    servers the cost is 2p alpha + 2n beta + n gamma, which is close to the bytes of a ring.
     """
     part = size / servers
     return ranks * (2 * network.alpha + part * (2 * network.beta + network.gamma)) if ranks > 1 else 0.0
 
 
 def hierarchical_allreduce(ranks: int, size: float, network: Network, per_host: int, host: Network) -> float:
-    """A ring reducescatter inside each host, ring allreduces between the hosts, and an allgather inside: of g ranks on
-    each of N hosts, that costs inside as `ring_reducescatter` and `ring_allgather` of g, and between hosts
-    2(N-1) (alpha + n/N beta) + (N-1)/N n/g gamma.
+    """Return the cost of Horovod's hierarchical allreduce (HOROVOD_HIERARCHICAL_ALLREDUCE).
 
-    Each of the g ranks of a host reduces its own n/g bytes with its like on the other hosts, and all g share the host's
-    link. It is Horovod's hierarchical allreduce (HOROVOD_HIERARCHICAL_ALLREDUCE).
+    It consists of a ring reducescatter inside each host, ring allreduces between hosts, and a ring allgather inside
+    each host. With g ranks on each of N hosts, the ring allreduces cost 2(N-1) (alpha + n/N beta) + (N-1)/N n/g gamma:
+    each of the g ranks reduces n/g bytes with the corresponding ranks of the other hosts, and the g ranks share the
+    link of their host.
     """
     if ranks <= per_host:
         return ring_allreduce(ranks, size, host)
     if ranks % per_host:
         raise ConfigError(
-            f"{ranks} ranks do not fill hosts of {per_host}. Use multiples of --ranks-per-host for --ranks."
+            f"{ranks} ranks are not a multiple of {per_host} ranks per host. "
+            "Use multiples of --ranks-per-host for --ranks."
         )
     shared = Network(alpha=network.alpha, beta=per_host * network.beta, gamma=network.gamma)
     return (
@@ -128,17 +131,92 @@ HIERARCHICAL = "hierarchical"
 
 
 def check_algorithms(names: list[str]) -> None:
-    """Raise ConfigError for a name of no algorithm."""
+    """Raise ConfigError if a name is not that of an algorithm."""
     for name in names:
         if name not in (known := [*ALGORITHMS, HIERARCHICAL]):
             raise ConfigError(f"Unknown algorithm {name!r}. {did_you_mean(name, known)}Available: {', '.join(known)}.")
 
 
-def _levels(ranks: int) -> int:
+def _tree_levels(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
-def _beyond_a_power_of_two(ranks: int, size: float, network: Network) -> float:
+def _surplus_cost(ranks: int, size: float, network: Network) -> float:
     if ranks & (ranks - 1) == 0:
         return 0.0
     return 2 * network.alpha + size * (2 * network.beta + network.gamma)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The measured time of an allreduce of `size` bytes, and the time that the fitted model predicts."""
+
+    size: int
+    measured: float
+    predicted: float
+
+    @property
+    def relative_error(self) -> float:
+        """The error of the prediction relative to the measurement. Above 0, the prediction is too long."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A network that was fitted to measured points."""
+
+    network: Network
+    points: Sequence[Point]
+
+    @property
+    def median_error(self) -> float:
+        """The median of the absolute relative errors."""
+        return median(abs(point.relative_error) for point in self.points)
+
+    @property
+    def max_error(self) -> float:
+        """The largest absolute relative error."""
+        return max(abs(point.relative_error) for point in self.points)
+
+
+def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
+    """Fit alpha and beta of the allreduce `cost` to the allreduces of `name` in a result of `bench collectives`.
+
+    The fit minimizes squared relative errors, so that large arrays do not dominate. Neither alpha nor beta is negative.
+    The cost of the additions is included in beta, because the two cannot be distinguished. Raises ReportError for fewer
+    than two sizes.
+    """
+    rows = [row for row in result["rows"] if name_of(row) == name and row["operation"] == "allreduce"]
+    ranks = result["ranks"]
+    sizes = [row["bytes"] for row in rows]
+    if len(set(sizes)) < 2:
+        raise ReportError(
+            f"Fitting alpha and beta takes allreduces of at least two sizes, and {name} has {len(set(sizes))}. "
+            "Measure with: unitrain bench collectives --operations allreduce --json FILE"
+        )
+    measured = np.array([quartiles(row["seconds"])[1] for row in rows])
+    # Costs are linear in alpha and beta, so unit values give the coefficients.
+    units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1)]
+    coefficients = np.array([[cost(ranks, size, one) for one in units] for size in sizes])
+    alpha, beta = _positive_least_squares(coefficients / measured[:, None])
+    network = Network(alpha=alpha, beta=beta)
+    points = [
+        Point(size, float(seconds), cost(ranks, size, network)) for size, seconds in zip(sizes, measured, strict=True)
+    ]
+    return Calibration(network, points)
+
+
+def _positive_least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Return the x >= 0 with two elements that minimizes |columns x - 1|."""
+    ones = np.ones(len(columns))
+    both = np.linalg.lstsq(columns, ones, rcond=None)[0]
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    candidates = []
+    for index in (0, 1):
+        only = columns[:, index]
+        x = np.zeros(2)
+        x[index] = max(0.0, only @ ones / (only @ only))
+        candidates.append(x)
+    best = min(candidates, key=lambda x: float(((columns @ x - ones) ** 2).sum()))
+    return float(best[0]), float(best[1])

@@ -1,82 +1,172 @@
-"""Training steps on more ranks than there are, by the cost model, beside those that were measured."""
+"""Predict training steps on more ranks with the cost model, and compare predictions with measured steps."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from unitrain import __version__
-from unitrain.bench.cost_calibration import Calibration, calibrate
-from unitrain.bench.cost_model import ALGORITHMS, HIERARCHICAL, Cost, Network, hierarchical_allreduce, parameter_server
-from unitrain.bench.cost_step import BUCKET, FIRST_BUCKET, Work, even_work, predict_step
-from unitrain.bench.results import middle, name_of, names
+from unitrain.bench.cost_model import (
+    ALGORITHMS,
+    HIERARCHICAL,
+    Calibration,
+    Cost,
+    Network,
+    calibrate,
+    hierarchical_allreduce,
+    parameter_server,
+)
+from unitrain.bench.results import name_of, names, quartiles
 from unitrain.errors import ConfigError, ReportError
 
+# The buckets of DistributedDataParallel, in bytes. The first is small, so that communication starts early.
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+
 Fit = tuple[Network, Calibration | None]
-_MOST_BUCKETS = 1_000_000
+_MAX_BUCKETS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The `size` in bytes of the gradients of a part of the model, and the duration of their computation."""
+
+    size: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The computation of one rank in a step: seconds before and after backward, and the layers in backward order."""
+
+    before: float
+    layers: Sequence[Layer]
+    after: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The duration of a step on one rank."""
+        return self.before + sum(layer.seconds for layer in self.layers) + self.after
+
+
+@dataclass(frozen=True)
+class Step:
+    """The duration of a step, and the part that is exposed: communication that does not overlap with backward."""
+
+    seconds: float
+    exposed: float
+
+    @property
+    def efficiency(self) -> float:
+        """The speed per rank relative to one rank."""
+        return 1 - self.exposed / self.seconds
+
+
+def even_work(
+    step_seconds: float,
+    gradient_bytes: float,
+    backward_share: float = 2 / 3,
+    layers: int = 100,
+    largest_layer: float = FIRST_BUCKET_BYTES,
+) -> Work:
+    """Return the work of a model whose gradients are spread evenly over backward, a share `backward_share` of the step.
+
+    The default of 2/3 assumes that backward computes two gradients for each product of forward. The number of layers is
+    at least `layers`, and large enough that a layer has at most `largest_layer` bytes: buckets contain complete layers,
+    so larger layers would determine the size of the buckets.
+    """
+    layers = max(layers, math.ceil(gradient_bytes / largest_layer))
+    backward = backward_share * step_seconds
+    even = [Layer(gradient_bytes / layers, backward / layers)] * layers
+    return Work(before=step_seconds - backward, layers=even)
+
+
+def predict_step(
+    work: Work,
+    allreduce: Callable[[float], float],
+    *,
+    bucket: float = BUCKET_BYTES,
+    first_bucket: float = FIRST_BUCKET_BYTES,
+) -> Step:
+    """Return the step if the allreduce of each bucket takes `allreduce(bytes)` seconds, one bucket after the other.
+
+    The reduction of a bucket starts when backward has computed the layer that fills it and the previous bucket is
+    reduced. The optimizer waits for the last bucket.
+    """
+    clock, reduced_at, filled, limit = work.before, 0.0, 0.0, first_bucket
+    for number, layer in enumerate(work.layers, 1):
+        clock += layer.seconds
+        filled += layer.size
+        if filled and (filled >= limit or number == len(work.layers)):
+            reduced_at = max(reduced_at, clock) + allreduce(filled)
+            filled, limit = 0.0, bucket
+    exposed = max(0.0, reduced_at - clock)
+    return Step(work.seconds + exposed, exposed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained: its parameters, their bytes as they travel, and a step of one rank without communication."""
+    """The size of a model, the bytes communicated per parameter, and its step on one rank without communication."""
 
     parameters: float
     bytes_per_parameter: float
     step_seconds: float
     backward_share: float
 
-    def work(self, bucket: float = BUCKET) -> Work:
-        """Return its work, with the gradients spread evenly over backward. Raises ConfigError if they fill more than a
-        million buckets."""
+    def work(self, bucket: float = BUCKET_BYTES) -> Work:
+        """Return the work of a step, with the gradients spread evenly over backward.
+
+        Raises ConfigError if the gradients fill more than a million buckets.
+        """
         gradient_bytes = self.parameters * self.bytes_per_parameter
-        if gradient_bytes / bucket > _MOST_BUCKETS:
+        if gradient_bytes / bucket > _MAX_BUCKETS:
             raise ConfigError(
-                f"Buckets of {bucket:,.0f} bytes cut {gradient_bytes:,.0f} bytes of gradients into more than "
-                f"{_MOST_BUCKETS:,}. Use --bucket-bytes 25MB"
+                f"{gradient_bytes:,.0f} bytes of gradients fill more than {_MAX_BUCKETS:,} buckets of {bucket:,.0f} "
+                "bytes. Use --bucket-bytes 25MB"
             )
-        layer = min(bucket, FIRST_BUCKET)
+        layer = min(bucket, FIRST_BUCKET_BYTES)
         return even_work(self.step_seconds, gradient_bytes, self.backward_share, largest_layer=layer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hosts:
-    """Hosts of several ranks, for the hierarchical algorithm: how many, and the network inside."""
+class HostLayout:
+    """The number of ranks per host and the network inside a host, for the hierarchical algorithm."""
 
     ranks: int
     network: Network
 
 
-def costs(algorithms: Sequence[str], hosts: Hosts | None, servers: int) -> dict[str, Cost]:
-    """Return the cost of an allreduce by each of the algorithms."""
+def cost_functions(algorithms: Sequence[str], hosts: HostLayout | None, servers: int) -> dict[str, Cost]:
+    """Return the cost function of an allreduce with each of the algorithms."""
 
     def hierarchical(ranks: int, size: float, network: Network) -> float:
         assert hosts is not None
         return hierarchical_allreduce(ranks, size, network, hosts.ranks, hosts.network)
 
-    def served(ranks: int, size: float, network: Network) -> float:
+    def with_servers(ranks: int, size: float, network: Network) -> float:
         return parameter_server(ranks, size, network, min(servers, ranks))
 
-    known = {**ALGORITHMS, HIERARCHICAL: hierarchical, "parameter-server": served}
+    known = {**ALGORITHMS, HIERARCHICAL: hierarchical, "parameter-server": with_servers}
     return {name: known[name] for name in algorithms}
 
 
-def networks_of(
+def fit_networks(
     result: dict[str, Any] | None, given: Network | None, wanted: Mapping[str, Cost]
 ) -> dict[tuple[str, str], Fit]:
-    """Return the network of each (who, algorithm): the `given` one, or one fitted to the allreduces in `result`.
+    """Return the network of each (name, algorithm): `given`, or a network fitted to the allreduces in `result`.
 
-    The hierarchical algorithm is fitted as the ring that it is between hosts.
+    The hierarchical algorithm is fitted as a ring, which it is between hosts.
     """
     if result is None:
         assert given is not None
         return {("", algorithm): (given, None) for algorithm in wanted}
     found: dict[tuple[str, str], Fit] = {}
-    for who in names(result):
+    for name in names(result):
         for algorithm, cost in wanted.items():
-            fitted = calibrate(result, who, ALGORITHMS["ring"] if algorithm == HIERARCHICAL else cost)
-            found[who, algorithm] = (fitted.network, fitted)
+            fitted = calibrate(result, name, ALGORITHMS["ring"] if algorithm == HIERARCHICAL else cost)
+            found[name, algorithm] = (fitted.network, fitted)
     return found
 
 
@@ -85,22 +175,22 @@ def predict(
     networks: Mapping[tuple[str, str], Fit],
     wanted: Mapping[str, Cost],
     ranks: Sequence[int],
-    bucket: float = BUCKET,
+    bucket: float = BUCKET_BYTES,
 ) -> dict[str, Any]:
-    """Return the step of every (who, algorithm) on every number of ranks, as plain data."""
+    """Return the predicted step of every (name, algorithm) on every number of ranks, as plain data."""
     work = model.work(bucket)
     rows, fits = [], []
-    for (who, algorithm), (network, fitted) in networks.items():
+    for (name, algorithm), (network, fitted) in networks.items():
         for size in ranks:
             step = predict_step(
                 work,
                 _allreduce(wanted[algorithm], size, network),
                 bucket=bucket,
-                first_bucket=min(bucket, FIRST_BUCKET),
+                first_bucket=min(bucket, FIRST_BUCKET_BYTES),
             )
             rows.append(
                 {
-                    "who": who,
+                    "name": name,
                     "algorithm": algorithm,
                     "ranks": size,
                     "step_seconds": step.seconds,
@@ -110,12 +200,12 @@ def predict(
             )
         fits.append(
             {
-                "who": who,
+                "name": name,
                 "algorithm": algorithm,
                 "alpha": network.alpha,
                 "beta": network.beta,
-                "typically_off": None if fitted is None else fitted.typically_off,
-                "most_off": None if fitted is None else fitted.most_off,
+                "median_error": None if fitted is None else fitted.median_error,
+                "max_error": None if fitted is None else fitted.max_error,
                 "points": []
                 if fitted is None
                 else [[point.size, point.measured, point.predicted] for point in fitted.points],
@@ -129,17 +219,19 @@ def _allreduce(cost: Cost, ranks: int, network: Network) -> Callable[[float], fl
 
 
 def model_of(trained: dict[str, Any], bytes_per_parameter: float) -> Model:
-    """Return the model of a result of `bench train`, by its steps on one rank. Raises ReportError where there are
-    none."""
-    alone = [row for row in trained["rows"] if row["ranks"] == 1 and row["setting"] is None]
-    if not alone:
+    """Return the model of a result of `bench train`, from its steps on one rank.
+
+    Raises ReportError if one rank was not measured.
+    """
+    single = [row for row in trained["rows"] if row["ranks"] == 1 and row["setting"] is None]
+    if not single:
         raise ReportError(
-            "What a step costs without communication follows from one rank, and none was measured. "
+            "The time of a step without communication is that of one rank, which was not measured. "
             "Measure with: unitrain bench train --ranks 1,2 --json FILE"
         )
-    row = alone[0]
+    row = single[0]
     parts = {part: fmean(seconds) for part, seconds in row["parts"].items()}
-    seconds = middle(row["seconds"])[1]
+    seconds = quartiles(row["seconds"])[1]
     return Model(
         parameters=trained["parameters"],
         bytes_per_parameter=bytes_per_parameter,
@@ -148,33 +240,34 @@ def model_of(trained: dict[str, Any], bytes_per_parameter: float) -> Model:
     )
 
 
-def measured_beside(
+def compare_with_measured(
     model: Model,
     trained: dict[str, Any],
     networks: Mapping[tuple[str, str], Fit],
     wanted: Mapping[str, Cost],
 ) -> list[dict[str, Any]]:
-    """Return for each measured (who, ranks) of more than one rank what was measured, and what is predicted.
+    """Return the measured and the predicted step of each measured backend on several ranks.
 
-    Settings are left out: most change what is computed, or what travels, in ways that the model does not know.
+    Rows with settings are skipped, because most settings change the computation or the communication in ways that the
+    model does not include.
     """
     found = []
     for row in trained["rows"]:
         if row["setting"] is not None:
             continue
-        for (who, algorithm), (network, _) in networks.items():
-            if row["ranks"] == 1 or who not in ("", name_of(row)):
+        for (name, algorithm), (network, _) in networks.items():
+            if row["ranks"] == 1 or name not in ("", name_of(row)):
                 continue
             step = predict_step(model.work(), _allreduce(wanted[algorithm], row["ranks"], network))
-            measured = middle(row["seconds"])[1]
+            measured = quartiles(row["seconds"])[1]
             found.append(
                 {
-                    "who": name_of(row),
+                    "name": name_of(row),
                     "algorithm": algorithm,
                     "ranks": row["ranks"],
                     "measured": measured,
                     "predicted": step.seconds,
-                    "off": step.seconds / measured - 1,
+                    "relative_error": step.seconds / measured - 1,
                 }
             )
     return found

@@ -1,4 +1,4 @@
-"""What `unitrain bench train` can train without a function of the user's: models with data made of random numbers."""
+"""The built-in models of `unitrain bench train`, with random data."""
 
 from __future__ import annotations
 
@@ -15,33 +15,50 @@ from torch.utils.data import Dataset, TensorDataset
 import unitrain
 from unitrain.errors import MissingDependencyError
 
+# By name: the function, and the number of steps per turn, for turns of roughly a second.
+BUILT_IN_MODELS = {
+    "tiny": ("tiny", 300),
+    "25M": ("mlp_25m", 10),
+    "gpt": ("gpt", 20),
+    "resnet18": ("resnet18", 2),
+    "resnet50": ("resnet50", 2),
+}
+_DEFAULT_STEPS = 20
 _FEATURES, _CLASSES = 64, 10
 _SAMPLES = 1 << 14
 _CHARACTERS, _LENGTH = 96, 64
 
 
+def resolve(target: str) -> tuple[str, int]:
+    """Return the function for `target`, a built-in model or a function, and the default number of steps per turn."""
+    if target not in BUILT_IN_MODELS:
+        return target, _DEFAULT_STEPS
+    function, steps = BUILT_IN_MODELS[target]
+    return f"{__name__}:{function}", steps
+
+
 def tiny() -> dict[str, Any]:
-    """Two hidden layers of 64: what is left of a step is what it costs beside computing."""
+    """Return an MLP with two hidden layers of 64, whose step time is mostly overhead."""
     return _perceptron([64, 64])
 
 
 def mlp_25m() -> dict[str, Any]:
-    """25 million parameters in four hidden layers: much to communicate for what is computed."""
+    """Return an MLP with 25 million parameters in four hidden layers, with much communication per computation."""
     return _perceptron([2048, 3072, 3072, 2816])
 
 
 def resnet18() -> dict[str, Any]:
-    """torchvision's ResNet-18 on images of 224 x 224."""
+    """Return torchvision's ResNet-18 with images of 224 x 224."""
     return _resnet("resnet18", batch_size=16)
 
 
 def resnet50() -> dict[str, Any]:
-    """torchvision's ResNet-50 on images of 224 x 224."""
+    """Return torchvision's ResNet-50 with images of 224 x 224."""
     return _resnet("resnet50", batch_size=16)
 
 
 def gpt() -> dict[str, Any]:
-    """A transformer of two layers over 64 characters, as examples/gpt.py."""
+    """Return a transformer with two layers and a context of 64 characters, as in examples/gpt.py."""
     model = SmallGPT()
     text = torch.randint(_CHARACTERS, (_SAMPLES, _LENGTH + 1))
     data = TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
@@ -50,7 +67,7 @@ def gpt() -> dict[str, Any]:
 
 
 class SmallGPT(nn.Module):
-    """Maps characters [n, length] to scores of the one after each, [n, length, characters]."""
+    """Maps characters [n, length] to scores of the next characters [n, length, characters]."""
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -61,7 +78,7 @@ class SmallGPT(nn.Module):
         self.scores = nn.Linear(width, _CHARACTERS, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Look at each character and those before it."""
+        """Return the scores, computed with causal attention."""
         length = text.shape[1]
         hidden = self.characters(text) + self.positions(torch.arange(length, device=text.device))
         later = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
@@ -70,7 +87,7 @@ class SmallGPT(nn.Module):
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """A few random images again and again, so that they cost neither memory nor time."""
+    """Repeats 32 random images, so that data takes neither memory nor time."""
 
     def __init__(self, length: int = _SAMPLES) -> None:
         self._images = torch.randn(32, 3, 224, 224)
@@ -98,7 +115,7 @@ def _resnet(name: str, batch_size: int) -> dict[str, Any]:
         models = importlib.import_module("torchvision.models")
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            f"{name} is torchvision's, which is not installed. Install it with: pip install torchvision"
+            f"Model {name!r} needs torchvision, which is not installed. Install it with: pip install torchvision"
         ) from error
     model = getattr(models, name)()
     return _arguments(model, _momentum(model), Images(), batch_size=batch_size)

@@ -1,4 +1,4 @@
-"""What a rank runs in its turn at training: some steps of the Trainer, and where their time goes."""
+"""Time training steps and their parts, in the ranks."""
 
 from __future__ import annotations
 
@@ -22,77 +22,77 @@ from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.optim.step import Forward
 
-# Of the steps of a turn, so many more are watched to find out where the time goes.
-_WATCHED = 0.25
-_LEAST_WATCHED = 3
-_STATUS = Path("/proc/self/status")
+# After the timed steps of a turn, this fraction of their number is run again to time the parts of a step.
+_PROFILED_FRACTION = 0.25
+_MIN_PROFILED_STEPS = 3
+_PROCESS_STATUS = Path("/proc/self/status")
 
 
 class TrainTurn(NamedTuple):
-    """Of this rank: seconds per step, samples per step, seconds by part of a step, the most memory in bytes, what the
-    model has of parameters, and how long the whole turn took."""
+    """A turn on this rank: `seconds` and `samples` per step, seconds per step by part, peak `memory` in bytes, the
+    number of trainable parameters of the model, and the duration of the turn."""
 
     seconds: float
     samples: float
     parts: dict[str, float]
     memory: int
     parameters: int
-    whole: float
+    turn_seconds: float
 
 
-class Stopwatch(Callback):
-    """The last callback of a Trainer, and around its forward and loss: it takes the seconds of each part of a step.
+class StepProfiler(Callback):
+    """Callback and wrapper of forward and loss that times the parts of a step.
 
-    `data` lasts until the batch is there, `forward` until the loss is, `backward` until this rank's own is done,
-    `exposed` until the gradients are those of all ranks, and `optimizer` is the rest. On a GPU each part is waited for,
-    which is why the steps that it watches are others than those that speed is taken from.
+    `data` ends when the batch is available, `forward` when the loss is computed, `backward` when this rank's backward
+    is done, and `exposed` when the gradients are reduced. `optimizer` is the rest of the step. On a GPU, the profiler
+    synchronizes after each part, so profiled steps are not the steps whose speed is reported.
     """
 
     def __init__(self, backend: Backend, forward: Any, loss_fn: Callable[..., Any]) -> None:
-        self.watching = False
+        self.is_active = False
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.steps = self.samples = 0
         self._cuda = backend.device.type == "cuda"
         self._forward, self._loss_fn = Forward(forward), loss_fn
         self._began: float | None = None
 
-    def start(self, *, watching: bool) -> None:
-        """Begin to count; the first step, which waits for the first batch, is not watched."""
-        self.watching = watching
+    def start(self, *, is_active: bool) -> None:
+        """Reset the counters. The first step, which includes the start of the data loader, is not profiled."""
+        self.is_active = is_active
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.steps = self.samples = 0
         self._began = None
 
     def forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        """Call the user's own, or the model."""
-        self._lap("data")
+        """Call the forward function of the user, or the model."""
+        self._end_part("data")
         return self._forward(model, batch)
 
     def loss(self, output: Any, target: Any) -> Any:
-        """Call the user's own."""
+        """Call the loss function of the user."""
         loss = self._loss_fn(output, target)
-        self._lap("forward")
+        self._end_part("forward")
         value = loss[0] if isinstance(loss, tuple) else loss
-        if self.watching and isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(self._watch_backward)
+        if self.is_active and isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(self._on_loss_gradient)
         return loss
 
     def on_micro_batch_end(self, trainer: Any, batch: Any, part: Any, loss: Any) -> None:
         self.samples += part.samples
-        self._lap("exposed")
+        self._end_part("exposed")
 
     def on_step_end(self, trainer: Any) -> None:
         if self._began is not None:
-            self._lap("optimizer")
+            self._end_part("optimizer")
             self.steps += 1
-        elif self.watching:
+        elif self.is_active:
             self._began = self._now()
 
-    def _watch_backward(self, gradient: Tensor) -> None:
-        # What makes gradients global asks for its callback later than this, and is called behind it.
-        Variable._execution_engine.queue_callback(lambda: self._lap("backward"))
+    def _on_loss_gradient(self, gradient: Tensor) -> None:
+        # The gradient reduction queues its callback later, so it runs after this one.
+        Variable._execution_engine.queue_callback(lambda: self._end_part("backward"))
 
-    def _lap(self, part: str) -> None:
+    def _end_part(self, part: str) -> None:
         if self._began is not None:
             now = self._now()
             self.seconds[part] += now - self._began
@@ -107,7 +107,7 @@ class Stopwatch(Callback):
 class _Prepared(NamedTuple):
     trainer: Any
     data: Any
-    watch: Stopwatch
+    profiler: StepProfiler
 
 
 _prepared: dict[str, _Prepared] = {}
@@ -116,23 +116,22 @@ _prepared: dict[str, _Prepared] = {}
 def take_turn(
     backend: Backend, target: str, settings: Mapping[str, Any], batch_size: int | None, steps: int
 ) -> TrainTurn:
-    """Train `target`, as `factories.made_by` takes it, for `steps` steps, at least 2, with settings of TrainConfig.
+    """Train `target` (see `factories.made_by`) for `steps` steps, at least 2, with `settings` of TrainConfig.
 
-    All ranks call it. The model is made in the first turn and goes on training in the others. Nothing is written,
-    validated or resumed, and rates stay as they are: schedulers, loggers and callbacks are left out. Raises ConfigError
-    and what the Trainer does.
+    All ranks call it. The first turn creates the model, and later turns continue its training. Checkpoints, validation,
+    schedulers, loggers and callbacks are disabled. Raises ConfigError and the errors of the Trainer.
     """
     began = time.perf_counter()
     key = json.dumps([target, dict(settings), batch_size, steps], default=str)
     if key not in _prepared:
         _prepared[key] = _prepare(backend, target, settings, batch_size, steps)
-    trainer, data, watch = _prepared[key]
+    trainer, data, profiler = _prepared[key]
     _reset_memory(backend)
-    seconds = _fit(backend, trainer, data, watch, done=0, watching=False)
-    samples, memory = watch.samples / steps, _most_memory(backend)
-    watched = min(steps - 1, max(_LEAST_WATCHED, round(_WATCHED * steps)))
-    _fit(backend, trainer, data, watch, done=steps - watched - 1, watching=True)
-    parts = {part: taken / watch.steps for part, taken in watch.seconds.items()}
+    seconds = _fit(backend, trainer, data, profiler, done=0, is_active=False)
+    samples, memory = profiler.samples / steps, _peak_memory(backend)
+    profiled = min(steps - 1, max(_MIN_PROFILED_STEPS, round(_PROFILED_FRACTION * steps)))
+    _fit(backend, trainer, data, profiler, done=steps - profiled - 1, is_active=True)
+    parts = {part: seconds / profiler.steps for part, seconds in profiler.seconds.items()}
     trained = [parameter for parameter in backend.unwrap(trainer.model).parameters() if parameter.requires_grad]
     parameters = sum(parameter.numel() for parameter in trained)
     return TrainTurn(seconds / steps, samples, parts, memory, parameters, time.perf_counter() - began)
@@ -144,7 +143,7 @@ def _prepare(
     randomness.seed_generators(0)
     made = factories.made_by(target)
     config: TrainConfig = made["config"]
-    plain: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "max_epochs": None,
         "max_steps": steps,
         "max_seconds": None,
@@ -161,25 +160,25 @@ def _prepare(
         "log_every_n_steps": None,
     }
     if batch_size is not None:
-        plain["batch_size"] = batch_size
-    config = replace(config, **plain, **settings)
-    watch = Stopwatch(backend, made.get("forward"), made["loss_fn"])
+        overrides["batch_size"] = batch_size
+    config = replace(config, **overrides, **settings)
+    profiler = StepProfiler(backend, made.get("forward"), made["loss_fn"])
     trainer = unitrain.Trainer(
         made["model"],
         made["optimizer"],
-        watch.loss,
+        profiler.loss,
         backend=backend,
         config=config,
-        forward=watch.forward,
-        callbacks=[watch],
+        forward=profiler.forward,
+        callbacks=[profiler],
     )
-    return _Prepared(trainer, made["train_data"], watch)
+    return _Prepared(trainer, made["train_data"], profiler)
 
 
-def _fit(backend: Backend, trainer: Any, data: Any, watch: Stopwatch, *, done: int, watching: bool) -> float:
-    """Train as if `done` steps were, to the end, and return the seconds that it took, from barrier to barrier."""
+def _fit(backend: Backend, trainer: Any, data: Any, profiler: StepProfiler, *, done: int, is_active: bool) -> float:
+    """Train the steps after the first `done`, and return the seconds between the barriers before and after."""
     trainer.progress.reset(step=done)
-    watch.start(watching=watching)
+    profiler.start(is_active=is_active)
     backend.barrier()
     started = time.perf_counter()
     trainer.fit(data)
@@ -190,14 +189,14 @@ def _fit(backend: Backend, trainer: Any, data: Any, watch: Stopwatch, *, done: i
 def _reset_memory(backend: Backend) -> None:
     if backend.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(backend.device)
-    elif _STATUS.exists():
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew: proc(5)
+    elif _PROCESS_STATUS.exists():
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
 
 
-def _most_memory(backend: Backend) -> int:
-    """Return the most bytes since the last reset: allocated on the GPU, or resident in the process."""
+def _peak_memory(backend: Backend) -> int:
+    """Return the peak memory in bytes since the last reset: allocated on the GPU, or resident in the process."""
     if backend.device.type == "cuda":
         return torch.cuda.max_memory_allocated(backend.device)
-    if _STATUS.exists():
-        return next(int(line.split()[1]) << 10 for line in _STATUS.read_text().splitlines() if "VmHWM:" in line)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # since the process began, and in bytes on macOS
+    if _PROCESS_STATUS.exists():
+        return next(int(line.split()[1]) << 10 for line in _PROCESS_STATUS.read_text().splitlines() if "VmHWM:" in line)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # since the start of the process; in bytes on macOS

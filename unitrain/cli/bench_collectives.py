@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unitrain.bench.bandwidth import OPERATIONS
+from unitrain.bench.results import OPERATIONS
 from unitrain.bootstrap import environment
 from unitrain.cli.available import find_available, parse_backends
 from unitrain.cli.bench_options import (
     backends_option,
     check_can_draw,
-    default_device,
     device_option,
     json_option,
-    keep,
-    number_of_bytes,
+    list_rank_sets,
     output_option,
-    starts_here,
-    tell,
-    told,
+    parse_bytes,
+    print_progress,
+    select_default_device,
+    show_and_save,
+    user_errors,
 )
 from unitrain.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from unitrain.bench.contestants import Contestant
+    from unitrain.bench.rank_sets import RankSet
 
 _SIZES = "1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB,256MB"
 
@@ -37,10 +37,14 @@ _SIZES = "1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB,256MB"
 @click.option("-np", "-n", "--num-processes", type=click.IntRange(min=2), metavar="N", help="Ranks. [default: 2]")
 @backends_option
 @click.option("--operations", metavar="NAME,...", default=",".join(OPERATIONS), show_default=True)
-@click.option("--sizes", metavar="SIZE,...", default=_SIZES, show_default=True, help="Of the whole array, KB of 1024.")
-@click.option("--max-bytes", metavar="SIZE", help="Leave larger sizes out.")
+@click.option("--sizes", metavar="SIZE,...", default=_SIZES, show_default=True, help="Array sizes; 1 KB is 1024 bytes.")
+@click.option("--max-bytes", metavar="SIZE", help="Skip larger sizes.")
 @click.option(
-    "--seconds", type=click.FloatRange(min=0), default=60, show_default=True, help="To spend; 3 rounds at least."
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=60,
+    show_default=True,
+    help="Duration; at least 3 rounds.",
 )
 @device_option
 @json_option
@@ -56,76 +60,73 @@ def collectives(
     json_file: Path | None,
     output: Path | None,
 ) -> None:
-    """Time collectives on every backend and transport, in turns.
+    """Time collectives on every backend and transport, one at a time.
 
-    Typed as it is, it starts a set of ranks on this machine for each of them. Under a launcher, on any number of hosts,
-    it uses the ranks that there are, and starts its backends one after the other:
+    Without a launcher, the command starts a set of ranks on this host for each of them. Under a launcher, on any number
+    of hosts, it uses the ranks of the launcher and starts the backends one after the other:
 
     \b
       unitrain bench collectives -np 2 --json here.json --output here.png
       unitrain launch -np 4 -H a:2,b:2 $(which unitrain) bench collectives --json both.json
       mpirun -np 4 unitrain bench collectives --backends ddp,horovod
     """
-    with told():
-        wanted = _sizes(sizes, max_bytes)
-        asked = _operations(operations)
+    with user_errors():
+        selected_sizes = _parse_sizes(sizes, max_bytes)
+        selected_operations = _parse_operations(operations)
         if output is not None:
             check_can_draw(output)
-        with _contestants(num_processes, backends, device) as (contestants, skipped, first):
-            from unitrain.bench.sweep import sweep
+        with _start_rank_sets(num_processes, backends, device) as (rank_sets, skipped, is_first_rank):
+            from unitrain.bench.rounds import measure_collectives
 
-            progress = tell if first else _say_nothing
-            result = {**sweep(contestants, asked, wanted, seconds, progress), "skipped": skipped}
-    if first:
-        keep(result, json_file, output)
+            report_progress = print_progress if is_first_rank else lambda text: None
+            measured = measure_collectives(rank_sets, selected_operations, selected_sizes, seconds, report_progress)
+            result = {**measured, "skipped": skipped}
+    if is_first_rank:
+        show_and_save(result, json_file, output)
 
 
 @contextmanager
-def _contestants(
+def _start_rank_sets(
     num_processes: int | None, backends: str | None, device: str | None
-) -> Iterator[tuple[list[Contestant], list[tuple[str, str]], bool]]:
-    """Start the ranks, or take part as one; and say what cannot run, and whether this process is the one to tell."""
+) -> Iterator[tuple[list[RankSet], list[tuple[str, str]], bool]]:
+    """Yield the rank sets, (name, reason) of skipped backends, and whether this process prints the result."""
     rank_info = environment.detect()
     if rank_info.size > 1:
         if num_processes not in (None, rank_info.size):
             raise ConfigError(
-                f"-np {num_processes} asks for other ranks than the {rank_info.size} that {rank_info.source} has "
-                "started. Leave it out."
+                f"-np {num_processes} differs from the {rank_info.size} ranks that {rank_info.source} has started. "
+                "Omit -np."
             )
-        from unitrain.bench.contestants import LaunchedRanks
+        from unitrain.bench.rank_sets import LaunchedRanks
 
         names = [one for one in parse_backends(backends or environment.setting("UNITRAIN_BACKEND")) if one != "local"]
         found, skipped = find_available(names)
-        launched: list[Contestant] = [LaunchedRanks(name, device) for name in found]
+        launched: list[RankSet] = [LaunchedRanks(name, device) for name in found]
         yield launched, skipped, rank_info.rank == 0
         return
-    from unitrain.bench.contestants import held
+    from unitrain.bench.rank_sets import start_rank_sets
 
-    device = device or default_device()
+    device = device or select_default_device()
     ranks = num_processes or 2
-    starts, skipped = starts_here(backends, ranks, device)
-    with held(starts, device) as contestants:
-        yield contestants, skipped, True
+    specs, skipped = list_rank_sets(backends, ranks, device)
+    with start_rank_sets(specs, device) as rank_sets:
+        yield rank_sets, skipped, True
 
 
-def _sizes(text: str, most: str | None) -> list[int]:
-    sizes = sorted({number_of_bytes("--sizes", part) for part in text.split(",")})
-    if most is not None:
-        limit = number_of_bytes("--max-bytes", most)
+def _parse_sizes(text: str, max_bytes: str | None) -> list[int]:
+    sizes = sorted({parse_bytes("--sizes", part) for part in text.split(",")})
+    if max_bytes is not None:
+        limit = parse_bytes("--max-bytes", max_bytes)
         sizes = [size for size in sizes if size <= limit]
         if not sizes:
-            raise ConfigError(f"--max-bytes {most} leaves none of the sizes {text}. Use --max-bytes 1MB")
+            raise ConfigError(f"--max-bytes {max_bytes} excludes all sizes in {text}. Use --max-bytes 1MB")
     return sizes
 
 
-def _operations(text: str) -> list[str]:
-    asked = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in asked:
+def _parse_operations(text: str) -> list[str]:
+    operations = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in operations:
         if name not in OPERATIONS:
             near = did_you_mean(name, OPERATIONS)
             raise ConfigError(f"Unknown operation {name!r}. {near}Available: {', '.join(OPERATIONS)}.")
-    return asked
-
-
-def _say_nothing(text: str) -> None:
-    """Rank 0 speaks for all."""
+    return operations

@@ -9,42 +9,41 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unitrain.bench.builtin import BUILT_IN, resolve
 from unitrain.bootstrap import environment
 from unitrain.cli.bench_options import (
     backends_option,
     check_can_draw,
-    default_device,
     device_option,
     json_option,
-    keep,
-    numbers,
+    list_rank_sets,
     output_option,
-    starts_here,
-    tell,
-    told,
+    parse_numbers,
+    print_progress,
+    select_default_device,
+    show_and_save,
+    user_errors,
 )
 from unitrain.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from unitrain.bench.contestants import Start
+    from unitrain.bench.rank_sets import RankSetSpec
 
 
 @click.command()
 @click.argument("target", default="25M")
-@click.option("--ranks", metavar="N,...", default="1,2", show_default=True, help="One rank is trained on local.")
+@click.option("--ranks", metavar="N,...", default="1,2", show_default=True, help="One rank uses backend local.")
 @backends_option
 @click.option(
     "--setting",
     "settings",
     multiple=True,
     metavar="NAME=VALUE,...",
-    help="Of TrainConfig, beside the plain one, as in precision=bf16,compression=fp16. Repeatable.",
+    help="Also measure these settings of TrainConfig, such as precision=bf16,compression=fp16. Repeatable.",
 )
-@click.option("--batch-size", type=click.IntRange(min=1), help="Of a rank. [default: what TARGET says]")
-@click.option("--steps", type=click.IntRange(min=2), help="Of a turn. [default: by TARGET, else 20]")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Batch size per rank. [default: that of TARGET]")
+@click.option("--steps", type=click.IntRange(min=2), help="Steps per turn. [default: depends on TARGET]")
 @click.option(
-    "--seconds", type=click.FloatRange(min=0), default=60, show_default=True, help="To spend; 3 rounds at least."
+    "--seconds", type=click.FloatRange(min=0), default=60, show_default=True, help="Duration; at least 3 rounds."
 )
 @device_option
 @json_option
@@ -61,10 +60,10 @@ def train(
     json_file: Path | None,
     output: Path | None,
 ) -> None:
-    """Train TARGET on every backend and transport, in turns: speed, where the time goes, memory.
+    """Train TARGET on every backend and transport, one at a time, and report speed, time per part and memory.
 
-    TARGET is tiny, 25M (perceptrons), gpt, resnet18, resnet50, or a function that returns the arguments of Trainer as a
-    dictionary, as for unitrain verify. Each rank has one thread, and a core of its own where there are enough.
+    TARGET is tiny, 25M (MLPs), gpt, resnet18, resnet50, or a function that returns the arguments of Trainer as a
+    dictionary, as for unitrain verify. Each rank uses one thread, and is pinned to a core if there are enough cores.
 
     \b
       unitrain bench train 25M --ranks 1,2 --json before.json --output before.html
@@ -72,60 +71,67 @@ def train(
       unitrain bench train package.module:function
       unitrain bench train file.py:function
     """
-    with told():
+    with user_errors():
         rank_info = environment.detect()
         if rank_info.size > 1:
             raise ConfigError(
                 f"unitrain bench train starts ranks itself, but {rank_info.source} has started {rank_info.size}. "
-                "Type it without a launcher."
+                "Run it without a launcher."
             )
-        function, usual = resolve(target)
+        from unitrain.bench.models import resolve
+
+        function, default_steps = resolve(target)
         _check_target(target, function)
-        asked: dict[str | None, dict[str, Any]] = {None: {}, **{text: _setting(text) for text in settings}}
+        selected: dict[str | None, dict[str, Any]] = {None: {}, **{text: _parse_setting(text) for text in settings}}
         if output is not None:
             check_can_draw(output)
-        device = device or default_device()
-        starts: list[Start] = []
+        device = device or select_default_device()
+        specs: list[RankSetSpec] = []
         skipped: list[tuple[str, str]] = []
-        for number in numbers("--ranks", ranks):
+        for number in parse_numbers("--ranks", ranks):
             if number == 1:
-                from unitrain.bench.contestants import Start
+                from unitrain.bench.rank_sets import RankSetSpec
 
-                starts.append(Start("local", 1))
+                specs.append(RankSetSpec("local", 1))
                 continue
-            found, skipped = starts_here(backends, number, device)
-            starts += found
-        from unitrain.bench.contestants import held
-        from unitrain.bench.scaling import train_in_turns
+            found, skipped = list_rank_sets(backends, number, device)
+            specs += found
+        from unitrain.bench.rank_sets import start_rank_sets
+        from unitrain.bench.rounds import measure_training
 
-        with held(starts, device) as contestants:
-            result = train_in_turns(
-                contestants,
+        with start_rank_sets(specs, device) as rank_sets:
+            result = measure_training(
+                rank_sets,
                 function,
-                asked,
+                selected,
                 batch_size=batch_size,
-                steps=steps or usual,
+                steps=steps or default_steps,
                 seconds=seconds,
-                tell=tell,
+                report_progress=print_progress,
             )
-    keep({**result, "target": target, "skipped": skipped}, json_file, output)
+    show_and_save({**result, "target": target, "skipped": skipped}, json_file, output)
 
 
 def _check_target(target: str, function: str) -> None:
-    """Raise ConfigError for what names no function."""
+    """Raise ConfigError unless `target` names a built-in model or a function in an existing file or module."""
+    from unitrain.bench.models import BUILT_IN_MODELS
+
     module, _, name = function.rpartition(":")
     if not module or not name:
-        near = did_you_mean(target, BUILT_IN)
+        near = did_you_mean(target, BUILT_IN_MODELS)
         raise ConfigError(
-            f"Unknown model {target!r}. {near}Available: {', '.join(BUILT_IN)}, package.module:function, "
+            f"Unknown model {target!r}. {near}Available: {', '.join(BUILT_IN_MODELS)}, package.module:function, "
             "file.py:function."
         )
     if module.endswith(".py") and not Path(module).is_file():
         raise ConfigError(f"There is no file {module!r}. Name the file of the function: file.py:function")
 
 
-def _setting(text: str) -> dict[str, Any]:
-    """Return the settings in "precision=bf16,channels_last=True". Raises ConfigError for an unknown setting."""
+def _parse_setting(text: str) -> dict[str, Any]:
+    """Return the settings in a text such as "precision=bf16,max_grad_norm=1".
+
+    Raises ConfigError for settings that TrainConfig does not have.
+    """
     from unitrain.config import TrainConfig
 
     values: dict[str, Any] = {}

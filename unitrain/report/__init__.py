@@ -1,1 +1,9 @@
-"""A page about runs, made from the record that they leave in their folders."""
+"""`unitrain report`: an HTML page or a PNG about one run or several, from the history in their output folders.
+
+record         read the history of a run
+figures        compute numbers from the history: best results, speed, times per rank
+contents       choose the charts of a report
+charts         draw charts with matplotlib, as SVG or PNG
+page           render the HTML page
+bench_charts   the charts and the page of `unitrain bench --output`
+"""

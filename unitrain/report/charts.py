@@ -1,4 +1,4 @@
-"""The charts of a report, drawn with matplotlib: as SVG whose colours are the page's own, and as one PNG."""
+"""Draw charts with matplotlib, as SVG that uses the colors of the HTML page, or as one PNG."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from unitrain.errors import ReportError
 from unitrain.report.figures import Points
 
-# After Okabe and Ito, which colour-blind readers can tell apart. A page replaces each by the variable of its name, so
-# that it can have others where it is dark.
-COLOURS = {
+# Based on the palette of Okabe and Ito, which color-blind readers can distinguish. `to_svg` replaces each color by the
+# CSS variable of the same name, which has another value in dark mode. Therefore all values must be distinct.
+COLORS = {
     "run-0": "#0072b2", "run-1": "#d55e00", "run-2": "#009e73",
     "run-3": "#b8528f", "run-4": "#8a6d00", "run-5": "#2f9fd6",
     "data": "#e69f00", "compute": "#0173b3", "wait": "#d55e01", "update": "#009e74",
@@ -28,17 +28,17 @@ COLOURS = {
     "forward": "#56b4ea", "backward": "#0173b4", "exposed": "#d55e02", "optimizer": "#009e75",
     "ink": "#1f2328", "muted": "#656d76", "grid": "#e4e7eb", "paper": "#ffffff",
 }  # fmt: skip
-RUNS = sum(name.startswith("run-") for name in COLOURS)
+RUNS = sum(name.startswith("run-") for name in COLORS)
 _WIDTH, _HEIGHT = 5.4, 2.9
 _STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
-    "svg.fonttype": "none",  # text stays text, in the page's own font
+    "svg.fonttype": "none",  # keep text as text, in the font of the page
     "font.family": "sans-serif",
     "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
     "font.size": 8.5,
-    "axes.edgecolor": COLOURS["muted"],
-    "axes.labelcolor": COLOURS["muted"],
-    "axes.titlecolor": COLOURS["ink"],
+    "axes.edgecolor": COLORS["muted"],
+    "axes.labelcolor": COLORS["muted"],
+    "axes.titlecolor": COLORS["ink"],
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -49,12 +49,12 @@ _STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "grid.color": COLOURS["grid"],
+    "grid.color": COLORS["grid"],
     "grid.linewidth": 0.8,
-    "xtick.color": COLOURS["muted"],
-    "ytick.color": COLOURS["muted"],
+    "xtick.color": COLORS["muted"],
+    "ytick.color": COLORS["muted"],
     "ytick.left": False,
-    "text.color": COLOURS["ink"],
+    "text.color": COLORS["ink"],
     "legend.frameon": False,
     "legend.fontsize": 8.5,
     "lines.linewidth": 1.6,
@@ -66,7 +66,7 @@ Style = Literal["solid", "dashed", "faint"]
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one run; a `faint` one is what another one is the mean of."""
+    """The points of one run. A `faint` line has the values whose mean another line shows."""
 
     label: str
     points: Points
@@ -76,9 +76,10 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Values over epochs or steps. `marks` are positions to mark with a word, `dots` points with their label, and
-    `spells` are shaded from a position to another, with a word. With `ticks`, (position, label) each, the positions
-    are on a logarithmic axis.
+    """Values over epochs or steps.
+
+    `marks` are positions with a label, `dots` are points with a label, and `spans` are shaded intervals with a label.
+    With `ticks`, a list of (position, label), the x axis is logarithmic.
     """
 
     title: str
@@ -89,18 +90,18 @@ class LineChart:
     from_zero: bool = False
     marks: Sequence[tuple[float, str]] = ()
     dots: Sequence[tuple[float, float, str, int]] = ()
-    spells: Sequence[tuple[float, float, str]] = ()
+    spans: Sequence[tuple[float, float, str]] = ()
     ticks: Sequence[tuple[float, str]] = ()
 
 
 @dataclass(frozen=True)
 class TimeChart:
-    """Seconds by part, stacked: a bar for each label. They lie where the labels are names, and stand over numbers."""
+    """Stacked bars of seconds by part, one bar per label. Bars are horizontal, or `vertical` if labels are numbers."""
 
     title: str
     labels: Sequence[str]
     seconds: Mapping[str, Sequence[float]]
-    standing: bool = False
+    vertical: bool = False
     x_label: str = ""
 
 
@@ -108,10 +109,10 @@ Chart = LineChart | TimeChart
 
 
 def to_svg(chart: Chart) -> str:
-    """Return the chart as an SVG element that takes its colours from the page and asks for nothing from outside."""
+    """Return the chart as an SVG element that uses CSS variables for its colors and no external resources."""
     with mpl.rc_context({**_STYLE, "svg.hashsalt": chart.title}):
         height = _HEIGHT
-        if isinstance(chart, TimeChart) and not chart.standing:
+        if isinstance(chart, TimeChart) and not chart.vertical:
             height = 1.15 + 0.24 * len(chart.labels)
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         _draw(figure.subplots(), chart)
@@ -123,16 +124,16 @@ def to_svg(chart: Chart) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r' (xmlns(:\w+)?|width|height|version)="[^"]*"', "", svg, count=5)
     svg = re.sub(r'<g id="\w+">', "<g>", svg)
-    for name, colour in COLOURS.items():
-        svg = svg.replace(colour, f"var(--{name})")
+    for name, color in COLORS.items():
+        svg = svg.replace(color, f"var(--{name})")
     return svg
 
 
 def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
-    """Write the charts of the runs of these names to one PNG, two in a row. Raises ReportError where there are none."""
+    """Write the charts of the runs with these names to one PNG with two columns. Raises ReportError without charts."""
     if not charts:
         raise ReportError(
-            f"Nothing has been recorded of {', '.join(names)} yet, so there is nothing to draw. Wait for the first "
+            f"{', '.join(names)}: nothing has been recorded yet, so there is nothing to draw. Wait for the first "
             "loss, which is recorded every two seconds, or every TrainConfig.log_every_n_steps steps."
         )
     with mpl.rc_context(_STYLE):
@@ -141,25 +142,25 @@ def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
         if len(names) == 1:
             figure.suptitle(names[0], x=0.012, ha="left", fontsize=12, fontweight="bold")
         else:
-            runs = [Line2D([], [], color=COLOURS[f"run-{run % RUNS}"], label=name) for run, name in enumerate(names)]
+            runs = [Line2D([], [], color=COLORS[f"run-{run % RUNS}"], label=name) for run, name in enumerate(names)]
             figure.legend(handles=runs, loc="outside upper left", ncols=4, fontsize=10)
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr, call-arg]
         axes = figure.subplots(rows, 2, squeeze=False).flat
-        for place, chart in zip(axes, charts, strict=False):
-            _draw(place, chart)
-        for place in list(figure.axes)[len(charts) :]:
-            place.remove()
-        figure.savefig(path, format="png", facecolor=COLOURS["paper"])
+        for panel, chart in zip(axes, charts, strict=False):
+            _draw(panel, chart)
+        for panel in list(figure.axes)[len(charts) :]:
+            panel.remove()
+        figure.savefig(path, format="png", facecolor=COLORS["paper"])
 
 
 def _draw(axes: Axes, chart: Chart) -> None:
     axes.set_title(chart.title)
     axes.set_xlabel(chart.x_label)
-    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
-    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+    axes.xaxis.set_major_formatter(FuncFormatter(_format_tick))
+    axes.yaxis.set_major_formatter(FuncFormatter(_format_tick))
     if isinstance(chart, LineChart):
         _draw_lines(axes, chart)
-    elif chart.standing:
+    elif chart.vertical:
         _draw_bars(axes, chart, axes.bar, "bottom")
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -170,7 +171,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
         axes.grid(True, axis="x")
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.invert_yaxis()
-        axes.tick_params(axis="y", labelcolor=COLOURS["ink"])
+        axes.tick_params(axis="y", labelcolor=COLORS["ink"])
 
 
 def _draw_lines(axes: Axes, chart: LineChart) -> None:
@@ -180,19 +181,19 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             continue
         x, y = zip(*line.points, strict=True)
         values = [float("nan") if value is None else value for value in y]
-        look: dict[str, Any] = {"color": COLOURS[f"run-{line.run % RUNS}"], "label": line.label}
+        options: dict[str, Any] = {"color": COLORS[f"run-{line.run % RUNS}"], "label": line.label}
         if line.style == "faint":
-            look |= {"linewidth": 0.9, "alpha": 0.4, "zorder": 1.5}
+            options |= {"linewidth": 0.9, "alpha": 0.4, "zorder": 1.5}
         else:
-            # Where few points are far apart, and where one stands alone between gaps, a line would not show them.
-            look |= {"marker": "o", "markersize": 3.2 if len(values) <= 40 else 0.8}
-            look["linestyle"] = (0, (4, 2)) if line.style == "dashed" else "-"
-            if not chart.legend:  # runs compared: where they are equal, those beneath show beside the one on top
-                look["linewidth"] = 1.3 + 1.1 * (last_run - line.run)
-        axes.plot(x, values, **look)
+            # Markers show points between gaps, which a line would not show.
+            options |= {"marker": "o", "markersize": 3.2 if len(values) <= 40 else 0.8}
+            options["linestyle"] = (0, (4, 2)) if line.style == "dashed" else "-"
+            if not chart.legend:  # comparison of runs: wider lines below remain visible where values are equal
+                options["linewidth"] = 1.3 + 1.1 * (last_run - line.run)
+        axes.plot(x, values, **options)
     if chart.logarithmic:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.yaxis.set_major_formatter(FuncFormatter(_format_tick))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
@@ -206,53 +207,53 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
     axes.margins(x=0.03, y=0.1)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    for begin, end, word in chart.spells:
-        axes.axvspan(begin, end, color=COLOURS["wait"], alpha=0.16, linewidth=0, zorder=0)
+    for begin, end, label in chart.spans:
+        axes.axvspan(begin, end, color=COLORS["wait"], alpha=0.16, linewidth=0, zorder=0)
         axes.annotate(
-            word, ((begin + end) / 2, 0), xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points",
-            ha="center", va="bottom", fontsize=7.5, color=COLOURS["wait"],
+            label, ((begin + end) / 2, 0), xycoords=("data", "axes fraction"), xytext=(0, 3),
+            textcoords="offset points", ha="center", va="bottom", fontsize=7.5, color=COLORS["wait"],
         )  # fmt: skip
-    for position, word in chart.marks:
-        axes.axvline(position, color=COLOURS["muted"], linewidth=0.8, linestyle=(0, (1, 2)))
+    for position, label in chart.marks:
+        axes.axvline(position, color=COLORS["muted"], linewidth=0.8, linestyle=(0, (1, 2)))
         axes.annotate(
-            word, (position, 0), xycoords=("data", "axes fraction"), xytext=(3, 3), textcoords="offset points",
-            va="bottom", fontsize=7.5, color=COLOURS["muted"],
+            label, (position, 0), xycoords=("data", "axes fraction"), xytext=(3, 3), textcoords="offset points",
+            va="bottom", fontsize=7.5, color=COLORS["muted"],
         )  # fmt: skip
     for position, value, label, run in chart.dots:
-        colour = COLOURS[f"run-{run % RUNS}"]
-        axes.plot([position], [value], "o", markersize=7, markerfacecolor="none", markeredgecolor=colour)
+        color = COLORS[f"run-{run % RUNS}"]
+        axes.plot([position], [value], "o", markersize=7, markerfacecolor="none", markeredgecolor=color)
         axes.annotate(
             label, (position, value), xytext=(0, 8), textcoords="offset points", ha="center",
-            fontsize=8, fontweight="bold", color=colour,
+            fontsize=8, fontweight="bold", color=color,
         )  # fmt: skip
     if chart.legend and len(chart.lines) > 1:
-        _legend_above(axes, len(chart.lines))
+        _add_legend(axes, len(chart.lines))
 
 
 def _draw_bars(axes: Axes, chart: TimeChart, draw: Callable[..., Any], offset: str) -> None:
-    before = [0.0] * len(chart.labels)
-    places = [float(label) for label in chart.labels] if chart.standing else range(len(chart.labels))
-    look = {"linewidth": 0.6, "edgecolor": COLOURS["paper"]}
+    offsets = [0.0] * len(chart.labels)
+    positions = [float(label) for label in chart.labels] if chart.vertical else range(len(chart.labels))
+    options = {"linewidth": 0.6, "edgecolor": COLORS["paper"]}
     for part, values in chart.seconds.items():
         if any(values):
-            draw(places, values, 0.72, **{offset: before}, color=COLOURS[part], label=part, **look)
-        before = [base + value for base, value in zip(before, values, strict=True)]
-    if not chart.standing:
-        axes.set_yticks(places, chart.labels)
-    _legend_above(axes, sum(any(values) for values in chart.seconds.values()))
+            draw(positions, values, 0.72, **{offset: offsets}, color=COLORS[part], label=part, **options)
+        offsets = [base + value for base, value in zip(offsets, values, strict=True)]
+    if not chart.vertical:
+        axes.set_yticks(positions, chart.labels)
+    _add_legend(axes, sum(any(values) for values in chart.seconds.values()))
 
 
-def _legend_above(axes: Axes, entries: int) -> None:
-    look: dict[str, Any] = {"columnspacing": 1.1, "handlelength": 1.1, "handletextpad": 0.5, "ncols": entries}
-    if entries > 3:  # no room beside the title: between it and the axes
+def _add_legend(axes: Axes, entries: int) -> None:
+    options: dict[str, Any] = {"columnspacing": 1.1, "handlelength": 1.1, "handletextpad": 0.5, "ncols": entries}
+    if entries > 3:  # too wide for the line of the title: place it between the title and the axes
         axes.set_title(axes.get_title(loc="left"), pad=24)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, borderaxespad=0.7, **look)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, borderaxespad=0.7, **options)
     else:
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, borderaxespad=1.2, **look)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, borderaxespad=1.2, **options)
 
 
-def _tick(value: float, _: int = 0) -> str:
-    """Return a number as people write it: 12,000, 0.0025, 2.5e-5."""
+def _format_tick(value: float, _: int = 0) -> str:
+    """Return a number in a short format, such as 12,000, 0.0025 or 2.5e-5."""
     if 0 < abs(value) < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"

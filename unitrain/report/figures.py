@@ -1,4 +1,4 @@
-"""The figures of a run: what came of it, how fast it was, and where its time went."""
+"""Compute figures from the history of a run: results, speed, and time per part and rank."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from unitrain.progress.stragglers import TRAINING, Straggler, find_stragglers
 from unitrain.report.record import Record, Row
 
 PARTS = (*TRAINING, "validation", "checkpoint")
-_NO_RESULTS = {"epoch", "step", "epochs", "learning_rate", "seconds", "samples_per_second"}
+_OTHER_COLUMNS = {"epoch", "step", "epochs", "learning_rate", "seconds", "samples_per_second"}
 Points = list[tuple[float, float | None]]
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best value that a result had, and the epoch it had it in."""
+    """The best value of a result, and the epoch and step in which it occurred."""
 
     name: str
     value: float
@@ -26,7 +26,7 @@ class Best:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds by part, of each rank, added up over `epochs` rows of the history, and over the `steps` in them."""
+    """Seconds by part and rank, summed over `epochs` rows of the history with `steps` steps."""
 
     seconds: dict[str, list[float]]
     epochs: int
@@ -38,31 +38,31 @@ class RankTimes:
         return len(self.seconds["compute"])
 
     def mean(self, part: str) -> float:
-        """Return the mean of a part's seconds over ranks."""
+        """Return the seconds of a part, as the mean over ranks."""
         return fmean(self.seconds[part])
 
     def share(self, part: str) -> float:
-        """Return which share of training, of all ranks, a part of it took."""
+        """Return the share of a part in the training time of all ranks."""
         return self.mean(part) / (sum(map(self.mean, TRAINING)) or 1.0)
 
-    def own_work(self) -> list[float]:
-        """Return for each rank the seconds in which others may have waited for it."""
+    def work_seconds(self) -> list[float]:
+        """Return the seconds of each rank without waiting for other ranks."""
         return [sum(rank) for rank in zip(*(self.seconds[part] for part in ("data", "compute", "update")), strict=True)]
 
     def stragglers(self) -> list[Straggler]:
-        """Return the ranks that the others waited for, all in all."""
+        """Return the ranks that other ranks waited for, over all epochs."""
         ranks = list(zip(*(self.seconds[part] for part in TRAINING), strict=True))
         return find_stragglers(ranks, max(1, self.steps))
 
 
 def result_names(record: Record) -> list[str]:
-    """Return the names of what was found per epoch, in the order in which they first appear."""
+    """Return the names of the results per epoch, in order of their first occurrence."""
     names = dict.fromkeys(name for row in record.epochs for name in row)
-    return [name for name in names if name not in _NO_RESULTS and not name.endswith("_seconds")]
+    return [name for name in names if name not in _OTHER_COLUMNS and not name.endswith("_seconds")]
 
 
 def metrics(records: list[Record]) -> list[str]:
-    """Return what there is a chart of: "loss" first, and every metric, without the part of the data it is of."""
+    """Return the names of the charts: "loss" and the metrics, without the prefixes "train" and "val"."""
     names = dict.fromkeys(split_name(name)[1] for record in records for name in result_names(record))
     if any(record.steps for record in records):
         names["loss"] = None
@@ -70,14 +70,15 @@ def metrics(records: list[Record]) -> list[str]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return ("train" or "val", metric) for a result's name, and "" for any other."""
+    """Return ("train" or "val", metric) for the name of a result, or ("", name)."""
     part, _, metric = name.partition("_")
     return (part, metric) if part in ("train", "val") and metric else ("", name)
 
 
 def counts_epochs(records: list[Record]) -> bool:
-    """Whether positions are to be told in passes over the data, rather than in steps: if all have done one, and the
-    data has a length.
+    """Return whether the x axis shows epochs instead of steps.
+
+    This is the case if every run has finished an epoch and its data has a length.
     """
     return all(
         record.epochs
@@ -88,18 +89,18 @@ def counts_epochs(records: list[Record]) -> bool:
 
 
 def points(rows: list[Row], name: str, in_epochs: bool) -> Points:
-    """Return (position, value) for every row; what was not a number is None."""
+    """Return (position, value) for every row. The value is None if it was not a number."""
     position = "epochs" if in_epochs else "step"
     return [(row[position], row.get(name)) for row in rows if row.get(position) is not None]
 
 
 def last(record: Record, name: str) -> float | None:
-    """Return the value that a result had last."""
+    """Return the last value of a result."""
     return record.epochs[-1].get(name) if record.epochs else None
 
 
 def best(record: Record, name: str, mode: str = "min") -> Best | None:
-    """Return the best of a result over the epochs, the first of equals; None where it never was a number."""
+    """Return the first best value of a result over the epochs, or None if it was never a number."""
     rows = [row for row in record.epochs if row.get(name) is not None]
     if not rows:
         return None
@@ -107,8 +108,8 @@ def best(record: Record, name: str, mode: str = "min") -> Best | None:
     return Best(name, row[name], row["epoch"], row["step"], row.get("epochs") or row["epoch"])
 
 
-def judged_by(record: Record) -> tuple[str, str]:
-    """Return the result that tells which epoch was best, and "min" or "max": what `keep_best` names, else the loss."""
+def monitored_result(record: Record) -> tuple[str, str]:
+    """Return the result that determines the best epoch (`keep_best`, else the loss), and "min" or "max"."""
     config, names = record.start.get("config", {}), result_names(record)
     if config.get("keep_best") in names:
         return config["keep_best"], config.get("keep_best_mode", "min")
@@ -116,58 +117,57 @@ def judged_by(record: Record) -> tuple[str, str]:
 
 
 def samples_per_second(record: Record) -> float | None:
-    """Return how many samples were trained on in a second, over all epochs."""
+    """Return the training speed over all epochs."""
     rows = [row for row in record.epochs if row.get("samples_per_second") and row.get("seconds")]
     seconds = sum(row["seconds"] for row in rows)
     return sum(row["samples_per_second"] * row["seconds"] for row in rows) / seconds if rows else None
 
 
 def rank_times(record: Record) -> RankTimes | None:
-    """Return each rank's seconds, of the epochs with as many ranks as there were last; None where they were not
-    taken."""
+    """Return the times of each rank, over the epochs with the final number of ranks, or None if none are recorded."""
     rows = [row for row in record.epochs if row.get("compute_seconds")]
     if not rows:
         return None
     size = len(rows[-1]["compute_seconds"])
     rows = [row for row in rows if len(row["compute_seconds"]) == size]
-    begun = record.starts[0]["step"] if record.starts else 0
-    done = {row["step"]: row["step"] - before for row, before in _with_step_before(record.epochs, begun)}
+    first_step = record.starts[0]["step"] if record.starts else 0
+    done = {row["step"]: row["step"] - before for row, before in _with_previous_step(record.epochs, first_step)}
     seconds = {
         part: [sum(ranks) for ranks in zip(*(row[f"{part}_seconds"] for row in rows), strict=True)] for part in PARTS
     }
     return RankTimes(seconds, len(rows), sum(done[row["step"]] for row in rows))
 
 
-def _with_step_before(rows: list[Row], begun: int) -> list[tuple[Row, int]]:
-    return list(zip(rows, [begun, *(row["step"] for row in rows[:-1])], strict=True))
+def _with_previous_step(rows: list[Row], first_step: int) -> list[tuple[Row, int]]:
+    return list(zip(rows, [first_step, *(row["step"] for row in rows[:-1])], strict=True))
 
 
 @dataclass(frozen=True)
-class Spell:
-    """From which step and position to which `straggler` was named at every look; how slow it was at the last."""
+class SlowPeriod:
+    """A period in which a rank was reported as slow at every sync point. `straggler` is the last report."""
 
     straggler: Straggler
     steps: tuple[int, int]
     positions: tuple[float, float]
 
 
-def spells(record: Record, in_epochs: bool) -> list[Spell]:
-    """Return when which rank was slow, in the order in which that ended."""
+def slow_periods(record: Record, in_epochs: bool) -> list[SlowPeriod]:
+    """Return the periods in which ranks were slow, in the order of their ends."""
     position = "epochs" if in_epochs else "step"
-    found: list[Spell] = []
-    going: dict[int, Spell] = {}
+    found: list[SlowPeriod] = []
+    current: dict[int, SlowPeriod] = {}
     for row in [*record.steps, {}]:
         named = {one["rank"]: Straggler(**one) for one in row.get("slow", ())}
-        found += [going.pop(rank) for rank in list(going) if rank not in named]
+        found += [current.pop(rank) for rank in list(current) if rank not in named]
         for rank, straggler in named.items():
             step, place = row["step"], row[position] or 0.0
-            begun = going.get(rank, Spell(straggler, (step, step), (place, place)))
-            going[rank] = Spell(straggler, (begun.steps[0], step), (begun.positions[0], place))
+            previous = current.get(rank, SlowPeriod(straggler, (step, step), (place, place)))
+            current[rank] = SlowPeriod(straggler, (previous.steps[0], step), (previous.positions[0], place))
     return found
 
 
 def elapsed(record: Record) -> float:
-    """Return the seconds that all epochs took, with validation and checkpoints."""
+    """Return the seconds of all epochs, including validation and checkpoints."""
     return sum(
         max(map(sum, zip(*(row[f"{part}_seconds"] for part in PARTS), strict=True)))
         if row.get("compute_seconds")
@@ -177,26 +177,26 @@ def elapsed(record: Record) -> float:
 
 
 def last_step(record: Record) -> int:
-    """Return how many optimizer steps are known to be done."""
+    """Return the number of recorded optimizer steps."""
     return max((row["step"] for row in [*record.epochs, *record.steps]), default=0)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come in its `unit`, "epochs" or "steps"; `asked` is None where that is not known."""
+    """The progress of a run in its `unit`, "epochs" or "steps". `requested` is None if it is unknown."""
 
     unit: str
     done: float
-    asked: int | None
+    requested: int | None
 
     @property
-    def finished(self) -> bool:
-        """Whether all that was asked for is done."""
-        return self.asked is not None and self.done >= self.asked
+    def is_finished(self) -> bool:
+        """Whether the requested length is reached."""
+        return self.requested is not None and self.done >= self.requested
 
 
 def progress(record: Record) -> Progress:
-    """Return how far a run has come, in what its length was given in."""
+    """Return the progress of a run, in the unit of its configured length."""
     config, step = record.start.get("config", {}), last_step(record)
     if config.get("max_steps"):
         return Progress("steps", step, config["max_steps"])

@@ -1,4 +1,4 @@
-"""The page itself: one file of HTML that needs nothing else."""
+"""Render the report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 import jinja2
 
 from unitrain.report import figures
-from unitrain.report.charts import COLOURS, RUNS, to_svg
+from unitrain.report.charts import COLORS, RUNS, to_svg
 from unitrain.report.contents import result_charts, shown_ranks, time_charts
 from unitrain.report.record import Record
 
-_LITTLE_DATA, _LITTLE_WAIT = 0.15, 0.15
-_MOST_NAMED = 4
+# Larger shares of the training time are mentioned.
+_MAX_DATA_SHARE, _MAX_WAIT_SHARE = 0.15, 0.15
+_MAX_NAMED_RANKS = 4
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A headline figure, and what is to be known of it."""
+    """A headline figure and a note about it."""
 
     name: str
     value: str
@@ -28,55 +29,58 @@ class Figure:
 
 
 def render(records: Sequence[Record]) -> str:
-    """Return the page about one run, or comparing several."""
+    """Return the page about one run, or about the comparison of several runs."""
     records = list(records)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     return environment.get_template("page.html").render(
-        colours=COLOURS,
+        colors=COLORS,
         title=", ".join(record.name for record in records),
         runs=[_run(record, number) for number, record in enumerate(records)],
         result_charts=[(chart.title, to_svg(chart)) for chart in result_charts(records)],
         time_charts=[(chart.title, to_svg(chart)) for chart in time_charts(records)],
         settings=_settings(records),
-        compared=_compared([headline(record) for record in records]),
+        compared=_compare([headline(record) for record in records]),
     )
 
 
 def headline(record: Record) -> list[Figure]:
-    """Return the figures that a reader looks for first."""
+    """Return the most important figures of a run."""
     progress, steps = figures.progress(record), f"{figures.last_step(record):,} steps"
-    asked = "" if progress.asked is None else f" of {progress.asked:,}"
-    found = [Figure(progress.unit, f"{progress.done:,.4g}{asked}", steps if progress.unit != "steps" else "")]
-    judged, mode = figures.judged_by(record)
-    if len(record.epochs) > 1 and (best := figures.best(record, judged, mode)):
+    requested = "" if progress.requested is None else f" of {progress.requested:,}"
+    found = [Figure(progress.unit, f"{progress.done:,.4g}{requested}", steps if progress.unit != "steps" else "")]
+    monitored, mode = figures.monitored_result(record)
+    if len(record.epochs) > 1 and (best := figures.best(record, monitored, mode)):
         kind = "lowest" if mode == "min" else "highest"
-        found.append(Figure(f"best {judged}", number(best.value), f"{kind}, in epoch {best.epoch}"))
+        found.append(Figure(f"best {monitored}", format_number(best.value), f"{kind}, in epoch {best.epoch}"))
     found += [
-        Figure(name, number(figures.last(record, name)), "in the last epoch") for name in figures.result_names(record)
+        Figure(name, format_number(figures.last(record, name)), "in the last epoch")
+        for name in figures.result_names(record)
     ]
     if speed := figures.samples_per_second(record):
-        found.append(Figure("samples per second", f"{speed:,.0f}", "of all ranks, while training"))
+        found.append(Figure("samples per second", f"{speed:,.0f}", "over all ranks, during training"))
     if record.epochs:
         found.append(Figure("time", duration(figures.elapsed(record)), "training, validation and checkpoints"))
     if times := figures.rank_times(record):
         if times.size > 1:
-            found.append(Figure("waiting", percent(times.share("wait")), "of training, for gradients of other ranks"))
-        found.append(Figure("data", percent(times.share("data")), "of training, for the next batch"))
+            found.append(
+                Figure("waiting", percent(times.share("wait")), "of training time, for gradients of other ranks")
+            )
+        found.append(Figure("data", percent(times.share("data")), "of training time, for the next batch"))
     return found
 
 
-def number(value: float | None) -> str:
-    """Return a result as it is read: four digits that count, or "not a number" where there was none."""
+def format_number(value: float | None) -> str:
+    """Return a result with four significant digits, or "not a number" for None."""
     if value is None:
         return "not a number"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the units that fit it."""
+    """Return a duration in suitable units."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, hours = seconds / 60, seconds / 3600
@@ -94,20 +98,20 @@ def _run(record: Record, run: int) -> dict[str, Any]:
     start, times = record.start, figures.rank_times(record)
     return {
         "name": record.name,
-        "colour": f"run-{run % RUNS}",
-        "state": "finished" if figures.progress(record).finished else "not finished",
+        "color": f"run-{run % RUNS}",
+        "state": "finished" if figures.progress(record).is_finished else "not finished",
         "written": f"{record.written:%Y-%m-%d %H:%M} UTC",
-        "place": _place(start),
+        "environment": _describe_environment(start),
         "starts": [_start(start) for start in record.starts],
         "headline": headline(record),
-        "sentences": [] if times is None else _sentences(record, times),
+        "sentences": [] if times is None else _describe_times(record, times),
         "times": None if times is None else _time_rows(times),
         "epochs": _epoch_rows(record),
     }
 
 
-def _compared(headlines: list[list[Figure]]) -> list[tuple[str, str, list[Figure | None]]]:
-    """Return (name, note, figure of each run or None); a note that is the same everywhere is told once."""
+def _compare(headlines: list[list[Figure]]) -> list[tuple[str, str, list[Figure | None]]]:
+    """Return (name, note, figure of each run or None) rows. A note that all runs share is moved to the row."""
     rows = []
     for name in dict.fromkeys(figure.name for figures_of_run in headlines for figure in figures_of_run):
         row = [next((figure for figure in one if figure.name == name), None) for one in headlines]
@@ -117,7 +121,7 @@ def _compared(headlines: list[list[Figure]]) -> list[tuple[str, str, list[Figure
     return rows
 
 
-def _place(start: dict[str, Any]) -> str:
+def _describe_environment(start: dict[str, Any]) -> str:
     if not start:
         return ""
     ranks, nodes = _count(start["size"], "rank"), start["num_nodes"]
@@ -128,36 +132,43 @@ def _place(start: dict[str, Any]) -> str:
 
 def _start(start: dict[str, Any]) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
-    begun = start["started"].replace("T", " ").replace("+00:00", " UTC")
-    return {"step": f"{start['step']:,}", "started": begun, "place": _place(start), "versions": versions}
+    started = start["started"].replace("T", " ").replace("+00:00", " UTC")
+    return {
+        "step": f"{start['step']:,}",
+        "started": started,
+        "environment": _describe_environment(start),
+        "versions": versions,
+    }
 
 
-def _sentences(record: Record, times: figures.RankTimes) -> list[str]:
-    """Return what the division of time tells, in words."""
+def _describe_times(record: Record, times: figures.RankTimes) -> list[str]:
+    """Return sentences about slow ranks and the shares of waiting times."""
     slow = times.stragglers()
-    told = [f"{_sentence(str(straggler))} They wait for it." for straggler in slow[:_MOST_NAMED]]
-    if len(slow) > _MOST_NAMED:
-        told.append(f"{len(slow) - _MOST_NAMED} more ranks are slow.")
-    spells = figures.spells(record, in_epochs=False)
-    longest = sorted(spells, key=lambda spell: spell.steps[0] - spell.steps[1])[:_MOST_NAMED]
-    for spell in sorted(longest, key=lambda spell: spell.steps):
-        first, last = spell.steps
+    sentences = [f"{_sentence(str(straggler))} The other ranks wait for it." for straggler in slow[:_MAX_NAMED_RANKS]]
+    if len(slow) > _MAX_NAMED_RANKS:
+        sentences.append(f"{len(slow) - _MAX_NAMED_RANKS} more ranks are slow.")
+    periods = figures.slow_periods(record, in_epochs=False)
+    longest = sorted(periods, key=lambda period: period.steps[0] - period.steps[1])[:_MAX_NAMED_RANKS]
+    for period in sorted(longest, key=lambda period: period.steps):
+        first, last = period.steps
         when = f"at step {first:,}" if first == last else f"from step {first:,} to step {last:,}"
-        told.append(_sentence(str(spell.straggler).replace(" is slow:", f" was slow {when}:")))
-    if times.size > 1 and not slow and not spells:
-        most, least = max(times.own_work()), min(times.own_work())
-        told.append(f"No rank is much slower: their own work differs by at most {percent(1 - least / (most or 1.0))}.")
-    if times.size > 1 and times.share("wait") > _LITTLE_WAIT and not slow:
-        told.append(
-            f"{percent(times.share('wait'))} of training is spent waiting for gradients: larger batches, accumulation "
-            "or compression communicate less."
+        sentences.append(_sentence(str(period.straggler).replace(" is slow:", f" was slow {when}:")))
+    if times.size > 1 and not slow and not periods:
+        work = times.work_seconds()
+        sentences.append(
+            f"No rank is much slower: their work differs by at most {percent(1 - min(work) / (max(work) or 1.0))}."
         )
-    if times.share("data") > _LITTLE_DATA:
-        told.append(
-            f"{percent(times.share('data'))} of training is spent waiting for data: more num_workers load it beside "
-            "the training."
+    if times.size > 1 and times.share("wait") > _MAX_WAIT_SHARE and not slow:
+        sentences.append(
+            f"{percent(times.share('wait'))} of training time is spent waiting for gradients. Larger batches, gradient "
+            "accumulation or compression reduce communication."
         )
-    return told
+    if times.share("data") > _MAX_DATA_SHARE:
+        sentences.append(
+            f"{percent(times.share('data'))} of training time is spent waiting for data. More num_workers load data in "
+            "parallel with training."
+        )
+    return sentences
 
 
 def _sentence(text: str) -> str:
@@ -168,10 +179,10 @@ def _time_rows(times: figures.RankTimes) -> dict[str, Any]:
     ranks = shown_ranks(times)
     parts = [part for part in figures.PARTS if any(times.seconds[part])]
     rows = [
-        (f"rank {rank}", [duration(times.seconds[part][rank]) for part in parts], duration(times.own_work()[rank]))
+        (f"rank {rank}", [duration(times.seconds[part][rank]) for part in parts], duration(times.work_seconds()[rank]))
         for rank in ranks
     ]
-    return {"parts": parts, "rows": rows, "left_out": times.size - len(ranks)}
+    return {"parts": parts, "rows": rows, "hidden_ranks": times.size - len(ranks)}
 
 
 def _epoch_rows(record: Record) -> dict[str, Any]:
@@ -180,7 +191,7 @@ def _epoch_rows(record: Record) -> dict[str, Any]:
         [
             str(row["epoch"]),
             f"{row['step']:,}",
-            *(number(row[name]) if name in row else "" for name in names),
+            *(format_number(row[name]) if name in row else "" for name in names),
             f"{row.get('learning_rate', 0):.3g}",
             duration(row.get("seconds") or 0.0),
             f"{row.get('samples_per_second') or 0:,.0f}",
@@ -191,27 +202,27 @@ def _epoch_rows(record: Record) -> dict[str, Any]:
 
 
 def _settings(records: list[Record]) -> list[tuple[str, list[str], bool]]:
-    """Return (name, value for each run, whether they differ) for what the runs were asked for, differences first."""
+    """Return (name, value in each run, whether they differ) for all settings, differing settings first."""
     described = [
         "model", "parameters", "optimizer", "scheduler", "samples_per_epoch", "steps_per_epoch", "batch_size",
         "global_batch_size",
     ]  # fmt: skip
-    asked = [
+    configs = [
         {**{name: record.start[name] for name in described}, **record.start["config"]} if record.start else {}
         for record in records
     ]
     settings = []
-    for name in dict.fromkeys(name for one in asked for name in one):
-        values = [_shown(one.get(name)) for one in asked]
+    for name in dict.fromkeys(name for config in configs for name in config):
+        values = [_format_setting(config.get(name)) for config in configs]
         settings.append((name, values, len(set(values)) > 1))
     return sorted(settings, key=lambda setting: not setting[2])
 
 
-def _shown(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     if value is None:
         return "none"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

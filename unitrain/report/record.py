@@ -1,15 +1,16 @@
-"""What a run has left in its folder, read back; also of one that is still going."""
+"""Read the history of a run from its output folder, also while the run continues, and write the report on it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from unitrain.errors import ReportError, did_you_mean
+from unitrain.errors import MissingDependencyError, ReportError, did_you_mean
 from unitrain.progress.history import EPOCHS, STARTS, STEPS
 
 Row = dict[str, Any]
@@ -17,7 +18,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """The rows of `unitrain.progress.history`, in order. `name` is what to call the run, `written` its last change."""
+    """The rows of `unitrain.progress.history`, the displayed name of the run, and the time of the last change."""
 
     name: str
     starts: list[Row]
@@ -27,20 +28,41 @@ class Record:
 
     @property
     def start(self) -> Row:
-        """The latest start, empty for a run that has not described itself."""
+        """The latest start, or an empty row if none is recorded."""
         return self.starts[-1] if self.starts else {}
 
 
 def read_records(folders: list[Path]) -> list[Record]:
-    """Return the record of the run in each folder, named so that they differ.
+    """Return the record of the run in each folder, with distinct names.
 
-    Raises ReportError where there is no such folder, no run in it, or a line that is not a row.
+    Raises ReportError if a folder does not exist or has no run, or if a line is not a row.
     """
     folders = [Path(folder) for folder in folders]
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     return [_read_record(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def write_report(folders: Sequence[Path], output: Path, *, as_png: bool) -> None:
+    """Write the report on the runs in `folders` to `output`.
+
+    Raises ReportError, OSError, or MissingDependencyError if a package for drawing is not installed.
+    """
+    records = read_records(list(folders))
+    try:
+        from unitrain.report.charts import to_png
+        from unitrain.report.contents import all_charts
+        from unitrain.report.page import render
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"unitrain report needs {error.name}, which is not installed. Install it with: "
+            "pip install jinja2 matplotlib"
+        ) from error
+    if as_png:
+        to_png(all_charts(records), [record.name for record in records], output)
+    else:
+        output.write_text(render(records), encoding="utf-8")
 
 
 def _read_record(folder: Path, name: str) -> Record:
@@ -54,14 +76,14 @@ def _read_record(folder: Path, name: str) -> Record:
     present = [path for path in paths if path.is_file()]
     if not present:
         runs = sorted({path.parent for file in (STARTS, EPOCHS) for path in folder.glob(f"*/{file}")})
-        near = f"There is one in '{runs[0]}'. " if runs else ""
+        near = f"There is a run in '{runs[0]}'. " if runs else ""
         raise ReportError(
-            f"Folder '{folder}' holds no run: there is no {STARTS} or {EPOCHS} in it. {near}Name the folder that was "
-            "TrainConfig's output_dir."
+            f"Folder '{folder}' has no run: it contains neither {STARTS} nor {EPOCHS}. {near}Name the folder that was "
+            "passed as TrainConfig.output_dir."
         )
     written = max(path.stat().st_mtime for path in present)
     starts, epochs, steps = (_read_rows(path) if path in present else [] for path in paths)
-    # A start that left nothing is followed by another one from the same step.
+    # A start without any step is followed by another start from the same step.
     starts = [start for start, after in pairwise(starts) if after["step"] > start["step"]] + starts[-1:]
     return Record(name, starts, epochs, steps, datetime.fromtimestamp(written, UTC))
 
@@ -69,7 +91,7 @@ def _read_record(folder: Path, name: str) -> Record:
 def _read_rows(path: Path) -> list[Row]:
     rows = []
     *lines, _unfinished = path.read_text(errors="replace").split("\n")
-    # What follows the last end of a line is being written at this moment, or was when the run was killed.
+    # Text after the last line end is still being written, or was when the run was killed.
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)

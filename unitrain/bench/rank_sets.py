@@ -1,0 +1,175 @@
+"""Sets of ranks that run one at a time, in turns, so that disturbances of the machine affect all of them equally."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import unitrain
+from unitrain.backends.base import Backend
+from unitrain.processes import usable_cores
+from unitrain.testing import RankError, RankGroup
+
+__all__ = ["LaunchedRanks", "RankError", "RankSet", "RankSetInfo", "RankSetSpec", "SuspendableRanks", "start_rank_sets"]
+# A turn that takes longer has hung.
+TURN_TIMEOUT_SECONDS = 300.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetInfo:
+    """The backend, size and device of a set of ranks."""
+
+    backend: str
+    transport: str
+    ranks: int
+    num_nodes: int
+    device: str
+
+    def __str__(self) -> str:
+        return self.backend if self.transport == "none" else f"{self.backend} {self.transport}"
+
+
+class RankSet(ABC):
+    """A set of ranks of one backend. It is active during its turns and idle during those of other sets."""
+
+    info: RankSetInfo
+
+    @abstractmethod
+    def activate(self) -> AbstractContextManager[None]:
+        """Return a context in which the ranks are active. Outside of it they use no CPU time."""
+
+    @abstractmethod
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(backend, *args)` on every rank of an active set, and return the results in rank order."""
+
+
+class SuspendableRanks(RankSet):
+    """Ranks that this process starts on this host. While idle, they are suspended by SIGSTOP, because Horovod polls."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._pids: list[int] = []
+        try:
+            results = group.run(_pin_to_core, timeout_seconds=TURN_TIMEOUT_SECONDS)
+            self.info = results[0][1]
+            self._pids = [pid for pid, _ in results]
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self._group.run(function, *args, timeout_seconds=TURN_TIMEOUT_SECONDS)
+
+    def resume(self) -> None:
+        """Resume the ranks permanently, so that they can be ended."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+class LaunchedRanks(RankSet):
+    """The ranks that a launcher started, on any number of hosts. This process is one of them.
+
+    The backend is shut down while the set is idle, because a process can only have one backend at a time.
+    """
+
+    def __init__(self, name: str, device: str | None) -> None:
+        self._name, self._device = name, device
+        self._backend: Backend | None = None
+        with self.activate():
+            self.info = _info(self._active_backend)
+
+    @property
+    def _active_backend(self) -> Backend:
+        assert self._backend is not None, "the rank set is not active"
+        return self._backend
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        with unitrain.init(self._name, device=self._device) as self._backend:
+            yield
+        self._backend = None
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self._active_backend.allgather_object(function(self._active_backend, *args))
+
+
+@dataclass(frozen=True)
+class RankSetSpec:
+    """The arguments of the `RankGroup` for a set of ranks on this host."""
+
+    backend: str
+    ranks: int
+    command: Sequence[str] = ()
+    variables: Mapping[str, str] | None = None
+
+
+@contextmanager
+def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[RankSet]]:
+    """RankSetSpec a set of ranks for each spec. The ranks are ended when the context is left, also after SIGTERM."""
+    # SIGTERM is handled like Ctrl-C: suspended ranks would not notice that this process has ended.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        rank_sets: list[RankSet] = []
+        for spec in specs:
+            group = stack.enter_context(
+                RankGroup(
+                    spec.backend,
+                    spec.ranks,
+                    spawn=True,
+                    command=spec.command,
+                    variables=spec.variables,
+                    device=device,
+                    backend_timeout_seconds=TURN_TIMEOUT_SECONDS,
+                )
+            )
+            one = SuspendableRanks(group)
+            stack.callback(one.resume)
+            rank_sets.append(one)
+        yield rank_sets
+
+
+def _pin_to_core(backend: Backend) -> tuple[int, RankSetInfo]:
+    """Pin this rank to a core, if there is one per rank, and return its process id and the description of its set.
+
+    Without pinning, migrations between cores cause more variation between rounds than the differences to measure.
+    """
+    if sys.platform.startswith("linux"):
+        cores = usable_cores()
+        if backend.size <= len(cores):
+            for thread in Path("/proc/self/task").iterdir():
+                os.sched_setaffinity(int(thread.name), {cores[backend.rank]})
+        # A suspended rank could not notice that its parent was killed.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getpid(), _info(backend)
+
+
+def _info(backend: Backend) -> RankSetInfo:
+    return RankSetInfo(
+        backend=backend.name,
+        transport=backend.transport,
+        ranks=backend.size,
+        num_nodes=backend.num_nodes,
+        device=backend.device.type,
+    )

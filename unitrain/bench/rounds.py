@@ -1,0 +1,170 @@
+"""Measure several sets of ranks in rounds. In each round every set has a turn, in a new random order."""
+
+from __future__ import annotations
+
+import math
+import platform
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unitrain import __version__
+from unitrain.bench import collectives, training
+from unitrain.bench.collectives import FLOORS, round_up_bytes
+from unitrain.bench.rank_sets import RankSet
+from unitrain.bench.results import PARTS
+from unitrain.bench.training import TrainTurn
+
+_MIN_ROUNDS = 3
+# Small collectives are called several times per turn, so that a turn takes about this long.
+_TURN_SECONDS = 0.05
+_MAX_CALLS = 200
+
+
+def measure_collectives(
+    rank_sets: Sequence[RankSet],
+    operations: Sequence[str],
+    sizes: Sequence[int],
+    seconds: float,
+    report_progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Time every operation with every size in bytes on every set of ranks, for about `seconds`.
+
+    The warm-up round is not recorded. It determines the number of calls per turn. The result is plain data: "rows" with
+    the seconds per call of the slowest rank in each round, and the same for "floors", measured on the first set.
+    """
+    ranks = rank_sets[0].info.ranks
+    found: dict[tuple[int, str, int], list[float]] = {}
+    calls: dict[tuple[int, str, int], int] = {}
+    rounds = _Rounds(len(rank_sets), seconds, report_progress)
+    for number, index in rounds:
+        rank_set = rank_sets[index]
+        with rank_set.activate():
+            for operation in (*operations, *(FLOORS if index == 0 else ())):
+                for size in sizes:
+                    key = (index, operation, size)
+                    turns = rank_set.run(collectives.take_turn, operation, size, calls.get(key, 1))
+                    rounds.count(max(turn.turn_seconds for turn in turns))
+                    if any(turn.seconds is None for turn in turns):
+                        continue
+                    slowest = max(turn.seconds for turn in turns)
+                    if number:
+                        found.setdefault(key, []).append(slowest)
+                    else:
+                        calls[key] = max(1, min(_MAX_CALLS, math.ceil(_TURN_SECONDS / slowest)))
+    return {
+        "kind": "collectives",
+        "unitrain": __version__,
+        "machine": describe_machine(),
+        "ranks": ranks,
+        "num_nodes": rank_sets[0].info.num_nodes,
+        "device": rank_sets[0].info.device,
+        "rows": [
+            {
+                "backend": rank_sets[index].info.backend,
+                "transport": rank_sets[index].info.transport,
+                "operation": operation,
+                "bytes": round_up_bytes(size, ranks),
+                "seconds": measured,
+            }
+            for index in range(len(rank_sets))
+            for operation in operations
+            for size in sizes
+            if (measured := found.get((index, operation, size)))
+        ],
+        "floors": [
+            {"name": name, "bytes": round_up_bytes(size, ranks), "seconds": measured}
+            for name in FLOORS
+            for size in sizes
+            if (measured := found.get((0, name, size)))
+        ],
+    }
+
+
+def measure_training(
+    rank_sets: Sequence[RankSet],
+    target: str,
+    settings: Mapping[str | None, Mapping[str, Any]],
+    *,
+    batch_size: int | None,
+    steps: int,
+    seconds: float,
+    report_progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Train `target` with each of `settings` on every set of ranks, `steps` steps per turn, for about `seconds`.
+
+    The key None of `settings` is the unchanged configuration. The warm-up round is not recorded. The result is plain
+    data: "rows" with the seconds per step of the slowest rank in each round, and the mean over ranks of each part.
+    """
+    turns: dict[tuple[int, str | None], list[list[TrainTurn]]] = {}
+    rounds = _Rounds(len(rank_sets), seconds, report_progress)
+    for number, index in rounds:
+        with rank_sets[index].activate():
+            for setting, values in settings.items():
+                ranks = rank_sets[index].run(training.take_turn, target, values, batch_size, steps)
+                rounds.count(max(turn.turn_seconds for turn in ranks))
+                if number:
+                    turns.setdefault((index, setting), []).append(ranks)
+    rows = []
+    for (index, setting), recorded in sorted(turns.items(), key=lambda item: (item[0][0], item[0][1] or "")):
+        info = rank_sets[index].info
+        rows.append(
+            {
+                "backend": info.backend,
+                "transport": info.transport,
+                "setting": setting,
+                "ranks": info.ranks,
+                "seconds": [max(turn.seconds for turn in ranks) for ranks in recorded],
+                "samples": sum(turn.samples for turn in recorded[-1]),
+                "parts": {
+                    part: [sum(turn.parts[part] for turn in ranks) / len(ranks) for ranks in recorded] for part in PARTS
+                },
+                "memory": max(turn.memory for ranks in recorded for turn in ranks),
+            }
+        )
+    return {
+        "kind": "train",
+        "unitrain": __version__,
+        "machine": describe_machine(),
+        "device": rank_sets[0].info.device,
+        "parameters": next(iter(turns.values()))[0][0].parameters,
+        "steps": steps,
+        "rows": rows,
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the software and hardware of this host that the results depend on."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processors": torch.multiprocessing.cpu_count(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+    }
+
+
+class _Rounds:
+    """Iterates over (round, index of a rank set) for a warm-up round 0 and at least three rounds.
+
+    Further rounds follow while the turns, whose durations are passed to `count`, have taken less than `seconds`. The
+    ranks report equal durations and the random order is seeded, so launched ranks make the same decisions.
+    """
+
+    def __init__(self, count: int, seconds: float, report_progress: Callable[[str], None]) -> None:
+        self._set_count, self._remaining_seconds, self._report = count, seconds, report_progress
+        self._random = random.Random(0)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        number = 0
+        while number <= _MIN_ROUNDS or self._remaining_seconds > 0:
+            self._report(f"round {number}" if number else "warm-up")
+            for index in self._random.sample(range(self._set_count), self._set_count):
+                yield number, index
+            number += 1
+
+    def count(self, seconds: float) -> None:
+        """Subtract the duration of a turn from the remaining time."""
+        self._remaining_seconds -= seconds
