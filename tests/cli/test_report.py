@@ -151,8 +151,8 @@ def test_the_page_shows_the_numbers_of_the_history(trained: Path) -> None:
     compute = sum(row["compute_seconds"][0] for row in history)
     assert rank[1][rank[0].index("compute")] == f"{compute:.3g} s"
     assert shown.charts == [
-        "loss", "accuracy", "learning rate", "samples per second", "where each rank's time went",
-        "where it went, mean over ranks",
+        "loss", "accuracy", "learning rate", "samples per second", "time of each rank",
+        "time of each epoch, mean over ranks",
     ]  # fmt: skip
     assert shown.said("finished .*local, 1 rank, cpu")
     settings = dict(next(table for table in shown.tables if table[0][0] == "model"))

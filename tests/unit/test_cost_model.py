@@ -303,7 +303,7 @@ MILLION, MEGABYTE = 1e6, 1 << 20
 # Inception V3 and ResNet-101, 68 % for VGG-16, on 512 GPUs. Images per second of one P100 with batches of 64: 142 and
 # 154 (tf_cnn_benchmarks of TensorFlow, May 2017), and for ResNet-101 1/16 of the 1656.82 of 16 GPUs in
 # docs/benchmarks.rst, which is slightly too slow. Assumptions that are not published: 10 microseconds per message, 80 %
-# of the line rate, one flat ring, backward takes 2/3 of a step, and gradients are spread evenly over backward except for
+# of the line rate, one flat ring, backward takes 2/3 of a step, and gradients are spread evenly over backward except in
 # VGG, whose three dense layers have 90 % of the gradients and come first. 64 MB is the default of Horovod's buffer.
 ETHERNET_25 = Network(alpha=10e-6, beta=1 / (0.8 * 25e9 / 8))
 # 10^9 multiply-adds per image of 224 x 224, and millions of parameters, of each layer, last layer first.
@@ -338,7 +338,7 @@ def test_published_efficiency_of_horovod_on_512_gpus() -> None:
 
 
 def test_published_efficiencies_do_not_depend_on_one_assumption() -> None:
-    """With 5 to 25 microseconds and 70 to 100 % of the line rate, the result is similar: about 90 %, and less for VGG-16.
+    """With 5 to 25 microseconds and 70 to 100 % of the line rate, results are similar: about 90 %, and less for VGG-16.
 
     Only the distance of VGG-16 depends on the network.
     """
