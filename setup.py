@@ -11,29 +11,29 @@ version = re.search(r'__version__ = "(.+)"', (here / "unitrain" / "__init__.py")
 assert version, "unitrain/__init__.py states the version"
 
 examples = ["scikit-learn>=1.3", "torchvision>=0.21"]
-# Horovod itself is not named: no release of it builds against a current torch, `unitrain horovod build` makes one.
+# Horovod is not listed, because no release builds against a current torch: `unitrain horovod build` installs it.
 horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
 torchmetrics = ["torchmetrics>=1.4"]
 report = ["jinja2>=3.1", "matplotlib>=3.8"]
 tensorboard = ["pillow>=10.0", "tensorboard>=2.14"]
 wandb = ["pillow>=10.0", "wandb>=0.17"]
-mlflow = ["alembic>=1.10", "mlflow-skinny>=2.14", "pillow>=10.0", "sqlalchemy>=2.0"]  # with its database in a file
+mlflow = ["alembic>=1.10", "mlflow-skinny>=2.14", "pillow>=10.0", "sqlalchemy>=2.0"]  # with an SQLite database
 loggers = [*tensorboard, *wandb, *mlflow]
-notebook = ["ipykernel>=6.20", "nbclient>=0.8"]  # for the tests: what runs a notebook
-# For benchmarks/peers.py, which says which of them it has not found.
+notebook = ["ipykernel>=6.20", "nbclient>=0.8"]  # the tests execute a notebook
+# For benchmarks/peers.py, which reports missing libraries.
 peers = ["accelerate>=1.0", "lightning>=2.4", "pytorch-ignite>=0.5"]
-# What Kubernetes and Kubeflow take, for the tests of manifests.
+# Schemas of Kubernetes and Kubeflow, with which the tests validate manifests.
 manifests = ["jsonschema>=4.20", "kubeflow-trainer-api>=2.1", "kubernetes-validate>=1.33"]
-# Sphinx and not MkDocs, whose last release is of August 2024: see CONTRIBUTING.md.
+# The reasons for Sphinx are in CONTRIBUTING.md.
 docs = ["furo>=2025.12", "myst-parser>=5.0", "sphinx>=9.0", "sphinx-click>=6.2"]
 dev = ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6"]
 
-# The address of the published repository, such as https://github.com/OWNER/unitrain: set it to build a release.
-repository = os.environ.get("UNITRAIN_REPOSITORY_URL")  # noqa: TID251  # not the environment of a job
+# Address of the published repository, such as https://github.com/OWNER/unitrain. Set it when you build a release.
+repository = os.environ.get("UNITRAIN_REPOSITORY_URL")  # noqa: TID251
 
 
 def description() -> str:
-    """Return the README with links that work outside of the repository; without its address, with plain text."""
+    """Return the README with absolute links, or without relative links if the address of the repository is unknown."""
     target = rf"[\1]({repository}/blob/main/\2)" if repository else r"\1"
     return re.sub(r"\[([^\]]+)\]\((?!http)([^)]+)\)", target, (here / "README.md").read_text())
 
@@ -74,15 +74,13 @@ setup(
     packages=find_packages(include=["unitrain", "unitrain.*"]),
     package_data={"unitrain": ["py.typed", "report/*.html"]},
     install_requires=[
-        *(
-            "click>=8.1",
-            "cloudpickle>=2.0",
-            "numpy>=1.26",
-            "pyyaml>=6.0",
-            "rich>=13.0",
-            "safetensors>=0.4",
-            "torch>=2.6",
-        )
+        "click>=8.1",
+        "cloudpickle>=2.0",
+        "numpy>=1.26",
+        "pyyaml>=6.0",
+        "rich>=13.0",
+        "safetensors>=0.4",
+        "torch>=2.6",
     ],
     extras_require={
         "horovod": horovod,

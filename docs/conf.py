@@ -21,7 +21,8 @@ default_role = "code"  # docstrings mark code with single backquotes
 
 html_theme = "furo"
 html_title = f"unitrain {release}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_show_sourcelink = False
 pygments_style, pygments_dark_style = "default", "github-dark"
 
