@@ -6,6 +6,8 @@ import re
 from itertools import groupby
 from typing import Any
 
+from sphinx.ext.napoleon import Config, GoogleDocstring
+
 import unitrain
 
 project = "unitrain"
@@ -57,6 +59,8 @@ def process_docstring(app: Any, what: str, name: str, obj: Any, options: Any, li
     processed: list[str] = []
     for is_empty, block in groupby(lines, key=lambda line: not line.strip()):
         processed += [""] if is_empty else as_block(list(block))
+    if "Args:" in processed:
+        processed = GoogleDocstring(processed, Config(napoleon_use_param=False), app, what, name, obj, options).lines()
     lines[:] = processed
 
 

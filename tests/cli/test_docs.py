@@ -161,6 +161,13 @@ def test_every_error_is_documented() -> None:
     assert not [name for name in classes if f"`{name}`" not in page and name != "UnitrainError"]
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    reference = "".join((ROOT / "docs" / "reference" / name).read_text() for name in ("api.md", "errors.md"))
+    assert not [
+        name for name in unitrain.__all__ if name != "__version__" and not re.search(rf"[.`]{name}\b", reference)
+    ]
+
+
 def test_every_environment_variable_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "environment.md").read_text()
     # Marks of a process that a command or a test starts, not for users.
