@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from preload import preloaded
+
 SSHD = "/usr/sbin/sshd"  # by its full path, as it starts itself again for each connection
 PROGRAMS = ("unshare", "nsenter", "ip", SSHD, "ssh", "ssh-keygen")
 SECONDS = 100
@@ -45,23 +47,35 @@ class Host:
         return [*enter, f"--wd={Path.cwd()}", "--", "env", f"HOME={self.home}", *argv]
 
     def start(
-        self, argv: Sequence[str], variables: Mapping[str, str] | None = None, **options: int
+        self, argv: Sequence[str], variables: Mapping[str, str] | None = None, *, fresh: bool = False, **options: int
     ) -> subprocess.Popen[str]:
-        """Start a program there; both its streams are in `stdout`. `end_all` ends it: a signal sent to the returned
-        process stays here."""
+        """Start a program on this host; `stdout` has both its streams. `end_all` ends it: a signal to the returned
+        process does not reach the host.
+
+        Its Python processes are forked from a preloaded interpreter (`preload.py`), unless they are to be `fresh`.
+        """
+        environ = {**os.environ, **(variables or {})}
         return subprocess.Popen(
             self.command(argv),
-            env={**os.environ, **(variables or {})},
+            env=environ if fresh else preloaded(environ),
             stdin=subprocess.DEVNULL,
             **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},  # type: ignore[call-overload]
             text=True,
         )
 
     def run(
-        self, argv: Sequence[str], variables: Mapping[str, str] | None = None, seconds: float = SECONDS
+        self,
+        argv: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        seconds: float = SECONDS,
+        *,
+        fresh: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program there to its end; `stdout` has both its streams. After `seconds` all on this host is ended."""
-        process = self.start(argv, variables)
+        """Run a program on this host and wait for its end; `stdout` has both its streams.
+
+        After `seconds` all processes on this host are ended, and TimeoutError is raised.
+        """
+        process = self.start(argv, variables, fresh=fresh)
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""A real launcher started from a test, with all that comes of it ended when the test does."""
+"""Start real launchers from a test, and end all their processes when the test ends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from preload import preloaded
+
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.network import free_port
 
@@ -21,13 +23,13 @@ SECONDS = 100
 
 @dataclass(frozen=True)
 class Launch:
-    """A launcher at work. Its process and all that come of it carry `mark` in their environment."""
+    """A running launcher. Its process and all descendants have `mark` in their environment."""
 
     process: subprocess.Popen[str]
     mark: bytes
 
     def living(self) -> list[int]:
-        """Return the launcher and ranks that live, also those that left its process group, as torchrun's ranks do."""
+        """Return the pids of the launcher and its descendants, also outside its process group as torchrun's ranks."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -36,7 +38,7 @@ class Launch:
         return found
 
     def output(self) -> str:
-        """Wait for the end, and return what was printed."""
+        """Wait for the launcher to end and return its output."""
         return self.process.communicate(timeout=SECONDS)[0]
 
     def wait_until_none_lives(self, seconds: float) -> None:
@@ -48,14 +50,18 @@ class Launch:
 
 
 @contextlib.contextmanager
-def started(command: list[str], variables: dict[str, str] | None = None) -> Iterator[Launch]:
-    """Run `command` in a session of its own, with these variables added; nothing of it outlives the test."""
+def started(command: list[str], variables: dict[str, str] | None = None, *, fresh: bool = False) -> Iterator[Launch]:
+    """Run `command` in a new session with these variables added, and kill all its processes at the end.
+
+    Its Python processes are forked from a preloaded interpreter (`preload.py`), unless they are to be `fresh`.
+    """
     name, value = "UNITRAIN_TEST_LAUNCH", secrets.token_hex(8)
     added = {name: value, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     kept = {key: text for key, text in os.environ.items() if key not in ("OMP_NUM_THREADS", "UNITRAIN_BACKEND")}
+    environ = kept | added | (variables or {})
     process = subprocess.Popen(
         command,
-        env=kept | added | (variables or {}),
+        env=environ if fresh else preloaded(environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

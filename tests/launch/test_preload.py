@@ -1,0 +1,165 @@
+"""Processes that are forked from the preloaded interpreter (`tests/support/preload.py`) behave like normal ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hosts import Host
+from preload import preloaded
+from requirements import needs_hosts
+
+PROGRAM = """
+import json, os, signal, sys, threading, time
+
+case = sys.argv[1]
+if case == "facts":
+    here = sys.path[0], sys.argv, __name__, __file__, __package__, os.getcwd(), os.environ["ADDED"], os.umask(0o22)
+    shown = open("/proc/self/cmdline").read().rstrip(chr(0)), "ADDED=value" in open("/proc/self/environ").read()
+    handlers = [str(signal.getsignal(number)) for number in range(1, 32)]
+    streams = [(s.name, s.encoding, s.errors, s.line_buffering, s.write_through) for s in (sys.stdout, sys.stderr)]
+    print(json.dumps([here, shown, handlers, streams, sys.orig_argv, sys.stdin.read(), os.getppid()]))
+if case == "raises":
+    print("before")
+    raise ValueError("wrong")
+if case == "interrupts":
+    raise KeyboardInterrupt
+if case == "exits":
+    sys.exit({"3": 3, "text": "text", "none": None}[sys.argv[2]])
+if case == "kills":
+    os.kill(os.getpid(), int(sys.argv[2]))
+if case == "threads":
+    import atexit
+    atexit.register(print, "at exit")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+if case == "writes":
+    os.write(int(sys.argv[2]), b"through a pipe")
+if case == "waits":
+    if "traps" in sys.argv:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+if case == "is preloaded":
+    print("torch" in sys.modules)
+"""
+VARIABLES = {"ADDED": "value"}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "package" / "program.py"
+    path.parent.mkdir()
+    path.write_text(PROGRAM)
+    return path
+
+
+def ran(command: list[str], folder: Path, *, preload: bool) -> tuple[int, str, str]:
+    """Return the exit code of `command` and its two outputs."""
+    variables = os.environ | VARIABLES
+    done = subprocess.run(
+        command, env=preloaded(variables) if preload else variables, cwd=folder, input="typed", capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_scripts_are_preloaded(script: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(script), "is preloaded"]
+    assert ran(command, tmp_path, preload=True) == (0, "True\n", "")
+    assert ran(command, tmp_path, preload=False) == (0, "False\n", "")
+
+
+@pytest.mark.parametrize("options", [[], ["-u"], ["-P"], ["-u", "-P"]], ids=" ".join)
+@pytest.mark.parametrize("name", ["package/program.py", "absolute"])
+def test_a_process_finds_what_a_normal_one_finds(options: list[str], name: str, script: Path, tmp_path: Path) -> None:
+    command = [sys.executable, *options, str(script) if name == "absolute" else name, "facts", "an argument"]
+    code, output, errors = ran(command, tmp_path, preload=True)
+    assert (code, errors) == (0, "")
+    facts, expected = json.loads(output), json.loads(ran(command, tmp_path, preload=False)[1])
+    if "-P" in options:  # then the first entry is that of PYTHONPATH
+        facts[0][0] = expected[0][0] = ""
+    assert facts == expected
+    assert facts[-1] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["raises"], ["interrupts"], ["exits", "3"], ["exits", "text"], ["exits", "none"], ["kills", "9"],
+        ["kills", "15"], ["kills", "6"], ["threads"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_process_ends_as_a_normal_one_does(arguments: list[str], script: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(script), *arguments]
+    assert ran(command, tmp_path, preload=True) == ran(command, tmp_path, preload=False)
+
+
+def test_a_script_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "absent.py"]
+    assert ran(command, tmp_path, preload=True) == ran(command, tmp_path, preload=False)
+
+
+def test_a_module_runs_as_a_normal_one_does(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--version-that-does-not-exist"]
+    code, output, errors = ran(command, tmp_path, preload=True)
+    assert (code, output) == (2, "")
+    assert errors == ran(command, tmp_path, preload=False)[2]
+
+
+def test_inherited_descriptors_keep_their_numbers(script: Path) -> None:
+    reading, writing = os.pipe()
+    subprocess.run(
+        [sys.executable, str(script), "writes", str(writing)],
+        env=preloaded(os.environ), pass_fds=[writing], check=True, timeout=60,
+    )  # fmt: skip
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        assert file.read() == "through a pipe"
+
+
+@pytest.mark.parametrize(
+    ("number", "arguments", "code"),
+    [(signal.SIGTERM, [], -15), (signal.SIGTERM, ["traps"], 9), (signal.SIGKILL, [], -9), (signal.SIGUSR1, [], -10)],
+)
+def test_signals_reach_the_process(number: int, arguments: list[str], code: int, script: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, str(script), "waits", *arguments],
+        env=preloaded(os.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        forked = int(process.stdout.readline())
+        assert forked != process.pid
+        process.send_signal(number)
+        assert process.wait(10) == code
+    deadline = time.monotonic() + 5
+    while is_alive(forked) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(forked)
+
+
+@needs_hosts
+def test_a_process_joins_the_host_of_its_stub(script: Path, tmp_path: Path, two_hosts: list[Host]) -> None:
+    command = [sys.executable, str(script), "facts"]
+    (tmp_path / "where.py").write_text(
+        "import os, socket, sys\n"
+        "print('torch' in sys.modules, socket.gethostname(), socket.gethostbyname('h2'), *sorted(os.listdir('/run')))\n"
+    )
+    for host in two_hosts:
+        command = [sys.executable, str(tmp_path / "where.py")]
+        expected = host.run(command, fresh=True).stdout
+        assert host.run(command).stdout == expected.replace("False", "True")
+        assert expected.split()[:3] == ["False", host.name, "10.77.0.2"]

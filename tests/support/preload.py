@@ -1,0 +1,390 @@
+"""A preloaded interpreter: Python processes of launch tests are forked from one that has imported torch.
+
+`import torch` costs 2 s of CPU and each rank needs it. Processes that have `Preload.folder` on PYTHONPATH run
+`preload_stub.py` as their `sitecustomize`. It sends their arguments, environment, working directory and file
+descriptors over a Unix socket to a server, which forks a process that has all of these. The stub stays, so that the
+launcher has a child: it forwards signals and ends as the forked process does, which is killed if the stub is.
+
+The forked process also joins the stub's namespaces, and shows the stub's command line and environment in /proc. It
+differs from a process that was started normally in its process id and session, the seed of hashes, `sys.flags`, and in
+that its objects are not destroyed at exit. Tests of these, of signals to process groups and of imports start their
+processes normally. A process also starts normally if it has a terminal, other interpreter options, or variables that a
+library reads when it is imported. With UNITRAIN_TEST_PRELOAD=0 all do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import gc
+import importlib
+import importlib.machinery
+import io
+import marshal
+import os
+import random
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_IMPORTS = (
+    "numpy", "torch", "torch._dynamo", "torch.distributed.run", "unitrain", "unitrain.trainer",
+    "unitrain.backends.ddp", "unitrain.backends.horovod.backend",
+)  # fmt: skip
+_MODULES = ("torch.distributed.run", "unitrain.bootstrap.torchrun", "unitrain.bootstrap.horovodrun")
+_PROGRAMS = ("torchrun", "horovodrun")
+# Scripts that only prepare another program and replace themselves by it.
+_PLAIN_SCRIPTS = ("logged.py", "host_agent.py")
+# Read by Python itself, or by torch when it is imported.
+_PLAIN_VARIABLES = (
+    "PYTHON", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_CPP_LOG_LEVEL", "LD_PRELOAD", "MKL_", "KMP_", "OPENBLAS_", "CUDA_", "NCCL_",
+)  # fmt: skip
+_UNDERSTOOD_VARIABLES = (
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONFAULTHANDLER",
+    "PYTHONPYCACHEPREFIX",
+)
+_NAMESPACES = {"user": 0x10000000, "ipc": 0x08000000, "uts": 0x04000000, "net": 0x40000000, "mnt": 0x00020000,
+               "pid": 0x20000000}  # fmt: skip
+_START_SECONDS = 60.0
+# Room for the command line and the environment of a forked process in the memory that /proc shows.
+_ARGUMENT_BYTES, _ENVIRONMENT_BYTES = 16_384, 65_536
+_FREE_DESCRIPTOR = 1_000
+
+
+class Preload:
+    """The server, and the folder that leads processes to it."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="unitrain-preload-"))
+        shutil.copy(Path(__file__).with_name("preload_stub.py"), self.folder / "sitecustomize.py")
+        variables = {name: text for name, text in os.environ.items() if not name.startswith(_PLAIN_VARIABLES)}
+        variables |= {"OPENBLAS_NUM_THREADS": "1", "UNITRAIN_TEST_ROOM": " " * _ENVIRONMENT_BYTES}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(self.folder), " " * _ARGUMENT_BYTES],
+            env=variables,
+            stdin=subprocess.PIPE,  # the server ends when this closes
+            start_new_session=True,
+        )
+        atexit.register(self.close)
+        deadline = time.monotonic() + _START_SECONDS
+        while not (self.folder / "server").exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the preloaded interpreter did not start: exit code {self._process.poll()}")
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """End the server and the processes that it has forked."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Forked:
+    """A forked process, and the connection of its stub."""
+
+    def __init__(self, connection: socket.socket, pid: int, waited: int) -> None:
+        self.connection, self.pid, self.waited = connection, pid, waited
+        self.descriptor = os.pidfd_open(waited)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def finish(self) -> None:
+        """Report the end of the process to its stub."""
+        _, status = os.waitpid(self.waited, 0)
+        os.close(self.descriptor)
+        with self.connection, contextlib.suppress(OSError):
+            self.connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+
+
+def _serve(folder: Path) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for each stub until standard input closes; return in each, with its request and descriptors."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen(128)
+    import unitrain
+
+    shared = {
+        "prefix": sys.prefix, "modules": _MODULES, "programs": _PROGRAMS, "plain_scripts": _PLAIN_SCRIPTS,
+        "plain_variables": _PLAIN_VARIABLES, "understood_variables": _UNDERSTOOD_VARIABLES,
+        "packages": ("unitrain", "torch", "horovod", "numpy", "launchers"),
+        "path": [*sys.path[1:], str(Path(unitrain.__file__).parents[1]), str(folder)],
+        "namespaces": {name: str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES},
+    }  # fmt: skip
+    (folder / "server.part").write_bytes(marshal.dumps(shared))
+    (folder / "server.part").rename(folder / "server")
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == 0:
+                    for other in [*selector.get_map().values()]:
+                        if isinstance(other.data, _Forked):
+                            other.data.signal(signal.SIGKILL)
+                    os._exit(0)
+                elif key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    request, descriptors = _receive(connection)
+                    if request is None:
+                        connection.close()
+                        continue
+                    pid, waited = _fork(request, descriptors)
+                    if pid == 0:
+                        return request, descriptors
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                    forked = _Forked(connection, pid, waited)
+                    selector.register(connection, selectors.EVENT_READ, forked)
+                    selector.register(forked.descriptor, selectors.EVENT_READ, forked)
+                elif key.fd == key.data.descriptor:
+                    selector.unregister(key.data.descriptor)
+                    with contextlib.suppress(KeyError, ValueError):
+                        selector.unregister(key.data.connection)
+                    key.data.finish()
+                elif key.data.connection.fileno() != -1:
+                    try:
+                        numbers = key.data.connection.recv(64)
+                    except OSError:
+                        numbers = b""
+                    for number in numbers or [signal.SIGKILL]:  # without its stub it must end
+                        key.data.signal(number)
+                    if not numbers:
+                        selector.unregister(key.data.connection)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    header, descriptors, _, _ = socket.recv_fds(connection, 4, 128)
+    content, length = b"", int.from_bytes(header, "big")
+    while len(content) < length:
+        received = connection.recv(length - len(content))
+        if not received:
+            break
+        content += received
+    if not content or len(content) < length:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None, []
+    return marshal.loads(content), list(descriptors)
+
+
+def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
+    """Return the pids of the new process and of the child to wait for; (0, 0) in the new process."""
+    if not request["namespaces"]:
+        pid = os.fork()
+        return pid, pid
+    # A process cannot change its own pid namespace: one process joins the namespaces, and its child is the new one.
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between:
+        os.close(writing)
+        pid = int.from_bytes(os.read(reading, 4), "big")
+        os.close(reading)
+        return pid, between
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name, descriptor in zip(request["namespaces"], descriptors[len(request["descriptors"]) :], strict=True):
+        if libc.setns(descriptor, _NAMESPACES[name]):
+            os.write(2, f"setns {name}: {os.strerror(ctypes.get_errno())}\n".encode())
+            os._exit(1)
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        os.close(writing)
+        return 0, 0
+    os.write(writing, pid.to_bytes(4, "big"))
+    os.closerange(0, _FREE_DESCRIPTOR)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> tuple[Any, dict[str, Any]] | None:
+    """Make this process that of the request; return the code and the namespace of a script, or None for a module."""
+    os.setsid()
+    moved = [_duplicate(descriptor) for descriptor in descriptors[: len(request["descriptors"])]]
+    os.closerange(0, _FREE_DESCRIPTOR)
+    for target, descriptor in zip(request["descriptors"], moved, strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.chdir(request["folder"])
+    os.umask(request["umask"])
+    for number in request["ignored_signals"]:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["signal_mask"])
+    environment: dict[str, str] = request["environment"]
+    os.environ.clear()
+    os.environ.update(environment)
+    _show_in_proc(request["command_line"], environment)
+    _replace_getppid(request["stub"])
+    if environment.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+    sys.pycache_prefix = environment.get("PYTHONPYCACHEPREFIX") or None
+    _open_streams(unbuffered="-u" in request["options"] or bool(environment.get("PYTHONUNBUFFERED")))
+    random.seed()
+    sys.modules["numpy"].random.seed()
+    if threads := environment.get("OMP_NUM_THREADS", ""):
+        sys.modules["torch"].set_num_threads(int(threads))
+    sys.orig_argv[:] = request["command_line"]
+    arguments: list[str] = request["arguments"]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    sys.path[:] = request["path"]
+    importlib.invalidate_caches()
+    if arguments[0] == "-m":
+        sys.argv[:] = ["-m", *arguments[2:]]
+        if "-P" not in request["options"]:
+            sys.path.insert(0, str(Path.cwd()))
+        return None
+    sys.argv[:] = arguments
+    path = os.path.abspath(arguments[0])  # noqa: PTH100
+    if "-P" not in request["options"]:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+    main.__dict__.pop("__package__", None)
+    main.__package__ = None
+    try:
+        source = Path(arguments[0]).read_bytes()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return compile(source, path, "exec", dont_inherit=True), main.__dict__
+
+
+def _duplicate(descriptor: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FREE_DESCRIPTOR)
+
+
+def _show_in_proc(command_line: list[str], environment: dict[str, str]) -> None:
+    """Write the command line and the environment where /proc reads them; the server started with room for both.
+
+    Nothing points into this memory any more: `os.environ.clear` has removed the variables that did.
+    """
+    numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    arguments_start, arguments_end, environment_start, environment_end = map(int, numbers[45:49])
+    for start, end, texts in (
+        (arguments_start, arguments_end, command_line),
+        (environment_start, environment_end, [f"{name}={value}" for name, value in environment.items()]),
+    ):
+        content = b"".join(os.fsencode(text) + b"\0" for text in texts)[: end - start - 1]
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, content, len(content))
+
+
+def _replace_getppid(stub: int) -> None:
+    """Let `os.getppid` return the parent of the stub, which is the launcher."""
+    this, real = os.getpid(), os.getppid
+
+    def getppid() -> int:
+        if os.getpid() != this:
+            return real()
+        try:
+            return int(Path(f"/proc/{stub}/stat").read_text().rpartition(")")[2].split()[1])
+        except FileNotFoundError:
+            return 1
+
+    os.getppid = getppid
+
+
+def _open_streams(*, unbuffered: bool) -> None:
+    """Give this process the standard streams of a new one."""
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115
+    for descriptor, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        raw.name = f"<{name}>"
+        stream = io.TextIOWrapper(
+            raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]
+            encoding="utf-8", errors=errors, write_through=unbuffered, line_buffering=name == "stderr",
+        )  # fmt: skip
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _run(program: tuple[Any, dict[str, Any]] | None, module: str) -> int:
+    """Run the program; return the exit code that the interpreter would."""
+    try:
+        if program is None:
+            runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+        else:
+            exec(*program)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this function
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end(code: int) -> None:
+    """End this process as the interpreter does, but leave its memory to the kernel.
+
+    To destroy all objects would copy the memory that is shared with the server, which takes a second.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+@functools.cache
+def _preload() -> Preload:
+    return Preload()
+
+
+def preloaded(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return `variables` with PYTHONPATH changed, so that Python processes are forked from this test process's server.
+
+    The first call starts the server.
+    """
+    if os.environ.get("UNITRAIN_TEST_PRELOAD") == "0":
+        return dict(variables)
+    path = os.pathsep.join([str(_preload().folder), *filter(None, [variables.get("PYTHONPATH")])])
+    return {**variables, "PYTHONPATH": path}
+
+
+if __name__ == "__main__":
+    for _name in _IMPORTS:
+        importlib.import_module(_name)
+    del sys.path[0]
+    gc.freeze()
+    _request, _descriptors = _serve(Path(sys.argv[1]))
+    _program = _become(_request, _descriptors)
+    _end(_run(_program, _request["arguments"][1] if _program is None else ""))

@@ -1,0 +1,114 @@
+"""A `sitecustomize` module that turns a Python process into a stub for a forked, preloaded one: see `preload.py`.
+
+It is copied into a folder of PYTHONPATH, next to the server's socket and a file with what the server has in common with
+the processes that it can replace. It imports built-in modules only, because every process of a launch runs it.
+"""
+
+import sys
+
+
+def _hand_over() -> None:
+    """Let the server run this program, unless it cannot; then this function returns and the program starts normally."""
+    import marshal
+    import posix
+
+    folder = __file__.rpartition("/")[0]
+    options, rest = [], sys.orig_argv[1:]
+    while rest and rest[0] in ("-u", "-P"):
+        options.append(rest.pop(0))
+    try:
+        with open(f"{folder}/server", "rb") as file:  # noqa: PTH123
+            server = marshal.load(file)
+    except OSError:
+        return
+    if rest[:1] == ["-m"]:
+        if rest[1:2] == [] or rest[1] not in server["modules"]:
+            return
+    else:
+        script = rest[0].rpartition("/")[2] if rest else ""
+        if script not in server["programs"] and (not script.endswith(".py") or script in server["plain_scripts"]):
+            return
+    environment = {name.decode(): value.decode(errors="surrogateescape") for name, value in posix.environ.items()}
+    if sys.prefix != server["prefix"] or any(
+        name.startswith(server["plain_variables"]) and name not in server["understood_variables"]
+        for name in environment
+    ):
+        return
+    for entry in sys.path:
+        if entry not in server["path"] and any(_exists(f"{entry}/{package}") for package in server["packages"]):
+            return  # another version of a package than the preloaded one
+
+    import _signal
+    import _socket
+
+    namespaces = []
+    for name, link in server["namespaces"].items():
+        if posix.readlink(f"/proc/self/ns/{name}") != link:
+            namespaces.append(name)
+    if "user" in namespaces:
+        return
+    descriptors = [int(name) for name in posix.listdir("/proc/self/fd")]
+    kept = []
+    for descriptor in sorted(descriptors):
+        try:
+            if descriptor < 3 or posix.get_inheritable(descriptor):
+                kept.append(descriptor)
+        except OSError:
+            pass  # that of the listing
+    if kept[:3] != [0, 1, 2] or posix.isatty(0) or posix.isatty(1) or len(kept) > 100:
+        return
+    connection = _socket.socket(_socket.AF_UNIX)
+    try:
+        connection.connect(f"{folder}/socket")
+    except OSError:
+        return
+    opened = [posix.open(f"/proc/self/ns/{name}", posix.O_RDONLY) for name in namespaces]
+    numbers = range(1, _signal.NSIG)
+    umask = posix.umask(0)
+    posix.umask(umask)
+    request = marshal.dumps(
+        {
+            "options": options, "arguments": rest, "command_line": sys.orig_argv, "environment": environment,
+            "path": sys.path, "folder": posix.getcwd(), "umask": umask, "descriptors": kept, "namespaces": namespaces,
+            "stub": posix.getpid(), "signal_mask": [int(n) for n in _signal.pthread_sigmask(_signal.SIG_BLOCK, [])],
+            "ignored_signals": [n for n in numbers if _signal.getsignal(n) == _signal.SIG_IGN],
+        }
+    )  # fmt: skip
+    import array
+
+    rights = array.array("i", [*kept, *opened])
+    header = len(request).to_bytes(4, "big")
+
+    def forward(number: int, _: object) -> None:
+        connection.send(bytes([number]))
+
+    ignored = (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGCHLD, _signal.SIGTSTP, _signal.SIGTTIN, _signal.SIGTTOU)
+    for number in _signal.valid_signals():
+        if int(number) not in map(int, ignored) and int(number) < 32 and _signal.getsignal(number) != _signal.SIG_IGN:
+            _signal.signal(number, forward)
+    connection.sendmsg([header], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
+    connection.sendall(request)
+    answer = connection.recv(4)
+    code = int.from_bytes(answer, "big", signed=True) if len(answer) == 4 else 1
+    if code < 0:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (_signal.SIGKILL, _signal.SIGSTOP):
+            _signal.signal(-code, _signal.SIG_DFL)
+        posix.kill(posix.getpid(), -code)
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [-code])
+    posix._exit(code)
+
+
+def _exists(path: str) -> bool:
+    import posix
+
+    try:
+        posix.stat(path)
+    except OSError:
+        return False
+    return True
+
+
+_hand_over()
