@@ -53,7 +53,7 @@ _PLAIN_SCRIPTS = ("logged.py", "host_agent.py")
 # Read by Python itself, or by torch when it is imported.
 _PLAIN_VARIABLES = (
     "PYTHON", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_DISTRIBUTED_DEBUG",
-    "TORCH_CPP_LOG_LEVEL", "LD_PRELOAD", "MKL_", "KMP_", "OPENBLAS_", "CUDA_", "NCCL_",
+    "TORCH_CPP_LOG_LEVEL", "LD_PRELOAD", "MKL_", "KMP_", "OPENBLAS_",
 )  # fmt: skip
 _UNDERSTOOD_VARIABLES = (
     "PYTHONPATH",
@@ -224,7 +224,8 @@ def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> tuple[Any, dict[str, Any]] | None:
     """Make this process that of the request; return the code and the namespace of a script, or None for a module."""
-    os.setsid()
+    if request["arguments"][0] != "-c":  # horovodrun's processes call it themselves
+        os.setsid()
     moved = [_duplicate(descriptor) for descriptor in descriptors[: len(request["descriptors"])]]
     os.closerange(0, _FREE_DESCRIPTOR)
     for target, descriptor in zip(request["descriptors"], moved, strict=True):
@@ -242,9 +243,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> tuple[Any, dict[
     _replace_getppid(request["stub"])
     if environment.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
-    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+    sys.dont_write_bytecode = "-B" in request["options"] or bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     sys.pycache_prefix = environment.get("PYTHONPYCACHEPREFIX") or None
-    _open_streams(unbuffered="-u" in request["options"] or bool(environment.get("PYTHONUNBUFFERED")))
+    _open_streams(request["streams"])
     random.seed()
     sys.modules["numpy"].random.seed()
     if threads := environment.get("OMP_NUM_THREADS", ""):
@@ -256,11 +257,19 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> tuple[Any, dict[
     sys.modules["__main__"] = main
     sys.path[:] = request["path"]
     importlib.invalidate_caches()
+    for name in _MODULES:
+        sys.modules.pop(name, None)  # runpy warns if the module to run is already imported
     if arguments[0] == "-m":
         sys.argv[:] = ["-m", *arguments[2:]]
         if "-P" not in request["options"]:
             sys.path.insert(0, str(Path.cwd()))
         return None
+    if arguments[0] == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        if "-P" not in request["options"]:
+            sys.path.insert(0, "")
+        main.__dict__.update(__spec__=None, __package__=None, __loader__=importlib.machinery.BuiltinImporter)
+        return compile(arguments[1], "<string>", "exec", dont_inherit=True), main.__dict__
     sys.argv[:] = arguments
     path = os.path.abspath(arguments[0])  # noqa: PTH100
     if "-P" not in request["options"]:
@@ -314,18 +323,21 @@ def _replace_getppid(stub: int) -> None:
     os.getppid = getppid
 
 
-def _open_streams(*, unbuffered: bool) -> None:
+def _open_streams(streams: list[tuple[str, str, str, bool, bool]]) -> None:
     """Give this process the standard streams of a new one."""
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115
-    for descriptor, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
-        raw = io.FileIO(descriptor, "w", closefd=False)
-        raw.name = f"<{name}>"
+    for descriptor, (name, encoding, errors, is_line_buffered, is_unbuffered) in enumerate(streams):
+        raw: Any = io.FileIO(descriptor, "w" if descriptor else "r", closefd=False)
+        raw.name = name
+        if descriptor == 0:
+            raw = io.BufferedReader(raw)
+        elif not is_unbuffered:
+            raw = io.BufferedWriter(raw)
         stream = io.TextIOWrapper(
-            raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]
-            encoding="utf-8", errors=errors, write_through=unbuffered, line_buffering=name == "stderr",
-        )  # fmt: skip
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+            raw, encoding=encoding, errors=errors, line_buffering=is_line_buffered, write_through=is_unbuffered
+        )
+        attribute = name.strip("<>")
+        setattr(sys, attribute, stream)
+        setattr(sys, f"__{attribute}__", stream)
 
 
 def _run(program: tuple[Any, dict[str, Any]] | None, module: str) -> int:

@@ -14,7 +14,7 @@ def _hand_over() -> None:
 
     folder = __file__.rpartition("/")[0]
     options, rest = [], sys.orig_argv[1:]
-    while rest and rest[0] in ("-u", "-P"):
+    while rest and rest[0] in ("-u", "-P", "-B"):
         options.append(rest.pop(0))
     try:
         with open(f"{folder}/server", "rb") as file:  # noqa: PTH123
@@ -23,6 +23,9 @@ def _hand_over() -> None:
         return
     if rest[:1] == ["-m"]:
         if rest[1:2] == [] or rest[1] not in server["modules"]:
+            return
+    elif rest[:1] == ["-c"]:
+        if not rest[1].startswith("from multiprocessing.spawn import"):
             return
     else:
         script = rest[0].rpartition("/")[2] if rest else ""
@@ -70,6 +73,10 @@ def _hand_over() -> None:
         {
             "options": options, "arguments": rest, "command_line": sys.orig_argv, "environment": environment,
             "path": sys.path, "folder": posix.getcwd(), "umask": umask, "descriptors": kept, "namespaces": namespaces,
+            "streams": [
+                (stream.name, stream.encoding, stream.errors, stream.line_buffering, stream.write_through)
+                for stream in (sys.stdin, sys.stdout, sys.stderr)
+            ],
             "stub": posix.getpid(), "signal_mask": [int(n) for n in _signal.pthread_sigmask(_signal.SIG_BLOCK, [])],
             "ignored_signals": [n for n in numbers if _signal.getsignal(n) == _signal.SIG_IGN],
         }
