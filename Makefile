@@ -33,6 +33,7 @@ check: docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # Every warning is an error, a link that leads nowhere included. Nothing is fetched.
 docs: $(INSTALLED)

@@ -26,7 +26,10 @@ peers = ["accelerate>=1.0", "lightning>=2.4", "pytorch-ignite>=0.5"]
 manifests = ["jsonschema>=4.20", "kubeflow-trainer-api>=2.1", "kubernetes-validate>=1.33"]
 # The reasons for Sphinx are in CONTRIBUTING.md.
 docs = ["furo>=2025.12", "myst-parser>=5.0", "sphinx>=9.0", "sphinx-click>=6.2"]
-dev = ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6"]
+dev = [
+    "hypothesis>=6.100", "import-linter>=2.6", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6", "ruff>=0.6",
+]  # fmt: skip
 
 # Address of the published repository, such as https://github.com/OWNER/unitrain. Set it when you build a release.
 repository = os.environ.get("UNITRAIN_REPOSITORY_URL")  # noqa: TID251

@@ -16,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from launches import started
+from preload import preloaded
 from torch import nn
 
 import unitrain
@@ -170,7 +171,7 @@ def horovod_settings(backend: unitrain.Backend) -> tuple[str | None, ...]:
 def test_user_settings_and_autotune_override_the_defaults(
     variables: dict[str, str], settings: tuple[str | None, ...]
 ) -> None:
-    with RankGroup("horovod", 1, variables=variables) as group:
+    with RankGroup("horovod", 1, variables=preloaded(variables)) as group:
         assert group.run(horovod_settings) == [settings]
 
 
@@ -189,7 +190,7 @@ def gradients(backend: unitrain.Backend) -> tuple[list[torch.Tensor], int]:
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_bucket_settings_change_the_buckets_but_not_the_gradients(backend: str) -> None:
     settings = {"UNITRAIN_BUCKETS_MB": "1,1", "UNITRAIN_BUCKET_VIEW": "0"}
-    with RankGroup(backend, 2) as plain, RankGroup(backend, 2, variables=settings) as small:
+    with RankGroup(backend, 2) as plain, RankGroup(backend, 2, variables=preloaded(settings)) as small:
         (expected, few), _ = plain.run(gradients)
         (found, many), _ = small.run(gradients)
     assert (few, many) == (2, 3)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from preload import preloaded
 from requirements import needs_mpi
 
 from unitrain.backends.base import Backend
@@ -28,7 +29,9 @@ def controller(backend: Backend) -> tuple[str, bool, bool]:
 @pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=needs_mpi)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
-    with RankGroup("horovod", 2, command=[HOROVODRUN, "-np", "2", f"--{request.param}"]) as group:
+    with RankGroup(
+        "horovod", 2, command=[HOROVODRUN, "-np", "2", f"--{request.param}"], variables=preloaded({})
+    ) as group:
         expected = ("gloo", True, False) if request.param == "gloo" else ("mpi", False, True)
         assert group.run(controller) == [expected] * 2
         yield group

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from preload import preloaded
 
 from unitrain.backends.base import Backend
 from unitrain.errors import CollectiveMismatchError, CollectiveTimeoutError, ConfigError
@@ -74,7 +75,7 @@ def told_of(backend: Backend) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_every_rank_is_told_who_does_what(backend: str) -> None:
-    with RankGroup(backend, 3, variables={"UNITRAIN_DEBUG": "1"}) as group:
+    with RankGroup(backend, 3, variables=preloaded({"UNITRAIN_DEBUG": "1"})) as group:
         told = group.run(told_of)
     assert told[0] == told[1] == told[2]
     assert len(told[0]) == len(MISMATCHES)

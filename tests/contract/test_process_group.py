@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from preload import preloaded
 from requirements import needs_mpi
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
@@ -294,7 +295,7 @@ def test_an_unmodified_ddp_script_runs_on_horovod(launcher: str, tmp_path: Path)
     program, *options = launcher.format(port=port).split()
     beside = Path(sys.executable).with_name(program)
     command = [str(beside) if beside.exists() else program, *options, sys.executable, str(script), str(tmp_path)]
-    subprocess.run(command, env=_environment(), check=True, timeout=120)
+    subprocess.run(command, env=preloaded(_environment()), check=True, timeout=120)
     results = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert results[0].startswith("horovod 2 [")
     assert results[0] == results[1]

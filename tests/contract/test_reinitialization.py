@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preload import preloaded
 from requirements import needs_mpi
 
 import unitrain
@@ -64,7 +65,7 @@ def again_and_again(backend: Backend, names: Sequence[str]) -> list[float]:
 def test_ranks_join_again_after_they_left(backend: str, command: list[str]) -> None:
     environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     names = [backend] * 3 if command == MPIRUN else ["horovod", "ddp", backend]  # MPI gives ddp no address
-    with RankGroup(backend, 2, command=command) as group:
+    with RankGroup(backend, 2, command=command, variables=preloaded({}) if command else {}) as group:
         for told in group.run(a_second_beside_the_first):
             assert told == (
                 "This process already has a process group, from an earlier unitrain.init() or init_process_group(). "

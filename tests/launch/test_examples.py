@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from preload import preloaded
 from small_mnist import small_mnist
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -16,7 +18,7 @@ FINAL = re.compile(r"final val_accuracy=(\d\.\d{4}) val_loss=(\d+\.\d{4})\n")
 
 def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, EXAMPLES / script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, env=preloaded(os.environ), capture_output=True, text=True, timeout=280, check=False)
 
 
 def final(done: subprocess.CompletedProcess[str]) -> tuple[float, float]:

@@ -87,6 +87,8 @@ def started_ranks(script: Path, backend: str, size: int, *arguments: str) -> Ite
     for rank in range(size):
         position = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
         variables = {
+            **environment.without_launcher_variables(),
+            **{name: str(value) for name, value in position.items()},
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "UNITRAIN_BACKEND": backend,
@@ -95,9 +97,7 @@ def started_ranks(script: Path, backend: str, size: int, *arguments: str) -> Ite
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(script), *arguments],
-                env=environment.without_launcher_variables()
-                | {name: str(value) for name, value in position.items()}
-                | variables,
+                env=preloaded(variables),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -44,9 +44,14 @@ from typing import Any
 
 _IMPORTS = (
     "numpy", "torch", "torch._dynamo", "torch.distributed.run", "unitrain", "unitrain.trainer",
-    "unitrain.backends.ddp", "unitrain.backends.horovod.backend",
+    "unitrain.testing.worker", "unitrain.backends.ddp", "unitrain.backends.horovod.backend",
 )  # fmt: skip
-_MODULES = ("torch.distributed.run", "unitrain.bootstrap.torchrun", "unitrain.bootstrap.horovodrun")
+_MODULES = (
+    "torch.distributed.run",
+    "unitrain.bootstrap.torchrun",
+    "unitrain.bootstrap.horovodrun",
+    "unitrain.testing.worker",
+)
 _PROGRAMS = ("torchrun", "horovodrun")
 # Scripts that only prepare another program and replace themselves by it.
 _PLAIN_SCRIPTS = ("logged.py", "host_agent.py")

@@ -1,0 +1,105 @@
+"""Rules about the source that neither ruff nor import-linter can check (`pyproject.toml` has theirs)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted([*ROOT.glob("unitrain/**/*.py"), *ROOT.glob("launchers/**/*.py")])
+EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
+VAGUE_NAMES = {"base_utils", "common", "core", "helper", "helpers", "lib", "misc", "tools", "util", "utils"}
+ENVIRONMENT_READERS = ("unitrain/bootstrap/environment.py", "launchers/*", "unitrain/launchers/*")
+ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+
+Rule = Callable[[str, str], Iterator[str]]
+
+
+def only_one_module_reads_the_environment(path: str, source: str) -> Iterator[str]:
+    """Also under another name of the `os` module, which ruff's banned-api does not see."""
+    if any(fnmatch(path, pattern) for pattern in ENVIRONMENT_READERS):
+        return
+    tree = ast.parse(source)
+    modules = {"os"} | {
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == "os" and alias.asname
+    }
+    names = {f"{module}.{member}" for module in modules for member in ENVIRONMENT}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in names:
+            yield f"{path}:{node.lineno} uses {ast.unparse(node)}"
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            yield from (f"{path} imports os.{alias.name}" for alias in node.names if alias.name in ENVIRONMENT)
+
+
+def module_names_state_a_subject(path: str, source: str) -> Iterator[str]:
+    yield from (f"{path} is named {part}" for part in Path(path).with_suffix("").parts if part in VAGUE_NAMES)
+
+
+def public_names_are_documented(path: str, source: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    if source.strip() and not ast.get_docstring(tree):
+        yield f"{path} has no docstring"
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+            continue
+        # The name of a contract case states the rule.
+        is_case = path.startswith("unitrain/testing/") and (
+            node.name.startswith("test_") or "contract" in map(ast.unparse, node.decorator_list)
+        )
+        if not is_case and not ast.get_docstring(node):
+            yield f"{path}: {node.name} has no docstring"
+
+
+def packages_print_nothing(path: str, source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+            yield f"{path}:{node.lineno} calls print"
+
+
+VIOLATIONS: list[tuple[Rule, str, str]] = [
+    (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os\nx = os.environ['RANK']"),
+    (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os\nx = os.getenv('RANK')"),
+    (only_one_module_reads_the_environment, "unitrain/trainer.py", "from os import environ"),
+    (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os as o\no.environ['A'] = 'B'"),
+    (only_one_module_reads_the_environment, "examples/x.py", "import os\nos.environ['A'] = 'B'"),
+    (module_names_state_a_subject, "unitrain/utils.py", ""),
+    (module_names_state_a_subject, "unitrain/common/x.py", ""),
+    (public_names_are_documented, "unitrain/x.py", "x = 1"),
+    (public_names_are_documented, "unitrain/x.py", '"""A."""\ndef f(): ...'),
+    (public_names_are_documented, "unitrain/x.py", '"""A."""\nclass F: ...'),
+    (public_names_are_documented, "unitrain/x.py", '"""A."""\nasync def f(): ...'),
+    (public_names_are_documented, "unitrain/x.py", '"""A."""\ndef test_f(): ...'),
+    (packages_print_nothing, "unitrain/x.py", "print(1)"),
+]
+
+
+@pytest.mark.parametrize("rule", dict.fromkeys(rule for rule, _, _ in VIOLATIONS), ids=lambda rule: rule.__name__)
+def test_the_source_follows(rule: Rule) -> None:
+    assert len(PACKAGES) > 50
+    assert EXAMPLES
+    files = PACKAGES if rule is packages_print_nothing else [*PACKAGES, *EXAMPLES]
+    violations = [
+        violation
+        for path in files
+        for violation in rule(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    ]
+    assert not violations, "\n".join(violations)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"), VIOLATIONS, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_each_rule_finds_its_violation(rule: Rule, path: str, source: str) -> None:
+    assert list(rule(path, source))
+
+
+def test_launchers_may_read_the_environment() -> None:
+    assert not list(only_one_module_reads_the_environment("launchers/x.py", "import os\nx = os.environ"))
