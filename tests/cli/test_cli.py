@@ -124,7 +124,7 @@ def commands(command: click.Command, name: str = "unitrain", above: click.Contex
     return found
 
 
-def test_the_options_are_frozen() -> None:
+def test_options_are_frozen() -> None:
     found = {path: words - {"--help", "-h"} for path, words in commands(unitrain).items()}
     assert found == OPTIONS
     for path in OPTIONS:
@@ -134,7 +134,7 @@ def test_the_options_are_frozen() -> None:
             assert result.output.startswith("Usage: "), result.output
 
 
-def test_nothing_here_imports_torch(script: str) -> None:
+def test_help_and_dry_runs_do_not_import_torch(script: str) -> None:
     lines = ["--help", "--version", "launch --help", "verify --help", "horovod --help", "horovod build --help"]
     lines += ["bench --help", "bench collectives --help"]
     lines += [f"launch --dry-run --backend {name} -np 2 {script}" for name in ("ddp", "horovod")]
@@ -153,7 +153,7 @@ def test_version_and_module() -> None:
     assert subprocess.check_output(command, text=True, timeout=60) == f"unitrain {__version__}\n"
 
 
-def test_options_after_the_script_are_the_scripts(script: str) -> None:
+def test_options_after_the_script_are_passed_to_it(script: str) -> None:
     result = run("launch", "--dry-run", "-np", "2", script, "--backend", "mine", "-np", "7", "--help")
     assert result.exit_code == 0
     assert result.stdout.strip().endswith(f"--nproc-per-node 2 {script} --backend mine -np 7 --help")
@@ -187,7 +187,7 @@ def test_backend_and_launcher_imply_each_other(options: list[str], program: str,
     assert f"UNITRAIN_BACKEND={backend}" in words
 
 
-def test_mpirun_is_horovods_unless_another_backend_is_asked_for(script: str, tmp_path: Path) -> None:
+def test_mpirun_implies_horovod_unless_a_backend_is_given(script: str, tmp_path: Path) -> None:
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
     mpirun.chmod(0o755)
@@ -197,7 +197,7 @@ def test_mpirun_is_horovods_unless_another_backend_is_asked_for(script: str, tmp
         assert f"UNITRAIN_BACKEND={backend}" in words
 
 
-def test_the_variable_goes_before_what_the_launcher_implies(script: str) -> None:
+def test_backend_variable_overrides_the_default_of_the_launcher(script: str) -> None:
     for options, program in (
         ([], "horovodrun"),
         (["--launcher", "torchrun"], "torchrun"),
@@ -209,14 +209,14 @@ def test_the_variable_goes_before_what_the_launcher_implies(script: str) -> None
     assert refused("launch", script, UNITRAIN_BACKEND="hovorod").startswith("Unknown backend 'hovorod'.")
 
 
-def test_all_slots_are_used_unless_fewer_are_asked_for(script: str) -> None:
+def test_all_slots_are_used_by_default(script: str) -> None:
     hosts = ["--backend", "horovod", "-H", "localhost:3"]
     assert "-np 3 -H localhost:3" in run("launch", "--dry-run", *hosts, script).stdout
     assert "-np 2 -H localhost:3" in run("launch", "--dry-run", *hosts, "-np", "2", script).stdout
     assert "--nproc-per-node 1" in run("launch", "--dry-run", script).stdout
 
 
-def test_what_is_refused_says_what_to_type(script: str) -> None:
+def test_invalid_arguments_are_reported_with_a_fix(script: str) -> None:
     assert "Did you mean 'build'?" in refused("horovod", "biuld")
     assert refused("lunch") == (
         "Unknown command 'lunch'. Did you mean 'launch'? "
@@ -250,7 +250,7 @@ def test_what_is_refused_says_what_to_type(script: str) -> None:
     assert refused("launch", "-np", "2").startswith("Missing argument 'SCRIPT'")
 
 
-def test_a_dry_run_needs_no_launcher_on_this_host(script: str, tmp_path: Path) -> None:
+def test_dry_run_does_not_require_an_installed_launcher(script: str, tmp_path: Path) -> None:
     """People plan on a laptop for a cluster."""
     for options, name in (
         (["--launcher", "mpirun", "-H", "a:2,b:2"], "mpirun"),
@@ -271,7 +271,7 @@ def refused_without_dry_run(*arguments: str, **variables: str) -> str:
     return result.stderr.rpartition("\nError: ")[2].strip()
 
 
-def test_a_module_is_launched_as_by_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     package.mkdir()
     for name in ("__init__", "train", "__main__"):
@@ -301,7 +301,7 @@ def test_a_module_is_launched_as_by_python(tmp_path: Path, monkeypatch: pytest.M
     ],
     ids=["torchrun", "horovodrun", "mpirun"],
 )
-def test_a_launch_inside_a_launch_is_refused(launcher: str, marker: str, prefix: str, size: str, script: str) -> None:
+def test_launch_inside_a_launch_is_rejected(launcher: str, marker: str, prefix: str, size: str, script: str) -> None:
     inside = {marker: "0", f"{prefix}RANK": "0", size: "2", f"{prefix}LOCAL_RANK": "0"}
     assert refused("launch", script, **inside) == (
         f"{launcher} has started this process already ({prefix}RANK=0, {size}=2, {prefix}LOCAL_RANK=0). "
@@ -309,12 +309,12 @@ def test_a_launch_inside_a_launch_is_refused(launcher: str, marker: str, prefix:
     )
 
 
-def test_a_launch_inside_mpichs_is_refused(script: str) -> None:
+def test_launch_inside_mpich_is_rejected(script: str) -> None:
     inside = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
     assert refused("launch", script, **inside).startswith("mpiexec has started this process already (PMI_RANK=0,")
 
 
-def test_a_launch_in_one_of_several_pods_is_refused(script: str) -> None:
+def test_launch_in_one_of_several_pods_is_rejected(script: str) -> None:
     """Each pod would train alone."""
     assert refused("launch", script, PET_NNODES="2", PET_NODE_RANK="0", PET_NPROC_PER_NODE="4") == (
         "PET_NNODES=2 says that this is one of 2 pods of a job, but ranks would be started in this one only. Start the "
@@ -324,7 +324,7 @@ def test_a_launch_in_one_of_several_pods_is_refused(script: str) -> None:
     assert "--nproc-per-node 1" in printed
 
 
-def test_variables_and_options_are_handed_on(script: str) -> None:
+def test_variables_and_launcher_options_are_forwarded(script: str) -> None:
     options = ["-x", "LEVEL=3", "-x", "HF_TOKEN", "--launcher-args", "--tee 3", "--launcher-args", "--max-restarts 1"]
     printed = run("launch", "--dry-run", *options, script, HF_TOKEN="abc").stdout
     assert printed.endswith(f"--nproc-per-node 1 --tee 3 --max-restarts 1 {script}\n")
@@ -339,7 +339,7 @@ def test_variables_and_options_are_handed_on(script: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["first", "²"])
-def test_a_broken_variable_is_named(value: str, script: str) -> None:
+def test_invalid_environment_variable_is_reported(value: str, script: str) -> None:
     assert refused("launch", script, RANK=value, WORLD_SIZE="2") == (
         f"RANK must be a whole number, got '{value}'. Set it, or clear it with: unset RANK"
     )
@@ -374,7 +374,7 @@ def test_a_broken_variable_is_named(value: str, script: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_used_on_this_host_is_refused(line: str, message: str, tmp_path: Path) -> None:
+def test_unusable_arguments_are_rejected(line: str, message: str, tmp_path: Path) -> None:
     (script := tmp_path / "train.py").write_text("print('started')")
     (folder := tmp_path / "empty").mkdir()
     told = CliRunner().invoke(unitrain, line.format(script=script, folder=folder).split())
@@ -383,7 +383,7 @@ def test_what_cannot_be_used_on_this_host_is_refused(line: str, message: str, tm
     assert "started" not in told.output
 
 
-def test_mpi_without_mpirun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_without_mpirun_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (script := tmp_path / "train.py").write_text("")
     monkeypatch.setenv("PATH", str(tmp_path))
     told = CliRunner().invoke(unitrain, ["launch", "--backend", "horovod", "--mpi", str(script)])
@@ -407,6 +407,6 @@ def test_mpi_without_mpirun_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         ("json:nosuch", r"There is no function 'nosuch' in json\."),
     ],
 )
-def test_a_function_that_is_not_there(target: str, message: str) -> None:
+def test_missing_function_is_reported(target: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made_by(target)

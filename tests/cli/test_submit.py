@@ -122,7 +122,7 @@ def manifest(*arguments: str, **variables: str) -> dict[str, Any]:
     return found
 
 
-def test_a_script_for_slurm(script: Path) -> None:
+def test_batch_script_for_slurm(script: Path) -> None:
     asked = ["--nodes", "2", "--gpus-per-node", "4", "--cpus-per-task", "8", "--memory", "64G", "--time", "12:00:00"]
     asked += ["--partition", "gpu", "--account", "me", "-x", "LEVEL=a b", "--qos=high", "--exclusive"]
     text = printed("--to", "slurm", *asked, script.name, "--epochs", "9 0")
@@ -142,7 +142,7 @@ def test_a_script_for_slurm(script: Path) -> None:
     assert "%x-%j" not in chosen
 
 
-def test_names_with_spaces_are_one_word_for_slurm(script: Path) -> None:
+def test_directives_quote_values_with_spaces(script: Path) -> None:
     """Slurm splits a #SBATCH line at spaces, but for quotes."""
     text = printed("--to", "slurm", "--job-name", "a b", "--output", "my logs/%j.out", "--comment=it's", script.name)
     asked = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
@@ -158,7 +158,7 @@ def program(folder: Path, name: str, lines: str) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1, 75])
-def test_a_job_whose_ranks_were_warned_is_queued_again(code: int, script: Path, tmp_path: Path) -> None:
+def test_preempted_job_is_requeued(code: int, script: Path, tmp_path: Path) -> None:
     text = printed("--to", "slurm", "--nodes", "2", "-np", "2", "-x", "LEVEL=3", script.name, "a b")
     program(tmp_path, "scontrol", 'echo "scontrol $*" >> log; [ "$1" != show ] || printf "n1\\nn2\\n"')
     program(tmp_path, "srun", f'echo "srun $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $LEVEL" >> log; '
@@ -174,7 +174,7 @@ def test_a_job_whose_ranks_were_warned_is_queued_again(code: int, script: Path, 
     assert "<--cpus-per-task=6>" in log
 
 
-def test_each_attempt_of_a_job_has_a_key_that_nothing_shows(script: Path, tmp_path: Path) -> None:
+def test_each_attempt_has_a_new_key_that_is_not_displayed(script: Path, tmp_path: Path) -> None:
     text = printed("--to", "slurm", script.name)
     program(tmp_path, "srun", 'echo "$UNITRAIN_JOB_KEY"; echo "$*" >&2')
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "4071"}
@@ -193,7 +193,7 @@ def test_each_attempt_of_a_job_has_a_key_that_nothing_shows(script: Path, tmp_pa
     assert run(UNITRAIN_JOB_KEY="mine")[0] == "mine"
 
 
-def test_slurms_warning_is_one_that_the_trainer_heeds(script: Path) -> None:
+def test_signal_of_slurm_is_one_that_the_trainer_handles(script: Path) -> None:
     from unitrain import TrainConfig
     from unitrain.errors import Preempted
 
@@ -203,7 +203,7 @@ def test_slurms_warning_is_one_that_the_trainer_heeds(script: Path) -> None:
     assert f'"$code" -eq {Preempted(None).code} ' in text
 
 
-def test_ddp_in_kubernetes(script: Path) -> None:
+def test_pytorchjob_for_ddp(script: Path) -> None:
     asked = ["--nodes", "3", "--gpus-per-node", "4", "--cpus-per-task", "2", "--memory", "64G", "--time", "2-1"]
     found = manifest(*asked, "--image", "registry/train:1", "--namespace", "team", "-x", "LEVEL=3", script.name, "-v")
     assert (found["kind"], found["metadata"]) == ("PyTorchJob", {"name": "train-digits", "namespace": "team"})
@@ -219,7 +219,7 @@ def test_ddp_in_kubernetes(script: Path) -> None:
     assert list(manifest("--image", "a", script.name)["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
-def test_a_trainjob(script: Path) -> None:
+def test_trainjob(script: Path) -> None:
     asked = ["--nodes", "2", "--gpus-per-node", "4", "--image", "a", "--kind", "TrainJob", "--backend", "horovod"]
     found = manifest(*asked, "--time", "90", script.name)
     assert found["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
@@ -238,7 +238,7 @@ def test_a_trainjob(script: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_mpirun_in_kubernetes(backend: str, script: Path, tmp_path: Path) -> None:
+def test_mpijob(backend: str, script: Path, tmp_path: Path) -> None:
     found = manifest("--backend", backend, "--kind", "MPIJob", "--nodes", "2", "-np", "8", "--image", "a", script.name)
     spec = found["spec"]
     assert spec["slotsPerWorker"] == 4
@@ -273,9 +273,7 @@ KINDS = {"PyTorchJob": "-worker-{}", "MPIJob": "-worker-{}", "TrainJob": "-node-
 
 @pytest.mark.parametrize("nodes", [1, 2, 12, 101])
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_in_kubernetes_are_labels_and_leave_room_for_the_pods(
-    kind: str, nodes: int, script: Path, tmp_path: Path
-) -> None:
+def test_job_names_in_kubernetes_are_valid_labels(kind: str, nodes: int, script: Path, tmp_path: Path) -> None:
     """The operators name pods and services after the job, and these names are DNS labels as in RFC 1035."""
     asked = ["--to", "kubernetes", "--kind", kind, "--nodes", str(nodes), "--image", "a"]
 
@@ -303,7 +301,7 @@ def test_names_in_kubernetes_are_labels_and_leave_room_for_the_pods(
         assert yaml.safe_load(printed(*asked, "--job-name", suggested, script.name))["metadata"]["name"] == suggested
 
 
-def test_options_stay_with_what_starts_the_ranks_in_the_pods(script: Path) -> None:
+def test_launcher_options_are_passed_to_the_launcher_in_the_pods(script: Path) -> None:
     def command(line: str) -> str:
         told = CliRunner().invoke(unitrain, ["translate", "--to", "kubernetes", line])
         spec = yaml.safe_load(told.stdout)["spec"]
@@ -318,7 +316,7 @@ def test_options_stay_with_what_starts_the_ranks_in_the_pods(script: Path) -> No
     )
 
 
-def test_secrets_stay_secret(script: Path) -> None:
+def test_secrets_are_not_written_into_manifests_and_scripts(script: Path) -> None:
     asked = ["-x", "HF_TOKEN", "-x", "LEVEL", script.name]
     told = {"HF_TOKEN": "abc", "LEVEL": "3"}
     for kind in ("PyTorchJob", "TrainJob", "MPIJob"):
@@ -338,7 +336,9 @@ def test_secrets_stay_secret(script: Path) -> None:
 
 
 @pytest.mark.parametrize(("target", "command"), [("slurm", "sbatch"), ("kubernetes", "kubectl apply -f -")])
-def test_a_job_is_shown_and_handed_over(target: str, command: str, script: Path, tmp_path: Path) -> None:
+def test_submit_prints_the_job_and_passes_it_to_the_scheduler(
+    target: str, command: str, script: Path, tmp_path: Path
+) -> None:
     name = command.partition(" ")[0]
     program(tmp_path, name, 'echo "$0 $*" | sed s,.*/,, > log; cat > taken; exit 3')
     image = ["--image", "a"] if target == "kubernetes" else []
@@ -411,13 +411,13 @@ def test_a_job_is_shown_and_handed_over(target: str, command: str, script: Path,
     ],
     ids=str,
 )
-def test_what_is_refused_says_what_to_type(arguments: str, message: str, script: Path) -> None:
+def test_invalid_arguments_are_reported_with_a_fix(arguments: str, message: str, script: Path) -> None:
     result = submit("--dry-run", *shlex.split(arguments.replace(" T", f" {script.name}")))
     assert result.exit_code == 2, result.output
     assert result.stderr.rpartition("\nError: ")[2].strip() == message
 
 
-def test_what_a_handover_needs(script: Path, tmp_path: Path) -> None:
+def test_submit_reports_a_missing_scheduler_and_image(script: Path, tmp_path: Path) -> None:
     assert "A Kubernetes job needs an image that contains the script. Add --image NAME" in (
         submit("--to", "kubernetes", script.name).stderr
     )
@@ -437,5 +437,5 @@ PLAIN = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=6), PLAIN, max_size=4))
-def test_what_is_dumped_is_read_as_the_same(data: dict[str, Any]) -> None:
+def test_yaml_of_manifests_round_trips(data: dict[str, Any]) -> None:
     assert yaml.safe_load(dump_manifest(data)) == data

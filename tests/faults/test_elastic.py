@@ -86,7 +86,7 @@ def check(folder: Path, expected: list[float], sizes: list[int], lost: int) -> N
         pytest.param("ddp", "mpirun", marks=[needs_mpi, pytest.mark.nightly]),
     ],
 )
-def test_slots_that_are_added_are_used_and_a_killed_rank_costs_a_few_steps(
+def test_added_slots_are_used_and_a_killed_rank_costs_few_steps(
     backend: str, launcher: str, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"7": "slots 3"}, "3": {"33": "kill 1"}}))
@@ -104,7 +104,7 @@ def test_slots_that_are_added_are_used_and_a_killed_rank_costs_a_few_steps(
 
 @pytest.mark.nightly
 @needs_hosts
-def test_hosts_come_and_go(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_elastic_job_follows_added_and_removed_hosts(tmp_path: Path, undisturbed: list[float]) -> None:
     """One that does not answer is taken in when it does; one that vanishes is noticed, though nobody tells."""
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow grown"}, "3": {"20": "slow shrunk"}}))
     options = ["--backend", "horovod", "--elastic", "1:3", "--max-restarts", "1", "-H", "h1:1,h2:1,h3:1"]
@@ -131,7 +131,7 @@ def test_hosts_come_and_go(tmp_path: Path, undisturbed: list[float]) -> None:
 
 @pytest.mark.nightly
 @needs_hosts
-def test_torchrun_on_several_hosts_goes_on_with_those_that_are_left(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_elastic_torchrun_continues_on_the_remaining_hosts(tmp_path: Path, undisturbed: list[float]) -> None:
     """By the lines that `unitrain launch` prints for each host, and by torchrun's own agents. That a host has vanished
     shows when it is waited for in vain."""
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow shrunk"}, "1": {"10": "slow grown"}}))
@@ -158,7 +158,7 @@ def test_torchrun_on_several_hosts_goes_on_with_those_that_are_left(tmp_path: Pa
 
 
 @needs_slurm
-def test_a_killed_rank_under_srun(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_killed_rank_under_srun_ends_the_job(tmp_path: Path, undisturbed: list[float]) -> None:
     """On two hosts, from the second of which the ranks reach the launch too."""
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"12": "kill 1"}}))
     (tmp_path / "hosts").mkdir()

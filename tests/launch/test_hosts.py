@@ -14,7 +14,7 @@ pytestmark = needs_hosts
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=2"]
 
 
-def test_hosts_have_names_networks_and_processes_of_their_own(two_hosts: list[Host]) -> None:
+def test_test_hosts_have_separate_names_networks_and_processes(two_hosts: list[Host]) -> None:
     first, second = two_hosts
     for host, other in ((first, second), (second, first)):
         told = host.run(["sh", "-c", "hostname; pwd; echo $HOME $OWN; getent hosts h1 h2; ls /dev/shm"], {"OWN": "1"})
@@ -26,7 +26,7 @@ def test_hosts_have_names_networks_and_processes_of_their_own(two_hosts: list[Ho
     assert socket.gethostname() not in ("h1", "h2")
 
 
-def test_what_runs_on_a_host_is_seen_and_ended(two_hosts: list[Host]) -> None:
+def test_processes_of_a_test_host_are_found_and_ended(two_hosts: list[Host]) -> None:
     first, second = two_hosts
     first.run([*SSH, "h2", "sleep 300 >/dev/null 2>&1 &"])
     (command,) = second.living().values()
@@ -40,7 +40,7 @@ def test_what_runs_on_a_host_is_seen_and_ended(two_hosts: list[Host]) -> None:
     assert first.living() == {}
 
 
-def test_a_host_without_its_cable_or_without_power_answers_nobody(two_hosts: list[Host]) -> None:
+def test_disconnected_and_stopped_test_hosts_do_not_answer(two_hosts: list[Host]) -> None:
     first, second = two_hosts
     second.unplug()
     assert first.run([*SSH, "h2", "hostname"]).returncode == 255
@@ -53,7 +53,7 @@ def test_a_host_without_its_cable_or_without_power_answers_nobody(two_hosts: lis
     assert first.run([*SSH, "h2", "hostname"]).returncode == 255
 
 
-def test_nothing_is_left(tmp_path: Path) -> None:
+def test_test_hosts_leave_nothing_behind(tmp_path: Path) -> None:
     with hosts(3, tmp_path, own_name_is_loopback=True) as three:
         assert three[2].run(["getent", "hosts", "h1", "h3"]).stdout.split()[::2] == ["10.77.0.1", "127.0.1.1"]
         running = three[1].start(["sleep", "300"])

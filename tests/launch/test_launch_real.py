@@ -88,7 +88,7 @@ def check_two_ranks(folder: Path, backend: str, transport: str) -> list[dict[str
         "horovod under mpirun",
     ],
 )  # fmt: skip
-def test_a_launch_does_what_it_prints(
+def test_launch_runs_the_printed_command(
     options: list[str], backend: str, transport: str, script: str, tmp_path: Path
 ) -> None:
     command = [*UNITRAIN, *options, script, str(tmp_path), "returns"]
@@ -105,7 +105,7 @@ def test_a_launch_does_what_it_prints(
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_a_module_runs_under_every_launcher(
+def test_module_runs_under_every_launcher(
     backend: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with --log-dir, which runs another program in each rank first."""
@@ -129,7 +129,7 @@ def test_a_module_runs_under_every_launcher(
     ],
     ids=["torchrun", "horovodrun", "mpirun", "unitrain's mpirun"],
 )
-def test_a_launcher_ends_with_the_rank_that_fails(
+def test_launcher_ends_with_the_failing_rank(
     command: list[str], backend: str, transport: str, script: str, tmp_path: Path
 ) -> None:
     """The backend is the launcher's own when none is asked for."""
@@ -149,7 +149,7 @@ def test_a_launcher_ends_with_the_rank_that_fails(
         pytest.param(["--backend", "horovod", "--launcher", "mpirun"], id="mpirun", marks=needs_mpi),
     ],
 )
-def test_a_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tmp_path: Path) -> None:
+def test_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tmp_path: Path) -> None:
     with started([*UNITRAIN, *options, script, str(tmp_path), "stays"]) as launch:
         deadline = time.monotonic() + SECONDS
         while len(told_by_ranks(tmp_path)) < 2 and launch.process.poll() is None and time.monotonic() < deadline:
@@ -165,7 +165,7 @@ def test_a_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, 
 
 
 @pytest.mark.nightly
-def test_a_launch_in_a_container_that_was_given_a_rank(script: str, tmp_path: Path) -> None:
+def test_launch_in_a_container_with_rank_variables(script: str, tmp_path: Path) -> None:
     """As Kubernetes' PyTorchJob does: that rank is the container's, not its processes'."""
     for backend in ("ddp", "horovod"):
         folder = tmp_path / backend
@@ -187,7 +187,7 @@ def test_one_process_without_a_launcher(script: str, tmp_path: Path) -> None:
         assert (told["backend"], told["rank"], told["size"], told["total"]) == ("local", 0, 1, [1.0, 10.0])
 
 
-def test_local_with_two_ranks_is_refused(script: str, tmp_path: Path) -> None:
+def test_backend_local_with_two_ranks_is_rejected(script: str, tmp_path: Path) -> None:
     with started([*TORCHRUN, script, str(tmp_path), "returns", "local"]) as launch:
         output = launch.output()
     assert launch.process.returncode != 0
@@ -217,7 +217,7 @@ assert model.weight.grad.unique().tolist() == [backend.rank], model.weight.grad
 """
 
 
-def test_no_thread_of_the_group_is_left_after_it(tmp_path: Path) -> None:
+def test_backend_threads_end_with_the_process_group(tmp_path: Path) -> None:
     """One that is still there when the interpreter goes may abort the process, with the job done."""
     script = tmp_path / "train.py"
     script.write_text(LEAVES)

@@ -135,7 +135,7 @@ def typed(launcher: str, backend: str, count: int) -> tuple[list[str], dict[str,
         pytest.param("mpiexec", marks=needs_mpich),
     ],
 )
-def test_launchers_that_are_typed_once(
+def test_launchers_that_start_all_ranks_from_one_host(
     launcher: str, backend: str, count: int, both: list[Host], tmp_path: Path, reference: list[float]
 ) -> None:
     command, variables = typed(launcher, backend, count)
@@ -149,7 +149,7 @@ def test_launchers_that_are_typed_once(
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_no_launcher(backend: str, both: list[Host], tmp_path: Path, reference: list[float]) -> None:
+def test_command_without_a_launcher(backend: str, both: list[Host], tmp_path: Path, reference: list[float]) -> None:
     done = both[0].run([sys.executable, SCRIPT, str(tmp_path), backend], VARIABLES)
     assert done.returncode == 0, done.stdout
     check(tmp_path, "none", backend, "gloo", (1,), reference)
@@ -157,7 +157,7 @@ def test_no_launcher(backend: str, both: list[Host], tmp_path: Path, reference: 
 
 @COUNTS
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_torchrun_on_each_host(
+def test_torchrun_started_on_each_host(
     backend: str, count: int, both: list[Host], tmp_path: Path, reference: list[float]
 ) -> None:
     agents = []
@@ -177,7 +177,7 @@ def test_torchrun_on_each_host(
     [([], "torchrun", "ddp"), (["--backend", "horovod", "--launcher", "srun"], "srun", "horovod")],
     ids=["torchrun", "srun"],
 )
-def test_in_a_batch_job_nothing_is_typed_of_its_hosts(
+def test_batch_job_uses_its_hosts(
     options: list[str],
     launcher: str,
     backend: str,
@@ -202,7 +202,7 @@ def test_in_a_batch_job_nothing_is_typed_of_its_hosts(
 @COUNTS
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_in_an_allocation_of_slurms(
+def test_launchers_in_a_slurm_allocation(
     launcher: str,
     backend: str,
     count: int,

@@ -73,7 +73,7 @@ def command_lines(hosts: list[Host]) -> str:
         pytest.param(["--backend", "ddp", "--launcher", "mpirun"], id="mpirun", marks=needs_mpi),
     ],
 )
-def test_one_line_starts_the_ranks_of_all_hosts(
+def test_one_command_starts_ranks_on_all_hosts(
     options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
 ) -> None:
     """A secret reaches every rank, and no command line on any host shows it."""
@@ -95,7 +95,7 @@ def test_one_line_starts_the_ranks_of_all_hosts(
         host.wait_until_none_lives(15)
 
 
-def test_a_dry_run_prints_what_runs_where(two_hosts: list[Host], script: str) -> None:
+def test_dry_run_prints_the_command_of_each_host(two_hosts: list[Host], script: str) -> None:
     done = two_hosts[0].run([*LAUNCH, "--dry-run", "-H", "h1:2,h2:1", script, "."], VARIABLES)
     first, second = done.stdout.splitlines()
     assert first.startswith("on h1: TORCH_")
@@ -103,7 +103,7 @@ def test_a_dry_run_prints_what_runs_where(two_hosts: list[Host], script: str) ->
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr h1 --master-port 29500" in second
 
 
-def test_two_launches_at_once_do_not_meet(two_hosts: list[Host], script: str, tmp_path: Path) -> None:
+def test_concurrent_launches_do_not_share_a_rendezvous(two_hosts: list[Host], script: str, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     launched = []
     for folder in folders:
@@ -140,7 +140,7 @@ def ask_launch_to_end(hosts: list[Host], process: subprocess.Popen[str]) -> None
 
 @pytest.mark.parametrize("fault", [fails_itself, kill_launch, ask_launch_to_end], ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("options", ENDS)
-def test_no_rank_outlives_its_launch_on_any_host(
+def test_no_rank_outlives_its_launch(
     options: list[str],
     fault: Callable[[list[Host], subprocess.Popen[str]], None],
     two_hosts: list[Host],
@@ -159,7 +159,7 @@ def test_no_rank_outlives_its_launch_on_any_host(
         assert "this rank fails" in said
 
 
-def test_a_launch_ends_when_a_host_dies(two_hosts: list[Host], script: str, tmp_path: Path) -> None:
+def test_launch_ends_if_a_host_dies(two_hosts: list[Host], script: str, tmp_path: Path) -> None:
     with two_hosts[0].start([*LAUNCH, "-H", "h1:1,h2:1", script, str(tmp_path), "stays"], VARIABLES) as process:
         wait_for_ranks(tmp_path, 2, process)
         two_hosts[1].kill()
@@ -223,7 +223,7 @@ def other_torch(hosts: list[Host], script: Path) -> str:
 @pytest.mark.parametrize(
     "wrong", [unreachable, another_key, closed, no_script, no_python, other_torch], ids=lambda wrong: wrong.__name__
 )
-def test_what_is_wrong_with_a_host_is_said_before_anything_starts(
+def test_host_problems_are_reported_before_the_launch(
     wrong: Callable[[list[Host], Path], str], two_hosts: list[Host], script: str, tmp_path: Path
 ) -> None:
     expected = wrong(two_hosts, Path(script))
@@ -266,7 +266,7 @@ def test_what_is_wrong_with_a_host_is_said_before_anything_starts(
     ],
     ids=["unknown name", "slots", "interface", "port", "localhost"],
 )  # fmt: skip
-def test_what_is_wrong_with_a_request(
+def test_invalid_requests_are_reported_before_the_launch(
     options: list[str], variables: dict[str, str], expected: str, two_hosts: list[Host], script: str
 ) -> None:
     done = two_hosts[0].run([*LAUNCH, *options, script, ".", "returns"], VARIABLES | variables)
@@ -288,7 +288,7 @@ if not again and os.environ["RANK"] == "1":
 """
 
 
-def test_a_job_on_two_hosts_is_started_again(two_hosts: list[Host], tmp_path: Path) -> None:
+def test_job_on_two_hosts_is_restarted(two_hosts: list[Host], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAILS_ONCE)
     command = [*LAUNCH, "--max-restarts", "1", "-H", "h1:1,h2:1", str(script), str(tmp_path)]

@@ -53,7 +53,7 @@ def in_shell(step: list[str], *commands: list[str]) -> list[str]:
     return ["script", "--quiet", "--return", "--command", line, "/dev/null"]
 
 
-def test_a_shell_in_a_step_uses_all_hosts(
+def test_launch_in_a_step_shell_uses_all_hosts(
     script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated
@@ -73,7 +73,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("step", PLANS)
-def test_every_kind_of_shell_uses_all_tasks(
+def test_every_kind_of_step_shell_uses_all_tasks(
     step: str, script: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated
@@ -89,7 +89,7 @@ def test_every_kind_of_shell_uses_all_tasks(
 
 
 @needs_open_mpi
-def test_launchers_of_the_scheduler_start_ranks_from_a_step(
+def test_mpirun_and_srun_start_ranks_from_a_step_shell(
     script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     """The step, whose shell they are typed into, has all cores."""
@@ -104,7 +104,7 @@ def test_launchers_of_the_scheduler_start_ranks_from_a_step(
     assert sorted((tmp_path / "srun" / rank).read_text() for rank in "0123") == ["h1", "h1", "h2", "h2"], done.stdout
 
 
-def test_several_tasks_do_not_start_a_job_each(
+def test_launch_in_several_tasks_is_rejected(
     script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated

@@ -44,7 +44,7 @@ with unitrain.init(device="cpu") as backend:
 @needs_hosts
 @needs_slurm
 @pytest.mark.timeout(240)
-def test_a_job_that_is_warned_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warned_job_is_requeued_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     history, log, daemons = tmp_path / "run" / "history.jsonl", tmp_path / "log", tmp_path / "slurm"

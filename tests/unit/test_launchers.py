@@ -50,7 +50,7 @@ def spec(**given: object) -> LaunchSpec:
         ("[fe80::1]:3", [Host("[fe80::1]", 3)]),
     ],
 )
-def test_hosts_are_read_as_horovod_and_mpi_write_them(text: str, hosts: list[Host]) -> None:
+def test_parse_hosts_reads_the_notation_of_horovod_and_mpi(text: str, hosts: list[Host]) -> None:
     assert list(parse_hosts(text)) == hosts
 
 
@@ -72,13 +72,13 @@ def test_hosts_are_read_as_horovod_and_mpi_write_them(text: str, hosts: list[Hos
         ("a:2,b:1,a:3", "Host 'a' is named twice in 'a:2,b:1,a:3'. Add the slots up: -H a:5"),
     ],
 )
-def test_hosts_that_cannot_be_meant_are_refused(text: str, message: str) -> None:
+def test_parse_hosts_rejects_invalid_hosts(text: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         parse_hosts(text)
     assert str(caught.value) == message
 
 
-def test_one_machine_under_two_names_is_refused() -> None:
+def test_two_names_of_one_machine_are_rejected() -> None:
     addresses = {"a": "10.0.0.1", "a.site": "10.0.0.1", "b": "10.0.0.2"}
 
     def resolve(name: str) -> str:
@@ -94,7 +94,7 @@ def test_one_machine_under_two_names_is_refused() -> None:
 # --- what is asked ---
 
 
-def test_no_process_and_too_many_are_refused() -> None:
+def test_launch_spec_rejects_zero_processes_and_more_processes_than_slots() -> None:
     with pytest.raises(LaunchError, match=r"^A run needs at least 1 process, got -np 0\. Use: -np 1$"):
         spec(num_processes=0)
     with pytest.raises(LaunchError) as caught:
@@ -110,7 +110,7 @@ def test_no_process_and_too_many_are_refused() -> None:
     ("processes", "hosts", "most", "threads"),
     [(1, "", 1, "8"), (2, "", 2, "4"), (16, "", 16, "1"), (5, "a:4,b:4", 4, "2"), (3, "a:1,b:2", 2, "4")],
 )
-def test_the_cores_are_shared_among_the_ranks_of_the_fullest_host(
+def test_threads_per_rank_divide_the_cores_of_the_fullest_host(
     processes: int, hosts: str, most: int, threads: str
 ) -> None:
     asked = spec(num_processes=processes, hosts=parse_hosts(hosts) if hosts else ())
@@ -118,7 +118,7 @@ def test_the_cores_are_shared_among_the_ranks_of_the_fullest_host(
     assert asked.variables == {"OMP_NUM_THREADS": threads}
 
 
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec(environment={"OMP_NUM_THREADS": "3"}, backend="ddp").variables == {
         "OMP_NUM_THREADS": "3",
         "UNITRAIN_BACKEND": "ddp",
@@ -130,7 +130,7 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- commands ---
 
 
-def test_a_file_of_hosts(tmp_path: Path) -> None:
+def test_read_hostfile(tmp_path: Path) -> None:
     """As Open MPI and Horovod write it, and as schedulers do, one line for each slot."""
     path = tmp_path / "hosts"
     path.write_text("# ours\na slots=4 max_slots=8\n\nb:2  # two\nc\nc\n")
@@ -150,7 +150,7 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
             launchers.read_hostfile(Path(endless))
 
 
-def test_the_interface_is_told_to_the_launcher_and_to_libraries() -> None:
+def test_interface_is_passed_to_the_launcher_and_to_libraries() -> None:
     asked = spec(num_processes=2, hosts=parse_hosts("a.invalid:1,b.invalid:1"), interface="ib0")
     told = {"GLOO_SOCKET_IFNAME": "ib0", "HOROVOD_GLOO_IFACE": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
     for launcher, words in (("torchrun", ""), ("horovodrun", "--network-interfaces ib0")):
@@ -169,7 +169,7 @@ def test_torchrun_on_one_host() -> None:
     }  # fmt: skip
 
 
-def test_torchrun_is_started_on_each_of_two_hosts() -> None:
+def test_torchrun_on_two_hosts_has_one_command_per_host() -> None:
     asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
     first, second = commands_per_host(asked)
     common = ("--master-addr", "a", "--master-port", "29500", "train.py", "--epochs", "3")
@@ -185,7 +185,7 @@ def test_torchrun_is_started_on_each_of_two_hosts() -> None:
     assert "--master-port 4711" in build("torchrun", replace(asked, port=4711)).shell()
 
 
-def test_a_plan_of_many_hosts_can_be_started() -> None:
+def test_plan_of_1000_hosts_fits_into_the_arguments_of_a_process() -> None:
     """Linux takes no longer argument than 128 KiB, and all of them together no more than a quarter of the stack."""
     hosts = tuple(Host(f"198.18.{number // 100}.{number % 100}", 8) for number in range(1000))
     asked = spec(num_processes=8000, hosts=hosts, args=("--data", "x" * 3000))
@@ -198,7 +198,7 @@ def test_a_plan_of_many_hosts_can_be_started() -> None:
     assert done.stdout == f"{len(command.argv[3:])}\n"
 
 
-def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_import_nothing_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("launchers", "click", "json"):
         (tmp_path / f"{name}.py").write_text(f"print('{name} of the current folder')")
     command = agents.build_command(
@@ -245,7 +245,7 @@ def test_backend_local_with_several_processes_is_rejected_before_the_launch(laun
     )
 
 
-def test_ranks_share_the_cores_that_may_be_used() -> None:
+def test_threads_per_rank_respect_the_cpu_affinity() -> None:
     """A scheduler or `taskset` allows a process only some of the machine's cores."""
     core = min(ALLOWED)
     shown = "from unitrain.launchers import LaunchSpec; print(LaunchSpec(script='t.py').variables['OMP_NUM_THREADS'])"
@@ -267,7 +267,7 @@ sys.exit(7)
 """
 
 
-def test_signals_while_a_host_does_not_read_do_not_end_a_launch(tmp_path: Path) -> None:
+def test_signals_during_a_blocked_write_do_not_end_a_launch(tmp_path: Path) -> None:
     """A signal handler that writes to a buffered pipe fails if it interrupts another write to it."""
     end = tmp_path / "end"
     program = Command((sys.executable, "-c", SIGNALLED, str(end)))
@@ -292,7 +292,7 @@ def test_signals_while_a_host_does_not_read_do_not_end_a_launch(tmp_path: Path) 
         process.communicate()
 
 
-def test_a_host_that_is_left_without_a_process_takes_no_part() -> None:
+def test_hosts_without_a_process_have_no_torchrun_command() -> None:
     """torchrun ends with a bare AssertionError where it is given no process to start."""
     asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
     assert commands_per_host(asked) == commands_per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
@@ -300,14 +300,14 @@ def test_a_host_that_is_left_without_a_process_takes_no_part() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["none", "torchrun"])
-def test_only_horovodrun_has_a_controller(launcher: str) -> None:
+def test_a_controller_is_rejected_by_other_launchers(launcher: str) -> None:
     with pytest.raises(
         LaunchError, match=r"^--mpi chooses horovodrun's controller.* or use: --backend horovod --launcher horovodrun$"
     ):
         build(launcher, spec(controller="mpi"))
 
 
-def test_one_process_starts_here_only() -> None:
+def test_no_launcher_rejects_other_hosts() -> None:
     for here in ("localhost", "127.0.0.1", socket.gethostname()):
         assert "--standalone" in build("torchrun", spec(hosts=(Host(here, 1),))).argv
         build("none", spec(hosts=(Host(here, 1),)))
@@ -337,7 +337,7 @@ def test_one_process_starts_here_only() -> None:
     ],
     ids=["gloo", "mpi", "one host", "two hosts"],
 )
-def test_horovodrun(asked: LaunchSpec, options: list[str], variables: dict[str, str]) -> None:
+def test_horovodrun_command(asked: LaunchSpec, options: list[str], variables: dict[str, str]) -> None:
     command = build("horovodrun", asked)
     assert command.argv == (
         *HOROVODRUN, *options, sys.executable, "train.py", "--epochs", "3",
@@ -345,14 +345,14 @@ def test_horovodrun(asked: LaunchSpec, options: list[str], variables: dict[str, 
     assert command.environment == {"OMP_NUM_THREADS": "4"} | variables
 
 
-def test_ddp_has_nowhere_to_meet_under_mpi() -> None:
+def test_horovodrun_with_mpi_rejects_ddp() -> None:
     with pytest.raises(
         LaunchError, match=r"^Backend 'ddp' needs a rendezvous address.* Leave --mpi out, or use --backend horo"
     ):
         build("horovodrun", spec(controller="mpi", backend="ddp"))
 
 
-def test_no_launcher() -> None:
+def test_command_without_a_launcher() -> None:
     command = build("none", spec(backend="local"))
     assert command.argv == (sys.executable, "train.py", "--epochs", "3")
     assert command.environment == {"UNITRAIN_BACKEND": "local", "OMP_NUM_THREADS": "8"}
@@ -364,7 +364,7 @@ def test_no_launcher() -> None:
         build("none", spec(num_processes=2))
 
 
-def test_programs_of_another_environment_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_of_other_environments_on_path_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A torchrun or horovodrun that comes first on PATH would start the ranks with its own Python and packages."""
     for name in ("torchrun", "horovodrun"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
@@ -377,7 +377,7 @@ def test_programs_of_another_environment_are_not_used(tmp_path: Path, monkeypatc
     }
 
 
-def test_a_launcher_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_launcher_package_is_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         LaunchError, match=r"^Launcher 'horovodrun' is not installed for .*\. Build .* with: unitrain horovod build$"
@@ -385,7 +385,7 @@ def test_a_launcher_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         build("horovodrun", spec())
 
 
-def test_an_unknown_launcher() -> None:
+def test_unknown_launcher_is_reported_with_a_suggestion() -> None:
     with pytest.raises(LaunchError) as caught:
         build("torchrunn", spec())
     assert str(caught.value) == (
@@ -393,12 +393,12 @@ def test_an_unknown_launcher() -> None:
     )
 
 
-def test_a_command_survives_the_shell() -> None:
+def test_command_is_quoted_for_a_shell() -> None:
     command = Command(("run", "a b", "it's", "$HOME", ""), {"NAME": "two words"})
     assert shlex.split(command.shell()) == ["NAME=two words", "run", "a b", "it's", "$HOME", ""]
 
 
-def test_a_package_adds_a_launcher_but_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_point_adds_a_launcher_but_does_not_replace_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site_launcher.py").write_text(
         "from unitrain.launchers import Command\n\n\ndef build(spec):\n    return Command(('site', spec.script))\n"
     )

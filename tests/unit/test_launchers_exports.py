@@ -21,11 +21,11 @@ from unitrain.launchers.torchrun import commands_per_host
         ("MAX_TOKENS", "512", False), ("KEYBOARD", "us", False), ("DATABASE_URL", "http://host:80/a@b", False),
     ],
 )  # fmt: skip
-def test_what_looks_secret(name: str, value: str, secret: bool) -> None:
+def test_looks_secret(name: str, value: str, secret: bool) -> None:
     assert looks_secret(name, value) is secret
 
 
-def test_variables_are_named_or_given() -> None:
+def test_parse_exports_accepts_names_and_values() -> None:
     environ = {"HF_TOKEN": "abc", "EMPTY": ""}
     assert parse_exports(["HF_TOKEN", "A=b=c", "EMPTY", "B=", "A=d", "A"], environ) == (
         ("HF_TOKEN", "A", "EMPTY", "B"),
@@ -55,13 +55,13 @@ def test_variables_are_named_or_given() -> None:
         ),
     ],
 )
-def test_variables_that_cannot_be_handed_on(text: str, message: str) -> None:
+def test_parse_exports_rejects_invalid_variables(text: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         parse_exports([text], {})
     assert str(caught.value) == message
 
 
-def test_options_are_taken_apart_as_by_a_shell() -> None:
+def test_launcher_args_are_split_like_by_a_shell() -> None:
     given = ["--bind-to core", "-mca plm_rsh_args '-o Port=2222'", "--report-bindings"]
     assert parse_launcher_args(given) == (
         "--bind-to", "core", "-mca", "plm_rsh_args", "-o Port=2222", "--report-bindings",
@@ -79,13 +79,13 @@ def test_options_are_taken_apart_as_by_a_shell() -> None:
         ("", "--launcher-args '' does not begin with an option. Give the option with its values"),
     ],
 )
-def test_options_that_cannot_be_meant(text: str, message: str) -> None:
+def test_invalid_launcher_args_are_rejected(text: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         parse_launcher_args([text])
     assert str(caught.value) == f'{message}, as in --launcher-args "--bind-to core"'
 
 
-def test_every_launcher_takes_options_before_the_program() -> None:
+def test_launcher_args_precede_the_program() -> None:
     for launcher, program in (("torchrun", "train.py"), ("horovodrun", sys.executable)):
         argv = build(launcher, LaunchSpec(script="train.py", launcher_args=("--verbose",))).argv
         assert argv[argv.index(program, 4) - 1] == "--verbose", argv
@@ -93,7 +93,7 @@ def test_every_launcher_takes_options_before_the_program() -> None:
         build("none", LaunchSpec(script="train.py", launcher_args=("--verbose",)))
 
 
-def test_torchrun_on_several_hosts_shows_values_but_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_on_several_hosts_shows_values_except_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "abc")
     monkeypatch.setenv("LEVEL", "3")
     hosts = parse_hosts("a:1,b:1")
@@ -108,7 +108,7 @@ def test_torchrun_on_several_hosts_shows_values_but_no_secrets(monkeypatch: pyte
     assert "abc" not in " ".join(command.argv)
 
 
-def test_no_value_is_in_a_printed_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_commands_contain_no_forwarded_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "abc")
     for launcher in ("torchrun", "horovodrun", "none"):
         assert "abc" not in build(launcher, LaunchSpec(script="train.py", forwarded=("HF_TOKEN",))).shell()

@@ -47,7 +47,7 @@ def names(*variables: str) -> list[str]:
     return [word for name in variables for word in ("-x", name)]
 
 
-def test_horovod_needs_no_address(folder: Path) -> None:
+def test_mpirun_sets_no_rendezvous_for_horovod_on_one_host(folder: Path) -> None:
     command = build("mpirun", spec(folder, num_processes=2, backend="horovod"))
     assert options(command, folder) == [
         "-np", "2", "-H", "localhost:2", *names("UNITRAIN_BACKEND", "OMP_NUM_THREADS"), *DEFAULTS,
@@ -57,7 +57,9 @@ def test_horovod_needs_no_address(folder: Path) -> None:
 
 @pytest.mark.parametrize("hosts", [(), (Host("localhost", 3),), (Host("127.0.0.1", 2),)], ids=str)
 @pytest.mark.parametrize("backend", ["ddp", None, "a_plugin"])
-def test_others_meet_at_a_free_port_of_this_host(folder: Path, hosts: tuple[Host, ...], backend: str | None) -> None:
+def test_mpirun_sets_a_free_port_for_ddp_on_one_host(
+    folder: Path, hosts: tuple[Host, ...], backend: str | None
+) -> None:
     commands = [build("mpirun", spec(folder, num_processes=2, hosts=hosts, backend=backend)) for _ in range(3)]
     for command in commands:
         assert command.environment["MASTER_ADDR"] == "127.0.0.1"
@@ -68,7 +70,7 @@ def test_others_meet_at_a_free_port_of_this_host(folder: Path, hosts: tuple[Host
     assert len({command.environment["MASTER_PORT"] for command in commands}) > 1
 
 
-def test_on_other_hosts_they_meet_on_the_first_and_are_told_what_libraries_read(
+def test_mpirun_on_several_hosts_uses_the_first_host_and_forwards_library_variables(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PYTHONPATH", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "LD_LIBRARY_PATH", "EDITOR", "WANDB_API_KEY"):
@@ -93,7 +95,7 @@ def test_on_other_hosts_they_meet_on_the_first_and_are_told_what_libraries_read(
     assert "a-value" not in command.shell()
 
 
-def test_an_address_of_the_users_stays_and_reaches_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_address_of_the_user_is_kept_and_forwarded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that have it and ranks that have not would wait for each other at different places."""
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.9")
     hosts = parse_hosts("localhost:1,b.invalid:1")
@@ -103,7 +105,7 @@ def test_an_address_of_the_users_stays_and_reaches_all(folder: Path, monkeypatch
         assert "-x MASTER_ADDR -x MASTER_PORT" in command.shell()
 
 
-def test_localhost_is_no_place_for_several_hosts_to_meet(folder: Path) -> None:
+def test_localhost_is_rejected_as_the_first_of_several_hosts(folder: Path) -> None:
     for name in ("localhost", "127.0.0.1"):
         with pytest.raises(
             LaunchError, match=rf"^Ranks on 2 hosts connect to the first host, but '{name}' is a different host on "
@@ -124,14 +126,14 @@ def test_localhost_is_no_place_for_several_hosts_to_meet(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_options_of_the_users_replace_ours(folder: Path, given: tuple[str, ...], words: list[str]) -> None:
+def test_launcher_args_override_default_options(folder: Path, given: tuple[str, ...], words: list[str]) -> None:
     """Open MPI 4 refuses an MCA parameter that is given twice."""
     command = build("mpirun", spec(folder, backend="horovod", launcher_args=given))
     assert options(command, folder)[-len(words) :] == words
     assert options(command, folder)[-len(words) - 1] == "OMP_NUM_THREADS"
 
 
-def test_another_mpi_is_refused(folder: Path) -> None:
+def test_mpirun_of_another_mpi_is_rejected(folder: Path) -> None:
     program(folder, "mpirun", "echo 'HYDRA build details:'; echo '    Version:   4.0.2'")
     with pytest.raises(LaunchError) as caught:
         build("mpirun", spec(folder))
@@ -147,12 +149,12 @@ def test_another_mpi_is_refused(folder: Path) -> None:
         build("mpirun", spec(folder))
 
 
-def test_a_controller_is_horovodruns(folder: Path) -> None:
+def test_mpirun_rejects_a_controller(folder: Path) -> None:
     with pytest.raises(LaunchError, match=r"^--mpi chooses horovodrun's controller, but the launcher is mpirun\."):
         build("mpirun", spec(folder, controller="mpi"))
 
 
-def test_in_an_allocation_the_hosts_are_slurms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpirun_in_an_allocation_uses_the_hosts_of_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(folder, "scontrol", "echo n1.invalid; echo n2.invalid")
     for name, value in (("JOB_ID", "4071"), ("JOB_NODELIST", "n[1-2]"), ("TASKS_PER_NODE", "2(x2)")):
         monkeypatch.setenv(f"SLURM_{name}", value)

@@ -47,7 +47,7 @@ def spec(folder: Path, **given: object) -> LaunchSpec:
         (2, "1,2", "n1,n2", 1),
     ],
 )
-def test_hosts_are_filled_in_slurms_order(
+def test_srun_fills_hosts_in_the_order_of_slurm(
     processes: int, tasks: str, nodes: str, per_node: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", tasks)
@@ -62,7 +62,7 @@ def test_hosts_are_filled_in_slurms_order(
     }  # fmt: skip
 
 
-def test_cores_of_a_task_are_asked_for_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_repeats_cpus_per_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """srun no longer takes them over from sbatch."""
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
     command = build("srun", spec(folder, num_processes=2))
@@ -72,26 +72,26 @@ def test_cores_of_a_task_are_asked_for_again(folder: Path, monkeypatch: pytest.M
     assert "OMP_NUM_THREADS" not in build("srun", spec(folder, num_processes=2)).environment
 
 
-def test_a_shell_inside_a_step_shares_its_cores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_inside_a_step_overlaps_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--overlap" not in build("srun", spec(folder)).argv
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     assert "--overlap" in build("srun", spec(folder)).argv
 
 
-def test_settings_of_the_users_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_keeps_settings_of_the_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "4444")
     command = build("srun", spec(folder, launcher_args=("--wait", "60"), environment={"MASTER_ADDR": "n1-ib"}))
     assert (command.environment["MASTER_ADDR"], command.environment["MASTER_PORT"]) == ("n1-ib", "4444")
     assert command.shell().count("--wait") == 1
 
 
-def test_all_tasks_are_used_by_those_that_start_ranks_in_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocated_slots_by_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [allocated_slots(launcher) for launcher in ("srun", "mpirun", "torchrun", "none")] == [8, 8, None, None]
     monkeypatch.delenv("SLURM_JOB_ID")
     assert allocated_slots("srun") is None
 
 
-def test_launchers_of_many_hosts_take_those_of_the_allocation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_and_horovodrun_use_the_hosts_of_an_allocation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not in a task that is one of several, nor where the allocation has one host."""
     for name in ("torchrun", "horovodrun"):
         program(folder, name, "exit 1")
@@ -124,7 +124,7 @@ def test_launchers_of_many_hosts_take_those_of_the_allocation(folder: Path, monk
         ("NumTasks=4 CPUs/Task=8 NtasksPerN:B:S:C=0:0:*:*", "4(x2)", [2, 2]),  # more than there are cores
     ],
 )
-def test_a_step_has_the_tasks_of_its_job(
+def test_tasks_of_the_job_are_used_inside_a_step(
     described: str, cpus: str, slots: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm's variables count the tasks of the step, which is one in the shell of `srun --ntasks=1 --pty`."""
@@ -151,7 +151,7 @@ def refused(folder: Path, **given: object) -> str:
     return str(caught.value)
 
 
-def test_what_srun_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_requests_for_srun_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(folder, num_processes=9) == (
         "-np asks for 9 processes, but Slurm job 1234 has 8 tasks. Use -np 8, or request more from Slurm: --ntasks 9"
     )
@@ -171,7 +171,7 @@ def test_what_srun_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-def test_what_slurm_should_have_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_slurm_variables_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x3)")
     assert refused(folder).startswith("Slurm job 1234 has 2 hosts by SLURM_JOB_NODELIST=n[1-2], but 3 by SLURM_TASKS")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "four")

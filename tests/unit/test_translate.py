@@ -136,11 +136,11 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
     ],
     ids=str,
 )
-def test_a_line_is_read(line: str, expected: Job) -> None:
+def test_read_returns_the_job_of_a_command_line(line: str, expected: Job) -> None:
     assert read(line) == expected
 
 
-def test_hosts_may_be_in_a_file(tmp_path: Path) -> None:
+def test_read_accepts_hostfiles(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\na slots=2\n\nb slots = 2 max_slots=4\n")
     for line in (f"mpirun -np 4 --hostfile {file} python t.py", f"horovodrun -np 4 -hostfile {file} python t.py"):
@@ -172,14 +172,14 @@ def test_hosts_may_be_in_a_file(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_tasks_of_srun_follow_from_its_gpus(options: str, counts: tuple[int, ...]) -> None:
+def test_tasks_of_srun_are_derived_from_its_gpus(options: str, counts: tuple[int, ...]) -> None:
     found = read(f"srun {options} python t.py")
     assert found.counts == counts
     asked = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
     assert set(asked) <= {word for other in found.launcher_options for word in other.equivalents.get("sbatch", ())}
 
 
-def test_tasks_that_srun_does_not_name_are_said() -> None:
+def test_unspecified_tasks_of_srun_are_remarked() -> None:
     assert read("srun -N 2 python t.py").counts == (1, 1)
     assert "The srun command lacks the number of tasks" in remarks("srun -N 2 python t.py", "sbatch")
     assert "does not say" not in remarks("srun -N 2 --ntasks-per-node 2 python t.py", "sbatch")
@@ -205,14 +205,14 @@ def test_tasks_that_srun_does_not_name_are_said() -> None:
     ],
     ids=str,
 )
-def test_a_hostfile_of_open_mpi(text: str, options: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
+def test_open_mpi_hostfile(text: str, options: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
     found = read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
     assert list(zip(found.hosts, found.counts, strict=True)) == expected
 
 
 @pytest.mark.parametrize("options", ["", "-np 3", "--map-by node"])
-def test_processes_that_only_the_hosts_know_must_be_written(options: str, tmp_path: Path) -> None:
+def test_unknown_slots_that_determine_placement_are_rejected(options: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a\nb\n")
     with pytest.raises(LaunchError) as caught:
         read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
@@ -232,7 +232,7 @@ def mapped(options: str) -> list[tuple[str, int]]:
 
 
 @needs_open_mpi
-def test_processes_are_placed_as_open_mpi_places_them() -> None:
+def test_placement_equals_that_of_open_mpi() -> None:
     generator = random.Random(0)
     for number in range(4):
         slots = [generator.randint(1, 6) for _ in range(generator.randint(2, 5))]
@@ -247,14 +247,14 @@ def test_processes_are_placed_as_open_mpi_places_them() -> None:
         assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
 
 
-def test_cores_that_limit_processes_are_named(tmp_path: Path) -> None:
+def test_hosts_with_unknown_cores_are_remarked(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb\nc\n")
     assert "mpirun starts at most one process per core on b, c; the number of cores is unknown here." in (
         remarks(f"mpirun --hostfile {tmp_path}/hosts -np 4 --map-by node python t.py", "torchrun")
     )
 
 
-def test_modifiers_of_a_mapping_are_not_lost() -> None:
+def test_modifiers_of_map_by_are_kept() -> None:
     for option in ("--map-by slot:PE=4", "--map-by ppr:2:node:PE=4", "--map-by node:oversubscribe"):
         line = f"mpirun -np 2 -H a:2,b:2 {option} python t.py"
         assert f"{option} of mpirun is left out: " in remarks(line, "torchrun")
@@ -264,7 +264,7 @@ def test_modifiers_of_a_mapping_are_not_lost() -> None:
 DISCOVERED = "horovodrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh --reset-limit 5 python t.py"
 
 
-def test_hosts_that_a_program_discovers_are_not_taken_for_this_one() -> None:
+def test_host_discovery_is_translated_or_rejected() -> None:
     assert lines(DISCOVERED, "unitrain") == [
         "unitrain launch --backend horovod --elastic 2:8 --host-discovery-script ./hosts.sh --max-restarts 5 t.py"
     ]
@@ -287,7 +287,7 @@ def test_hosts_that_a_program_discovers_are_not_taken_for_this_one() -> None:
     assert "--host-discovery-script ./hosts.sh of horovodrun is left out: " in notes
 
 
-def test_options_of_unitrain_launch_have_counterparts(tmp_path: Path) -> None:
+def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     line = f"unitrain launch --backend horovod --hostfile {tmp_path}/hosts --interface eth1 -m pkg.t --epochs 3"
     assert lines(line, "horovodrun") == [
@@ -316,7 +316,7 @@ def test_options_of_unitrain_launch_have_counterparts(tmp_path: Path) -> None:
 # --- what is written ---
 
 
-def test_torchrun_is_typed_on_each_host() -> None:
+def test_torchrun_translation_has_one_line_per_host() -> None:
     translated = write(read("horovodrun -np 12 -H a:8,b:8 python train.py --lr 0.1"), "torchrun")
     common = "--master-addr a --master-port 29500 train.py --lr 0.1"
     assert [(line.host, line.shell()) for line in translated.lines] == [
@@ -325,7 +325,7 @@ def test_torchrun_is_typed_on_each_host() -> None:
     ]
 
 
-def test_torchruns_that_restart_on_several_hosts_can_meet_again() -> None:
+def test_torchrun_with_restarts_on_several_hosts_uses_c10d() -> None:
     """The static rendezvous of --master-addr ends with the first attempt: c10d is needed, served by the first host."""
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
@@ -353,7 +353,7 @@ def test_torchruns_that_restart_on_several_hosts_can_meet_again() -> None:
     assert "--standalone --nproc-per-node 2 --max-restarts 3 t.py" in one
 
 
-def test_the_address_of_one_host_is_not_given_to_all() -> None:
+def test_local_addr_is_left_out_for_several_hosts() -> None:
     line = "torchrun --nnodes 2 --master-addr a --local-addr b --rdzv-conf timeout=9 t.py"
     assert all("--local-addr" not in one and "--rdzv-conf timeout=9" in one for one in lines(line, "torchrun"))
     assert "--local-addr b is left out: each host needs its own address." in remarks(line, "torchrun")
@@ -473,11 +473,11 @@ def test_the_address_of_one_host_is_not_given_to_all() -> None:
     ],
     ids=str,
 )
-def test_one_line_becomes_another(line: str, target: str, expected: str) -> None:
+def test_translated_command_line(line: str, target: str, expected: str) -> None:
     assert lines(line, target) == [expected]
 
 
-def test_a_shell_takes_what_is_written_for_what_was_typed() -> None:
+def test_quoted_words_mean_the_same_to_a_shell() -> None:
     line = """torchrun t.py "$WHERE/a b" 'c $d' "e\\"f" g\\ h "" ~ "it's" `echo x` $(echo "y z") "$(echo "p q")" """
     environ = {"PATH": os.environ["PATH"], "HOME": "/root", "WHERE": "over there"}
     as_typed = [
@@ -550,7 +550,7 @@ def commands(manifest: object) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
 @pytest.mark.parametrize("launcher", sorted(UNLIKE))
-def test_every_option_comes_back_or_is_named(launcher: str, target: str) -> None:
+def test_every_option_is_translated_or_remarked(launcher: str, target: str) -> None:
     line = UNLIKE[launcher]
     job = read(line)
     assert len(job.launcher_options) >= 4
@@ -571,7 +571,7 @@ def test_every_option_comes_back_or_is_named(launcher: str, target: str) -> None
             assert re.search(r"is left out: [^.]+\..*$", remark), remark
 
 
-def test_what_is_said_is_what_to_do() -> None:
+def test_remarks_name_an_alternative() -> None:
     assert remarks("torchrun --tee 3 t.py", "mpirun") == (
         "--tee 3 of torchrun is left out: use --output-filename FOLDER, or --tag-output."
     )
@@ -628,7 +628,7 @@ def jobs(draw: st.DrawFn) -> Job:
 
 @settings(max_examples=150, deadline=None)
 @given(jobs(), st.sampled_from(LINES))
-def test_a_job_that_is_written_is_read_as_the_same(job: Job, target: str) -> None:
+def test_read_inverts_write(job: Job, target: str) -> None:
     if target == "unitrain":
         job = replace(job, program=("python", "train.py", *job.program[3:]))
     if target == "srun":
@@ -651,7 +651,7 @@ def test_a_job_that_is_written_is_read_as_the_same(job: Job, target: str) -> Non
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(WORDS, max_size=5))
-def test_words_survive_a_line(words: list[str]) -> None:
+def test_split_inverts_join(words: list[str]) -> None:
     assert split(join(words)) == words
     assert split(shlex.join(words)) == words
     assert assignments([f"A={word}" for word in words]) == ({"A": words[-1]} if words else {}, [])
@@ -758,7 +758,7 @@ def test_words_survive_a_line(words: list[str]) -> None:
     ],
     ids=str,
 )
-def test_a_line_that_cannot_be_meant(line: str, message: str) -> None:
+def test_invalid_command_lines_are_rejected(line: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         read(line)
     assert str(caught.value) == message
@@ -848,7 +848,7 @@ def test_a_line_that_cannot_be_meant(line: str, message: str) -> None:
     ],
     ids=str,
 )
-def test_a_job_that_a_launcher_cannot_have(line: str, target: str, message: str) -> None:
+def test_unsupported_jobs_are_rejected(line: str, target: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         write(read(line), target)
     assert str(caught.value) == message
@@ -874,7 +874,7 @@ def arities(parser: argparse.ArgumentParser) -> list[tuple[Sequence[str], int]]:
     return [(action.option_strings, arity(action)) for action in parser._actions if action.option_strings]
 
 
-def test_torchruns_options_are_all_known() -> None:
+def test_syntax_has_every_option_of_torchrun() -> None:
     from torch.distributed.run import get_args_parser
 
     known = arities(get_args_parser())
@@ -882,7 +882,7 @@ def test_torchruns_options_are_all_known() -> None:
     assert not missing(torchrun.SYNTAX, known)
 
 
-def test_horovodruns_options_are_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_syntax_has_every_option_of_horovodrun(monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod.runner import launch
 
     found: list[argparse.ArgumentParser] = []
@@ -900,7 +900,7 @@ def test_horovodruns_options_are_all_known(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("tuning", [*horovodrun._VALUES, *horovodrun._SWITCHES, "--fusion-threshold-mb", "--tcp"])
-def test_what_tunes_horovod_says_the_same_to_any_launcher(tuning: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_options_of_horovodrun_become_variables(tuning: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod.runner import launch
     from horovod.runner.common.util import config_parser
 
@@ -921,7 +921,7 @@ def as_number(text: str) -> object:
 
 
 @needs_open_mpi
-def test_open_mpis_options_are_all_known() -> None:
+def test_syntax_has_every_option_of_open_mpi() -> None:
     environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     told = subprocess.check_output(["mpirun", "--help", "unsupported"], env=environ, text=True, timeout=60)
     known = [
@@ -939,7 +939,7 @@ def test_open_mpis_options_are_all_known() -> None:
     ]
 
 
-def test_options_of_unitrain_launch_are_all_known() -> None:
+def test_syntax_has_every_option_of_unitrain_launch() -> None:
     known = [
         ((*option.opts, *option.secondary_opts), 0 if option.is_flag else 1)
         for option in launch.params
@@ -949,7 +949,7 @@ def test_options_of_unitrain_launch_are_all_known() -> None:
     assert not missing(unitrain.SYNTAX, known)
 
 
-def test_hydras_and_sruns_options_are_taken_as_their_help_says() -> None:
+def test_syntax_has_every_option_of_hydra_and_srun() -> None:
     """MPICH 4.0.2 and Slurm 22.05."""
     taken, program = mpich.SYNTAX.parse(
         shlex.split(
@@ -976,7 +976,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_the_command_prints_what_can_be_pasted() -> None:
+def test_translate_command_prints_lines_and_notes() -> None:
     code, out, notes = run(
         "horovodrun -np 4 -H a:2,b:2 --verbose python train.py", "--to", "torchrun", "--backend", "ddp"
     )
@@ -994,14 +994,14 @@ def test_the_command_prints_what_can_be_pasted() -> None:
     assert run("torchrun t.py", "--to", "sbatch")[1].startswith("#!/bin/bash\n#SBATCH --job-name=t\n")
 
 
-def test_the_command_refuses_in_a_sentence() -> None:
+def test_translate_command_reports_invalid_arguments() -> None:
     code, _, notes = run("torchrun t.py", "--to", "horovodru")
     assert code == 2
     assert notes.endswith("mpiexec, srun, sbatch, kubernetes, unitrain.\n")
     assert "Unknown backend 'dpd'. Did you mean 'ddp'?" in run("torchrun t.py", "--to", "srun", "--backend", "dpd")[2]
 
 
-def test_a_batch_script_quotes_values_and_has_no_marks_of_the_translation() -> None:
+def test_batch_script_quotes_values_and_contains_no_expansion_marks() -> None:
     """Slurm expands nothing in a #SBATCH line, and ends a value at a space."""
     text = write(read("cd $HOME/runs && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
     assert "cd $HOME/runs || exit\n" in text
