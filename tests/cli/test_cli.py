@@ -1,4 +1,4 @@
-"""The command line: its frozen options, what it refuses, and that it answers without waiting for torch."""
+"""The command line: frozen options, errors in arguments, and help without an import of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unitrain.cli import unitrain
 from unitrain.errors import ConfigError
 from unitrain.factories import made_by
 
-# A changed name is a decision: scripts and job files use them. Every command takes --help and -h as well.
+# Scripts and job files depend on these names, so a change must be deliberate. All commands also have --help and -h.
 OPTIONS = {
     "unitrain": {"--version"},
     "unitrain bench": set(),
@@ -88,11 +88,10 @@ def run(*arguments: str, **variables: str) -> Result:
     return CliRunner().invoke(unitrain, list(arguments), env=variables)
 
 
-def refused(*arguments: str, **variables: str) -> str:
-    """Return the sentence with which a command line is refused.
+def usage_error(*arguments: str, **variables: str) -> str:
+    """Return the error message for invalid arguments.
 
-    A launch is a dry run, because one that is not refused would become its launcher: pytest would be gone, with exit
-    code 0.
+    `launch` runs with --dry-run: if it accepted the arguments, it would replace the pytest process by the launcher.
     """
     if arguments[0] == "launch":
         arguments = ("launch", "--dry-run", *arguments[1:])
@@ -102,7 +101,7 @@ def refused(*arguments: str, **variables: str) -> str:
 
 
 def words_of(command: click.Command, context: click.Context) -> set[str]:
-    """Return what `command` takes: each spelling of its options, and its arguments."""
+    """Return the spellings of all options of `command`, and its arguments."""
     words: set[str] = set()
     for parameter in command.get_params(context):
         if isinstance(parameter, click.Option):
@@ -160,7 +159,7 @@ def test_options_after_the_script_are_passed_to_it(script: str) -> None:
 
 
 def program_of(words: list[str]) -> str:
-    """Return the launcher that a command starts, or "python" for the script alone."""
+    """Return the launcher that a command starts, or "python" without a launcher."""
     called = next(word for word in words if "=" not in word)
     assert called == sys.executable
     return words[words.index("-m") + 1].removeprefix("unitrain.bootstrap.") if "-m" in words else "python"
@@ -206,7 +205,7 @@ def test_backend_variable_overrides_the_default_of_the_launcher(script: str) -> 
         words = run("launch", "--dry-run", *options, script, UNITRAIN_BACKEND="horovod").stdout.split()
         assert program_of(words) == program
         assert f"UNITRAIN_BACKEND={'ddp' if '--backend' in options else 'horovod'}" in words
-    assert refused("launch", script, UNITRAIN_BACKEND="hovorod").startswith("Unknown backend 'hovorod'.")
+    assert usage_error("launch", script, UNITRAIN_BACKEND="hovorod").startswith("Unknown backend 'hovorod'.")
 
 
 def test_all_slots_are_used_by_default(script: str) -> None:
@@ -217,41 +216,43 @@ def test_all_slots_are_used_by_default(script: str) -> None:
 
 
 def test_invalid_arguments_are_reported_with_a_fix(script: str) -> None:
-    assert "Did you mean 'build'?" in refused("horovod", "biuld")
-    assert refused("lunch") == (
+    assert "Did you mean 'build'?" in usage_error("horovod", "biuld")
+    assert usage_error("lunch") == (
         "Unknown command 'lunch'. Did you mean 'launch'? "
         "Available: bench, ckpt, doctor, horovod, launch, report, submit, translate, tune, verify."
     )
-    assert refused("launch", "--backend", "hovorod", script) == (
+    assert usage_error("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."
     )
-    assert refused("launch", "--launcher", "torchrum", script) == (
+    assert usage_error("launch", "--launcher", "torchrum", script) == (
         "Unknown launcher 'torchrum'. Did you mean 'torchrun'? Available: horovodrun, mpirun, none, srun, torchrun."
     )
-    assert "Did you mean '--dry-run'?" in refused("launch", "--dry-rum", script)
-    assert refused("launch", "-np", "0", script) == "A run needs at least 1 process, got -np 0. Use: -np 1"
-    assert "is not a valid integer" in refused("launch", "-np", "two", script)
-    assert refused("launch", "-np", "3", "-H", "localhost:2", script).endswith(
+    assert "Did you mean '--dry-run'?" in usage_error("launch", "--dry-rum", script)
+    assert usage_error("launch", "-np", "0", script) == "A run needs at least 1 process, got -np 0. Use: -np 1"
+    assert "is not a valid integer" in usage_error("launch", "-np", "two", script)
+    assert usage_error("launch", "-np", "3", "-H", "localhost:2", script).endswith(
         "Use -np 2, or give the hosts more slots: -H localhost:3"
     )
-    assert refused("launch", "--backend", "local", "-np", "2", script) == (
+    assert usage_error("launch", "--backend", "local", "-np", "2", script) == (
         "Without a launcher unitrain starts one process on this host, but -np asks for 2. "
         "Use --backend ddp or --backend horovod for -np 2, or -np 1 for one process."
     )
-    assert refused("launch", "--gloo", "--launcher", "torchrun", script).startswith("--gloo chooses horovodrun's")
-    assert refused("launch", "--mpi", "--backend", "local", script).startswith("--mpi chooses horovodrun's")
-    assert "cannot be read. Write name:slots" in refused("launch", "-H", "a b", script)
+    assert usage_error("launch", "--gloo", "--launcher", "torchrun", script).startswith("--gloo chooses horovodrun's")
+    assert usage_error("launch", "--mpi", "--backend", "local", script).startswith("--mpi chooses horovodrun's")
+    assert "cannot be read. Write name:slots" in usage_error("launch", "-H", "a b", script)
     missing = script.replace("train.py", "trian.py")
-    assert refused("launch", missing) == (
+    assert usage_error("launch", missing) == (
         f"Script '{missing}' does not exist. Did you mean 'train.py'? Options of unitrain go before the script."
     )
     folder = str(Path(script).parent)
-    assert refused("launch", folder) == f"Script '{folder}' is not a file. Options of unitrain go before the script."
-    assert refused("launch", "-np", "2").startswith("Missing argument 'SCRIPT'")
+    assert (
+        usage_error("launch", folder) == f"Script '{folder}' is not a file. Options of unitrain go before the script."
+    )
+    assert usage_error("launch", "-np", "2").startswith("Missing argument 'SCRIPT'")
 
 
 def test_dry_run_does_not_require_an_installed_launcher(script: str, tmp_path: Path) -> None:
-    """People plan on a laptop for a cluster."""
+    """Users plan launches on a laptop for a cluster."""
     for options, name in (
         (["--launcher", "mpirun", "-H", "a:2,b:2"], "mpirun"),
         (["--backend", "horovod", "--mpi"], "mpirun"),
@@ -282,12 +283,12 @@ def test_launch_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             result = run("launch", "--dry-run", "--launcher", launcher, "-m", module, "--epochs", "3")
             assert result.exit_code == 0, result.output
             assert result.stdout.strip().endswith(f" -m {module} --epochs 3")
-    assert refused("launch", "-m", "package.tran") == (
+    assert usage_error("launch", "-m", "package.tran") == (
         f"Module 'package.tran' is not found from {tmp_path}. Start from the folder that contains its package, or "
         "install it: pip install -e ."
     )
-    assert refused("launch", "-m", "package/train.py").startswith("-m takes the name of a module, got the file")
-    assert refused("launch", "python", "train.py") == (
+    assert usage_error("launch", "-m", "package/train.py").startswith("-m takes the name of a module, got the file")
+    assert usage_error("launch", "python", "train.py") == (
         "'python' is the interpreter, which unitrain starts itself. Leave 'python' out: unitrain launch -np 2 train.py"
     )
 
@@ -303,7 +304,7 @@ def test_launch_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_launch_inside_a_launch_is_rejected(launcher: str, marker: str, prefix: str, size: str, script: str) -> None:
     inside = {marker: "0", f"{prefix}RANK": "0", size: "2", f"{prefix}LOCAL_RANK": "0"}
-    assert refused("launch", script, **inside) == (
+    assert usage_error("launch", script, **inside) == (
         f"{launcher} has started this process already ({prefix}RANK=0, {size}=2, {prefix}LOCAL_RANK=0). "
         f"Run the script itself: python {script}"
     )
@@ -311,12 +312,12 @@ def test_launch_inside_a_launch_is_rejected(launcher: str, marker: str, prefix: 
 
 def test_launch_inside_mpich_is_rejected(script: str) -> None:
     inside = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    assert refused("launch", script, **inside).startswith("mpiexec has started this process already (PMI_RANK=0,")
+    assert usage_error("launch", script, **inside).startswith("mpiexec has started this process already (PMI_RANK=0,")
 
 
 def test_launch_in_one_of_several_pods_is_rejected(script: str) -> None:
-    """Each pod would train alone."""
-    assert refused("launch", script, PET_NNODES="2", PET_NODE_RANK="0", PET_NPROC_PER_NODE="4") == (
+    """Each pod would train separately."""
+    assert usage_error("launch", script, PET_NNODES="2", PET_NODE_RANK="0", PET_NPROC_PER_NODE="4") == (
         "PET_NNODES=2 says that this is one of 2 pods of a job, but ranks would be started in this one only. Start the "
         "script with torchrun, which reads it, as in: torchrun train.py"
     )
@@ -330,17 +331,21 @@ def test_variables_and_launcher_options_are_forwarded(script: str) -> None:
     assert printed.endswith(f"--nproc-per-node 1 --tee 3 --max-restarts 1 {script}\n")
     assert "LEVEL=3 " in printed
     assert "abc" not in printed
-    assert refused("launch", "-x", "UNITRAIN_BACKEND=ddp", script) == (
+    assert usage_error("launch", "-x", "UNITRAIN_BACKEND=ddp", script) == (
         "-x UNITRAIN_BACKEND=ddp conflicts with --backend, which sets this variable. Use: --backend ddp"
     )
-    assert refused("launch", "-x", "HF_TOKEN=abc", script).startswith("-x HF_TOKEN=... shows a value that looks secret")
-    assert refused("launch", "--launcher-args", "core", script).startswith("--launcher-args 'core' does not begin with")
-    assert refused("launch", "--launcher", "srun", script).startswith("srun starts ranks in a Slurm allocation,")
+    assert usage_error("launch", "-x", "HF_TOKEN=abc", script).startswith(
+        "-x HF_TOKEN=... shows a value that looks secret"
+    )
+    assert usage_error("launch", "--launcher-args", "core", script).startswith(
+        "--launcher-args 'core' does not begin with"
+    )
+    assert usage_error("launch", "--launcher", "srun", script).startswith("srun starts ranks in a Slurm allocation,")
 
 
 @pytest.mark.parametrize("value", ["first", "²"])
 def test_invalid_environment_variable_is_reported(value: str, script: str) -> None:
-    assert refused("launch", script, RANK=value, WORLD_SIZE="2") == (
+    assert usage_error("launch", script, RANK=value, WORLD_SIZE="2") == (
         f"RANK must be a whole number, got '{value}'. Set it, or clear it with: unset RANK"
     )
 
@@ -377,19 +382,19 @@ def test_invalid_environment_variable_is_reported(value: str, script: str) -> No
 def test_unusable_arguments_are_rejected(line: str, message: str, tmp_path: Path) -> None:
     (script := tmp_path / "train.py").write_text("print('started')")
     (folder := tmp_path / "empty").mkdir()
-    told = CliRunner().invoke(unitrain, line.format(script=script, folder=folder).split())
-    assert told.exit_code != 0
-    assert message.format(script=script, folder=folder) in told.output
-    assert "started" not in told.output
+    result = CliRunner().invoke(unitrain, line.format(script=script, folder=folder).split())
+    assert result.exit_code != 0
+    assert message.format(script=script, folder=folder) in result.output
+    assert "started" not in result.output
 
 
 def test_mpi_without_mpirun_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (script := tmp_path / "train.py").write_text("")
     monkeypatch.setenv("PATH", str(tmp_path))
-    told = CliRunner().invoke(unitrain, ["launch", "--backend", "horovod", "--mpi", str(script)])
-    assert told.exit_code == 2
-    assert "mpirun" in told.output
-    assert "apt-get install openmpi-bin, or leave --mpi out" in told.output
+    result = CliRunner().invoke(unitrain, ["launch", "--backend", "horovod", "--mpi", str(script)])
+    assert result.exit_code == 2
+    assert "mpirun" in result.output
+    assert "apt-get install openmpi-bin, or leave --mpi out" in result.output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Batch scripts and manifests: what is in them, that bash, Kubernetes and Kubeflow take them, and who gets them."""
+"""Batch scripts and manifests: their contents, their validity for bash, Kubernetes and Kubeflow, and submission."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from unitrain.cli import unitrain
 from unitrain.launchers.translation.kubernetes import dump_manifest
 
-# What the definitions of PyTorchJob (kubeflow.org/v1, training-operator 1.9) and MPIJob (kubeflow.org/v2beta1,
-# mpi-operator 0.4) say of all but the pods, which are Kubernetes' own.
+# The definitions of PyTorchJob (kubeflow.org/v1, training-operator 1.9) and MPIJob (kubeflow.org/v2beta1,
+# mpi-operator 0.4) without the pods, which Kubernetes defines.
 _POLICY = {
     "type": "object",
     "properties": {
@@ -88,7 +88,7 @@ SCHEMAS = {
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script in the folder of the test, in which nothing has set variables that matter here."""
+    """A script in the folder of the test, in an environment without variables that affect the output."""
     for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "train_digits.py"
@@ -108,7 +108,7 @@ def printed(*arguments: str, **variables: str) -> str:
 
 
 def manifest(*arguments: str, **variables: str) -> dict[str, Any]:
-    """Return the manifest, which Kubernetes and Kubeflow take."""
+    """Return the manifest, validated against the schemas of Kubernetes and Kubeflow."""
     found: dict[str, Any] = yaml.safe_load(printed("--to", "kubernetes", *arguments, **variables))
     if found["kind"] == "TrainJob":
         read = TrainerV1alpha1TrainJob.from_dict(found)
@@ -143,7 +143,7 @@ def test_batch_script_for_slurm(script: Path) -> None:
 
 
 def test_directives_quote_values_with_spaces(script: Path) -> None:
-    """Slurm splits a #SBATCH line at spaces, but for quotes."""
+    """Slurm splits a #SBATCH line at spaces outside quotes."""
     text = printed("--to", "slurm", "--job-name", "a b", "--output", "my logs/%j.out", "--comment=it's", script.name)
     asked = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
     assert "#SBATCH --job-name='a b'" in asked
@@ -274,7 +274,7 @@ KINDS = {"PyTorchJob": "-worker-{}", "MPIJob": "-worker-{}", "TrainJob": "-node-
 @pytest.mark.parametrize("nodes", [1, 2, 12, 101])
 @pytest.mark.parametrize("kind", KINDS)
 def test_job_names_in_kubernetes_are_valid_labels(kind: str, nodes: int, script: Path, tmp_path: Path) -> None:
-    """The operators name pods and services after the job, and these names are DNS labels as in RFC 1035."""
+    """The operators derive the names of pods and services from the job's, and these must be DNS labels (RFC 1035)."""
     asked = ["--to", "kubernetes", "--kind", kind, "--nodes", str(nodes), "--image", "a"]
 
     def name_after(file: str) -> str:

@@ -1,4 +1,4 @@
-"""A job whose ranks are killed, and whose hosts come and go, goes on, and ends where an undisturbed one ends."""
+"""Elastic jobs whose ranks are killed and whose hosts change end with the parameters of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ STEPS = EPOCHS * SAMPLES // GLOBAL_BATCH
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The parameters that one process comes to."""
+    """The final parameters of one process."""
     with RankGroup("local", 1) as group:
         (parameters,) = group.run(elastic_training.train, tmp_path_factory.mktemp("undisturbed"))
     return list(parameters)
 
 
 def discovery(folder: Path) -> Path:
-    """Return a script that says there are as many slots here as the file `slots` has."""
+    """Return a discovery script that prints this host with the number of slots in the file `slots`."""
     script = folder / "discover"
     script.write_text(f'#!/bin/sh\necho "localhost:$(cat {folder}/slots)"\n')
     script.chmod(0o755)
@@ -43,7 +43,7 @@ def discovery(folder: Path) -> Path:
 
 
 def wait_until(folder: Path, size: int, step: int) -> None:
-    """Wait until a job with so many ranks has done so many steps."""
+    """Wait until a job with `size` ranks has completed `step` steps."""
     deadline = time.monotonic() + SECONDS
     at = folder / "at-0"
     while True:
@@ -105,7 +105,7 @@ def test_added_slots_are_used_and_a_killed_rank_costs_few_steps(
 @pytest.mark.nightly
 @needs_hosts
 def test_elastic_job_follows_added_and_removed_hosts(tmp_path: Path, undisturbed: list[float]) -> None:
-    """One that does not answer is taken in when it does; one that vanishes is noticed, though nobody tells."""
+    """A host is added when it becomes reachable, and a host that loses its network is noticed."""
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow grown"}, "3": {"20": "slow shrunk"}}))
     options = ["--backend", "horovod", "--elastic", "1:3", "--max-restarts", "1", "-H", "h1:1,h2:1,h3:1"]
     (tmp_path / "hosts").mkdir()
@@ -159,7 +159,7 @@ def test_elastic_torchrun_continues_on_the_remaining_hosts(tmp_path: Path, undis
 
 @needs_slurm
 def test_killed_rank_under_srun_ends_the_job(tmp_path: Path, undisturbed: list[float]) -> None:
-    """On two hosts, from the second of which the ranks reach the launch too."""
+    """On two hosts, so ranks also connect to the launch command from another host."""
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"12": "kill 1"}}))
     (tmp_path / "hosts").mkdir()
     (tmp_path / "slurm").mkdir()

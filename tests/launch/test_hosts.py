@@ -1,4 +1,4 @@
-"""The hosts that other tests run on are hosts: apart from each other, reached over ssh, and gone without a trace."""
+"""The simulated hosts of other tests: isolated from each other, reachable over ssh, and removed completely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every backend under every launcher, started for real, by `unitrain launch` and by hand."""
+"""Every backend under every launcher, started by `unitrain launch` and by the launcher's own command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNITRAIN = [str(BIN / "unitrain"), "launch", "-np", "2"]
 TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "--gloo", PYTHON]
 MPIRUN = ["mpirun", "-np", "2", "--oversubscribe", PYTHON]
-# Its arguments: the folder to tell in, how it ends, and the backend, if one is asked for.
+# Arguments: the folder for the reports of the ranks, how the script ends, and optionally the backend.
 SCRIPT = """
 import json, os, sys, time
 import torch
@@ -53,13 +53,13 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def told_by_ranks(folder: Path) -> list[dict[str, Any]]:
+def read_rank_reports(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def check_two_ranks(folder: Path, backend: str, transport: str) -> list[dict[str, Any]]:
-    """Hold what both ranks told to what any launcher must bring about, and return it."""
-    told = told_by_ranks(folder)
+    """Check the reports of two ranks against the requirements for every launcher, and return them."""
+    told = read_rank_reports(folder)
     common = {
         "size": 2, "local_size": 2, "node_rank": 0, "num_nodes": 1, "backend": backend, "transport": transport,
         "total": [3.0, 20.0],
@@ -94,7 +94,7 @@ def test_launch_runs_the_printed_command(
     command = [*UNITRAIN, *options, script, str(tmp_path), "returns"]
     with started([*command[:2], "--dry-run", *command[2:]]) as launch:
         printed = launch.output()
-    assert not told_by_ranks(tmp_path), "a dry run starts nothing"
+    assert not read_rank_reports(tmp_path), "a dry run starts nothing"
     with started(command) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
@@ -108,7 +108,7 @@ def test_launch_runs_the_printed_command(
 def test_module_runs_under_every_launcher(
     backend: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with --log-dir, which runs another program in each rank first."""
+    """Also with --log-dir, which wraps the program of each rank."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "package").mkdir()
     Path(script).rename(tmp_path / "package" / "train.py")
@@ -132,7 +132,7 @@ def test_module_runs_under_every_launcher(
 def test_launcher_ends_with_the_failing_rank(
     command: list[str], backend: str, transport: str, script: str, tmp_path: Path
 ) -> None:
-    """The backend is the launcher's own when none is asked for."""
+    """Without a backend in the script, the launcher determines it."""
     with started([*command, script, str(tmp_path), "fails"]) as launch:
         output = launch.output()
         check_two_ranks(tmp_path, backend, transport)
@@ -152,9 +152,9 @@ def test_launcher_ends_with_the_failing_rank(
 def test_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tmp_path: Path) -> None:
     with started([*UNITRAIN, *options, script, str(tmp_path), "stays"]) as launch:
         deadline = time.monotonic() + SECONDS
-        while len(told_by_ranks(tmp_path)) < 2 and launch.process.poll() is None and time.monotonic() < deadline:
+        while len(read_rank_reports(tmp_path)) < 2 and launch.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        ranks = {one["pid"] for one in told_by_ranks(tmp_path)}
+        ranks = {one["pid"] for one in read_rank_reports(tmp_path)}
         assert len(ranks) == 2
         assert ranks < set(launch.living())
         launch.process.send_signal(signal.SIGTERM)
@@ -166,7 +166,7 @@ def test_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tm
 
 @pytest.mark.nightly
 def test_launch_in_a_container_with_rank_variables(script: str, tmp_path: Path) -> None:
-    """As Kubernetes' PyTorchJob does: that rank is the container's, not its processes'."""
+    """Kubernetes' PyTorchJob sets RANK for the container, not for the processes in it."""
     for backend in ("ddp", "horovod"):
         folder = tmp_path / backend
         folder.mkdir()
@@ -183,7 +183,7 @@ def test_one_process_without_a_launcher(script: str, tmp_path: Path) -> None:
         with started([*command, script, str(tmp_path / folder), "returns"]) as launch:
             output = launch.output()
         assert launch.process.returncode == 0, output
-        (told,) = told_by_ranks(tmp_path / folder)
+        (told,) = read_rank_reports(tmp_path / folder)
         assert (told["backend"], told["rank"], told["size"], told["total"]) == ("local", 0, 1, [1.0, 10.0])
 
 
@@ -218,7 +218,7 @@ assert model.weight.grad.unique().tolist() == [backend.rank], model.weight.grad
 
 
 def test_backend_threads_end_with_the_process_group(tmp_path: Path) -> None:
-    """One that is still there when the interpreter goes may abort the process, with the job done."""
+    """A thread that outlives the interpreter may abort the process after the job has succeeded."""
     script = tmp_path / "train.py"
     script.write_text(LEAVES)
     with started([*TORCHRUN, str(script)]) as launch:

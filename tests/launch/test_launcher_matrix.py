@@ -1,4 +1,4 @@
-"""Every launcher with every backend, on one host and on two, as a user types it: the same places, the same numbers.
+"""Every launcher with every backend, on one host and on two, as a user types it: same placement, same numbers.
 
 A cell is one launch of `short_digits.py` on hosts of its own (`hosts.py`), two ranks on one host or three on two. The
 numbers are compared with the same steps in plain torch.
@@ -38,13 +38,13 @@ MEET = {"MASTER_ADDR": "h1", "MASTER_PORT": "29511"}
 COUNTS = pytest.mark.parametrize(
     "count", [pytest.param(1, marks=pytest.mark.nightly), 2], ids=["one host", "two hosts"]
 )
-# The ranks of each host.
+# The number of ranks on each host.
 SHARES = {1: (2,), 2: (2, 1)}
 
 
 @pytest.fixture(scope="module")
 def reference() -> list[float]:
-    """The numbers that every cell must come to: the same steps in plain torch, on the whole batch."""
+    """The expected numbers of every combination: the same steps in plain torch on the global batch."""
     images, targets = digits().tensors
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
@@ -60,14 +60,14 @@ def reference() -> list[float]:
 
 @pytest.fixture
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Two hosts on which finding each other is hardest: each takes its own name for 127.0.1.1, and no way leads out."""
+    """Two hosts in the most difficult network: their names resolve to 127.0.1.1, and there is no default route."""
     with hosts(2, tmp_path_factory.mktemp("hosts"), own_name_is_loopback=True) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def allocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], dict[str, str]]]:
-    """Two such hosts with Slurm, and the variables that its programs need."""
+    """Two such hosts with Slurm, and the variables of its programs."""
     with (
         hosts(2, tmp_path_factory.mktemp("hosts"), own_name_is_loopback=True) as found,
         slurm(found, tmp_path_factory.mktemp("slurm")) as variables,
@@ -78,7 +78,7 @@ def allocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[H
 def check(
     folder: Path, launcher: str, backend: str, transport: str, shares: tuple[int, ...], numbers: list[float]
 ) -> None:
-    """Hold what all ranks told to where the launcher was to put them, and to the reference."""
+    """Check the reports of all ranks against the expected placement and the reference."""
     told: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if launcher == "none":  # where MPI can be had, Horovod takes it for one process too, which sends nothing
         transport = told[0]["transport"]
@@ -104,7 +104,7 @@ def exported(*names: str) -> list[str]:
 
 
 def typed(launcher: str, backend: str, count: int) -> tuple[list[str], dict[str, str]]:
-    """Return what a user types before the script and its arguments, and what he exports before that."""
+    """Return the words before the script and its arguments, and the variables that a user exports."""
     size = str(sum(SHARES[count]))
     slots = ",".join(f"h{number}:{slots}" for number, slots in enumerate(SHARES[count], 1))
     python = sys.executable
@@ -187,14 +187,14 @@ def test_batch_job_uses_its_hosts(
 ) -> None:
     both, given = allocated
     line = [sys.executable, "-m", "unitrain", "launch", *options, SCRIPT, str(tmp_path), backend]
-    said, ended = tmp_path / "said", tmp_path / "ended"
-    job = ["sbatch", "-N", "2", "-n", "3", "-o", str(said), "--wrap", f"{shlex.join(line)}; echo $? >{ended}"]
+    output, ended = tmp_path / "said", tmp_path / "ended"
+    job = ["sbatch", "-N", "2", "-n", "3", "-o", str(output), "--wrap", f"{shlex.join(line)}; echo $? >{ended}"]
     assert both[0].run(job, VARIABLES | given).returncode == 0
     deadline = time.monotonic() + 90
     while not (ended.exists() and ended.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert ended.exists(), said.read_text()
-    assert ended.read_text() == "0\n", said.read_text()
+    assert ended.exists(), output.read_text()
+    assert ended.read_text() == "0\n", output.read_text()
     check(tmp_path, launcher, backend, "gloo", SHARES[2], reference)
 
 

@@ -1,4 +1,4 @@
-"""`unitrain launch` on two hosts: typed once it starts all ranks, says at once what is wrong, and leaves nothing."""
+"""`unitrain launch` on two hosts: one command starts all ranks, reports problems first, and leaves no processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = str(Path(__file__).parents[2])
 PYTHON = sys.executable
 LAUNCH = [PYTHON, "-m", "unitrain", "launch"]
 VARIABLES = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-# Its arguments: the folder to tell in, and how it ends. It needs no torch, and is there at once.
+# Arguments: the folder for the reports of the ranks, and how the script ends. It does not import torch.
 SCRIPT = """
 import json, os, socket, sys, time
 
@@ -50,13 +50,13 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def told_by_ranks(folder: Path) -> list[dict[str, str]]:
+def read_rank_reports(folder: Path) -> list[dict[str, str]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def wait_for_ranks(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 60
-    while len(told_by_ranks(folder)) < count:
+    while len(read_rank_reports(folder)) < count:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -76,7 +76,7 @@ def command_lines(hosts: list[Host]) -> str:
 def test_one_command_starts_ranks_on_all_hosts(
     options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
 ) -> None:
-    """A secret reaches every rank, and no command line on any host shows it."""
+    """A secret reaches every rank, but no command line on any host contains it."""
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("# both of them\nh1 slots=2\nh2:1\n")
     command = [*LAUNCH, *options, "--hostfile", str(hostfile), "--interface", "eth0", "-x", "HF_TOKEN"]
@@ -85,10 +85,12 @@ def test_one_command_starts_ranks_on_all_hosts(
         wait_for_ranks(tmp_path, 3, process)
         lines = command_lines(two_hosts)
         two_hosts[0].end_all()
-        said, _ = process.communicate()
-    assert [(one["host"], one["size"]) for one in told_by_ranks(tmp_path)] == [("h1", 3), ("h1", 3), ("h2", 3)], said
-    assert {one["HF_TOKEN"] for one in told_by_ranks(tmp_path)} == {"not-for-others"}
-    assert {one["GLOO_SOCKET_IFNAME"] for one in told_by_ranks(tmp_path)} == {"eth0"}
+        output, _ = process.communicate()
+    assert [(one["host"], one["size"]) for one in read_rank_reports(tmp_path)] == [("h1", 3), ("h1", 3), ("h2", 3)], (
+        output
+    )
+    assert {one["HF_TOKEN"] for one in read_rank_reports(tmp_path)} == {"not-for-others"}
+    assert {one["GLOO_SOCKET_IFNAME"] for one in read_rank_reports(tmp_path)} == {"eth0"}
     assert "not-for-others" not in lines
     assert "train.py" in lines
     for host in two_hosts:
@@ -109,9 +111,9 @@ def test_concurrent_launches_do_not_share_a_rendezvous(two_hosts: list[Host], sc
     for folder in folders:
         folder.mkdir()
         launched.append(two_hosts[0].start([*LAUNCH, "-H", "h1:1,h2:1", script, str(folder), "returns"], VARIABLES))
-    said = [process.communicate(timeout=90)[0] for process in launched]
-    assert [process.returncode for process in launched] == [0, 0], said
-    told = [told_by_ranks(folder) for folder in folders]
+    output = [process.communicate(timeout=90)[0] for process in launched]
+    assert [process.returncode for process in launched] == [0, 0], output
+    told = [read_rank_reports(folder) for folder in folders]
     assert [[one["host"] for one in ranks] for ranks in told] == [["h1", "h2"]] * 2
     assert told[0][0]["MASTER_PORT"] != told[1][0]["MASTER_PORT"]
 
@@ -128,7 +130,7 @@ def fails_itself(hosts: list[Host], process: subprocess.Popen[str]) -> None:
 
 
 def kill_launch(hosts: list[Host], process: subprocess.Popen[str]) -> None:
-    """Kill what was typed, which can pass nothing on."""
+    """Kill the launch command, which cannot forward SIGKILL."""
     (number,) = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     hosts[0].signal(number, signal.SIGKILL)
 
@@ -153,10 +155,10 @@ def test_no_rank_outlives_its_launch(
         fault(two_hosts, process)
         for host in two_hosts:
             host.wait_until_none_lives(20)
-        said, _ = process.communicate(timeout=20)
-    assert process.returncode != 0, said
+        output, _ = process.communicate(timeout=20)
+    assert process.returncode != 0, output
     if fault is fails_itself:
-        assert "this rank fails" in said
+        assert "this rank fails" in output
 
 
 def test_launch_ends_if_a_host_dies(two_hosts: list[Host], script: str, tmp_path: Path) -> None:
@@ -164,8 +166,8 @@ def test_launch_ends_if_a_host_dies(two_hosts: list[Host], script: str, tmp_path
         wait_for_ranks(tmp_path, 2, process)
         two_hosts[1].kill()
         two_hosts[0].wait_until_none_lives(60)
-        said, _ = process.communicate(timeout=10)
-    assert "unitrain: h2 failed first, with exit code 255: the connection to it broke" in said
+        output, _ = process.communicate(timeout=10)
+    assert "unitrain: h2 failed first, with exit code 255: the connection to it broke" in output
     assert process.returncode == 255
 
 
@@ -232,7 +234,7 @@ def test_host_problems_are_reported_before_the_launch(
     assert time.monotonic() - began < 20
     assert done.returncode == 2
     assert f"Error: {expected}" in done.stdout
-    assert not told_by_ranks(tmp_path)
+    assert not read_rank_reports(tmp_path)
     assert two_hosts[0].living() == {}
     two_hosts[1].wait_until_none_lives(5)
 

@@ -1,4 +1,4 @@
-"""`unitrain launch` on a real Slurm of two hosts: in steps and interactive shells, and when Slurm warns the job."""
+"""`unitrain launch` on a real Slurm with two hosts: in steps, interactive shells, and after a warning signal."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def script(tmp_path: Path) -> Path:
 
 
 def in_shell(step: list[str], *commands: list[str]) -> list[str]:
-    """Return what types the commands into a shell that is a step of an allocation and has a terminal."""
+    """Return the command that runs the commands in a shell with a terminal that is a step of an allocation."""
     typed = "; ".join(map(shlex.join, commands))
-    # The other tasks of `srun --pty` have no terminal, so that their shells end at once.
+    # The other tasks of `srun --pty` have no terminal, so their shells end immediately.
     allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", *step]
     line = shlex.join([*allocate, "bash", "-c", f"[ -t 0 ] || exit 0; {typed}"])
     return ["script", "--quiet", "--return", "--command", line, "/dev/null"]
@@ -92,7 +92,7 @@ def test_every_kind_of_step_shell_uses_all_tasks(
 def test_mpirun_and_srun_start_ranks_from_a_step_shell(
     script: Path, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
-    """The step, whose shell they are typed into, has all cores."""
+    """The step of the shell holds all cores."""
     found, variables = allocated
     launches = []
     for launcher in ("mpirun", "srun"):
@@ -148,8 +148,8 @@ echo $? > {folder}/code
 def test_ranks_save_when_slurm_warns_the_job(
     target: str, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
-    """The steps get the signal with `--signal=USR1`: torchrun on each host, and its ranks. The script gets it with B:,
-    and has to pass it on."""
+    """`--signal=USR1` signals the steps: torchrun on each host and its ranks. With B: it signals the script, which must
+    forward it."""
     found, variables = allocated
     (tmp_path / "train.py").write_text(WARNED)
     launch = [*LAUNCH, "-np", "2", str(tmp_path / "train.py"), str(tmp_path)]

@@ -1,4 +1,4 @@
-"""`unitrain submit` to a real Slurm on two hosts: a job that is warned saves, is queued again, and goes on."""
+"""`unitrain submit` to a real Slurm on two hosts: a warned job saves, is requeued, and resumes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_warned_job_is_requeued_and_resumes(tmp_path: Path, monkeypatch: pytest.
         wait_for("that its nodes are free", lambda: set(run("sinfo", "-hN", "--format=%T").split()) == {"idle"})
         time.sleep(3)
         wait_for("its end", has_gone_on)
-    said = log.read_text()
-    assert [said.count(f"ddp {rank}/2 in attempt {attempt}") for attempt in (0, 1) for rank in (0, 1)] == [1] * 4, said
+    output = log.read_text()
+    assert [output.count(f"ddp {rank}/2 in attempt {attempt}") for attempt in (0, 1) for rank in (0, 1)] == [1] * 4, (
+        output
+    )
     epochs = [json.loads(line)["epoch"] for line in history.read_text().splitlines()]
     assert epochs == list(range(1, EPOCHS + 1))

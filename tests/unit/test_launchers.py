@@ -1,4 +1,4 @@
-"""From what a user asks to the launcher's own command, without starting anything."""
+"""Commands of torchrun, horovodrun and no launcher for a launch spec. Nothing is started."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_two_names_of_one_machine_are_rejected() -> None:
         check_distinct(parse_hosts("a:1,b:1,a.site:1"), resolve)
 
 
-# --- what is asked ---
+# --- launch spec ---
 
 
 def test_launch_spec_rejects_zero_processes_and_more_processes_than_slots() -> None:
@@ -113,9 +113,9 @@ def test_launch_spec_rejects_zero_processes_and_more_processes_than_slots() -> N
 def test_threads_per_rank_divide_the_cores_of_the_fullest_host(
     processes: int, hosts: str, most: int, threads: str
 ) -> None:
-    asked = spec(num_processes=processes, hosts=parse_hosts(hosts) if hosts else ())
-    assert asked.processes_on_fullest_host == most
-    assert asked.variables == {"OMP_NUM_THREADS": threads}
+    request = spec(num_processes=processes, hosts=parse_hosts(hosts) if hosts else ())
+    assert request.processes_on_fullest_host == most
+    assert request.variables == {"OMP_NUM_THREADS": threads}
 
 
 def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_read_hostfile(tmp_path: Path) -> None:
-    """As Open MPI and Horovod write it, and as schedulers do, one line for each slot."""
+    """In the notation of Open MPI and Horovod, and of schedulers, which write one line per slot."""
     path = tmp_path / "hosts"
     path.write_text("# ours\na slots=4 max_slots=8\n\nb:2  # two\nc\nc\n")
     assert launchers.read_hostfile(path) == (Host("a", 4), Host("b", 2), Host("c", 2))
@@ -151,12 +151,12 @@ def test_read_hostfile(tmp_path: Path) -> None:
 
 
 def test_interface_is_passed_to_the_launcher_and_to_libraries() -> None:
-    asked = spec(num_processes=2, hosts=parse_hosts("a.invalid:1,b.invalid:1"), interface="ib0")
-    told = {"GLOO_SOCKET_IFNAME": "ib0", "HOROVOD_GLOO_IFACE": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    request = spec(num_processes=2, hosts=parse_hosts("a.invalid:1,b.invalid:1"), interface="ib0")
+    found = {"GLOO_SOCKET_IFNAME": "ib0", "HOROVOD_GLOO_IFACE": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
     for launcher, words in (("torchrun", ""), ("horovodrun", "--network-interfaces ib0")):
-        command = build(launcher, asked)
+        command = build(launcher, request)
         assert words in command.shell()
-        assert all(told.items() <= one.environment.items() for one in [v for _, v in command.per_host] or [command])
+        assert all(found.items() <= item.environment.items() for item in [v for _, v in command.per_host] or [command])
 
 
 def test_torchrun_on_one_host() -> None:
@@ -170,28 +170,28 @@ def test_torchrun_on_one_host() -> None:
 
 
 def test_torchrun_on_two_hosts_has_one_command_per_host() -> None:
-    asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
-    first, second = commands_per_host(asked)
+    request = spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
+    first, second = commands_per_host(request)
     common = ("--master-addr", "a", "--master-port", "29500", "train.py", "--epochs", "3")
     assert first.argv[4:] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2", *common)
     assert second.argv[4:] == ("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1", *common)
-    command = build("torchrun", asked)
+    command = build("torchrun", request)
     assert command.per_host == (("a", first), ("b", second))
     assert command.shell().splitlines() == [f"on a: {first.shell()}", f"on b: {second.shell()}"]
     assert command.argv[1:3] == ("-P", "-c")
-    told = read_plan(command.argv[4:])
-    assert [(host["name"], tuple(host["argv"])) for host in told["hosts"]] == [("a", first.argv), ("b", second.argv)]
-    assert [host["start"][0] for host in told["hosts"]] == ["ssh", "ssh"]
-    assert "--master-port 4711" in build("torchrun", replace(asked, port=4711)).shell()
+    found = read_plan(command.argv[4:])
+    assert [(host["name"], tuple(host["argv"])) for host in found["hosts"]] == [("a", first.argv), ("b", second.argv)]
+    assert [host["start"][0] for host in found["hosts"]] == ["ssh", "ssh"]
+    assert "--master-port 4711" in build("torchrun", replace(request, port=4711)).shell()
 
 
 def test_plan_of_1000_hosts_fits_into_the_arguments_of_a_process() -> None:
-    """Linux takes no longer argument than 128 KiB, and all of them together no more than a quarter of the stack."""
+    """Linux limits one argument to 128 KiB, and all arguments to a quarter of the stack."""
     hosts = tuple(Host(f"198.18.{number // 100}.{number % 100}", 8) for number in range(1000))
-    asked = spec(num_processes=8000, hosts=hosts, args=("--data", "x" * 3000))
-    command = build("torchrun", asked)
+    request = spec(num_processes=8000, hosts=hosts, args=("--data", "x" * 3000))
+    command = build("torchrun", request)
     assert [tuple(host["argv"]) for host in read_plan(command.argv[4:])["hosts"]] == [
-        one.argv for one in commands_per_host(asked)
+        item.argv for item in commands_per_host(request)
     ]
     listed = "import sys; print(len(sys.argv))"
     done = subprocess.run([*command.argv[:3], listed, *command.argv[4:]], capture_output=True, text=True, check=True)
@@ -246,7 +246,7 @@ def test_backend_local_with_several_processes_is_rejected_before_the_launch(laun
 
 
 def test_threads_per_rank_respect_the_cpu_affinity() -> None:
-    """A scheduler or `taskset` allows a process only some of the machine's cores."""
+    """A scheduler or `taskset` may restrict a process to some cores of the machine."""
     core = min(ALLOWED)
     shown = "from unitrain.launchers import LaunchSpec; print(LaunchSpec(script='t.py').variables['OMP_NUM_THREADS'])"
     done = subprocess.run(
@@ -293,10 +293,10 @@ def test_signals_during_a_blocked_write_do_not_end_a_launch(tmp_path: Path) -> N
 
 
 def test_hosts_without_a_process_have_no_torchrun_command() -> None:
-    """torchrun ends with a bare AssertionError where it is given no process to start."""
-    asked = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
-    assert commands_per_host(asked) == commands_per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
-    assert [host for host, _ in build("torchrun", asked).per_host] == ["a", "b"]
+    """torchrun fails with an AssertionError without a message if it has no process to start."""
+    request = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
+    assert commands_per_host(request) == commands_per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
+    assert [host for host, _ in build("torchrun", request).per_host] == ["a", "b"]
 
 
 @pytest.mark.parametrize("launcher", ["none", "torchrun"])
@@ -337,8 +337,8 @@ def test_no_launcher_rejects_other_hosts() -> None:
     ],
     ids=["gloo", "mpi", "one host", "two hosts"],
 )
-def test_horovodrun_command(asked: LaunchSpec, options: list[str], variables: dict[str, str]) -> None:
-    command = build("horovodrun", asked)
+def test_horovodrun_command(request: LaunchSpec, options: list[str], variables: dict[str, str]) -> None:
+    command = build("horovodrun", request)
     assert command.argv == (
         *HOROVODRUN, *options, sys.executable, "train.py", "--epochs", "3",
     )  # fmt: skip
@@ -372,7 +372,7 @@ def test_launchers_of_other_environments_on_path_are_ignored(tmp_path: Path, mon
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build("torchrun", spec()).argv[:4] == TORCHRUN
     assert build("horovodrun", spec()).argv[:4] == HOROVODRUN
-    assert {one.argv[:4] for one in commands_per_host(spec(num_processes=2, hosts=parse_hosts("a:1,b:1")))} == {
+    assert {item.argv[:4] for item in commands_per_host(spec(num_processes=2, hosts=parse_hosts("a:1,b:1")))} == {
         TORCHRUN
     }
 

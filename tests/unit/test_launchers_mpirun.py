@@ -1,4 +1,4 @@
-"""The command for Open MPI's mpirun, without starting anything: an mpirun that only tells its version stands in."""
+"""The command of Open MPI's mpirun. A fake mpirun on PATH prints its version; nothing is started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def program(folder: Path, name: str, lines: str) -> None:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH of one folder, and an environment that says nothing else."""
+    """A PATH of one folder and an otherwise empty environment."""
     for name in os.environ:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -75,11 +75,11 @@ def test_mpirun_on_several_hosts_uses_the_first_host_and_forwards_library_variab
 ) -> None:
     for name in ("PYTHONPATH", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "LD_LIBRARY_PATH", "EDITOR", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "a-value")
-    asked = spec(
+    request = spec(
         folder, num_processes=3, hosts=parse_hosts("a.invalid:2,b.invalid:1"), backend="ddp",
         forwarded=("WANDB_API_KEY", "LEVEL"), environment={"LEVEL": "3"},
     )  # fmt: skip
-    command = build("mpirun", asked)
+    command = build("mpirun", request)
     assert options(command, folder) == [
         "-np", "3", "-H", "a.invalid:2,b.invalid:1",
         *names(
@@ -96,7 +96,7 @@ def test_mpirun_on_several_hosts_uses_the_first_host_and_forwards_library_variab
 
 
 def test_rendezvous_address_of_the_user_is_kept_and_forwarded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that have it and ranks that have not would wait for each other at different places."""
+    """Ranks with the address and ranks without it would connect to different rendezvous."""
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.9")
     hosts = parse_hosts("localhost:1,b.invalid:1")
     for backend in ("ddp", "horovod"):
@@ -127,7 +127,7 @@ def test_localhost_is_rejected_as_the_first_of_several_hosts(folder: Path) -> No
     ids=str,
 )
 def test_launcher_args_override_default_options(folder: Path, given: tuple[str, ...], words: list[str]) -> None:
-    """Open MPI 4 refuses an MCA parameter that is given twice."""
+    """Open MPI 4 rejects an MCA parameter that occurs twice."""
     command = build("mpirun", spec(folder, backend="horovod", launcher_args=given))
     assert options(command, folder)[-len(words) :] == words
     assert options(command, folder)[-len(words) - 1] == "OMP_NUM_THREADS"

@@ -1,4 +1,4 @@
-"""The command for srun, without Slurm: its variables are set, and a `scontrol` that knows two nodes stands in."""
+"""The command of srun without Slurm. The tests set its variables, and a fake scontrol lists two nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def program(folder: Path, name: str, lines: str) -> None:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH of one folder, and an environment that says only that this is an allocation."""
+    """A PATH of one folder, and an environment with only the variables of an allocation."""
     for name in os.environ:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -63,7 +63,7 @@ def test_srun_fills_hosts_in_the_order_of_slurm(
 
 
 def test_srun_repeats_cpus_per_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """srun no longer takes them over from sbatch."""
+    """srun no longer inherits the option from sbatch."""
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
     command = build("srun", spec(folder, num_processes=2))
     assert "--cpus-per-task 6" in command.shell()
@@ -92,13 +92,13 @@ def test_allocated_slots_by_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchrun_and_horovodrun_use_the_hosts_of_an_allocation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not in a task that is one of several, nor where the allocation has one host."""
+    """Except in one of several tasks, and in an allocation with one host."""
     for name in ("torchrun", "horovodrun"):
         program(folder, name, "exit 1")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert [allocated_slots(launcher) for launcher in ("torchrun", "horovodrun")] == [8, 8]
     command = build("torchrun", spec(folder, num_processes=6))
-    counts = [one.argv[one.argv.index("--nproc-per-node") + 1] for _, one in command.per_host]
+    counts = [item.argv[item.argv.index("--nproc-per-node") + 1] for _, item in command.per_host]
     assert [(host, count) for (host, _), count in zip(command.per_host, counts, strict=True)] == [
         ("n1", "4"),
         ("n2", "2"),
@@ -145,27 +145,27 @@ def test_tasks_of_the_job_are_used_inside_a_step(
     assert [(host.name, host.slots) for host in allocated_hosts("torchrun")] == [("n2", slots[1]), ("n1", slots[0])]
 
 
-def refused(folder: Path, **given: object) -> str:
+def error_message(folder: Path, **given: object) -> str:
     with pytest.raises(LaunchError) as caught:
         build("srun", spec(folder, **given))
     return str(caught.value)
 
 
 def test_invalid_requests_for_srun_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused(folder, num_processes=9) == (
+    assert error_message(folder, num_processes=9) == (
         "-np asks for 9 processes, but Slurm job 1234 has 8 tasks. Use -np 8, or request more from Slurm: --ntasks 9"
     )
-    assert refused(folder, num_processes=2, hosts=parse_hosts("a:1,b:1")) == (
+    assert error_message(folder, num_processes=2, hosts=parse_hosts("a:1,b:1")) == (
         "srun starts ranks on the hosts that Slurm has chosen, but -H names a,b. Leave -H out, and request the hosts "
         "from Slurm: salloc --nodelist a,b --ntasks 2 unitrain launch --launcher srun -np 2 ..."
     )
-    assert refused(folder, controller="mpi").startswith(
+    assert error_message(folder, controller="mpi").startswith(
         "--mpi chooses horovodrun's controller, but the launcher is srun."
     )
     (folder / "srun").unlink()
-    assert refused(folder).startswith("Launcher 'srun' is not installed. It is part of Slurm")
+    assert error_message(folder).startswith("Launcher 'srun' is not installed. It is part of Slurm")
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert refused(folder, num_processes=4) == (
+    assert error_message(folder, num_processes=4) == (
         "srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. Put the command into an sbatch script, "
         "or prefix it with: salloc --ntasks 4 unitrain launch --launcher srun -np 4 ..."
     )
@@ -173,17 +173,19 @@ def test_invalid_requests_for_srun_are_rejected(folder: Path, monkeypatch: pytes
 
 def test_invalid_slurm_variables_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x3)")
-    assert refused(folder).startswith("Slurm job 1234 has 2 hosts by SLURM_JOB_NODELIST=n[1-2], but 3 by SLURM_TASKS")
+    assert error_message(folder).startswith(
+        "Slurm job 1234 has 2 hosts by SLURM_JOB_NODELIST=n[1-2], but 3 by SLURM_TASKS"
+    )
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "four")
-    assert refused(folder).startswith("SLURM_TASKS_PER_NODE must be numbers of tasks as in 2(x3),1, got 'four'.")
+    assert error_message(folder).startswith("SLURM_TASKS_PER_NODE must be numbers of tasks as in 2(x3),1, got 'four'.")
     monkeypatch.delenv("SLURM_TASKS_PER_NODE")
-    assert refused(folder).startswith(
+    assert error_message(folder).startswith(
         "SLURM_JOB_ID=1234 indicates a Slurm allocation, but SLURM_TASKS_PER_NODE is not set."
     )
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
     program(folder, "scontrol", "echo 'Invalid hostlist' >&2; exit 1")
-    assert refused(folder) == (
+    assert error_message(folder) == (
         "scontrol could not list the hosts of 'n[1-2]': Invalid hostlist. Try: scontrol show hostnames n[1-2]"
     )
     (folder / "scontrol").unlink()
-    assert refused(folder).startswith("scontrol, which is needed to list the hosts of 'n[1-2]', is not on PATH.")
+    assert error_message(folder).startswith("scontrol, which is needed to list the hosts of 'n[1-2]', is not on PATH.")

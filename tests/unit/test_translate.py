@@ -1,4 +1,4 @@
-"""From one launcher's line to another's: what is read, what is written, and that nothing is lost without a word."""
+"""Translation of command lines: reading, writing, and a remark on every option that is left out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
     return Job(**{"program": program, "hosts": tuple(hosts.split()), "backend": "ddp", **more})  # type: ignore[arg-type]
 
 
-# --- what a line says ---
+# --- reading ---
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_unknown_slots_that_determine_placement_are_rejected(options: str, tmp_p
 
 
 def mapped(options: str) -> list[tuple[str, int]]:
-    """Return the hosts and processes of the map that Open MPI's mpirun makes, without starting anything."""
+    """Return the hosts and processes in the map that Open MPI's mpirun prints with --do-not-launch."""
     environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = ["mpirun", "--do-not-launch", "--display-map", "--bind-to", "none", *options.split(), "true"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -313,7 +313,7 @@ def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
     assert "srun uses the hosts of the allocation" in remarks("unitrain launch --launcher srun -np 8 t.py", "mpirun")
 
 
-# --- what is written ---
+# --- writing ---
 
 
 def test_torchrun_translation_has_one_line_per_host() -> None:
@@ -326,7 +326,7 @@ def test_torchrun_translation_has_one_line_per_host() -> None:
 
 
 def test_torchrun_with_restarts_on_several_hosts_uses_c10d() -> None:
-    """The static rendezvous of --master-addr ends with the first attempt: c10d is needed, served by the first host."""
+    """The static rendezvous of --master-addr does not support restarts; c10d, served by the first host, does."""
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
     given = "--rdzv-backend c10d --rdzv-endpoint a:29400 --rdzv-id 7 --rdzv-conf is_host=1,timeout=900 --local-addr b"
@@ -488,7 +488,7 @@ def test_quoted_words_mean_the_same_to_a_shell() -> None:
     assert "over there/a b|c $d|" in as_typed[0]
 
 
-# What bash expands or reads as another text, and what looks like it.
+# Text that bash expands or unescapes, and similar text that it does not.
 PIECES = [
     "shard-", "a", ",", "..", "{0..9}", "{1..9..3}", "{01..3}", "{c..a}", "{a,b}", "{a,{b,c}}", "{,x}", "{", "}", "{}",
     "{a}", "{a..1}", "{a,'b c'}", "{'a,b'}", "{a\\,b}", '{"a":1,"b":2}', "'{a,b}'", '"{a,b}"', "\\{", "$WHERE",
@@ -526,9 +526,9 @@ def test_braces_and_quoted_escapes_mean_the_same_to_bash() -> None:
         read("torchrun t.py $'a")
 
 
-# --- nothing is dropped without a word ---
+# --- remarks ---
 
-# An option of each kind that another launcher may lack.
+# Options of each topic, which other launchers may lack.
 UNLIKE = {
     "torchrun": "torchrun --nproc-per-node 2 --rdzv-id 7 --tee 3 --shutdown-timeout 9 --numa-binding node t.py",
     "horovodrun": "horovodrun -np 2 --output-filename logs --start-timeout 60 --verbose --min-np 1 python t.py",
@@ -600,7 +600,7 @@ def test_remarks_name_an_alternative() -> None:
     assert "set A on each host." in remarks("mpirun -np 2 -H a,b -x A python t.py", "torchrun")
 
 
-# --- and back again ---
+# --- reading inverts writing ---
 
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True)
 WORDS = st.text(st.characters(exclude_characters="\ue000\ue001\x00", exclude_categories=("Cs",)), max_size=8).filter(
@@ -657,7 +657,7 @@ def test_split_inverts_join(words: list[str]) -> None:
     assert assignments([f"A={word}" for word in words]) == ({"A": words[-1]} if words else {}, [])
 
 
-# --- lines that cannot be read ---
+# --- errors ---
 
 
 @pytest.mark.parametrize(
@@ -854,11 +854,11 @@ def test_unsupported_jobs_are_rejected(line: str, target: str, message: str) -> 
     assert str(caught.value) == message
 
 
-# --- the tables know every option ---
+# --- completeness of the option tables ---
 
 
 def missing(syntax: Syntax, options: Sequence[tuple[Sequence[str], int]]) -> list[str]:
-    """Return the options, by their spellings and number of values, that a table does not know as such."""
+    """Return the spellings of options that a table lacks or lists with another number of values."""
     return [
         spelled
         for spellings, arity in options
@@ -1002,7 +1002,7 @@ def test_translate_command_reports_invalid_arguments() -> None:
 
 
 def test_batch_script_quotes_values_and_contains_no_expansion_marks() -> None:
-    """Slurm expands nothing in a #SBATCH line, and ends a value at a space."""
+    """Slurm expands nothing in a #SBATCH line and splits values at spaces."""
     text = write(read("cd $HOME/runs && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
     assert "cd $HOME/runs || exit\n" in text
     assert "--chdir" not in text
