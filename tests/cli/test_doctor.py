@@ -1,4 +1,4 @@
-"""`unitrain doctor`: each finding from what ranks tell, and all of it on real hosts that something is wrong with."""
+"""`unitrain doctor` finds each problem in reports of ranks, and problems of real hosts."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from requirements import needs_hosts, needs_mpi
 
 from unitrain.cli import unitrain
 from unitrain.doctor.facts import Facts, Gpu
-from unitrain.doctor.findings import Told, judge
-from unitrain.doctor.probes import Between
+from unitrain.doctor.findings import RankReport, find_problems
+from unitrain.doctor.peers import PeerChecks
 
 GIB = 2**30
 HOROVOD = {"version": "0.28.1", "cpu_operations": ["gloo"], "gpu_operations": [], "problems": []}
-SOUND = Facts(
+VALID = Facts(
     host="a", rank=0, local_rank=0, launcher="torchrun", evidence=("RANK=0",), machine="m1",
-    name_leads_to=("10.0.0.1",), interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"}, python="3.11.7",
+    name_addresses=("10.0.0.1",), interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"}, python="3.11.7",
     executable="python", unitrain="0.1.0", torch="2.9.0", torch_cuda=None, transports={"gloo": "yes"}, gpus=(),
     nvidia_driver=False, horovod=HOROVOD, cores=(0, 1, 2, 3), memory=8 * GIB, shared_memory=4 * GIB, open_files=65536,
     locked_memory=None, infiniband=False, folder="/work", folder_free=100 * GIB, programs={}, variables={},
     has_job_key=True,
 )  # fmt: skip
-JOINED = Between(address="10.0.0.1", unreachable={}, clock=0.0, shares_folder=True)
+REACHABLE = PeerChecks(address="10.0.0.1", unreachable={}, clock_offset_seconds=0.0, shares_folder=True)
 
 
-def ranks(*changes: dict[str, Any], **of_second: Any) -> list[Told]:
-    """Two ranks, each the first on its host, sound but for the changes of each; `of_second` is what it found."""
+def ranks(*changes: dict[str, Any], **of_second: Any) -> list[RankReport]:
+    """Return valid reports of two ranks on two hosts, with `changes` of each and the peer checks `of_second`."""
     first, second = ({"host": "a"} | changes[0], {"host": "b", "machine": "m2"} | (changes[1] if changes[1:] else {}))
     return [
-        Told(replace(SOUND, **first), JOINED),
-        Told(replace(SOUND, **{"rank": 1, **second}), replace(JOINED, address="10.0.0.2", **of_second)),
+        RankReport(replace(VALID, **first), REACHABLE),
+        RankReport(replace(VALID, **{"rank": 1, **second}), replace(REACHABLE, address="10.0.0.2", **of_second)),
     ]
 
 
@@ -46,7 +46,7 @@ BROKEN = {"what": "It was built for torch 1.", "fix": "F", "fatal": True}
 IB = {"GLOO_SOCKET_IFNAME": "eth0,ib0"}
 THREADS = {"OMP_NUM_THREADS": "8"}
 GPU = Gpu(name="H100", memory=80 * GIB, uuid="GPU-1")
-CASES: dict[str, tuple[Callable[[], list[Told]], str]] = {
+CASES: dict[str, tuple[Callable[[], list[RankReport]], str]] = {
     "torch": (
         lambda: ranks({}, {"torch": "2.8.0"}),
         r"error: torch differs between ranks: 2\.9\.0 on rank 0; 2\.8\.0 on rank 1\. "
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[], list[Told]], str]] = {
     ),
     "one GPU": (
         lambda: ranks({"gpus": (GPU,)}, {"gpus": (GPU,), "host": "a", "local_rank": 1, "machine": "m1"}),
-        r"error: Ranks 0, 1 on a would compute on the same GPU, GPU-1\. \$ start 1 ranks",
+        r"error: Ranks 0, 1 on a would use the same GPU, GPU-1\. \$ start 1 ranks",
     ),
     "no CUDA": (
         lambda: ranks({"nvidia_driver": True}),
@@ -88,13 +88,13 @@ CASES: dict[str, tuple[Callable[[], list[Told]], str]] = {
         r"error: Horovod on a: It was built for torch 1\. \$ F",
     ),
     "loopback": (
-        lambda: ranks({"name_leads_to": ("127.0.1.1",)}),
-        r'warning: The name a leads to 127\.0\.1\.1 on that host.*\$ sudo sed .*; echo "10\.0\.0\.1 a" \| sudo tee',
+        lambda: ranks({"name_addresses": ("127.0.1.1",)}),
+        r'warning: The name a resolves to 127\.0\.1\.1 on that host.*\$ sudo sed .*; echo "10\.0\.0\.1 a" \| sudo tee',
     ),
-    "no name": (lambda: ranks({"name_leads_to": ()}), r"warning: The name a does not resolve on a itself"),
+    "no name": (lambda: ranks({"name_addresses": ()}), r"warning: The name a does not resolve on a itself"),
     "one name": (
         lambda: ranks({}, {"host": "a"}),
-        r"error: 2 machines are all called a: ranks of different machines",
+        r"error: 2 machines have the name a. Ranks of different machines",
     ),
     "interface": (
         lambda: ranks({"variables": IB}, {"variables": IB, "interfaces": {"eth0": "10.0.0.2", "ib0": "10.1.0.2"}}),
@@ -102,9 +102,9 @@ CASES: dict[str, tuple[Callable[[], list[Told]], str]] = {
     ),
     "folder": (
         lambda: ranks({}, shares_folder=False),
-        r"warning: b: what rank 0 writes in /work is not seen there",
+        r"warning: b: files that rank 0 creates in /work are not visible there",
     ),
-    "full disk": (lambda: ranks({}, {"folder_free": GIB // 2}), r"warning: /work on b has 0\.5 GiB left"),
+    "full disk": (lambda: ranks({}, {"folder_free": GIB // 2}), r"warning: /work on b has 0\.5 GiB of free space"),
     "shared memory": (
         lambda: ranks({"shared_memory": 64 * 2**20}),
         r"warning: /dev/shm on a has 64 MiB.*\$ docker run --shm-size=8g",
@@ -112,20 +112,20 @@ CASES: dict[str, tuple[Callable[[], list[Told]], str]] = {
     "files": (lambda: ranks({"open_files": 1024}), r"warning: A process on a may open 1024 files.*\$ ulimit -n 65536"),
     "locked memory": (
         lambda: ranks({"infiniband": True, "locked_memory": 65536}),
-        r"warning: a has InfiniBand, but lets a process lock only 64 KiB",
+        r"warning: a has InfiniBand, but the limit of locked memory is 64 KiB",
     ),
     "cores": (
         lambda: ranks({"cores": (2,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (2,)}),
-        r"warning: 2 ranks share 1 core on a, and will wait for each other\. \$ -np 1",
+        r"warning: 2 ranks share 1 core on a and will wait for each other\. \$ -np 1",
     ),
     "threads": (
         lambda: ranks({"variables": THREADS}, {"variables": THREADS, "cores": tuple(range(8))}),
         r"warning: 1 rank of 8 threads each share 4 cores on a\. \$ export OMP_NUM_THREADS=4",
     ),
-    "clock": (lambda: ranks({}, clock=-7.25), r"warning: The clock of b is 7\.2 s behind rank 0's"),
+    "clock": (lambda: ranks({}, clock_offset_seconds=-7.25), r"warning: The clock of b is 7\.2 s behind rank 0's"),
     "no key": (
         lambda: ranks({"has_job_key": False}, {"has_job_key": False}),
-        r"warning: ranks 0, 1 have no key to sign messages with: any program .* \$ unitrain launch \.\.\.",
+        r"warning: ranks 0, 1 have no key to sign messages. Any program .* \$ unitrain launch \.\.\.",
     ),
     "variables": (
         lambda: ranks({"variables": {"NCCL_DEBUG": "INFO"}}),
@@ -134,50 +134,58 @@ CASES: dict[str, tuple[Callable[[], list[Told]], str]] = {
 }
 
 
-def shown(told: list[Told]) -> list[str]:
-    return [f"{one.level}: {one.what} $ {one.fix}" for one in judge(told)]
+def shown(reports: list[RankReport]) -> list[str]:
+    return [f"{one.level}: {one.what} $ {one.fix}" for one in find_problems(reports)]
 
 
-def test_a_sound_job_has_no_findings() -> None:
+def test_a_valid_job_has_no_findings() -> None:
     assert shown(ranks({})) == []
-    alone = replace(SOUND, name_leads_to=("127.0.1.1",), variables={"CUDA_VISIBLE_DEVICES": "0"})
-    assert shown([Told(alone, None)]) == []
-    # Each bound to a core of its own.
+    alone = replace(VALID, name_addresses=("127.0.1.1",), variables={"CUDA_VISIBLE_DEVICES": "0"})
+    assert shown([RankReport(alone, None)]) == []
+    # Ranks bound to different cores.
     assert shown(ranks({"cores": (0,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (1,)})) == []
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_wrong_is_found_and_nothing_else(case: str) -> None:
-    told, expected = CASES[case]
-    found = shown(told())
+def test_each_problem_has_exactly_one_finding(case: str) -> None:
+    create_reports, expected = CASES[case]
+    found = shown(create_reports())
     assert re.match(expected, found[0]), found
     assert len(found) == 1, found
 
 
-def test_it_looks_at_this_machine() -> None:
+def test_doctor_reports_this_host() -> None:
     result = CliRunner().invoke(unitrain, ["doctor", "--json"])
     report = json.loads(result.output)
     assert report["ok"] is (result.exit_code == 0)
     (rank,) = report["ranks"]
     assert Facts.from_json(rank["facts"]).as_json() == {
         **rank["facts"], "gpus": tuple(rank["facts"]["gpus"]), "evidence": (),
-        "name_leads_to": tuple(rank["facts"]["name_leads_to"]), "cores": tuple(rank["facts"]["cores"]),
+        "name_addresses": tuple(rank["facts"]["name_addresses"]), "cores": tuple(rank["facts"]["cores"]),
     }  # fmt: skip
     shown = CliRunner().invoke(unitrain, ["doctor"])
     assert shown.exit_code == result.exit_code
     assert rank["facts"]["torch"][:6] in shown.output
 
 
-def test_what_a_launcher_left_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_launcher_variables_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     result = CliRunner().invoke(unitrain, ["doctor"])
     assert result.exit_code == 1
     assert "OMPI_COMM_WORLD_SIZE" in result.output
 
 
+def test_a_usage_error_of_launch_is_shown_without_its_usage() -> None:
+    result = CliRunner().invoke(unitrain, ["doctor", "--launch", "-np x"])
+    assert result.exit_code == 1
+    message = result.output.partition("Error: ")[2]
+    assert message.startswith("--launch has options that unitrain launch does not accept: Invalid value for '-np'")
+    assert "Usage:" not in result.output
+
+
 @needs_hosts
 @needs_mpi
-def test_it_finds_what_is_wrong_between_hosts(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_problems_between_hosts_are_found(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     with hosts(2, tmp_path_factory.mktemp("hosts"), own_name_is_loopback=True) as (one, two):
         assert two.run(["mount", "-o", "remount,size=64m", "/dev/shm"]).returncode == 0
         apart = tmp_path / "work"
@@ -186,11 +194,11 @@ def test_it_finds_what_is_wrong_between_hosts(tmp_path_factory: pytest.TempPathF
         report = look(one, apart, "-np 3 -H h1:2,h2:1 --launcher mpirun")
         texts = [finding["what"] for finding in report["findings"]]
         assert [entry["facts"]["host"] for entry in report["ranks"]] == ["h1", "h1", "h2"]
-        assert [entry["between"]["address"] for entry in report["ranks"]] == ["10.77.0.1", "10.77.0.1", "10.77.0.2"]
+        assert [entry["peer_checks"]["address"] for entry in report["ranks"]] == ["10.77.0.1", "10.77.0.1", "10.77.0.2"]
         assert any(text.startswith("/dev/shm on h2 has 64 MiB") for text in texts)
-        assert any(text.startswith(f"h2: what rank 0 writes in {apart} is not seen there") for text in texts)
+        assert any(text.startswith(f"h2: files that rank 0 creates in {apart} are not visible there") for text in texts)
         for name in ("h1", "h2"):
-            assert any(text.startswith(f"The name {name} leads to 127.0.1.1") for text in texts)
+            assert any(text.startswith(f"The name {name} resolves to 127.0.1.1") for text in texts)
         assert all(entry["facts"]["has_job_key"] for entry in report["ranks"])
         assert not any("cannot reach" in text or "clock" in text for text in texts)
         assert list(apart.iterdir()) == []

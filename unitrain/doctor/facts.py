@@ -1,4 +1,4 @@
-"""What one rank sees of its host and its software."""
+"""Collect facts about the host and the software of one rank."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from unitrain.bootstrap.authentication import has_key
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.network import interfaces
 from unitrain.horovod_wheel import check
+from unitrain.processes import usable_cores
 from unitrain.torch_compat import transports
 
-# What libraries read beside code, by the start of its name.
-_TELLING = ("NCCL_", "GLOO_", "HOROVOD_", "TORCH_", "OMP_", "MKL_", "CUDA_", "UCX_", "FI_", "UNITRAIN_")
-_TELLING_WHOLE = ("PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX")
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+# Prefixes and names of the environment variables that change the behavior of libraries.
+_VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "HOROVOD_", "TORCH_", "OMP_", "MKL_", "CUDA_", "UCX_", "FI_", "UNITRAIN_")
+_VARIABLE_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX")
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _PROGRAMS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun", "ssh")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU that torch sees: bytes of memory, and the same `uuid` for the same piece of hardware everywhere."""
+    """A GPU that torch finds, with its memory in bytes. `uuid` identifies the hardware."""
 
     name: str
     memory: int
@@ -42,12 +43,12 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """One rank's host and software; sizes in bytes, times in seconds, None for what cannot be known.
+    """The host and the software of one rank. Sizes are in bytes. A value is None if it cannot be determined.
 
-    `machine` is the same for processes on one running kernel, also in containers of different names. `name_leads_to`
-    are the addresses that the host's own name resolves to, `cores` the numbers of those that this process may run on.
-    `horovod` is None where it is not installed, and on all but
-    the first rank of a host, which asks for all. `has_job_key` is whether this process signs its messages.
+    `machine` identifies the running kernel, also across containers with different names. `name_addresses` are the
+    addresses of the host's own name, and `cores` the numbers of the cores that this process may use. `horovod` is None
+    if Horovod is not installed, and on all ranks except the first of each host. `has_job_key` is whether this process
+    signs its messages.
     """
 
     host: str
@@ -56,7 +57,7 @@ class Facts:
     launcher: str
     evidence: tuple[str, ...]
     machine: str | None
-    name_leads_to: tuple[str, ...]
+    name_addresses: tuple[str, ...]
     interfaces: Mapping[str, str]
     python: str
     executable: str
@@ -80,34 +81,34 @@ class Facts:
     has_job_key: bool
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Facts:
-        """Return what `as_json` made plain."""
-        gpus = tuple(Gpu(**gpu) for gpu in told["gpus"])
-        tuples = {name: tuple(told[name]) for name in ("evidence", "name_leads_to", "cores")}
-        return cls(**{**told, **tuples, "gpus": gpus})
+    def from_json(cls, data: Mapping[str, Any]) -> Facts:
+        """Return the facts from the result of `as_json`."""
+        gpus = tuple(Gpu(**gpu) for gpu in data["gpus"])
+        tuples = {name: tuple(data[name]) for name in ("evidence", "name_addresses", "cores")}
+        return cls(**{**data, **tuples, "gpus": gpus})
 
     def as_json(self) -> dict[str, Any]:
-        """The facts as plain data."""
+        """Return the facts as plain data."""
         return dataclasses.asdict(self)
 
 
-def gather(rank_info: RankInfo) -> Facts:
-    """Return what this process sees. It takes seconds: torch is imported, and on a host's first rank Horovod too."""
+def collect_facts(rank_info: RankInfo) -> Facts:
+    """Return the facts of this process. Importing torch and, on one rank per host, Horovod takes seconds."""
     import torch
 
     inherited = environment.copy()
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft_locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    searched = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])
-    programs = {name: shutil.which(name, path=searched) for name in _PROGRAMS}
+    search_path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])
+    programs = {name: shutil.which(name, path=search_path) for name in _PROGRAMS}
     return Facts(
         host=socket.gethostname(),
         rank=rank_info.rank,
         local_rank=rank_info.local_rank,
         launcher=rank_info.launcher,
         evidence=rank_info.evidence,
-        machine=_machine(),
-        name_leads_to=_resolved(socket.gethostname()),
+        machine=_boot_id(),
+        name_addresses=_resolve(socket.gethostname()),
         interfaces=interfaces(),
         python=platform.python_version(),
         executable=sys.executable,
@@ -118,9 +119,7 @@ def gather(rank_info: RankInfo) -> Facts:
         gpus=tuple(_gpus()),
         nvidia_driver=_DRIVER.exists(),
         horovod=_horovod() if rank_info.local_rank == 0 else None,
-        cores=tuple(
-            sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        ),
+        cores=usable_cores(),
         memory=_memory(),
         shared_memory=_size("/dev/shm"),
         open_files=soft_files,
@@ -133,18 +132,19 @@ def gather(rank_info: RankInfo) -> Facts:
         variables={
             name: value
             for name, value in sorted(inherited.items())
-            if (name.startswith(_TELLING) or name in _TELLING_WHOLE) and not any(word in name for word in _SECRET)
+            if (name.startswith(_VARIABLE_PREFIXES) or name in _VARIABLE_NAMES)
+            and not any(word in name for word in _SECRET_WORDS)
         },
     )
 
 
-def _machine() -> str | None:
+def _boot_id() -> str | None:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return None
 
 
-def _resolved(name: str) -> tuple[str, ...]:
+def _resolve(name: str) -> tuple[str, ...]:
     try:
         found = socket.getaddrinfo(name, None, socket.AF_INET)
     except OSError:
@@ -157,19 +157,13 @@ def _gpus() -> list[Gpu]:
 
     if not torch.cuda.is_available():
         return []
-    told = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    return [Gpu(name=one.name, memory=one.total_memory, uuid=str(one.uuid)) for one in told]
+    properties = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return [Gpu(name=one.name, memory=one.total_memory, uuid=str(one.uuid)) for one in properties]
 
 
 def _horovod() -> dict[str, Any] | None:
     report = check.inspect()
     return None if report.folder is None else report.as_json()
-
-
-def _cores() -> tuple[int, ...]:
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
 
 
 def _memory() -> int | None:

@@ -1,4 +1,4 @@
-"""What takes part in a run that `unitrain tune` started: it times the steps, and ends the run."""
+"""Time the steps of a run that `unitrain tune` started, and end the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unitrain.backends.base import Backend
     from unitrain.trainer import Trainer
 
-_LEAST_STEPS = 5
+_MIN_STEPS = 5
 
 
 def create_timer(request: str) -> StepTimer:
@@ -31,18 +31,19 @@ def create_timer(request: str) -> StepTimer:
 
 
 class StepTimer(Callback):
-    """The last callback of a run that is timed. It ends the process with SystemExit when it has timed enough steps:
-    nothing that the script does with a trained model happens to one that is not."""
+    """The last callback of a timed run. After enough steps it ends the process with SystemExit, so that the rest of the
+    script does not use a partially trained model.
+    """
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._steps, self._ended = 0, False
-        self._most: int | None = None  # steps to time, agreed when the warm-up is over
+        self._steps, self._is_finished = 0, False
+        self._steps_to_time: int | None = None  # determined at the end of the warm-up
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
         """Return `arguments` with which the run is timed: without checkpoints, output and time limit."""
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "progress": "off"}
-        changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # of what is not written
+        changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # there are no checkpoints
         if self._request.compression is not None:
             changes["compression"] = self._request.compression
         config = dataclasses.replace(arguments.config, **changes)
@@ -53,25 +54,25 @@ class StepTimer(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         self._steps += 1
-        if self._most is None:
-            if self._steps == self._request.warmup // 2:  # the first steps are slower than any
+        if self._steps_to_time is None:
+            if self._steps == self._request.warmup // 2:  # the first steps are the slowest
                 self._began = self._now(trainer)
             elif self._steps == self._request.warmup:
                 per_step = (self._now(trainer) - self._began) / (self._request.warmup - self._request.warmup // 2)
                 slowest = trainer.backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
-                self._most = max(_LEAST_STEPS, math.ceil(self._request.seconds / slowest))
+                self._steps_to_time = max(_MIN_STEPS, math.ceil(self._request.seconds / slowest))
                 self._steps, self._began = 0, self._now(trainer)
-        elif self._steps == self._most:
-            self._end(trainer)
+        elif self._steps == self._steps_to_time:
+            self._finish(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if self._ended or not trainer.is_finished:
-            return  # `_end` itself, or an exception, is on its way
-        if self._most is not None and self._steps >= _LEAST_STEPS:
-            self._end(trainer)
+        if self._is_finished or not trainer.is_finished:
+            return  # `_finish` or an exception ends the run
+        if self._steps_to_time is not None and self._steps >= _MIN_STEPS:
+            self._finish(trainer)
         raise ConfigError(
-            f"The run ended after {self._steps} steps, too few to be timed. Let it train longer, as by more epochs: "
-            "unitrain tune ends it in time."
+            f"The run ended after {self._steps} steps, which are too few to time. Train longer, for example with more "
+            "epochs: unitrain tune ends the run after the timed steps."
         )
 
     def _now(self, trainer: Trainer) -> float:
@@ -79,8 +80,8 @@ class StepTimer(Callback):
             torch.cuda.synchronize(trainer.backend.device)
         return time.perf_counter()
 
-    def _end(self, trainer: Trainer) -> NoReturn:
-        self._ended = True
+    def _finish(self, trainer: Trainer) -> NoReturn:
+        self._is_finished = True
         backend = trainer.backend
         per_step = (self._now(trainer) - self._began) / self._steps
         slowest = backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()

@@ -1,5 +1,4 @@
-"""What is asked of a run that is timed, in a variable of its environment, and what it tells, in a line that it
-prints."""
+"""The request to a timed run, passed in an environment variable, and its result, printed as a line."""
 
 from __future__ import annotations
 
@@ -8,14 +7,16 @@ from dataclasses import asdict, dataclass
 
 # The function that the ranks of a timed run call, see `trainer_overrides`.
 TIMER = "unitrain.tune.timer:create_timer"
-# Before what a run tells; a launcher may put its own before that.
-_MARK = "unitrain tune: "
+# Prefix of the result. A launcher may add a prefix to the line.
+_MARKER = "unitrain tune: "
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Train `warmup` steps, then time steps for about `seconds`, and end. `compression` replaces the script's own, and
-    `name` is that of this run alone."""
+    """Train `warmup` steps, then time steps for about `seconds`, and end.
+
+    `compression` replaces that of the script. `name` is unique for each run.
+    """
 
     name: str
     warmup: int
@@ -23,19 +24,21 @@ class Request:
     compression: str | None = None
 
     def text(self) -> str:
-        """Return it as the value of a variable."""
+        """Return the request as a string."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str) -> Request:
-        """Return what the value of a variable says."""
+        """Return the request from a string."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Seconds of a step on the slowest rank, over `steps` steps, and what it ran on; `threads` of a rank, None on a
-    GPU."""
+    """Seconds per step on the slowest rank, over `steps` steps, and the environment of the run.
+
+    `threads` is the number per rank, None on a GPU.
+    """
 
     seconds_per_step: float
     steps: int
@@ -47,14 +50,14 @@ class Result:
     cores_per_rank: int
 
     def text(self) -> str:
-        """Return it as a line to print."""
-        return _MARK + json.dumps(asdict(self))
+        """Return the result as a line to print."""
+        return _MARKER + json.dumps(asdict(self))
 
     @classmethod
     def find(cls, output: str) -> Result | None:
-        """Return what a run has printed, None where it has not come that far."""
+        """Return the result in the output of a run, or None if there is none."""
         for line in output.splitlines():
-            _, found, text = line.partition(_MARK)
+            _, found, text = line.partition(_MARKER)
             if found:
                 return cls(**json.loads(text))
         return None

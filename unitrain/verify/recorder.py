@@ -1,4 +1,4 @@
-"""What takes part in a run that `unitrain verify` started: it notes what every step did, and ends the run in time."""
+"""Record the steps of a run that `unitrain verify` started, and end the run after the requested steps."""
 
 from __future__ import annotations
 
@@ -34,21 +34,23 @@ def create_recorder(folder: str) -> Recorder:
 
 
 class Recorder(Callback):
-    """The last callback of a run that is verified, so that it sees what the others have done.
+    """The last callback of a verified run, so that it records the effects of the other callbacks.
 
-    When the steps that were asked for are done, or the run is, it writes its record and ends the process with
-    SystemExit: nothing that the script does with a trained model happens to one that is not.
+    After the requested steps, or at the end of the run, it writes the record and ends the process with SystemExit, so
+    that the rest of the script does not use a partially trained model.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._request = folder, Request.read(folder)
         self._steps: list[StepRecord] = []
         self._fixed_batch = self._written = False
-        self._forget_step()
+        self._reset_step()
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
-        """Return `arguments` with which the run is recorded. The length of the run stays the user's, because learning
-        rate schedules depend on it."""
+        """Return the arguments with which the run is recorded.
+
+        The length of the run is not changed, because learning-rate schedules depend on it.
+        """
         config, model = arguments.config, arguments.model
         loss_fn, forward = arguments.loss_fn, arguments.forward
         changes: dict[str, Any] = {"max_seconds": None}
@@ -56,13 +58,15 @@ class Recorder(Callback):
             changes["output_dir"] = self._folder / "output"
         self._fixed_batch = config.global_batch_size is not None
         if not self._fixed_batch and backend.size < self._request.as_ranks:
-            # A layer that normalises over the samples of all ranks is to have as many at once here.
-            at_once = config.batch_size is not None and (config.sync_batch_norm or _batch_statistics(model) == "all")
-            name = "batch_size" if at_once else "gradient_accumulation_steps"
+            # Synchronized BatchNorm normalizes over the samples of all ranks, which must be in one micro-batch here.
+            in_one_batch = config.batch_size is not None and (
+                config.sync_batch_norm or _batch_statistics(model) == "all"
+            )
+            name = "batch_size" if in_one_batch else "gradient_accumulation_steps"
             changes[name] = (getattr(config, name) or 1) * self._request.as_ranks // backend.size
         if self._request.float64:
-            changes["precision"] = "fp32"  # which is to say: no autocast
-            loss_fn, forward = _in_double(model, loss_fn, forward)
+            changes["precision"] = "fp32"  # disables autocast
+            loss_fn, forward = _convert_to_double(model, loss_fn, forward)
         return TrainerArguments(
             model=model,
             loss_fn=loss_fn,
@@ -73,12 +77,12 @@ class Recorder(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._start = _digests(trainer)
-        self._start_values = {name: _saved(parameter) for name, parameter in _parameters(trainer).items()}
+        self._start_values = {name: _copy_to_cpu(parameter) for name, parameter in _parameters(trainer).items()}
         self._generators = _generators(trainer.backend.device)
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
         self._samples.append(part.samples)
-        if not part.samples:  # it only stands in for lack of samples
+        if not part.samples:  # a dummy batch
             return
         value = float(loss.value.detach())
         self._losses.append(value * part.samples if loss.tokens is None else value)
@@ -98,22 +102,22 @@ class Recorder(Callback):
                 learning_rates=self._rates,
             )
         )
-        self._forget_step()
+        self._reset_step()
         if len(self._steps) == self._request.steps:
-            self._end(trainer)
+            self._finish(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if trainer.is_finished and not self._written:  # else an exception is on its way, or `_end` itself
-            self._end(trainer)
+        if trainer.is_finished and not self._written:  # otherwise an exception or `_finish` ends the run
+            self._finish(trainer)
 
-    def _forget_step(self) -> None:
+    def _reset_step(self) -> None:
         self._losses: list[float] = []
         self._weights: list[float] = []
         self._samples: list[int] = []
         self._rates: list[float] = []
         self._digest = 0
 
-    def _end(self, trainer: Trainer) -> NoReturn:
+    def _finish(self, trainer: Trainer) -> NoReturn:
         self._written = True
         backend = trainer.backend
         before, after = self._generators, _generators(backend.device)
@@ -128,7 +132,7 @@ class Recorder(Callback):
             start=self._start,
             end=_digests(trainer),
             moved={
-                name: _largest_difference(_saved(parameter), self._start_values[name])
+                name: _largest_difference(_copy_to_cpu(parameter), self._start_values[name])
                 for name, parameter in _parameters(trainer).items()
             },
             random=[name for name in before if before[name] != after[name]],
@@ -149,7 +153,7 @@ def _parameters(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
-    """Return whose samples of a micro-step the layers of `model` normalise over: nobody's, each rank's own, or all."""
+    """Return over which samples of a micro-batch BatchNorm normalizes: none, those of the rank, or all."""
     layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if not layers:
         return "none"
@@ -161,7 +165,7 @@ def _digests(trainer: Trainer) -> dict[str, str]:
 
 
 def _generators(device: torch.device) -> dict[str, str]:
-    """Return a digest of the state of each of this process's generators."""
+    """Return a digest of the state of each random generator of this process."""
     states = randomness.capture_generators(device)
     return {
         name: digest_of_tensor(state) if isinstance(state, Tensor) else hashlib.sha256(repr(state).encode()).hexdigest()
@@ -170,32 +174,32 @@ def _generators(device: torch.device) -> dict[str, str]:
 
 
 def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return copies of the parameters, as "parameter NAME", and the optimizer's state, as "state NAME KEY"."""
+    """Return copies of the parameters ("parameter NAME") and of the optimizer state ("state NAME KEY")."""
     parameters = _parameters(trainer)
-    found = {f"parameter {name}": _saved(parameter) for name, parameter in parameters.items()}
+    found = {f"parameter {name}": _copy_to_cpu(parameter) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for key, value in trainer.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                found[f"state {name} {key}"] = _saved(value)
+                found[f"state {name} {key}"] = _copy_to_cpu(value)
             elif isinstance(value, int | float):
                 found[f"state {name} {key}"] = torch.tensor(value, dtype=torch.float64)
     return found
 
 
-def _saved(tensor: Tensor) -> Tensor:
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _largest_difference(left: Tensor, right: Tensor) -> float:
-    """Return the largest |left - right|, computed in double precision: 0 for empty tensors, nan where a value is."""
+    """Return the largest |left - right| in double precision: 0 for empty tensors, nan if a value is nan."""
     return float((left.double() - right.double()).abs().max()) if left.numel() else 0.0
 
 
-def _in_double(
+def _convert_to_double(
     model: nn.Module, loss_fn: Callable[..., Any], forward: Callable[..., Any] | None
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """Let `model` compute in double precision; return a loss function and a forward that do."""
+    """Convert `model` to double precision; return a loss function and a forward that convert their inputs."""
     model.double()
     model.register_forward_pre_hook(
         lambda _, args, kwargs: (map_tensors(_double, args), map_tensors(_double, kwargs)), with_kwargs=True

@@ -1,0 +1,83 @@
+"""Print the result of an examination."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+_COLORS = {"error": "red", "warning": "yellow", "note": "cyan"}
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Print the software of rank 0, a table of the hosts, and the findings with their fixes."""
+    console = Console(highlight=False)
+    ranks = [entry["facts"] for entry in report["ranks"]]
+    first = ranks[0]
+    if len(ranks) > 1:
+        evidence = ", ".join(first["evidence"])
+        console.print(f"{len(ranks)} ranks under {first['launcher']}; environment of rank 0: {evidence}.", markup=False)
+    transports = ", ".join(
+        name if version == "yes" else f"{name} {version}" for name, version in first["transports"].items()
+    )
+    console.print(f"Python {first['python']}, unitrain {first['unitrain']}; ddp has {transports}.", markup=False)
+    launchers = ", ".join(name for name in first["programs"] if name != "ssh")
+    console.print(f"Launchers on PATH: {launchers or 'none'}.", markup=False)
+
+    if len({one["host"] for one in ranks}) > 1:
+        console.print(
+            "Between hosts, the TCPStore and the connections of Gloo, NCCL and Horovod are neither authenticated nor "
+            "encrypted. Keep this network private (docs/security.md).",
+            markup=False,
+        )
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("host", "ranks", "cores", "memory", "GPUs", "torch", "Horovod", "address"):
+        table.add_column(column, overflow="fold")
+    hosts: dict[str, list[int]] = {}
+    for number, facts in enumerate(ranks):
+        hosts.setdefault(facts["host"], []).append(number)
+    for host, numbers in hosts.items():
+        table.add_row(*map(escape, _row(host, numbers, report["ranks"])))
+    console.print(table)
+
+    for finding in report["findings"]:
+        level = finding["level"]
+        console.print(f"[bold {_COLORS[level]}]{level}[/]  {escape(finding['what'])}")
+        console.print(f"  $ {finding['fix']}" if level != "note" else f"  {finding['fix']}", markup=False, style="dim")
+    counts = [sum(finding["level"] == level for finding in report["findings"]) for level in ("error", "warning")]
+    if any(counts):
+        console.print(f"{_count(counts[0], 'error')}, {_count(counts[1], 'warning')}.", style="bold")
+    else:
+        console.print("No problems found.", style="bold green")
+
+
+def _row(host: str, numbers: Sequence[int], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    facts, checks = ranks[numbers[0]]["facts"], ranks[numbers[0]]["peer_checks"]
+    address = (
+        checks["address"] if checks else next((one for name, one in facts["interfaces"].items() if name != "lo"), "")
+    )
+    interface = next((name for name, own in facts["interfaces"].items() if own == address), "")
+    gpus: dict[str, int] = {}
+    for gpu in facts["gpus"]:
+        gpus[gpu["name"]] = gpus.get(gpu["name"], 0) + 1
+    horovod = facts["horovod"]
+    operations = [*horovod["cpu_operations"], *horovod["gpu_operations"]] if horovod else []
+    return [
+        host,
+        ", ".join(map(str, numbers)),
+        str(len({core for number in numbers for core in ranks[number]["facts"]["cores"]})),
+        f"{facts['memory'] / 2**30:.0f} GiB" if facts["memory"] else "?",
+        ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "-",
+        facts["torch"],
+        f"{horovod['version']} ({', '.join(operations)})" if horovod else "-",
+        f"{address} {interface}".strip(),
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,99 @@
+"""Collect the reports of all ranks of a job, and evaluate them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import unitrain
+from unitrain.bootstrap import environment
+from unitrain.errors import LauncherMismatchError, UnitrainError
+
+# Marks the report of rank 0 in the output of a launcher, which may add a prefix to each line.
+MARKER = "unitrain doctor report: "
+_LAUNCH_SECONDS = 60.0
+_MAX_OUTPUT_LINES = 15
+
+
+class ExaminationError(UnitrainError):
+    """The ranks could not be started, or did not reach each other."""
+
+
+def examine(timeout_seconds: float) -> dict[str, Any] | None:
+    """Examine this rank and its job. Return the report as plain data on rank 0, and None on the other ranks.
+
+    All ranks of a job call it. Raises ExaminationError if they do not connect within `timeout_seconds`.
+    """
+    from unitrain.bootstrap.rendezvous import connect_ranks
+    from unitrain.doctor.facts import Facts, collect_facts
+    from unitrain.doctor.findings import RankReport, find_problems
+    from unitrain.doctor.peers import PeerChecks, check_peers
+
+    try:
+        rank_info = environment.detect()
+        # The rendezvous comes first, so that missing ranks are reported before the slow parts.
+        rendezvous = connect_ranks(rank_info, timedelta(seconds=timeout_seconds))
+        facts = collect_facts(rank_info)
+        checks = check_peers(rendezvous) if rank_info.size > 1 else None
+        gathered = rendezvous.allgather("doctor/report", [facts.as_json(), checks and checks.as_json()])
+    except LauncherMismatchError as error:
+        raise ExaminationError(f"{error} Or launch it with unitrain: unitrain doctor --launch ...") from error
+    except UnitrainError as error:
+        raise ExaminationError(str(error)) from error
+    if rank_info.rank != 0:
+        return None
+    ranks = [RankReport(Facts.from_json(one), PeerChecks(**other) if other else None) for one, other in gathered]
+    findings = find_problems(ranks)
+    return {
+        "ok": not any(finding.level == "error" for finding in findings),
+        "findings": [vars(finding) for finding in findings],
+        "ranks": [{"facts": one, "peer_checks": other} for one, other in gathered],
+    }
+
+
+def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, Any]:
+    """Launch ranks with these options of `unitrain launch`, and return their report.
+
+    Raises ExaminationError if the ranks cannot be started.
+    """
+    program = str(Path(unitrain.__file__).with_name("__main__.py"))
+    command = [
+        sys.executable, program, "launch", *options,
+        program, "doctor", "--for-launch", "--timeout-seconds", f"{timeout_seconds:g}",
+    ]  # fmt: skip
+    # Under backend horovod, the launcher would not provide the address for the rendezvous.
+    variables = {"UNITRAIN_BACKEND": environment.setting("UNITRAIN_BACKEND") or "ddp"}
+    limit_seconds = timeout_seconds + _LAUNCH_SECONDS
+    try:
+        done = subprocess.run(
+            command,
+            env=environment.copy() | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_seconds,
+        )
+    except subprocess.TimeoutExpired as expired:
+        raise ExaminationError(
+            f"The launch did not finish within {limit_seconds:g} s. Allow more with --timeout-seconds."
+        ) from expired
+    for line in done.stdout.splitlines():
+        _, found, report = line.partition(MARKER)
+        if found:
+            result: dict[str, Any] = json.loads(report)
+            return result
+    raise ExaminationError(_describe_failed_launch(done))
+
+
+def _describe_failed_launch(done: subprocess.CompletedProcess[str]) -> str:
+    # click prints usage errors of `unitrain launch` with exit code 2, below the usage of that command.
+    _, is_usage_error, message = done.stderr.partition("\nError: ")
+    if done.returncode == 2 and is_usage_error:
+        return f"--launch has options that unitrain launch does not accept: {message.strip()}"
+    lines = "\n".join((done.stderr + done.stdout).strip().splitlines()[-_MAX_OUTPUT_LINES:])
+    return f"The ranks could not be started (exit code {done.returncode}):\n{lines}"

@@ -1,0 +1,110 @@
+"""Checks between the ranks of a job: reachability, clocks and a shared working directory."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unitrain.bootstrap.network import address_towards
+from unitrain.bootstrap.rendezvous import Rendezvous
+
+_CONNECT_TIMEOUT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerChecks:
+    """The results of one rank.
+
+    `address` is its address on the route to the other hosts. `unreachable` has, by host, the address and the error of
+    each failed connection; only the first rank of a host connects. `clock_offset_seconds` is the clock of this host
+    minus that of rank 0, with the accuracy of a message's latency. `shares_folder` is whether a file that rank 0
+    creates in its working directory exists in the working directory of this rank.
+    """
+
+    address: str
+    unreachable: dict[str, str]
+    clock_offset_seconds: float
+    shares_folder: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the results as plain data."""
+        return vars(self)
+
+
+def check_peers(rendezvous: Rendezvous) -> PeerChecks:
+    """Run all checks. All ranks call it. Each connection attempt is limited to a few seconds."""
+    address = _address(rendezvous)
+    clock_offset_seconds = _clock_offset(rendezvous)
+    return PeerChecks(
+        address=address,
+        unreachable=_unreachable(rendezvous, address),
+        clock_offset_seconds=clock_offset_seconds,
+        shares_folder=_shares_folder(rendezvous),
+    )
+
+
+def _address(rendezvous: Rendezvous) -> str:
+    """Return the address of this host on the route to the others. On the host of rank 0, the route may be loopback."""
+    own = address_towards(rendezvous.host)
+    others = [other for other in rendezvous.allgather("doctor/address", own) if not other.startswith("127.")]
+    return address_towards(others[0]) if own.startswith("127.") and others else own
+
+
+def _clock_offset(rendezvous: Rendezvous) -> float:
+    store, rank = rendezvous.store, rendezvous.rank_info.rank
+    rendezvous.allgather("doctor/ready", None)
+    if rank == 0:
+        time.sleep(0.1)  # the other ranks must already be waiting
+        store.set("doctor/time", repr(time.time()))
+        return 0.0
+    time_of_rank_zero = float(store.get("doctor/time"))
+    return time.time() - time_of_rank_zero
+
+
+def _unreachable(rendezvous: Rendezvous, address: str) -> dict[str, str]:
+    """Let the first ranks of all hosts listen and connect to each other."""
+    is_first_on_host = rendezvous.rank_info.local_rank == 0
+    with contextlib.ExitStack() as stack:
+        port = 0
+        if is_first_on_host:
+            listener = stack.enter_context(socket.create_server((address, 0), backlog=128))
+            port = listener.getsockname()[1]
+            threading.Thread(target=_accept_connections, args=(listener,), daemon=True).start()
+        gathered = rendezvous.allgather("doctor/listens", [socket.gethostname(), address, port])
+        failed: dict[str, str] = {}
+        for rank, (host, other, port) in enumerate(gathered):
+            if is_first_on_host and port and rank != rendezvous.rank_info.rank:
+                try:
+                    socket.create_connection((other, port), timeout=_CONNECT_TIMEOUT_SECONDS).close()
+                except OSError as error:
+                    failed[host] = f"{other}:{port}: {error}"
+        rendezvous.allgather("doctor/tried", None)
+    return failed
+
+
+def _accept_connections(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the listener is closed after all attempts
+        while True:
+            listener.accept()[0].close()
+
+
+def _shares_folder(rendezvous: Rendezvous) -> bool:
+    marker = Path.cwd() / f".unitrain-doctor-{secrets.token_hex(8)}"
+    is_created = False
+    if rendezvous.rank_info.rank == 0:
+        with contextlib.suppress(OSError):
+            marker.touch()
+            is_created = True
+    gathered = rendezvous.allgather("doctor/left", [marker.name, is_created])
+    name, is_created = gathered[0]
+    is_visible = is_created and (Path.cwd() / name).exists()
+    rendezvous.allgather("doctor/looked", None)
+    if rendezvous.rank_info.rank == 0:
+        marker.unlink(missing_ok=True)
+    return bool(is_visible)
