@@ -113,9 +113,9 @@ def test_launch_spec_rejects_zero_processes_and_more_processes_than_slots() -> N
 def test_threads_per_rank_divide_the_cores_of_the_fullest_host(
     processes: int, hosts: str, most: int, threads: str
 ) -> None:
-    request = spec(num_processes=processes, hosts=parse_hosts(hosts) if hosts else ())
-    assert request.processes_on_fullest_host == most
-    assert request.variables == {"OMP_NUM_THREADS": threads}
+    launch_spec = spec(num_processes=processes, hosts=parse_hosts(hosts) if hosts else ())
+    assert launch_spec.processes_on_fullest_host == most
+    assert launch_spec.variables == {"OMP_NUM_THREADS": threads}
 
 
 def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +151,10 @@ def test_read_hostfile(tmp_path: Path) -> None:
 
 
 def test_interface_is_passed_to_the_launcher_and_to_libraries() -> None:
-    request = spec(num_processes=2, hosts=parse_hosts("a.invalid:1,b.invalid:1"), interface="ib0")
+    launch_spec = spec(num_processes=2, hosts=parse_hosts("a.invalid:1,b.invalid:1"), interface="ib0")
     found = {"GLOO_SOCKET_IFNAME": "ib0", "HOROVOD_GLOO_IFACE": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
     for launcher, words in (("torchrun", ""), ("horovodrun", "--network-interfaces ib0")):
-        command = build(launcher, request)
+        command = build(launcher, launch_spec)
         assert words in command.shell()
         assert all(found.items() <= item.environment.items() for item in [v for _, v in command.per_host] or [command])
 
@@ -170,28 +170,28 @@ def test_torchrun_on_one_host() -> None:
 
 
 def test_torchrun_on_two_hosts_has_one_command_per_host() -> None:
-    request = spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
-    first, second = commands_per_host(request)
+    launch_spec = spec(num_processes=3, hosts=parse_hosts("a:2,b:2"))
+    first, second = commands_per_host(launch_spec)
     common = ("--master-addr", "a", "--master-port", "29500", "train.py", "--epochs", "3")
     assert first.argv[4:] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2", *common)
     assert second.argv[4:] == ("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1", *common)
-    command = build("torchrun", request)
+    command = build("torchrun", launch_spec)
     assert command.per_host == (("a", first), ("b", second))
     assert command.shell().splitlines() == [f"on a: {first.shell()}", f"on b: {second.shell()}"]
     assert command.argv[1:3] == ("-P", "-c")
     found = read_plan(command.argv[4:])
     assert [(host["name"], tuple(host["argv"])) for host in found["hosts"]] == [("a", first.argv), ("b", second.argv)]
     assert [host["start"][0] for host in found["hosts"]] == ["ssh", "ssh"]
-    assert "--master-port 4711" in build("torchrun", replace(request, port=4711)).shell()
+    assert "--master-port 4711" in build("torchrun", replace(launch_spec, port=4711)).shell()
 
 
 def test_plan_of_1000_hosts_fits_into_the_arguments_of_a_process() -> None:
     """Linux limits one argument to 128 KiB, and all arguments to a quarter of the stack."""
     hosts = tuple(Host(f"198.18.{number // 100}.{number % 100}", 8) for number in range(1000))
-    request = spec(num_processes=8000, hosts=hosts, args=("--data", "x" * 3000))
-    command = build("torchrun", request)
+    launch_spec = spec(num_processes=8000, hosts=hosts, args=("--data", "x" * 3000))
+    command = build("torchrun", launch_spec)
     assert [tuple(host["argv"]) for host in read_plan(command.argv[4:])["hosts"]] == [
-        item.argv for item in commands_per_host(request)
+        item.argv for item in commands_per_host(launch_spec)
     ]
     listed = "import sys; print(len(sys.argv))"
     done = subprocess.run([*command.argv[:3], listed, *command.argv[4:]], capture_output=True, text=True, check=True)
@@ -218,8 +218,8 @@ def test_an_invalid_master_port_is_rejected(port: str, given: bool, monkeypatch:
             spec(environment={"MASTER_PORT": port})
         return
     monkeypatch.setenv("MASTER_PORT", port)
-    request = spec(num_processes=2, hosts=parse_hosts("a:1,b:1"))
-    for function in (lambda: build("torchrun", request), lambda: launchers.check_hosts(request)):
+    launch_spec = spec(num_processes=2, hosts=parse_hosts("a:1,b:1"))
+    for function in (lambda: build("torchrun", launch_spec), lambda: launchers.check_hosts(launch_spec)):
         with pytest.raises(LaunchError, match=message):
             function()
 
@@ -294,9 +294,9 @@ def test_signals_during_a_blocked_write_do_not_end_a_launch(tmp_path: Path) -> N
 
 def test_hosts_without_a_process_have_no_torchrun_command() -> None:
     """torchrun fails with an AssertionError without a message if it has no process to start."""
-    request = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
-    assert commands_per_host(request) == commands_per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
-    assert [host for host, _ in build("torchrun", request).per_host] == ["a", "b"]
+    launch_spec = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
+    assert commands_per_host(launch_spec) == commands_per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
+    assert [host for host, _ in build("torchrun", launch_spec).per_host] == ["a", "b"]
 
 
 @pytest.mark.parametrize("launcher", ["none", "torchrun"])
@@ -319,7 +319,7 @@ def test_no_launcher_rejects_other_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "options", "variables"),
+    ("launch_spec", "options", "variables"),
     [
         (spec(num_processes=2), ["-np", "2", "--gloo"], {}),
         (
@@ -337,8 +337,8 @@ def test_no_launcher_rejects_other_hosts() -> None:
     ],
     ids=["gloo", "mpi", "one host", "two hosts"],
 )
-def test_horovodrun_command(request: LaunchSpec, options: list[str], variables: dict[str, str]) -> None:
-    command = build("horovodrun", request)
+def test_horovodrun_command(launch_spec: LaunchSpec, options: list[str], variables: dict[str, str]) -> None:
+    command = build("horovodrun", launch_spec)
     assert command.argv == (
         *HOROVODRUN, *options, sys.executable, "train.py", "--epochs", "3",
     )  # fmt: skip

@@ -97,13 +97,13 @@ def test_torchrun_on_several_hosts_shows_values_except_secrets(monkeypatch: pyte
     monkeypatch.setenv("HF_TOKEN", "abc")
     monkeypatch.setenv("LEVEL", "3")
     hosts = parse_hosts("a:1,b:1")
-    request = LaunchSpec(
+    launch_spec = LaunchSpec(
         script="t.py", num_processes=2, hosts=hosts, forwarded=("HF_TOKEN", "LEVEL", "A"), environment={"A": "b"}
     )
-    for command in commands_per_host(request):
+    for command in commands_per_host(launch_spec):
         assert {"LEVEL": "3", "A": "b"}.items() <= command.environment.items()
         assert "HF_TOKEN" not in command.environment
-    command = build("torchrun", request)
+    command = build("torchrun", launch_spec)
     assert "abc" not in command.shell()
     assert "abc" not in " ".join(command.argv)
 

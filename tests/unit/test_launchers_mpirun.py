@@ -75,11 +75,11 @@ def test_mpirun_on_several_hosts_uses_the_first_host_and_forwards_library_variab
 ) -> None:
     for name in ("PYTHONPATH", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "LD_LIBRARY_PATH", "EDITOR", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "a-value")
-    request = spec(
+    launch_spec = spec(
         folder, num_processes=3, hosts=parse_hosts("a.invalid:2,b.invalid:1"), backend="ddp",
         forwarded=("WANDB_API_KEY", "LEVEL"), environment={"LEVEL": "3"},
     )  # fmt: skip
-    command = build("mpirun", request)
+    command = build("mpirun", launch_spec)
     assert options(command, folder) == [
         "-np", "3", "-H", "a.invalid:2,b.invalid:1",
         *names(
