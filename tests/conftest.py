@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Markers, the order of files, and fixtures that several test files share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,24 @@ from hosts import Host, hosts
 TESTS = Path(__file__).parent
 
 
+# The slowest files first: xdist gives files to its workers in the order of collection, so the workers end at about the
+# same time.
+SLOWEST_FILES = (
+    "test_iterable_datasets", "test_equivalence", "test_contract", "test_fuzzer", "test_timeouts", "test_elastic",
+    "test_watchdog", "test_security", "test_verify", "test_launcher_matrix", "test_several_hosts", "test_preemption",
+    "test_process_group_dtypes", "test_dataloader_workers", "test_examples_real", "test_process_group", "test_compile",
+    "test_horovod_controllers", "test_samplers", "test_skipped_samples", "test_launch_real", "test_examples",
+    "test_sync_batch_norm", "test_resume_within_epoch", "test_tune", "test_rendezvous", "test_consistency_check",
+    "test_compression", "test_reinitialization", "test_functions", "test_restarts", "test_prediction",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the name of its folder; the contract suite is in `unitrain.testing`."""
+    """Mark each test with the name of its folder (`unitrain.testing` has the contract suite), and sort the files."""
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else "contract")
+    ranking = {name: number for number, name in enumerate(SLOWEST_FILES)}
+    items.sort(key=lambda item: ranking.get(item.path.stem, len(ranking)))  # stable: the order in a file stays
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +44,9 @@ def restored_environment() -> Iterator[None]:
 
 @pytest.fixture
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Two hosts of the test's own (`hosts.py`), and an end to all that runs there when the test does.
+    """Yield two new hosts (`hosts.py`), and end all their processes after the test.
 
-    A test that asks for them is marked with `requirements.needs_hosts`.
+    A test that uses them is marked with `requirements.needs_hosts`.
     """
     with hosts(2, tmp_path_factory.mktemp("hosts")) as both:
         yield both
