@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 HOROVOD := $(VENV)/.horovod
 
-# Test processes: many tests wait for processes to start or for a timeout. Files stay whole, as their tests share ranks.
-WORKERS ?= 2
+# Test processes; more than cores, because many tests wait for timeouts. Files are not split: their tests share ranks.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 CASES ?= 1000

@@ -29,7 +29,7 @@ TIMEOUT = 4.0
 def absent_from_a_collective(backend: Backend) -> tuple[str, float]:
     backend.barrier()
     if backend.rank == 1:
-        time.sleep(4 * TIMEOUT)
+        time.sleep(2.5 * TIMEOUT)
         return "", 0.0
     began = time.monotonic()
     try:
@@ -81,7 +81,7 @@ def absent_from_backward(backend: Backend, settings: dict[str, Any], before: int
     for _ in range(before):
         loss_of(model(batch(backend.rank))).backward()
     if backend.rank == 1:
-        time.sleep(4 * TIMEOUT)
+        time.sleep(2.5 * TIMEOUT)
         return "", 0.0
     began = time.monotonic()
     try:
