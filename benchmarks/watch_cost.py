@@ -27,8 +27,7 @@ from torch import nn
 from watched_steps import PARTS, STEP_SECONDS, microseconds
 
 import unitrain
-from unitrain.checkpoint.retention import Retention
-from unitrain.checkpoint.writer import CheckpointWriter
+from unitrain.checkpoint.writer import CheckpointWriter, Retention
 from unitrain.testing import RankGroup
 
 _MODEL_BYTES = 100_000_000

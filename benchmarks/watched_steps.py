@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unitrain.backends.base import Backend
 from unitrain.backends.gradients.ddp_wrapper import GlobalGradients
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
-from unitrain.progress.stopping import Stopping
+from unitrain.progress.stopping import StopCoordinator
 
 STEP_SECONDS = 0.005
 PARTS = ("gradients", "ledger", "heartbeat", "signals")
@@ -44,9 +44,9 @@ def microseconds(backend: Backend) -> dict[str, float]:
         taken.append([seconds[id(model)] for model in _models])
     flight_recorder, call = FlightRecorder(), CollectiveCall(1, "allreduce", "mean", dtype=torch.float32, shape=(2,))
     watchdog: Any = backend._monitor._watchdog  # type: ignore[attr-defined]
-    with Stopping(backend, max_seconds=None, signals=["SIGUSR1"]) as stopping:
-        due = _each(lambda: stopping.due(0), _CALLS)
-        agree = _each(lambda: stopping.agree(1, [0.0, 0.0]), 20)
+    with StopCoordinator(backend, max_seconds=None, signals=["SIGUSR1"]) as stopping:
+        due = _each(lambda: stopping.is_due(0), _CALLS)
+        agree = _each(lambda: stopping.exchange(1, [0.0, 0.0]), 20)
     beat = _each(watchdog._poll_store, 50)
     costs = {
         "gradients": statistics.median(watched - bare for bare, watched in taken),

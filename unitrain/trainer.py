@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from unitrain import trainer_arguments
 from unitrain.backends.base import Backend
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, Callbacks
-from unitrain.checkpoint.checkpointer import load_weights
-from unitrain.checkpoint.run_state import Run, Stateful
+from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
 from unitrain.config import TrainConfig, check_alike, for_dry_run
 from unitrain.data.loading import Data, check_is_dataset
 from unitrain.data.order import MicroBatch
@@ -38,29 +37,34 @@ from unitrain.optim.loss_weighting import GlobalMean, read_training_loss
 from unitrain.optim.precision import Precision, allow_tf32
 from unitrain.optim.schedulers import BuildScheduler, EpochScheduler, PlannedScheduler
 from unitrain.optim.step import Forward, ForwardFunction, Update, backward, without_gradients
+from unitrain.progress.reporter import RunReporter
+from unitrain.progress.stopping import StopCoordinator
 from unitrain.progress.sync_point import SyncPoint
-from unitrain.progress.timing import Times
-from unitrain.progress.tracker import Tracker
+from unitrain.progress.timing import LoopTimer
 from unitrain.trainer_overrides import TrainerArguments, load_overrides
+from unitrain.training_run import Stateful, TrainingRun
 from unitrain.validation import check_result_name, check_text
 
 
 class Trainer:
-    """Trains `model` on all ranks of `backend` as one process would with the whole batch. All ranks use it alike.
+    """Trains `model` on all ranks of `backend`, with the numbers of one process that has the global batch.
 
-    The optimizer and the scheduler are the user's own, built on `model`'s parameters; a function
-    `scheduler(optimizer, total_steps)` builds the scheduler when `fit` knows the number of steps. `loss_fn(output,
-    target)` returns the mean loss over the batch; or, where it is tokens or pixels that count, a pair of the sum
-    over them and their number, on every rank alike. Each of `metrics` returns its mean over the batch, or one value
-    per sample; or it is a torchmetrics object, merged over ranks exactly. Batches are (inputs, targets) pairs, and
-    `model` is called with the inputs; where they are something else, or the model takes something else,
-    `forward(model, batch)` calls it and returns (output, target). The model that it is given is the one to call: in
-    training the wrapped one. With `config.resume` the state is restored here.
-    `averaged_model` has the averaged weights, with `config.ema_decay`; whatever evaluates then uses it.
-    `loggers` are Logger objects, or names: "csv", "jsonl", "tensorboard", "wandb", "mlflow"; rank 0's are used.
-    For callbacks: `progress` is how far the run has come, `result_names` what `fit` will return, and `last_loss` what
-    the loss function returned last on this rank.
-    Raises ConfigError, ModelError, CheckpointError or, for a logger, MissingDependencyError, on every rank alike.
+    All ranks create it with the same arguments and call the same methods.
+
+    `optimizer` and `scheduler` are built on the parameters of `model`. `scheduler` may also be a function
+    `scheduler(optimizer, total_steps)`, which `fit` calls when the number of steps is known.
+    `loss_fn(output, target)` returns the mean loss over the batch, or a pair (sum, count) if tokens or pixels are
+    counted. `metrics` maps names to functions that return the mean over the batch or one value per sample, or to
+    torchmetrics objects, which are merged over ranks exactly.
+    A batch is a pair (inputs, targets), and the model is called with the inputs. For other batches or models,
+    `forward(model, batch)` calls the model that it receives, and returns (output, target).
+    `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard", "wandb" and "mlflow"; rank 0 logs.
+
+    With `config.resume` the state is restored in the constructor. With `config.ema_decay`, `averaged_model` has the
+    averaged weights, with which all evaluation is done. For callbacks, `progress` is the position of the run,
+    `result_names` are the results that `fit` returns, and `last_loss` is the last loss on this rank.
+
+    Raises ConfigError, ModelError, CheckpointError or MissingDependencyError (for a logger) on every rank.
     """
 
     def __init__(
@@ -103,9 +107,9 @@ class Trainer:
         self._forward = call_on_all_ranks(backend, lambda: Forward(forward))
         self._rates: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
-        self._tracker = Tracker(config, backend, loggers)
-        self._times = Times(backend)
-        self._prefetch = Prefetcher(backend.device, self._times.fetching)
+        self._reporter = RunReporter(config, backend, loggers)
+        self._timer = LoopTimer(backend)
+        self._prefetch = Prefetcher(backend.device, self._timer.measure_fetching)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         self._loss = RunningLoss(backend)
@@ -113,7 +117,7 @@ class Trainer:
 
         allow_tf32(config.tf32)
         model.to(backend.device)
-        if optimizer.state:  # loaded before the model moved: loading it once more moves it too
+        if optimizer.state:  # move state that was loaded before the model
             optimizer.load_state_dict(optimizer.state_dict())
         if config.channels_last:
             use_channels_last(model)
@@ -135,16 +139,21 @@ class Trainer:
             "precision": self._precision, "callbacks": self._callbacks, "loss": self._loss, "weighting": self._mean,
         }  # fmt: skip
         call_on_all_ranks(backend, lambda: trainer_arguments.check_results(self._evaluation.names[1:]))
-        self.run = Run(config, backend, parts if self._average is None else {**parts, "average": self._average})
-        self.progress = self.run.progress
-        self._roll_call = SyncPoint(self.run, self._times, self._tracker)
-        self.run.prepare(backend.unwrap(model), optimizer, self._scheduler)
+        if self._average is not None:
+            parts["average"] = self._average
+        self.checkpointer = Checkpointer(config, backend)
+        self._run = TrainingRun(config, backend, self.checkpointer, parts)
+        self.progress = self._run.progress
+        signals = config.preemption_signals if self.checkpointer.is_enabled else ()
+        self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)
+        self._sync_point = SyncPoint(self._stopping, self._timer, self._reporter)
+        self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
         self.model = backend.distributed_model(
             model, find_unused_parameters=config.find_unused_parameters, compression=config.compression
         )
         if self._average is not None:
             self._average.begin()
-        self.run.keep_gradients(self.model, lambda: self._precision.loss_scale(self._mean.loss_scale()))
+        self._run.track_compression_state(self.model, lambda: self._precision.loss_scale(self._mean.loss_scale()))
         self.optimizer = backend.distributed_optimizer(optimizer, self.model)
         self._update = Update(
             self.optimizer,
@@ -163,12 +172,12 @@ class Trainer:
     @property
     def is_finished(self) -> bool:
         """Whether the run has reached `max_epochs` or `max_steps`, or was stopped."""
-        return self.run.finished()
+        return self._stopping.reason is not None or self._run.is_complete
 
     @property
     def stop_reason(self) -> str | None:
         """Why the last `fit` stopped before the end, None if it did not. It is the same on every rank."""
-        return self.run.stopping.reason
+        return self._stopping.reason
 
     def fit(self, train_data: Data, val_data: Data | Mapping[str, Data] | None = None) -> dict[str, float]:
         """Train until `config.max_epochs` or `config.max_steps` are done; return the last results.
@@ -182,35 +191,39 @@ class Trainer:
         """
         config = self.config
         self._check_data("fit", train_data=train_data, **_by_argument(val_data))
-        share = open_training_data(train_data, self.backend, config, elastic=self.run.elastic, kept=self.run.kept_batch)
-        self._train_batch_size = share.batch_size
+        shard = open_training_data(
+            train_data, self.backend, config, elastic=self._run.is_elastic, kept=self._run.stored_batch_size
+        )
+        self._train_batch_size = shard.batch_size
         named = _validation_sets(val_data)
         self.result_names = ("train_loss", *(prefix + name for prefix in named for name in self._evaluation.names))
         self._epoch_scheduler.check(self.result_names)
         if config.keep_best is not None:
             check_result_name("TrainConfig.keep_best", config.keep_best, self.result_names)
-        self._rates = LearningRateFactor.asked_for(config, share.global_batch_size)
+        self._rates = LearningRateFactor.asked_for(config, shard.global_batch_size)
         limit = config.limit_val_batches
-        validation = {prefix: self._evaluation_share(data, limit) for prefix, data in named.items()}
-        self._plan_scheduler(share)
-        self.run.begin(share)
-        self._forget_partial_step()
+        validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in named.items()}
+        self._build_planned_scheduler(shard)
+        self._run.start(shard)
+        self._discard_partial_step()
         self.model.train()
         results: dict[str, float] | None = None
-        run = self.run
+        run, stopping = self._run, self._stopping
         with (
-            run.holding_folder(),
-            run.stopping as stopping,
-            self._tracker.run(self.progress.step, run.steps_left(share), run.description, over=run.finished()),
+            self.checkpointer.release_folder_at_end(),
+            stopping,
+            self._reporter.report_run(
+                self.progress.step, run.remaining_steps(shard), run.description, is_complete=run.is_complete
+            ),
         ):
             if self._rates is not None:
-                self._tracker.note(str(self._rates))
+                self._reporter.note(str(self._rates))
             try:
                 self._callbacks.call("on_fit_start", self)
-                self._sync()
-                while not self.run.finished():
-                    results = self._train_epoch(share, validation)
-                self.run.finish()
+                self._synchronize()
+                while not self.is_finished:
+                    results = self._train_epoch(shard, validation)
+                self.checkpointer.wait()
             finally:
                 self._callbacks.call("on_fit_end", self)
             if stopping.preempted:
@@ -223,7 +236,7 @@ class Trainer:
         Every rank evaluates its own part with rank 0's buffers, and every rank returns the same. All ranks call it.
         """
         self._check_data("evaluate", data=data)
-        return self._evaluation.evaluate(self._evaluation_share(data))
+        return self._evaluation.evaluate(self._evaluation_shard(data))
 
     def predict(self, data: Data) -> Any:
         """Return the model's outputs for all samples of `data` in its own order, in eval mode, on every rank's CPU.
@@ -236,7 +249,7 @@ class Trainer:
         Raises DataError, ConfigError or, for outputs that cannot be put together, ModelError, on every rank.
         """
         self._check_data("predict", data=data)
-        return self._evaluation.predict(self._evaluation_share(data))
+        return self._evaluation.predict(self._evaluation_shard(data))
 
     def load_weights(self, checkpoint: str | Path) -> None:
         """Load the weights of a checkpoint, or of the newest of a run folder, or the "best" by `keep_best`.
@@ -246,7 +259,7 @@ class Trainer:
         `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`. Raises CheckpointError, and ConfigError if
         the run keeps no best checkpoint, on every rank.
         """
-        path = self.run.best() if checkpoint == "best" else Path(checkpoint)
+        path = self.checkpointer.find_best() if checkpoint == "best" else Path(checkpoint)
         load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
 
     def stop(self, reason: str) -> None:
@@ -256,23 +269,23 @@ class Trainer:
         epoch. Then the run is validated and saved as it is, in the middle of an epoch too, and can be resumed there.
         """
         check_text("Trainer.stop(reason)", reason, 'Use trainer.stop("the loss is low enough")')
-        self.run.stopping.request(reason)
+        self._stopping.request(reason)
 
     def log(self, **values: float | Tensor) -> None:
         """Log numbers of your own, at the step that the run has come to. Rank 0's are logged; any rank may call it."""
-        self._tracker.log(values, self.progress.step)
+        self._reporter.log(values, self.progress.step)
 
     def log_image(self, name: str, image: Tensor, caption: str | None = None) -> None:
         """Log an image: [height, width], or with 1, 3 or 4 channels first or last; uint8, or floating from 0 to 1."""
-        self._tracker.log_image(name, image, self.progress.step, caption)
+        self._reporter.log_image(name, image, self.progress.step, caption)
 
     def log_histogram(self, name: str, values: Tensor) -> None:
         """Log a histogram of a tensor's values to W&B and TensorBoard. Rank 0's is logged; any rank may call it."""
-        self._tracker.log_histogram(name, values, self.progress.step)
+        self._reporter.log_histogram(name, values, self.progress.step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Log a table of numbers and strings to W&B and TensorBoard. Rank 0's is logged; any rank may call it."""
-        self._tracker.log_table(name, columns, rows, self.progress.step)
+        self._reporter.log_table(name, columns, rows, self.progress.step)
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -289,108 +302,109 @@ class Trainer:
 
         call_on_all_ranks(self.backend, check)
 
-    def _train_epoch(self, share: TrainingData, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
-        """Train to the end of the epoch, or of the run; then validate, step an epoch's scheduler, record and save."""
+    def _train_epoch(self, shard: TrainingData, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
+        """Train to the end of the epoch or the run, validate, step an epoch scheduler, and save a checkpoint."""
         config, progress = self.config, self.progress
         epoch, first_sample = progress.epoch + 1, progress.sample
-        self._times.start()
-        self.run.stopping.begin(progress.step)
-        # No name holds what is iterated over: where an error leaves the loop, its workers end at once.
-        for batch, part in self._times.batches(
-            # A run may be resumed from the checkpoint of the last step of an epoch.
-            ()
-            if self._epoch_reached_limit()
-            else self._prefetch(
-                share.micro_batches(progress.epoch, progress.position),
-                ahead=share.can_prefetch,
-                overlapped=share.can_overlap_prefetch,
-            )
-        ):
-            self._micro_step(batch, part)
-            if not part.ends_step:
+        self._timer.start()
+        self._stopping.start_timing(progress.step)
+        # No variable refers to the iterator: when an exception leaves the loop, its workers end immediately.
+        for batch, micro_batch in self._timer.iterate(self._prefetched_batches(shard)):
+            self._forward_backward(batch, micro_batch)
+            if not micro_batch.ends_step:
                 continue
-            self._mean.finish_step(self.optimizer, part)
+            self._mean.finish_step(self.optimizer, micro_batch)  # divide by the number of tokens, if they are counted
             self._callbacks.call("on_before_optimizer_step", self)
-            self._update(progress.step, self._rates)
-            self._loss.finish_step()  # only now: `fit` runs a step again that an exception has ended before its update
-            self._times.step(part.step_samples)
-            progress.advance(part.step_samples, part.step_end)
-            self._tracker.step(epoch, part.step_samples)
+            self._update(progress.step, self._rates)  # unscale, clip, optimizer step, average, step scheduler
+            self._loss.finish_step()  # after the update: a step that an exception interrupts before is trained again
+            self._timer.end_step(micro_batch.step_samples)
+            progress.advance(micro_batch.step_samples, micro_batch.step_end)
+            self._reporter.count_step(epoch, micro_batch.step_samples)
             self._callbacks.call("on_step_end", self)
-            if config.checkpoint_every_steps and progress.step % config.checkpoint_every_steps == 0:
+            if _is_multiple(progress.step, config.checkpoint_every_steps):
                 self._save({}, None)
-            if self._look_is_due(progress.step):
-                self._look(epoch)
-            elif self.run.stopping.due(progress.step):
-                self._sync()
+            if self._is_loss_due():
+                self._report_loss(epoch)
+            elif self._stopping.is_due(progress.step):
+                self._synchronize()
             if config.dry_run:
                 self.stop("TrainConfig.dry_run trains one step")
-                self._sync()
-            if self._epoch_reached_limit() or progress.step == config.max_steps or self.run.stopping.reason is not None:
+                self._synchronize()
+            if self._run.is_epoch_at_limit or progress.step == config.max_steps or self.stop_reason is not None:
                 break
-            if config.validate_every_steps and progress.step % config.validate_every_steps == 0:
-                with self._times.spent_on("validation"):
-                    self._tracker.validated(epoch, progress.step, self._validate(validation))
-        trained = progress.sample - first_sample
-        # Checkpoints of earlier versions have no sums: a run resumed from one at the end of an epoch has no train_loss.
+            if _is_multiple(progress.step, config.validate_every_steps):
+                with self._timer.measure("validation"):
+                    self._reporter.report_validation(epoch, progress.step, self._validate(validation))
+        samples = progress.sample - first_sample
+        # A converted checkpoint has no sums of losses, so a run resumed from it at the end of an epoch has no mean.
         losses = {"train_loss": self._loss.epoch_mean(epoch, progress.step)} if self._loss.steps else {}
-        seconds = self._times.stop()
-        at_limit = self._epoch_reached_limit()
-        if at_limit:
-            share.end_epoch()
-        if at_limit or share.is_epoch_finished(progress.position):
-            progress.end_epoch()
-            self._loss.start_epoch()
+        seconds = self._timer.stop()
+        self._end_epoch_if_complete(shard)
+        speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": samples / seconds}
 
-        speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": trained / seconds}
-        # A machine that is about to be taken away leaves no time for a validation in the middle of an epoch.
-        hurries = self.run.stopping.preempted and progress.sample > 0
-        with self._times.spent_on("validation"):
-            results = {**losses, **({} if hurries else self._validate(validation))}
+        # The time after a preemption signal is short, so there is no validation within an epoch.
+        skip_validation = self._stopping.preempted and progress.sample > 0
+        with self._timer.measure("validation"):
+            results = {**losses, **({} if skip_validation else self._validate(validation))}
         if progress.sample == 0:
             self._epoch_scheduler.step(results)
-        self._tracker.epoch(epoch, progress.step, results, trained / seconds)
+        self._reporter.report_epoch(epoch, progress.step, results, samples / seconds)
         self._callbacks.call("on_epoch_end", self, results)
-        self._sync()
+        self._synchronize()
         row = {"epoch": epoch, "step": progress.step, **results, **speed}
-        if progress.epoch % config.checkpoint_every_epochs == 0 or self.run.finished():
+        if progress.epoch % config.checkpoint_every_epochs == 0 or self.is_finished:
             self._save(results, row)
-        self.run.record({**row, **self._times.gather()})
+        self._run.record_epoch({**row, **self._timer.gather()})
         return results
 
-    def _epoch_reached_limit(self) -> bool:
-        limit = self.config.limit_train_steps
-        return limit is not None and self.progress.step_in_epoch >= limit
+    def _prefetched_batches(self, shard: TrainingData) -> Iterable[tuple[Any, MicroBatch]]:
+        """Return the batches of this rank from the current position to the end of the epoch."""
+        if self._run.is_epoch_at_limit:  # resumed from the checkpoint of the last step of an epoch
+            return ()
+        return self._prefetch(
+            shard.micro_batches(self.progress.epoch, self.progress.position),
+            ahead=shard.can_prefetch,
+            overlapped=shard.can_overlap_prefetch,
+        )
+
+    def _end_epoch_if_complete(self, shard: TrainingData) -> None:
+        is_at_limit = self._run.is_epoch_at_limit
+        if is_at_limit:
+            shard.end_epoch()
+        if is_at_limit or shard.is_epoch_finished(self.progress.position):
+            self.progress.end_epoch()
+            self._loss.start_epoch()
 
     def _save(self, results: dict[str, float], row: dict[str, Any] | None) -> None:
-        with self._times.spent_on("checkpoint"):
-            self.run.save(self.backend.unwrap(self.model), self.optimizer, self._scheduler, results, row)
+        with self._timer.measure("checkpoint"):
+            self._run.save(self.backend.unwrap(self.model), self.optimizer, self._scheduler, results, row)
 
-    def _micro_step(self, batch: Any, part: MicroBatch) -> None:
-        """Run forward and backward on this rank's samples, and add to the gradients what these are worth."""
-        stands_in = nullcontext() if part.samples else exclude_from_statistics(self.model)
-        with stands_in, nullcontext() if part.ends_step else self.backend.no_sync(self.model):
+    def _forward_backward(self, batch: Any, micro_batch: MicroBatch) -> None:
+        """Run forward and backward of a micro-batch, and add its weighted gradients."""
+        is_dummy, ends_step = not micro_batch.samples, micro_batch.ends_step
+        with (
+            exclude_from_statistics(self.model) if is_dummy else nullcontext(),
+            nullcontext() if ends_step else self.backend.no_sync(self.model),
+        ):
             with self._precision.autocast():
                 loss = read_training_loss(self.loss_fn(*self._forward(self.model, batch)))
-            weighted = self._mean.weighted(loss, part)
-            if self.config.find_unused_parameters and not part.samples:
-                weighted = without_gradients(weighted)  # else each parameter is reached by every rank anyway
-            start = self._times.watched(self._precision.scale(weighted))
-            backward(
-                start, *(self._mean.overlapped_work() + self._prefetch.overlapped_work() if part.ends_step else ())
-            )
+            weighted = self._mean.weighted(loss, micro_batch)
+            if self.config.find_unused_parameters and is_dummy:
+                weighted = without_gradients(weighted)  # otherwise a dummy batch would mark its parameters as used
+            scaled = self._timer.measure_backward(self._precision.scale(weighted))
+            backward(scaled, *(self._mean.overlapped_work() + self._prefetch.overlapped_work() if ends_step else ()))
         self.last_loss = loss.value
-        self._loss.add(loss.value, part.samples, loss.tokens)
-        self._callbacks.call("on_micro_batch_end", self, batch, part, loss)
+        self._loss.add(loss.value, micro_batch.samples, loss.tokens)
+        self._callbacks.call("on_micro_batch_end", self, batch, micro_batch, loss)
 
     def _validate(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         return {
             prefix + name: value
-            for prefix, share in validation.items()
-            for name, value in self._evaluation.evaluate(share).items()
+            for prefix, shard in validation.items()
+            for name, value in self._evaluation.evaluate(shard).items()
         }
 
-    def _evaluation_share(self, data: Data, limit_batches: int | None = None) -> EvaluationShard:
+    def _evaluation_shard(self, data: Data, limit_batches: int | None = None) -> EvaluationShard:
         config = self.config
         # A DataLoader has its own batch size; anything else is evaluated in batches as large as those of training.
         batch_size = None if isinstance(data, DataLoader) else config.eval_batch_size or self._train_batch_size
@@ -403,46 +417,50 @@ class Trainer:
             limit_batches=limit_batches,
         )
 
-    def _plan_scheduler(self, share: TrainingData) -> None:
-        """Build a scheduler that depends on the length of the run."""
+    def _build_planned_scheduler(self, shard: TrainingData) -> None:
+        """Build a scheduler that was given as a function of the number of steps."""
         if isinstance(self._scheduler, PlannedScheduler):
-            steps = self.run.steps_left(share)
+            steps = self._run.remaining_steps(shard)
             total = None if steps is None else self.progress.step + steps
             if self.config.scheduler_interval == "epoch" and self.config.max_epochs is not None:
                 total = self.config.max_epochs
             self._scheduler.plan(total, self.backend)
 
-    def _sync(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Let the ranks agree on whether to stop and to save; return the `numbers` of each, as many everywhere."""
-        ranks = self._roll_call.hold(beside=[self.run.checkpoint_is_due(), *numbers])
-        if ranks[0][0]:  # by rank 0's clock
+    def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """Let the ranks agree whether to stop and to save a checkpoint; return the `numbers` of every rank."""
+        ranks = self._sync_point.exchange(self.progress.step, [self.checkpointer.is_due, *numbers])
+        if ranks[0][0]:  # by the clock of rank 0
             self._save({}, None)
-        return [told[1:] for told in ranks]
+        return [row[1:] for row in ranks]
 
-    def _look(self, epoch: int) -> None:
-        """Work out the loss when the ranks meet, and show, log and record how it goes."""
+    def _report_loss(self, epoch: int) -> None:
+        """Synchronize the ranks, and show, log and record the mean loss since the last time."""
         step = self.progress.step
-        losses = self._sync(self._loss.local_sums())
-        looked = {"loss": self._loss.mean_since_sync(losses, epoch, step), **self._update.known()}
-        speed = {"learning_rate": self._learning_rate(), "samples_per_second": self._times.samples_per_second()}
-        self._tracker.look(step, {**looked, **speed})
-        self.run.record_step({"step": step, **looked, **speed, **self._roll_call.slow()})
+        sums = self._synchronize(self._loss.local_sums())
+        values = {"loss": self._loss.mean_since_sync(sums, epoch, step), **self._update.known()}
+        values |= {"learning_rate": self._learning_rate(), "samples_per_second": self._timer.samples_per_second()}
+        self._reporter.report_sync_point(step, values)
+        self._run.record_sync_point({"step": step, **values, **self._sync_point.slow_ranks()})
 
-    def _look_is_due(self, step: int) -> bool:
-        every = self.config.log_every_n_steps
-        return self.run.stopping.due(step) if every is None else step % every == 0
+    def _is_loss_due(self) -> bool:
+        step, interval = self.progress.step, self.config.log_every_n_steps
+        return self._stopping.is_due(step) if interval is None else step % interval == 0
 
     def _learning_rate(self) -> float:
-        """Return the first of the learning rates that the steps now take."""
+        """Return the learning rate of the first parameter group in the next step."""
         rate = float(self.optimizer.param_groups[0]["lr"])
         return rate if self._rates is None else rate * self._rates.at(self.progress.step)
 
-    def _forget_partial_step(self) -> None:
-        """Drop what an earlier `fit`, ended by an exception or Ctrl-C, has left of a step: it is done again."""
+    def _discard_partial_step(self) -> None:
+        """Discard the gradients of a step that an exception interrupted in an earlier `fit`. It is trained again."""
         self.backend.unwrap(self.model).zero_grad(set_to_none=True)
         self._loss.discard_step()
         self._mean.discard_step()
         self._precision.discard_step()
+
+
+def _is_multiple(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0
 
 
 def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:

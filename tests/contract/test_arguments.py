@@ -486,6 +486,6 @@ def test_a_damaged_mark_of_a_job_is_named(content: str, tmp_path: Path) -> None:
         with pytest.raises(UnitrainError) as caught:
             Parts(backend, "").fit(output_dir=tmp_path, resume=True)
     assert str(caught.value).startswith(
-        f"'{tmp_path / '.job'}', the mark of the job that writes to this folder, is damaged"
+        f"'{tmp_path / '.job'}', which records the job that writes to this folder, is damaged"
     )
     assert "Remove the file" in str(caught.value)

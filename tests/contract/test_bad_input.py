@@ -175,7 +175,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (
         other_data_within_an_epoch,
         "4 samples into epoch 1 of training data with length=8, but this data has length=10",
-        "Go on with the same data",
+        "with the same data, or from a checkpoint",
     ),
     (
         parameters_unused,

@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.checkpoint import checkpointer, files
-from unitrain.checkpoint.retention import Retention
-from unitrain.checkpoint.writer import CheckpointWriter
+from unitrain.checkpoint import checkpointer, files, output_folder
+from unitrain.checkpoint.writer import CheckpointWriter, Retention
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
 from unitrain.testing import RankGroup, run_ranks
@@ -194,7 +193,7 @@ def test_tied_and_strided_parameters_survive(tmp_path: Path) -> None:
     training = {"scheduler": None, "optimizer": torch.optim.SGD(saved.parameters(), lr=0.1).state_dict()}
     save(tmp_path, 1, saved, training)
     optimizer = torch.optim.SGD(loaded.parameters(), lr=0.5)
-    checkpointer.restore(tmp_path, loaded, optimizer, None, LOCAL, required=True)
+    checkpointer.load_checkpoint(tmp_path, loaded, optimizer, None, LOCAL, required=True)
     load_model(plain, str(tmp_path / "step-000000001" / "model.safetensors"))
     for model in (loaded, plain):
         assert_same(dict(saved.state_dict()), dict(model.state_dict()))
@@ -221,7 +220,7 @@ def test_complex_tensors_are_saved_as_pairs_of_real_numbers(tmp_path: Path, dtyp
     saved, loaded, again = Complex(dtype), Complex(dtype), Complex(dtype)
     save(tmp_path, 1, saved, {"scheduler": None, "optimizer": torch.optim.Adam(saved.parameters()).state_dict()})
     optimizer = torch.optim.Adam(loaded.parameters())
-    checkpointer.restore(tmp_path, loaded, optimizer, None, LOCAL, required=True)
+    checkpointer.load_checkpoint(tmp_path, loaded, optimizer, None, LOCAL, required=True)
     checkpointer.load_weights(tmp_path, again, None, LOCAL)
     for model in (loaded, again):
         assert_same(dict(saved.state_dict()), dict(model.state_dict()))
@@ -431,7 +430,7 @@ def failure_on_rank_zero(backend: Backend) -> tuple[str, str]:
         raise OSError("no room")
 
     try:
-        checkpointer.on_rank_zero(backend, "write it", "Make room.", fail)
+        output_folder.on_rank_zero(backend, "write it", "Make room.", fail)
     except CheckpointError as error:
         return str(error), repr(error.__cause__)
     return "", ""

@@ -23,9 +23,8 @@ from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.checkpoint import files
-from unitrain.checkpoint.retention import Retention
 from unitrain.checkpoint.state_copy import host_copy, plain_state
-from unitrain.checkpoint.writer import CheckpointWriter
+from unitrain.checkpoint.writer import CheckpointWriter, Retention
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.testing import RankGroup
 

@@ -35,12 +35,12 @@ class KillAt(Callback):
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
         if trainer.progress.step == self.step:
-            trainer.run.finish()  # the checkpoint before is complete
+            trainer.checkpointer.wait()  # the checkpoint before is complete
             raise Kill
 
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
         if trainer.progress.step == self.step:
-            trainer.run.finish()
+            trainer.checkpointer.wait()
             raise Kill
         self.epochs += trainer.progress.sample == 0
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unitrain.backends.local import LocalBackend
-from unitrain.progress.stopping import Stopping
+from unitrain.progress.stopping import StopCoordinator
 from unitrain.testing import run_ranks
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -15,59 +15,59 @@ LOCAL = LocalBackend(torch.device("cpu"))
 def test_it_is_about_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("unitrain.progress.stopping.time.perf_counter", lambda: now)
-    with Stopping(LOCAL, max_seconds=None, signals=()) as stopping:
-        stopping.agree(0)
-        stopping.begin(0)
+    with StopCoordinator(LOCAL, max_seconds=None, signals=()) as stopping:
+        stopping.exchange(0)
+        stopping.start_timing(0)
         due = []
         for step in range(1, 61):
             now += 5.0 if step == 1 else 0.1  # the first step compiles, allocates and connects
-            if stopping.due(step):
+            if stopping.is_due(step):
                 due.append(step)
-                stopping.agree(step)
+                stopping.exchange(step)
         assert due == [1, 2, 22, 42]
         now += 1000.0  # a validation is not training
-        stopping.begin(60)
-        assert next(step for step in range(61, 100) if stopping.due(step)) == 62
+        stopping.start_timing(60)
+        assert next(step for step in range(61, 100) if stopping.is_due(step)) == 62
 
 
 def test_epochs_that_are_shorter_than_two_seconds_do_not_put_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("unitrain.progress.stopping.time.perf_counter", lambda: now)
-    with Stopping(LOCAL, max_seconds=None, signals=()) as stopping:
+    with StopCoordinator(LOCAL, max_seconds=None, signals=()) as stopping:
         due = []
         for step in range(1, 101):
             if step % 7 == 1:
-                stopping.begin(step - 1)
+                stopping.start_timing(step - 1)
             now += 0.1
-            if stopping.due(step):
+            if stopping.is_due(step):
                 due.append(step)
-                stopping.agree(step)
+                stopping.exchange(step)
             if step % 7 == 0:
-                stopping.agree(step)  # at the end of an epoch
+                stopping.exchange(step)  # at the end of an epoch
         assert due == [1, 21, 41, 61, 81]
 
 
 def test_a_resumed_run_has_not_made_its_steps_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("unitrain.progress.stopping.time.perf_counter", lambda: now)
-    with Stopping(LOCAL, max_seconds=None, signals=()) as stopping:
+    with StopCoordinator(LOCAL, max_seconds=None, signals=()) as stopping:
         now += 1.0
-        stopping.agree(5000)
-        stopping.begin(5000)
-        assert stopping.due(5001)
+        stopping.exchange(5000)
+        stopping.start_timing(5000)
+        assert stopping.is_due(5001)
 
 
 def uneven_ranks(backend) -> tuple[list[int], list[list[list[float]]]]:
     import time
 
     due, told = [], []
-    with Stopping(backend, max_seconds=None, signals=()) as stopping:
-        stopping.begin(0)
+    with StopCoordinator(backend, max_seconds=None, signals=()) as stopping:
+        stopping.start_timing(0)
         for step in range(1, 31):
             time.sleep(0.1 * backend.rank)
-            if stopping.due(step):
+            if stopping.is_due(step):
                 due.append(step)
-                told.append(stopping.agree(step, beside=[-backend.rank, step]))
+                told.append(stopping.exchange(step, numbers=[-backend.rank, step]))
     return due, told
 
 

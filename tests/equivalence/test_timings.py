@@ -24,8 +24,8 @@ from unitrain.config import TrainConfig
 from unitrain.data.prefetch import Prefetcher
 from unitrain.optim.step import backward
 from unitrain.progress import stragglers
-from unitrain.progress.stragglers import Stragglers, find_stragglers
-from unitrain.progress.timing import PARTS, Times
+from unitrain.progress.stragglers import StragglerDetector, find_stragglers
+from unitrain.progress.timing import PARTS, LoopTimer
 from unitrain.testing import RankGroup
 from unitrain.trainer import Trainer
 
@@ -215,19 +215,19 @@ def test_a_rank_is_slow_only_while_it_stays_so() -> None:
         for n, one in ((1, SLOW_DATA), (1, FAST), (2.5, SLOW_DATA))
     )
     nothing_measured = [[0.1, 0.0, 0.0, 0.0], [0.1, 1.0, 0.0, 0.0]]
-    heard, named = Stragglers(), []
+    heard, named = StragglerDetector(), []
     for seconds in (slow, even, slow, slow, nothing_measured, even, slow, half, half):
-        heard.hear(seconds, steps=4 if seconds is half else 10)
+        heard.add(seconds, steps=4 if seconds is half else 10)
         named.append(str(heard))
     told = "rank 1 is slow: data 80 ms a step, others 20 ms"
     assert named == ["", "", "", told, told, "", "", "", told]
 
 
 def test_of_many_slow_ranks_the_slowest_are_named() -> None:
-    heard = Stragglers()
+    heard = StragglerDetector()
     slow = [[0.8 + rank / 10, 1.0, 0.0, 0.2] for rank in range(4)]
     for _ in range(2):
-        heard.hear([FAST] * 5 + slow, steps=10)
+        heard.add([FAST] * 5 + slow, steps=10)
     assert str(heard) == (
         "rank 8 is slow: data 110 ms a step, others 20 ms; rank 7 is slow: data 100 ms a step, others 20 ms; "
         "2 more slow ranks"
@@ -264,7 +264,7 @@ def test_data_that_comes_while_a_gpu_is_busy_is_not_waited_for(
     """Each step, the GPU has 0.3 s of forward and backward to do, 0.2 s of communication and 0.1 s of update."""
     stream = Stream()
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: stream.now)
-    times = Times(LocalBackend(torch.device("cpu")))
+    times = LoopTimer(LocalBackend(torch.device("cpu")))
     times._stream = stream  # type: ignore[assignment]
 
     def communicate(_: Tensor) -> None:
@@ -275,20 +275,20 @@ def test_data_that_comes_while_a_gpu_is_busy_is_not_waited_for(
             stream.pass_time(fetching)
             yield
 
-    for _ in times.batches(data()):
-        loss = times.watched(torch.ones((), requires_grad=True) * 1.0)
+    for _ in times.iterate(data()):
+        loss = times.measure_backward(torch.ones((), requires_grad=True) * 1.0)
         loss.register_hook(communicate)
         stream.launch(0.3)
         loss.backward()
         stream.launch(0.1)
-        times.step(1)
+        times.end_step(1)
     stream.synchronize()
     seconds = times.stop()
-    lately, steps = times.lately()
+    lately, steps = times.take_recent_seconds()
     assert (steps, sum(lately)) == (100, pytest.approx(seconds, rel=0.06))
     assert lately[0] == pytest.approx(100 * waited, rel=0.1, abs=0.05 * seconds)
     assert lately[1:] == [pytest.approx(30), pytest.approx(20), pytest.approx(10)]
-    assert times.lately() == ([0.0, 0.0, 0.0, 0.0], 0)
+    assert times.take_recent_seconds() == ([0.0, 0.0, 0.0, 0.0], 0)
     found = times.gather()
     # In the few steps that are measured, the GPU is empty when the next batch is asked for.
     assert seconds == pytest.approx(100 * max(0.6, fetching), rel=0.06)
@@ -303,8 +303,8 @@ def test_data_that_is_fetched_in_the_middle_of_a_step_is_data(monkeypatch: pytes
     """Each step is 0.3 s of forward and backward, 0.4 s of data, 0.2 s of communication and 0.1 s of update."""
     clock = Stream()
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock.now)
-    times = Times(LocalBackend(torch.device("cpu")))
-    prefetch = Prefetcher(torch.device("cpu"), times.fetching)
+    times = LoopTimer(LocalBackend(torch.device("cpu")))
+    prefetch = Prefetcher(torch.device("cpu"), times.measure_fetching)
 
     def data() -> Iterator[tuple[None, None]]:
         for _ in range(100):
@@ -314,13 +314,13 @@ def test_data_that_is_fetched_in_the_middle_of_a_step_is_data(monkeypatch: pytes
     def communicate(_: Tensor) -> None:
         Variable._execution_engine.queue_callback(lambda: clock.pass_time(0.2))
 
-    for _ in times.batches(prefetch(data(), ahead=True, overlapped=beside)):
+    for _ in times.iterate(prefetch(data(), ahead=True, overlapped=beside)):
         clock.pass_time(0.3)
         weight = torch.ones((), requires_grad=True)
         weight.register_hook(communicate)
-        backward(times.watched(weight * 1.0), *prefetch.overlapped_work())
+        backward(times.measure_backward(weight * 1.0), *prefetch.overlapped_work())
         clock.pass_time(0.1)
-        times.step(1)
+        times.end_step(1)
     seconds = times.stop()
     found = times.gather()
     assert seconds == pytest.approx(100)

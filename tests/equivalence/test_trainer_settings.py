@@ -282,7 +282,7 @@ def test_a_dry_run_trains_one_step_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("unitrain.checkpoint.run_state.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("unitrain.checkpoint.checkpointer.time.monotonic", lambda: now[0])
 
     class Minutes(unitrain.Callback):
         def on_step_end(self, trainer: unitrain.Trainer) -> None:
@@ -349,7 +349,7 @@ def test_the_best_checkpoint_is_loaded_for_a_final_evaluation(tmp_path: Path) ->
                 assert found["loss"] == pytest.approx(min(losses), rel=1e-6)
     made = trainer(max_epochs=1)
     made.fit(data())
-    with pytest.raises(ConfigError, match="The best checkpoint is known to runs that keep it"):
+    with pytest.raises(ConfigError, match="The best checkpoint is unknown, because the run does not keep it"):
         made.load_weights("best")
     with pytest.raises(CheckpointError, match="There is no checkpoint in"):
         made.load_weights(tmp_path / "nothing")

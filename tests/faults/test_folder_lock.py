@@ -56,7 +56,7 @@ import unitrain
 class Waits(unitrain.Callback):
     def on_step_end(self, trainer):
         if trainer.progress.step == 6:
-            trainer.run.finish()
+            trainer.checkpointer.wait()
             Path(sys.argv[1]).with_suffix(".waits").touch()
             time.sleep(120)
 

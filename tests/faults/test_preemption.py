@@ -16,7 +16,7 @@ from launches import Launch, started
 
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, Preempted
-from unitrain.progress.preemption import Preemption
+from unitrain.progress.preemption import PreemptionHandler
 
 BIN = Path(sys.executable).parent
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
@@ -111,11 +111,11 @@ WARNED = """
 import os, sys, time
 from pathlib import Path
 
-from unitrain.lifecycle.preemption import Preemption
+from unitrain.progress.preemption import PreemptionHandler
 
 folder = Path(sys.argv[1])
 rank = next(os.environ[name] for name in ("RANK", "HOROVOD_RANK") if name in os.environ)
-with Preemption(["SIGUSR1", "SIGTERM"]) as preemption:
+with PreemptionHandler(["SIGUSR1", "SIGTERM"]) as preemption:
     with (folder / f"started-{rank}").open("a") as started:
         started.write("x")
     end = time.monotonic() + 60
@@ -282,9 +282,9 @@ def test_fit_ends_while_workers_of_a_data_loader_live(kind: str, tmp_path: Path)
 
 FORKED = """
 import os, signal, time
-from unitrain.lifecycle.preemption import Preemption
-with Preemption(["SIGTERM"]) as preemption:
-    with Preemption([]):
+from unitrain.progress.preemption import PreemptionHandler
+with PreemptionHandler(["SIGTERM"]) as preemption:
+    with PreemptionHandler([]):
         child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -302,8 +302,8 @@ def test_a_forked_process_that_leaves_it_does_not_end_it_for_its_parent() -> Non
 
 TWICE = """
 import sys, time
-from unitrain.lifecycle.preemption import Preemption
-with Preemption(["SIGTERM"]) as preemption:
+from unitrain.progress.preemption import PreemptionHandler
+with PreemptionHandler(["SIGTERM"]) as preemption:
     print("ready", flush=True)
     end = time.monotonic() + 30
     while time.monotonic() < end:
@@ -337,7 +337,7 @@ def test_what_the_user_handles_is_left_alone() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
-        with Preemption(["SIGUSR1", "SIGUSR2"]) as preemption:
+        with PreemptionHandler(["SIGUSR1", "SIGUSR2"]) as preemption:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.1)
             assert (heard, preemption.received) == ([signal.SIGUSR1], None)
@@ -354,7 +354,7 @@ def test_outside_of_the_main_thread_nothing_is_handled() -> None:
     found = []
 
     def body() -> None:
-        with Preemption(["SIGUSR2"]):
+        with PreemptionHandler(["SIGUSR2"]):
             found.append(signal.getsignal(signal.SIGUSR2))
 
     thread = threading.Thread(target=body)

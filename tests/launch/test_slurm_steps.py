@@ -122,7 +122,7 @@ WARNED = """
 import os, sys, time
 from pathlib import Path
 
-from unitrain.lifecycle.preemption import Preemption
+from unitrain.progress.preemption import Preemption
 
 name = os.environ["RANK"]
 with Preemption(["SIGUSR1", "SIGTERM"]) as preemption:

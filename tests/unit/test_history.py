@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from unitrain import __version__
 from unitrain.backends.local import LocalBackend
 from unitrain.callbacks.callback import Callback
-from unitrain.checkpoint import job
+from unitrain.checkpoint import output_folder
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
 from unitrain.loggers.json_lines import drop_rows_after
@@ -51,7 +51,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 def test_looks_go_on_where_epochs_are_shorter_than_their_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unitrain.progress.stopping._AGREE_SECONDS", 0.1)
+    monkeypatch.setattr("unitrain.progress.stopping._INTERVAL_SECONDS", 0.1)
 
     class Slow(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
@@ -215,6 +215,6 @@ def test_the_mark_of_a_job_is_not_written_through_a_symbolic_link(
     folder.mkdir()
     other.write_text("not of this run")
     (folder / ".job.new").symlink_to(other)
-    job.mark(folder)
+    output_folder.record_job(folder)
     assert other.read_text() == "not of this run"
-    assert job.is_own(folder)
+    assert output_folder.is_own(folder)

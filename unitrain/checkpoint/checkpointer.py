@@ -1,12 +1,13 @@
-"""Checkpoints that any backend and any number of ranks can go on from: rank 0 has the files, all ranks the outcome."""
+"""Saving and loading the checkpoints of a run, on any backend and any number of ranks."""
 
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,72 +15,206 @@ from torch import nn
 from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
-from unitrain.checkpoint import files, job
+from unitrain.checkpoint import files, output_folder
 from unitrain.checkpoint.folder_lock import FolderLock
+from unitrain.checkpoint.output_folder import WRITABLE, on_rank_zero
+from unitrain.checkpoint.writer import PATIENCE_SECONDS, CheckpointWriter, Retention, wait_for_earlier_writer
+from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
-from unitrain.errors import CheckpointError
+from unitrain.errors import CheckpointError, ConfigError
 
 GRADIENTS = "gradients"
-# How long the other ranks are left waiting in one collective while rank 0 waits for something else.
-PATIENCE_SECONDS = 1.0
-WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
-_DAMAGED = "A file in the folder may be damaged: restore or remove it, or choose another output_dir."
-
-_ResultT = TypeVar("_ResultT")
 
 
-def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]) -> _ResultT | None:
-    """Run `action` on rank 0 and return its result there, None elsewhere. All ranks call it, and learn of a failure.
+class Checkpointer:
+    """Saves and loads the checkpoints of a run. All ranks call every method; rank 0 accesses the files.
 
-    Raises CheckpointError on every rank when `action` fails: "Cannot `task`: ... `fix`".
-    """
-    result: _ResultT | None = None
-    error: CheckpointError | None = None
-    if communicator.rank == 0:
-        try:
-            result = action()
-        except CheckpointError as caught:
-            error = caught
-        except Exception as caught:  # whatever it is, the other ranks would wait for ever if it left on this one alone
-            remedy = fix if fix != WRITABLE or isinstance(caught, OSError) else _DAMAGED
-            error = CheckpointError(f"Cannot {task}: {type(caught).__name__}: {caught}. {remedy}")
-            error.__cause__ = caught
-    raise_on_all_ranks(communicator, error)
-    return result
-
-
-def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[ElasticBatchSize]]:
-    """Make `folder` and prove that it can be written to, before training begins; tell whether to go on from there.
-
-    That is so with `resume`, and where an earlier attempt of the same job has been there. Return also what is kept of
-    the batches of each call of `fit`, see `job`. Nothing in the folder is changed, because another job may be writing
-    to it: `take_folder` finds that out. All ranks call it. Raises CheckpointError on every rank when the folder cannot
-    be written to, or when it holds another run's checkpoints.
+    It owns the output folder: its lock, the background writer, and the retention of checkpoints. Without an output
+    folder nothing is saved. Raises CheckpointError on every rank if an access fails.
     """
 
-    def prepare() -> tuple[bool, list[ElasticBatchSize]]:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}.unfinished"
-        probe.mkdir()
-        probe.rmdir()
-        found, goes_on = files.candidates(folder), resume or job.is_own(folder)
-        if found and not goes_on:
-            raise CheckpointError(
-                f"Output folder '{folder}' already holds a run, up to {found[0].name}. "
-                "Use TrainConfig(resume=True) to go on from there, or another output_dir."
+    def __init__(self, config: TrainConfig, communicator: Communicator) -> None:
+        self._config, self._communicator = config, communicator
+        self.folder = None if config.output_dir is None else Path(config.output_dir)
+        self.stored_batch_sizes: list[ElasticBatchSize] = []
+        """Batch sizes that earlier attempts of an elastic job stored, one for each call of `fit`."""
+        self._retention = Retention(config.keep_last, config.keep_every, config.keep_best, config.keep_best_mode)
+        self._lock: FolderLock | None = None
+        self._writer: CheckpointWriter | None = None
+        if self.folder is not None:
+            self._lock = FolderLock(self.folder)
+            self._writer = CheckpointWriter(
+                self.folder, communicator, self._retention, asynchronous=config.async_checkpoints
             )
-        return goes_on, job.kept_batches(folder)
+        self._last_saved = time.monotonic()
 
-    prepared = on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, prepare)
-    answer: tuple[bool, list[ElasticBatchSize]] = communicator.broadcast_object(prepared)
-    return answer
+    def prepare(self) -> Path | None:
+        """Create the output folder, and return the place to load from if the run continues from this folder.
+
+        It continues with `TrainConfig.resume`, or if an earlier attempt of this job wrote to the folder.
+        """
+        resume, folder = self._config.resume, self.folder
+        if folder is None:
+            return None
+        wait_for_earlier_writer(folder, self._communicator)
+        from_own_folder = resume is True or (resume and Path(resume).resolve() == folder.resolve())
+        continues, self.stored_batch_sizes = output_folder.prepare_folder(
+            folder, self._communicator, resume=bool(from_own_folder)
+        )
+        return folder if continues else None
+
+    def load(
+        self, where: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, required: bool
+    ) -> dict[str, Any] | None:
+        """Load a checkpoint, and return the rest of its training state. See `load_checkpoint`."""
+        return load_checkpoint(where, model, optimizer, scheduler, self._communicator, required=required)
+
+    def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
+        """Save the checkpoint of `step`: the weights of `model`, the state `training`, and facts for `manifest`.
+
+        The values of rank 0 are saved. With `async_checkpoints` this returns when they are copied to host memory.
+        """
+        if self._writer is not None:
+            self._last_saved = time.monotonic()
+            self._writer.save(step, model, training, manifest)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the run has an output folder."""
+        return self._writer is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `checkpoint_every_minutes` have passed since the last checkpoint, by the clock of this rank."""
+        minutes = self._config.checkpoint_every_minutes
+        return self.is_enabled and minutes is not None and time.monotonic() - self._last_saved >= 60 * minutes
+
+    def lock_folder(self) -> None:
+        """Lock the folder for this process, record this job as its owner, and remove unfinished files of killed runs.
+
+        Raises CheckpointError on every rank if another job holds the lock.
+        """
+        folder, lock = self.folder, self._lock
+        if folder is None or lock is None:
+            return
+
+        def try_to_lock() -> bool:
+            if not lock.take(PATIENCE_SECONDS):
+                return False
+            files.remove_unfinished(folder)
+            output_folder.record_job(folder)
+            return True
+
+        # Rank 0 may wait longer than a collective may take, so the ranks exchange its state periodically.
+        task = f"write to output folder '{folder}'"
+        while not self._communicator.broadcast_object(on_rank_zero(self._communicator, task, WRITABLE, try_to_lock)):
+            pass
+
+    @contextmanager
+    def release_folder_at_end(self) -> Iterator[None]:
+        """Context manager that releases the lock at its end, after the checkpoint that is being written."""
+        try:
+            yield
+        finally:
+            if self._lock is not None and self._writer is not None:
+                self._writer.when_written(self._lock.release)
+
+    def release_folder(self) -> None:
+        """Release the lock now. It does not communicate."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def store_batch_size(self, fit: int, batch: ElasticBatchSize) -> None:
+        """Store the batch size of call number `fit` of `fit`, for attempts of the job with another number of ranks."""
+        if self.folder is None or fit != len(self.stored_batch_sizes):
+            return
+        folder = self.folder
+        self.stored_batch_sizes.append(batch)
+        task = f"write to output folder '{folder}'"
+        on_rank_zero(self._communicator, task, WRITABLE, lambda: output_folder.store_batch_size(folder, fit, batch))
+
+    def find_best(self) -> Path:
+        """Return the checkpoint with the best result by `keep_best`, after the last checkpoint is written.
+
+        Raises ConfigError without `keep_best` or an output folder, CheckpointError if no checkpoint has the result.
+        """
+        name, folder = self._config.keep_best, self.folder
+        if name is None or folder is None:
+            raise ConfigError(
+                "The best checkpoint is unknown, because the run does not keep it. Use "
+                'TrainConfig(output_dir="runs/first", keep_best="val_loss").'
+            )
+        self.wait()
+
+        def find() -> Path:
+            found = self._retention.best_in(folder)
+            if found is None:
+                raise CheckpointError(
+                    f"No checkpoint in '{folder}' has a finite result {name!r}. Train an epoch first: trainer.fit(...)."
+                )
+            return found
+
+        fix = "Check that the folder is readable."
+        task = f"look for the best checkpoint in '{folder}'"
+        path: Path = self._communicator.broadcast_object(on_rank_zero(self._communicator, task, fix, find))
+        return path
+
+
+def load_checkpoint(
+    where: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    communicator: Communicator,
+    *,
+    required: bool,
+) -> dict[str, Any] | None:
+    """Load the newest valid checkpoint in folder `where`, or the checkpoint `where`; return its `training` state.
+
+    All ranks call it. The result is equal on all ranks; it is None if there is no checkpoint and none is `required`.
+    Rank 0 reads the files and loads its `model` and `optimizer`; `distributed_model` and `distributed_optimizer`
+    broadcast them later. Every rank loads its `scheduler`. The state of gradient compression may be much larger than
+    the model, so only rank 0 returns it. Raises CheckpointError on every rank if no checkpoint is valid or it does not
+    fit.
+    """
+
+    def load() -> dict[str, Any] | None:
+        path = files.newest_valid(where, required=required)
+        return None if path is None else files.load(path, model, optimizer, scheduler)
+
+    fix = "Read it with the versions of torch and unitrain that wrote it."
+    training: dict[str, Any] | None = on_rank_zero(communicator, f"restore from '{where}'", fix, load)
+    gradients = None if training is None else training.pop(GRADIENTS, None)
+    training = communicator.broadcast_object(training)
+    if training is None:
+        return None
+    if gradients is not None:
+        training[GRADIENTS] = gradients
+    problem: CheckpointError | None = None
+    if "scheduler" in training and scheduler is not None and communicator.rank != 0:
+        try:
+            scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))
+        except Exception as error:  # raised on this rank alone, it would leave the other ranks waiting
+            name, found = type(scheduler).__name__, f"{type(error).__name__}: {error}"
+            problem = CheckpointError(
+                f"Cannot restore from '{where}': {name}.load_state_dict raised {found} on rank "
+                f"{communicator.rank}. Build the scheduler that wrote it on every rank."
+            )
+            problem.__cause__ = error
+    raise_on_all_ranks(communicator, problem)
+    return training
 
 
 def load_weights(path: Path, model: nn.Module, average: nn.Module | None, communicator: Communicator) -> None:
-    """Load the weights of the checkpoint `path`, or of the newest in the run `path`, into `model` on every rank.
+    """Load the weights of checkpoint `path`, or of the newest one in folder `path`, into `model` on every rank.
 
-    The averaged weights are loaded into `average`, if there is one. Rank 0 reads the files. All ranks call it. Raises
-    CheckpointError on every rank if there is no sound checkpoint or if it does not fit.
+    The averaged weights are loaded into `average`, if given. All ranks call it; rank 0 reads the files. Raises
+    CheckpointError on every rank if no checkpoint is valid or it does not fit.
     """
 
     def load() -> None:
@@ -91,68 +226,4 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
     with torch.no_grad():
         for module in [model] if average is None else [model, average]:
             for tensor in (*module.parameters(), *module.buffers()):
-                broadcast_tensors(communicator, [tensor])  # one by one, to hold no second copy of the model
-
-
-def take_folder(folder: Path, lock: FolderLock, communicator: Communicator) -> None:
-    """Lock `folder` for this process, mark it as this job's, and remove what a killed run has left unfinished there.
-
-    All ranks call it. Raises CheckpointError on every rank where another job holds the lock.
-    """
-
-    def take() -> bool:
-        if not lock.take(PATIENCE_SECONDS):
-            return False
-        files.remove_unfinished(folder)
-        job.mark(folder)
-        return True
-
-    # The other ranks hear now and then that rank 0 still waits, which may take longer than a collective may.
-    while not communicator.broadcast_object(
-        on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, take)
-    ):
-        pass
-
-
-def restore(
-    where: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    communicator: Communicator,
-    *,
-    required: bool,
-) -> dict[str, Any] | None:
-    """Load the newest sound checkpoint in `where`, or the one that `where` is, and return its `training` part.
-
-    All ranks call it and get the same answer, None where there is no checkpoint and none is `required`. Only rank 0
-    reads files, and only its `model` and `optimizer` are loaded: `distributed_model` and `distributed_optimizer` pass
-    them on; so is the state of gradients, which may be many times as large as the model, and is in rank 0's answer
-    only. Every rank's `scheduler` is loaded. Raises CheckpointError on every rank when nothing sound is found, or
-    when it does not fit.
-    """
-
-    def load() -> dict[str, Any] | None:
-        path = files.newest_valid(where, required=required)
-        return None if path is None else files.load(path, model, optimizer, scheduler)
-
-    fix = "Read it with the versions of torch and unitrain that wrote it."
-    training: dict[str, Any] | None = on_rank_zero(communicator, f"restore from '{where}'", fix, load)
-    gradients = None if training is None else training.pop(GRADIENTS, None)
-    training = communicator.broadcast_object(training)
-    if training is not None and gradients is not None:
-        training[GRADIENTS] = gradients
-    if training is not None:
-        problem: CheckpointError | None = None
-        if "scheduler" in training and scheduler is not None and communicator.rank != 0:
-            try:
-                scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))
-            except Exception as error:  # otherwise this rank alone would raise it, and the others would wait
-                name, found = type(scheduler).__name__, f"{type(error).__name__}: {error}"
-                problem = CheckpointError(
-                    f"Cannot restore from '{where}': {name}.load_state_dict raised {found} on rank "
-                    f"{communicator.rank}. Build the scheduler that wrote it on every rank."
-                )
-                problem.__cause__ = error
-        raise_on_all_ranks(communicator, problem)
-    return training
+                broadcast_tensors(communicator, [tensor])  # one by one, to need no second copy of the model

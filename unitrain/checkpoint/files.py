@@ -12,12 +12,14 @@ them, because safetensors lacks complex128, and before version 0.6 complex64. It
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from unitrain.errors import CheckpointError
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 _FORMAT = 1
+_MAX_MANIFEST_BYTES = 64 << 20
 _COMPLEX = "unitrain.complex"  # in the metadata of safetensors: names of complex tensors, as JSON
 _STEP = re.compile(r"step-(\d{9,})")
 # The folders that are written, or removed, under these names; a user's own folder has another one.
@@ -63,7 +66,7 @@ def remove_unfinished(folder: Path) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of checkpoint `path`; empty where it cannot be read."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
@@ -72,7 +75,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def damage(path: Path) -> str | None:
     """Return what is wrong with the files of checkpoint `path`, or None when all are there and unchanged."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
         files = manifest["files"]
         named = _STEP.fullmatch(path.name)
         if named and "step" in manifest and manifest["step"] != int(named[1]):
@@ -313,6 +316,18 @@ def _is_plain(value: Any) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_regular_file(path: Path, max_bytes: int) -> str:
+    """Return the text of a file. Raises OSError for a FIFO or device, which could block, and for a larger file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"'{path}' is larger than {max_bytes} bytes")
+    return content.decode()
 
 
 def _flush(path: Path) -> None:

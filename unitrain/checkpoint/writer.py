@@ -1,35 +1,107 @@
-"""Writing checkpoints beside the training: the loop waits for a copy in host memory, and not for the disk."""
+"""Background writing of checkpoints, and which of them are kept.
+
+The training waits for a copy of the state in host memory, not for the disk.
+"""
 
 from __future__ import annotations
 
+import math
+import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.checkpoint import files
-from unitrain.checkpoint.checkpointer import PATIENCE_SECONDS, WRITABLE
-from unitrain.checkpoint.retention import Retention
+from unitrain.checkpoint.output_folder import WRITABLE
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.errors import CheckpointError
 
-# The threads that write in this process, by the folder they write to.
+# How long the other ranks wait in one collective while rank 0 waits for a lock or a writer.
+PATIENCE_SECONDS = 1.0
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints to keep: the `last` newest, one every `every` epochs, and the one with the best result `best`.
+
+    If `last` is None, all are kept.
+    """
+
+    last: int | None
+    every: int | None = None
+    best: str | None = None
+    mode: Mode = "min"
+
+    def obsolete(self, newest: Path) -> list[Path]:
+        """Return the checkpoints to remove, oldest first; `newest` was written last.
+
+        Damaged checkpoints are ignored. So are later ones: the run was resumed before them because they are not valid.
+        """
+        if self.last is None:
+            return []
+        valid = [path for path in files.candidates(newest.parent) if path <= newest and files.read_manifest(path)]
+        kept = {*valid[: self.last], *self._milestones(valid), *self._best(valid)}
+        return [path for path in reversed(valid) if path not in kept]
+
+    def best_in(self, folder: Path) -> Path | None:
+        """Return the checkpoint in `folder` with the best result, the newest if several are equal.
+
+        None if no checkpoint has a finite result.
+        """
+        return next(iter(self._best([path for path in files.candidates(folder) if not files.damage(path)])), None)
+
+    def apply(self, newest: Path) -> None:
+        """Remove obsolete checkpoints. A partly removed one has another name, so it is never loaded."""
+        for path in self.obsolete(newest):
+            removed = path.with_name(f".{path.name}.unfinished")
+            shutil.rmtree(removed, ignore_errors=True)
+            path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+    def _milestones(self, checkpoints: list[Path]) -> list[Path]:
+        if self.every is None:
+            return []
+        places = [(path, files.read_manifest(path)) for path in checkpoints]
+        return [path for path, place in places if not place.get("sample") and self._is_milestone(place.get("epoch", 1))]
+
+    def _is_milestone(self, epoch: Any) -> bool:
+        return self.every is not None and isinstance(epoch, int) and epoch % self.every == 0
+
+    def _best(self, checkpoints: list[Path]) -> list[Path]:
+        results = {path: files.read_manifest(path).get("results") for path in checkpoints}
+        found = {path: kept.get(self.best) for path, kept in results.items() if isinstance(kept, dict)}
+        numbers = {path: one for path, one in found.items() if isinstance(one, int | float) and math.isfinite(one)}
+        if not numbers:
+            return []
+        # `min` and `max` return the first of equal values, which is the newest checkpoint.
+        return [(min if self.mode == "min" else max)(numbers, key=lambda path: numbers[path])]
+
+
+# The writing threads of this process, by folder.
 _writing: dict[Path, threading.Thread] = {}
 
 
 def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
-    """Wait until no earlier Trainer of rank 0's process writes to `folder`, as after an exception in `fit`. All ranks
-    call it."""
-    while communicator.broadcast_object(communicator.rank == 0 and _runs(_writing.get(folder.resolve()))):
+    """Wait until no earlier Trainer in rank 0's process writes to `folder`, as after an exception in `fit`.
+
+    All ranks call it.
+    """
+    while communicator.broadcast_object(
+        communicator.rank == 0 and _is_running_after_wait(_writing.get(folder.resolve()))
+    ):
         pass
 
 
-def _runs(thread: threading.Thread | None) -> bool:
-    """Wait for a while for `thread` to end, and return whether it runs still."""
+def _is_running_after_wait(thread: threading.Thread | None) -> bool:
+    """Wait for at most PATIENCE_SECONDS for `thread` to end, and return whether it is still running."""
     if thread is None:
         return False
     thread.join(PATIENCE_SECONDS)
@@ -37,7 +109,7 @@ def _runs(thread: threading.Thread | None) -> bool:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time on rank 0, then removes those that need not be kept. All ranks use it alike."""
+    """Writes one checkpoint at a time on rank 0, then removes obsolete ones. All ranks call `save` and `wait`."""
 
     def __init__(self, folder: Path, communicator: Communicator, retention: Retention, *, asynchronous: bool) -> None:
         self._folder, self._communicator = folder, communicator
@@ -46,32 +118,33 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
-    def save(self, step: int, model: nn.Module, training: dict[str, Any], about: dict[str, Any]) -> None:
-        """Begin to write the checkpoint of `step`, once the one before is written; rank 0's arguments count.
+    def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
+        """Start to write the checkpoint of `step` after the previous one is written. Rank 0's arguments are used.
 
-        All ranks call it. Raises CheckpointError on every rank where that one failed, or where this one does and
-        writing is not asynchronous.
+        Raises CheckpointError on every rank if the previous one failed, or this one if writing is not asynchronous.
         """
         self.wait()
         self._busy = True
         if self._communicator.rank == 0:
-            self._begin(files.checkpoint_path(self._folder, step), (model.state_dict(), training), about)
+            self._start(files.checkpoint_path(self._folder, step), (model.state_dict(), training), manifest)
         if not self._asynchronous:
             self.wait()
 
     def wait(self) -> None:
-        """Return once nothing is being written. All ranks call it. Raises CheckpointError on all where it failed."""
+        """Wait until nothing is being written. Raises CheckpointError on every rank if writing failed."""
         if not self._busy:
             return
-        # The other ranks hear now and then that rank 0 still writes: a large model takes longer than a collective may.
+        # Writing a large model may take longer than a collective may, so the ranks exchange its state periodically.
         while self._communicator.broadcast_object(self._is_writing()):
             pass
         self._busy, error, self._error = False, self._error, None
         raise_on_all_ranks(self._communicator, error)
 
     def when_written(self, call: Callable[[], None]) -> None:
-        """Call `call` once this process writes nothing: now, or in a thread after an exception in training. Any rank
-        may call it."""
+        """Call `call` when this process has finished writing: now, or later in a thread after an exception in `fit`.
+
+        It does not communicate.
+        """
         thread = self._thread
         if thread is None or not thread.is_alive():
             call()
@@ -83,29 +156,29 @@ class CheckpointWriter:
 
         threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True).start()
 
-    def _begin(self, target: Path, state: tuple[dict[str, Any], dict[str, Any]], about: dict[str, Any]) -> None:
+    def _start(self, target: Path, state: tuple[dict[str, Any], dict[str, Any]], manifest: dict[str, Any]) -> None:
         self._thread = None
         if self._asynchronous:
             try:
-                # Before training goes on: what is refused or converted afterwards could have changed by then.
+                # Convert and check the state before training changes it.
                 state = host_copy((state[0], plain_state(state[1])))
             except CheckpointError as error:
-                self._error = error  # raised by `wait`, on every rank
+                self._error = error  # `wait` raises it on every rank
                 return
-        # No daemon: a program that ends now still finishes what it has begun to write.
-        self._thread = threading.Thread(target=self._write, args=(target, *state, about), name="unitrain checkpoint")
+        # Not a daemon thread: a program that ends now still completes the checkpoint.
+        self._thread = threading.Thread(target=self._write, args=(target, *state, manifest), name="unitrain checkpoint")
         self._thread.start()
         _writing[self._folder.resolve()] = self._thread
 
     def _is_writing(self) -> bool:
-        return _runs(self._thread)
+        return _is_running_after_wait(self._thread)
 
-    def _write(self, target: Path, model: dict[str, Any], training: dict[str, Any], about: dict[str, Any]) -> None:
+    def _write(self, target: Path, model: dict[str, Any], training: dict[str, Any], manifest: dict[str, Any]) -> None:
         try:
-            files.write(target, model, training, about)
+            files.write(target, model, training, manifest)
             self._retention.apply(target)
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # whatever it is, the other ranks would wait for ever if it were lost in a thread
+        except Exception as error:  # an exception lost in the thread would leave the other ranks waiting
             self._error = CheckpointError(f"Cannot write checkpoint '{target}': {error}. {WRITABLE}")
             self._error.__cause__ = error

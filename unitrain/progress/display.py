@@ -1,7 +1,7 @@
-"""Show the progress of a run on rank 0: a bar on a terminal, otherwise lines, on standard error.
+"""Progress display of rank 0 on standard error: a bar on a terminal, otherwise lines.
 
-Launchers such as horovodrun read what the ranks print, so that rank 0's standard error is a pipe. `unitrain launch`
-passes the name of its terminal on, and the bar is drawn there.
+Launchers such as horovodrun capture the output of ranks, so standard error of rank 0 is a pipe. `unitrain launch`
+passes the name of its terminal to the ranks, and rank 0 draws the bar there.
 """
 
 from __future__ import annotations
@@ -20,37 +20,34 @@ from rich.progress import Progress as RichProgress
 from unitrain.bootstrap import environment
 from unitrain.config import ProgressStyle
 
-_BAR_SECONDS = 0.1
-_LINE_SECONDS = 10.0
-_COLUMNS = 80
+_BAR_INTERVAL_SECONDS = 0.1
+_LINE_INTERVAL_SECONDS = 10.0
+_MAX_COLUMNS = 80
 
 
 class Progress:
-    """Shows nothing, and defines what can be shown. `step` is called in the hot loop, so it must cost very little."""
+    """Interface of displays; shows nothing itself. The hot loop calls `step`, so it must be cheap."""
 
     def start(self, steps: int | None, epochs: int | None) -> None:
-        """A run of `steps` more optimizer steps begins, None where nobody knows how many.
-
-        `epochs` is its number of passes, None when steps decide.
-        """
+        """Start a run of `steps` remaining steps, None if unknown, and of `epochs` epochs, None if not set."""
 
     def note(self, text: str) -> None:
-        """Something to know about the run, said once."""
+        """Show a remark about the run."""
 
     def step(self, epoch: int, samples: int) -> None:
-        """A step over `samples` of all ranks is done, in pass number `epoch`, counted from 1."""
+        """Count a step on `samples` samples of all ranks, in epoch number `epoch`, counted from 1."""
 
     def loss(self, value: float) -> None:
-        """The mean loss over ranks, as last worked out."""
+        """Set the latest mean loss over ranks."""
 
-    def slow(self, ranks: str) -> None:
-        """Ranks that the others wait for, said in words, and shown until it is empty again."""
+    def show_slow_ranks(self, description: str) -> None:
+        """Show the `description` of slow ranks until it is empty again."""
 
     def validated(self, epoch: int, results: dict[str, float]) -> None:
-        """A validation within pass number `epoch` has these results."""
+        """Show the results of a validation within an epoch."""
 
     def epoch(self, epoch: int, results: dict[str, float]) -> None:
-        """A pass is over, with these results."""
+        """Show the results of an epoch that has ended."""
 
     def __enter__(self) -> Self:
         return self
@@ -61,10 +58,10 @@ class Progress:
         pass
 
 
-class _Shown(Progress, ABC):
-    """What bar and lines share: counting, and asking the clock rarely enough."""
+class _TimedDisplay(Progress, ABC):
+    """Base of bar and lines: counts steps and limits the rate of updates."""
 
-    interval_seconds = _LINE_SECONDS
+    interval_seconds = _LINE_INTERVAL_SECONDS
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -91,8 +88,8 @@ class _Shown(Progress, ABC):
     def loss(self, value: float) -> None:
         self._loss = value
 
-    def slow(self, ranks: str) -> None:
-        self._slow = ranks
+    def show_slow_ranks(self, description: str) -> None:
+        self._slow = description
 
     def validated(self, epoch: int, results: dict[str, float]) -> None:
         numbers = (f"{name} {value:.4f}" for name, value in results.items())
@@ -107,7 +104,7 @@ class _Shown(Progress, ABC):
     def _show(self, epoch: int) -> None: ...
 
     def _print(self, *parts: str) -> None:
-        for line in _folded(parts):
+        for line in _wrap_parts(parts):
             self._console.print(line, highlight=False)
 
     def _name(self, epoch: int) -> str:
@@ -123,7 +120,7 @@ class _Shown(Progress, ABC):
         return "" if self._loss is None else f"loss {self._loss:.4f}"
 
 
-class _Lines(_Shown):
+class _Lines(_TimedDisplay):
     def _show(self, epoch: int) -> None:
         left = ""
         if self._steps is not None:
@@ -132,19 +129,19 @@ class _Lines(_Shown):
         self._print(self._name(epoch), f"step {self._count()}", self._loss_text(), self._speed(), left, self._slow)
 
 
-class _Bar(_Shown):
-    interval_seconds = _BAR_SECONDS
+class _Bar(_TimedDisplay):
+    interval_seconds = _BAR_INTERVAL_SECONDS
 
     def __init__(self, console: Console, opened: TextIO | None = None) -> None:
         super().__init__(console)
         self._opened = opened
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=None),  # takes the space that the others leave
+            BarColumn(bar_width=None),  # fills the remaining width
             TextColumn("{task.fields[count]}  {task.fields[loss]}  {task.fields[speed]}"),
             TimeRemainingColumn(compact=True),
         )
-        # Refreshed from `step`: rich's own thread would take the interpreter's lock from the training loop.
+        # Refreshed in `step`, because a refresh thread would compete with the training loop for the GIL.
         self._bar = RichProgress(*columns, console=console, auto_refresh=False, transient=True, expand=True)
         self._task = TaskID(0)
 
@@ -163,10 +160,10 @@ class _Bar(_Shown):
             refresh=True,
         )
 
-    def slow(self, ranks: str) -> None:
-        if ranks and ranks != self._slow:  # above the bar, which has no room for it
-            self._print(ranks)
-        super().slow(ranks)
+    def show_slow_ranks(self, description: str) -> None:
+        if description and description != self._slow:  # above the bar, which has no room for it
+            self._print(description)
+        super().show_slow_ranks(description)
 
     def epoch(self, epoch: int, results: dict[str, float]) -> None:
         self._slow = ""
@@ -185,20 +182,20 @@ class _Bar(_Shown):
 
 
 def choose_progress(style: ProgressStyle, rank: int) -> Progress:
-    """Return what this rank shows: with "auto" a bar on a terminal and lines elsewhere; nothing except on rank 0."""
+    """Return the display of a rank: with "auto" a bar on a terminal, otherwise lines; only rank 0 shows anything."""
     if rank != 0 or style == "off":
         return Progress()
     console = Console(stderr=True, soft_wrap=True)
     if console.is_terminal or style == "lines":
         return _Bar(console) if style != "lines" else _Lines(console)
-    terminal = _terminal_of_launch()
+    terminal = _open_terminal_of_launch()
     if terminal is not None:
         return _Bar(Console(file=terminal, soft_wrap=True), terminal)
     return _Bar(console) if style == "bar" else _Lines(console)
 
 
-def _terminal_of_launch() -> TextIO | None:
-    """Return the terminal that `unitrain launch` was started on, on this host and by this user; None elsewhere."""
+def _open_terminal_of_launch() -> TextIO | None:
+    """Return the terminal of `unitrain launch` if this process can open it, otherwise None."""
     path = environment.setting(environment.TERMINAL)
     if path is None:
         return None
@@ -212,11 +209,11 @@ def _terminal_of_launch() -> TextIO | None:
     return None
 
 
-def _folded(parts: Sequence[str]) -> list[str]:
-    """Return the parts as lines of at most 80 columns, those after the first indented; a longer part has its own."""
+def _wrap_parts(parts: Sequence[str]) -> list[str]:
+    """Return the parts as lines of at most 80 columns, indented after the first; a longer part is a line by itself."""
     lines: list[str] = []
     for part in filter(None, parts):
-        if lines and len(lines[-1]) + 2 + len(part) <= _COLUMNS:
+        if lines and len(lines[-1]) + 2 + len(part) <= _MAX_COLUMNS:
             lines[-1] += f"  {part}"
         else:
             lines.append(f"  {part}" if lines else part)

@@ -1,11 +1,11 @@
-"""The record of a run: JSON lines that grow while it trains, and that it takes up again where it is resumed.
+"""The history of a run: files of JSON lines that grow while it trains. A resumed run continues them.
 
-    run.jsonl       a row per start: what was asked for, on which backend, over how many ranks, with which versions
-    history.jsonl   a row per epoch: its results, the learning rate, and where the time went
-    steps.jsonl     a row per look at the running loss; in `slow`, if there are any, the ranks that the others wait for
+    run.jsonl       a row per start: configuration, backend, number of ranks, versions
+    history.jsonl   a row per epoch: results, learning rate, and the time of each part
+    steps.jsonl     a row per sync point: the mean loss since the last one, and in `slow` the slow ranks, if any
 
-Every row has the `step` that it was written at, and `epochs`, how many passes over the data were done by then. A list
-of `*_seconds` has a number for each rank.
+Every row has the `step` at which it was written, and `epochs`, the epochs trained by then, a fraction within an epoch.
+A list `*_seconds` has a number for each rank.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class History:
         self.folder = folder
 
     def rewind(self, step: int) -> None:
-        """Forget the rows after `step`, and the starts from there, which a run that starts there writes again."""
+        """Remove the rows after `step`, and the starts at `step`, which the run that starts there writes again."""
         for name, last in ((STARTS, step - 1), (EPOCHS, step), (STEPS, step)):
             drop_rows_after(last, self.folder / name)
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Add one row, which has a "step", to the file of that name.
+        """Append a row with a "step" to the file `name`.
 
-        That of an epoch is left out where it is there: a run that goes on from an epoch's last step ends it once more.
+        The row of an epoch is skipped if it exists: a run that resumes at the last step of an epoch ends it again.
         """
         last = last_row(self.folder / name) if name == EPOCHS else None
         if last is None or any(last.get(place) != row.get(place) for place in ("epoch", "step", "epochs")):

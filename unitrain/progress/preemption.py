@@ -1,4 +1,4 @@
-"""Noticing that the machine is about to be taken away, also while the training waits for other ranks."""
+"""Handling of signals with which schedulers announce the end of a job, also during blocking collectives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Self
 _SAME_NOTICE_SECONDS = 3.0
 
 
-class Preemption:
-    """Inside it, the first of these signals is only noted, as `received`; a later one ends the process at once.
+class PreemptionHandler:
+    """Context manager that records the first of `signals` in `received`; a later signal ends the process.
 
-    Signals within a few seconds of the first are part of the same notice: a scheduler sends one to every process of a
-    job, and a launcher that receives it forwards it to its ranks. A handler in Python would not run while the main
-    thread waits for other ranks, so a thread of its own is woken through a socket. Signals that the user handles are
-    left alone, and all are outside of the main thread, where Python does not let anyone handle them.
+    Signals within three seconds of the first belong to the same notice: a scheduler signals every process of a job, and
+    a launcher forwards the signal to its ranks. A Python signal handler does not run while the main thread is blocked
+    in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals with a handler of the user are not handled;
+    outside the main thread none is, because Python does not allow it.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ class Preemption:
         free = [one for one in self._signals if signal.getsignal(one) == signal.SIG_DFL]
         if not free or threading.current_thread() is not threading.main_thread():
             return self
-        _let_forks_be()
+        _ignore_signals_in_forks()
         self._ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         self._theirs = theirs
@@ -43,7 +43,7 @@ class Preemption:
         self._thread = threading.Thread(target=self._watch, name="unitrain preemption", daemon=True)
         self._thread.start()
         for one in free:
-            signal.signal(one, _noted)
+            signal.signal(one, _ignore_signal)
             self._handled.add(one)
         return self
 
@@ -56,17 +56,17 @@ class Preemption:
             signal.signal(one, signal.SIG_DFL)
         self._handled.clear()
         signal.set_wakeup_fd(self._wakeup)
-        if os.getpid() != self._process:  # a forked process leaves the connection to its parent
+        if os.getpid() != self._process:  # the parent process closes the connection
             return
-        # Closing a socket does not end the thread while a forked process, such as a worker of a DataLoader, holds a
-        # copy of it: shutting the connection down does.
+        # Shut the connection down: closing it would not end the thread while a forked process, such as a DataLoader
+        # worker, holds a copy of the socket.
         self._ours.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._ours.close()
         self._theirs.close()
 
     def _watch(self) -> None:
-        """Read the numbers of the signals that arrive, until the connection is shut down."""
+        """Read the numbers of received signals until the connection is shut down."""
         first = 0.0
         while numbers := self._ours.recv(16):
             for number in numbers:
@@ -78,16 +78,16 @@ class Preemption:
                     os._exit(128 + number)
 
 
-def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing: that there is a handler is what lets the process live, and the thread be woken."""
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
+    """Do nothing. Without a handler the signal would end the process instead of waking the thread."""
 
 
 @functools.cache
-def _let_forks_be() -> None:
-    """See that a forked process, such as a DataLoader's worker, wakes no thread of this one with its own signals."""
+def _ignore_signals_in_forks() -> None:
+    """Prevent signals of forked processes, such as DataLoader workers, from waking the thread of this process."""
 
-    def forget_socket() -> None:
-        if any(signal.getsignal(one) is _noted for one in signal.valid_signals()):
+    def detach_wakeup_socket() -> None:
+        if any(signal.getsignal(one) is _ignore_signal for one in signal.valid_signals()):
             signal.set_wakeup_fd(-1)
 
-    os.register_at_fork(after_in_child=forget_socket)
+    os.register_at_fork(after_in_child=detach_wakeup_socket)

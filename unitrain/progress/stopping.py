@@ -12,34 +12,35 @@ import torch
 from unitrain.backends.base import Communicator
 from unitrain.errors import Preempted
 from unitrain.monitoring import supervisor_client
-from unitrain.progress.preemption import Preemption
+from unitrain.progress.preemption import PreemptionHandler
 
-# How long a request may go unheard on the other ranks.
-_AGREE_SECONDS = 2.0
+# Approximate time between two exchanges.
+_INTERVAL_SECONDS = 2.0
 
 
-class Stopping:
-    """Collects this rank's reasons to stop, and agrees with the others. All ranks use it alike, one call of `fit` long.
+class StopCoordinator:
+    """Stops a call of `fit` at the same step on every rank: on request, at the time limit, or after a signal.
 
-    `reason` is what was agreed on, None while the run goes on; `preempted` is whether a signal was it.
+    Use it as a context manager. `reason` is why the ranks stop, None while they continue; `preempted` is whether they
+    stop because of a signal. All ranks call every method except `request`.
     """
 
     def __init__(self, communicator: Communicator, *, max_seconds: float | None, signals: Sequence[str]) -> None:
         self._communicator, self._max_seconds = communicator, max_seconds
-        self._preemption = Preemption(signals)
+        self._preemption = PreemptionHandler(signals)
         self.reason: str | None = None
         self.preempted = False
         self._requested: str | None = None
         self._started = 0.0
         self._interval = self._next = 1
-        # When training began or was agreed on last, and the steps that were done by then.
+        # Completed steps and time at the last exchange, or when training started or continued.
         self._since: tuple[int, float] | None = None
 
     def __enter__(self) -> Self:
         self.reason, self.preempted, self._requested = None, False, None
         self._started = time.perf_counter()
         self._preemption.__enter__()
-        self._interval, self._next, self._since = 1, 1, None  # one step tells how long a step takes
+        self._interval, self._next, self._since = 1, 1, None  # exchange after one step, to measure its time
         return self
 
     def __exit__(
@@ -49,27 +50,25 @@ class Stopping:
         if isinstance(error, Preempted):
             supervisor_client.report_preempted()
 
-    def begin(self, step: int) -> None:
-        """Training begins, or continues after something else, with `step` steps done.
+    def start_timing(self, step: int) -> None:
+        """Measure the time of steps from now on, with `step` steps completed.
 
-        The step at which `due` is next stays: epochs may be shorter than the interval.
+        The next exchange keeps its step, because epochs may be shorter than the interval.
         """
         self._since = (step, time.perf_counter())
 
     def request(self, reason: str) -> None:
-        """Ask for the end, on this rank."""
+        """Request a stop for `reason`. One rank is enough."""
         self._requested = reason
 
-    def due(self, step: int) -> bool:
-        """Whether it is time to `agree`, now that `step` steps are done: about every two seconds of the slowest rank,
-        which the ranks work out as they agree."""
+    def is_due(self, step: int) -> bool:
+        """Whether the ranks exchange after `step` steps: about every two seconds of the slowest rank."""
         return step >= self._next
 
-    def agree(self, step: int, beside: Sequence[float] = ()) -> list[list[float]]:
-        """Stop on every rank where any has asked for it, has no time left, or has had a signal. All ranks call it.
+    def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """Stop all ranks if any rank requested it, reached the time limit, or received a signal.
 
-        Numbers that each rank wants to tell on the occasion go `beside`, as many everywhere. Return those of every
-        rank.
+        Return the `numbers` of every rank; each rank passes equally many.
         """
         now = time.perf_counter()
         limit, signalled = self._max_seconds, self._preemption.received
@@ -78,18 +77,18 @@ class Stopping:
         if signalled is not None:
             self.request(f"{signalled} came to rank {self._communicator.rank}")
         before, then = self._since or (step, now)
-        trained = step > before  # otherwise nothing new is known of how long a step takes
+        trained = step > before  # otherwise there is no step to measure
         pace = (now - then) / (step - before) if trained else 0.0
-        here = torch.tensor([[self._requested is not None, pace, *beside]], dtype=torch.float64)
+        here = torch.tensor([[self._requested is not None, pace, *numbers]], dtype=torch.float64)
         ranks = self._communicator.allgather(here.to(self._communicator.device)).tolist()
         if trained:
             slowest = max(pace for _, pace, *_ in ranks)
-            self._interval = max(1, round(_AGREE_SECONDS / max(slowest, 1e-9)))
+            self._interval = max(1, round(_INTERVAL_SECONDS / max(slowest, 1e-9)))
         self._since = (step, now)
-        # Between two epochs the ranks agree before it is due, which must not delay the next look at the loss.
+        # An exchange at the end of an epoch must not delay the next regular one.
         self._next = step + self._interval if step >= self._next else min(self._next, step + self._interval)
-        if any(asked for asked, *_ in ranks):
+        if any(requested for requested, *_ in ranks):
             reasons = self._communicator.allgather_object((self._requested, signalled is not None))
             self.reason = next(reason for reason, _ in reasons if reason is not None)
             self.preempted = any(preempted for _, preempted in reasons)
-        return [told for _, _, *told in ranks]
+        return [others for _, _, *others in ranks]

@@ -1,4 +1,4 @@
-"""Periodic exchange between ranks of stop requests and step times."""
+"""Periodic exchange between ranks of stop requests, step times and other numbers."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from unitrain.checkpoint.run_state import Run
-from unitrain.progress.stragglers import Stragglers
-from unitrain.progress.timing import Times
-from unitrain.progress.tracker import Tracker
+from unitrain.progress.reporter import RunReporter
+from unitrain.progress.stopping import StopCoordinator
+from unitrain.progress.stragglers import StragglerDetector
+from unitrain.progress.timing import LoopTimer
 
 
 class SyncPoint:
-    """Lets the ranks of a run agree on whether to stop, and hear which of them are slow. All ranks use it alike."""
+    """One collective at which the ranks agree whether to stop, and detect slow ranks. All ranks call `exchange`."""
 
-    def __init__(self, run: Run, times: Times, tracker: Tracker) -> None:
-        self._run, self._times, self._tracker = run, times, tracker
-        self._stragglers = Stragglers()
+    def __init__(self, stopping: StopCoordinator, timer: LoopTimer, reporter: RunReporter) -> None:
+        self._stopping, self._timer, self._reporter = stopping, timer, reporter
+        self._detector = StragglerDetector()
 
-    def hold(self, beside: Sequence[float] = ()) -> list[list[float]]:
-        """Agree and hear; return what each rank tells `beside`, as many numbers everywhere."""
-        stopping, step = self._run.stopping, self._run.progress.step
-        known = stopping.reason
-        seconds, steps = self._times.lately()
-        ranks = stopping.agree(step, beside=[*seconds, *beside])
-        self._stragglers.hear([told[: len(seconds)] for told in ranks], steps)
-        self._tracker.slow(str(self._stragglers))
-        if stopping.reason not in (None, known):
-            self._tracker.stopped(step, stopping.reason)
-        return [told[len(seconds) :] for told in ranks]
+    def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """Synchronize after `step` steps, and return the `numbers` of every rank, equally many on each."""
+        previous_reason = self._stopping.reason
+        seconds, steps = self._timer.take_recent_seconds()
+        ranks = self._stopping.exchange(step, [*seconds, *numbers])
+        self._detector.add([row[: len(seconds)] for row in ranks], steps)
+        self._reporter.report_slow_ranks(str(self._detector))
+        if self._stopping.reason not in (None, previous_reason):
+            self._reporter.report_stop(step, self._stopping.reason)
+        return [row[len(seconds) :] for row in ranks]
 
-    def slow(self) -> dict[str, Any]:
-        """Return which ranks are slow, for the record of a step; empty if none is."""
-        return {"slow": [asdict(one) for one in self._stragglers.slow]} if self._stragglers.slow else {}
+    def slow_ranks(self) -> dict[str, Any]:
+        """Return the slow ranks for the row of a step in the history; empty if there are none."""
+        return {"slow": [asdict(one) for one in self._detector.slow]} if self._detector.slow else {}

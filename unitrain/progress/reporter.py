@@ -1,4 +1,4 @@
-"""All that follows a run as it goes: progress for the eye, and loggers. One call for each moment of the run."""
+"""Progress display and loggers of a run behind one interface."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from unitrain.loggers.logger import Start, Status
 from unitrain.progress.display import Progress, choose_progress
 
 
-class Tracker:
-    """Shows and logs on rank 0, and does nothing on the others. All ranks make it and run it alike.
+class RunReporter:
+    """Shows and logs a run on rank 0; does nothing on other ranks. All ranks create it and enter `report_run`.
 
-    `step(epoch, samples)` is progress' own, because it is called in the hot loop. Raises ConfigError,
-    MissingDependencyError or LoggerError, on every rank alike, for a logger that cannot be used.
+    Raises ConfigError, MissingDependencyError or LoggerError on every rank for a logger that cannot be used.
     """
 
-    step: Callable[[int, int], None]
+    count_step: Callable[[int, int], None]
+    """`count_step(epoch, samples)` counts a step. It is the method of the display, because the hot loop calls it."""
 
     def __init__(self, config: TrainConfig, communicator: Communicator, loggers: object) -> None:
         self._config, self._communicator = config, communicator
@@ -37,61 +37,63 @@ class Tracker:
         self._loggers = call_on_all_ranks(communicator, lambda: create_loggers(loggers))
         self._started: list[Background] = []
         self._description: Mapping[str, Any] | None = None
-        self._show(Progress())
+        self._use_display(Progress())
         call_on_all_ranks(communicator, self._prepare)
 
     @contextmanager
-    def run(self, step: int, steps_left: int | None, description: Mapping[str, Any], *, over: bool) -> Iterator[None]:
-        """Inside it a run that has `step` steps done is followed. One that is `over` is shown, and not logged."""
-        self._finish("finished")  # what was logged after an earlier run
+    def report_run(
+        self, step: int, remaining_steps: int | None, description: Mapping[str, Any], *, is_complete: bool
+    ) -> Iterator[None]:
+        """Context manager that reports a run with `step` completed steps. A run that is complete is not logged."""
+        self._finish("finished")  # values that were logged after an earlier run
         self._description, self._stopped = description, False
-        if not over:
+        if not is_complete:
             self._start(step)
         status: Status = "failed"
         try:
             with choose_progress(self._config.progress, self._communicator.rank) as progress:
-                self._show(progress)
-                progress.start(steps_left, self._config.max_epochs)
+                self._use_display(progress)
+                progress.start(remaining_steps, self._config.max_epochs)
                 yield
             status = "stopped" if self._stopped else "finished"
         except Preempted:
             status = "stopped"
             raise
         finally:
-            self._show(Progress())
+            self._use_display(Progress())
             self._finish(status)
 
     def note(self, text: str) -> None:
-        """Something to know about the run, said once."""
+        """Show a remark about the run."""
         self._progress.note(text)
 
-    def stopped(self, step: int, reason: str) -> None:
-        """The run ends before its time."""
+    def report_stop(self, step: int, reason: str) -> None:
+        """Report that the run stops before its end."""
         self._stopped = True
         self.note(f"stopped after step {step}: {reason}")
 
-    def slow(self, ranks: str) -> None:
-        """Ranks that the others wait for, said in words, and shown until it is empty again."""
-        self._progress.slow(ranks)
+    def report_slow_ranks(self, description: str) -> None:
+        """Show the `description` of slow ranks until it is empty again."""
+        self._progress.show_slow_ranks(description)
 
-    def look(self, step: int, values: Mapping[str, float]) -> None:
-        """The "loss" was worked out, and what else is in `values`."""
+    def report_sync_point(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the "loss" of `values`, and log all of them."""
         self._progress.loss(values["loss"])
         self._call("log", values, step)
 
-    def validated(self, epoch: int, step: int, results: dict[str, float]) -> None:
-        """Show and log the `results` of a validation within pass number `epoch`."""
+    def report_validation(self, epoch: int, step: int, results: dict[str, float]) -> None:
+        """Show and log the `results` of a validation within epoch number `epoch`."""
         self._progress.validated(epoch, results)
         self._call("log", results, step)
 
-    def epoch(self, epoch: int, step: int, results: dict[str, float], samples_per_second: float) -> None:
-        """Pass number `epoch` is over, with these results, and went with this speed."""
+    def report_epoch(self, epoch: int, step: int, results: dict[str, float], samples_per_second: float) -> None:
+        """Show and log the `results` and the speed of epoch number `epoch`, which has ended."""
         self._progress.epoch(epoch, results)
         self._call("log", {"epoch": epoch, **results, "epoch_samples_per_second": samples_per_second}, step)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log the user's own numbers. Raises ConfigError for what is none, on every rank that calls it."""
-        self._check_begun("log")
+        """Log numbers of the user. Raises ConfigError on every calling rank for other values."""
+        self._check_fit_called("log")
         for name, value in values.items():
             number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
             if not number or name == "step":
@@ -99,35 +101,35 @@ class Tracker:
                     f"trainer.log takes numbers by name, got {name}={value!r}. "
                     'Use trainer.log(temperature=0.7); "step" is filled in.'
                 )
-        if self._goes_on(step):
+        if self._start_loggers_if_needed(step):
             self._call("log", {name: _number(value) for name, value in values.items()}, step)
 
     def log_image(self, name: str, image: Tensor, step: int, caption: str | None) -> None:
-        """Log the user's image. Raises TensorError for what is none, on every rank that calls it."""
-        self._check_begun("log_image")
+        """Log an image. Raises TensorError on every calling rank for a tensor that is not an image."""
+        self._check_fit_called("log_image")
         validation.check_text("trainer.log_image(name)", name, "Use trainer.log_image('sample', image)")
         check_image(image)
-        if self._goes_on(step):
+        if self._start_loggers_if_needed(step):
             self._call("image", name, to_pixels(image), step, caption)
 
     def log_histogram(self, name: str, values: Tensor, step: int) -> None:
-        """Log a histogram of the values of a tensor. Raises TensorError, on every rank that calls it."""
-        self._check_begun("log_histogram")
+        """Log a histogram of the values of a tensor. Raises TensorError on every calling rank."""
+        self._check_fit_called("log_histogram")
         counts, edges = to_histogram(values)
-        if self._goes_on(step):
+        if self._start_loggers_if_needed(step):
             self._call("histogram", name, counts, edges, step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Log a table. Raises ConfigError for rows that do not fit, on every rank that calls it."""
-        self._check_begun("log_table")
+        """Log a table. Raises ConfigError on every calling rank if the rows do not fit the columns."""
+        self._check_fit_called("log_table")
         check_table(name, columns, rows)
-        if self._goes_on(step):
+        if self._start_loggers_if_needed(step):
             self._call("table", name, list(columns), [list(row) for row in rows], step)
 
-    def _check_begun(self, method: str) -> None:
+    def _check_fit_called(self, method: str) -> None:
         if self._description is None:
             raise ConfigError(
-                f"trainer.{method} was called before fit, when the run has no place yet. "
+                f"trainer.{method} was called before fit, when the step of the run is unknown. "
                 "Call it from a callback, such as on_fit_start, or after fit."
             )
 
@@ -152,11 +154,11 @@ class Tracker:
         started, self._started = self._started, []
         for logger, deadline in [(logger, logger.finish(status)) for logger in started]:
             logger.wait(deadline)
-        lost = [one.logger for one in started if one.is_disabled]
-        self._loggers = tuple(logger for logger in self._loggers if logger not in lost)
+        failed = [one.logger for one in started if one.is_disabled]
+        self._loggers = tuple(logger for logger in self._loggers if logger not in failed)
 
-    def _goes_on(self, step: int) -> bool:
-        """Whether there is something to log to; after the run, it is started again for the rest of the program."""
+    def _start_loggers_if_needed(self, step: int) -> bool:
+        """Return whether there are loggers. After the run they are started again for the rest of the program."""
         if not self._started and self._loggers:
             self._start(step)
             for logger in self._started:
@@ -167,8 +169,8 @@ class Tracker:
         for logger in self._started:
             logger.call(method, *arguments)
 
-    def _show(self, progress: Progress) -> None:
-        self._progress, self.step = progress, progress.step
+    def _use_display(self, progress: Progress) -> None:
+        self._progress, self.count_step = progress, progress.step
 
 
 def _number(value: Any) -> float:

@@ -1,0 +1,132 @@
+"""Actions of rank 0 in the output folder of a run, and the file `.job` that records which job owns the folder.
+
+A scheduler or `unitrain launch` starts a failed job again under the same job ID. The new attempt continues the run that
+the file `.job` assigns to its ID. The file also stores the batch sizes of the first attempt, so that an elastic job
+keeps them when its number of ranks changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import raise_on_all_ranks
+from unitrain.bootstrap import environment
+from unitrain.checkpoint import files
+from unitrain.data.batch_size import ElasticBatchSize
+from unitrain.errors import CheckpointError
+
+WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
+_DAMAGED = "A file in the folder may be damaged: restore or remove it, or choose another output_dir."
+_JOB_FILE = ".job"
+_MAX_JOB_FILE_BYTES = 1 << 20
+
+_ResultT = TypeVar("_ResultT")
+
+
+def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]) -> _ResultT | None:
+    """Run `action` on rank 0 and return its result there, None on other ranks. All ranks call it.
+
+    Raises CheckpointError on every rank if `action` fails: "Cannot `task`: ... `fix`".
+    """
+    result: _ResultT | None = None
+    error: CheckpointError | None = None
+    if communicator.rank == 0:
+        try:
+            result = action()
+        except CheckpointError as caught:
+            error = caught
+        except Exception as caught:  # any exception on rank 0 alone would leave the other ranks waiting
+            remedy = fix if fix != WRITABLE or isinstance(caught, OSError) else _DAMAGED
+            error = CheckpointError(f"Cannot {task}: {type(caught).__name__}: {caught}. {remedy}")
+            error.__cause__ = caught
+    raise_on_all_ranks(communicator, error)
+    return result
+
+
+def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[ElasticBatchSize]]:
+    """Create `folder` and check that it is writable, without changing files that another job may be writing.
+
+    Return whether the run continues from there, with `resume` or because an earlier attempt of this job began it, and
+    the batch sizes that this attempt stored. All ranks call it. Raises CheckpointError on every rank if the folder is
+    not writable or holds another run.
+    """
+
+    def prepare() -> tuple[bool, list[ElasticBatchSize]]:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}.unfinished"
+        probe.mkdir()
+        probe.rmdir()
+        found, continues = files.candidates(folder), resume or is_own(folder)
+        if found and not continues:
+            raise CheckpointError(
+                f"Output folder '{folder}' already holds a run, up to {found[0].name}. "
+                "Use TrainConfig(resume=True) to continue it, or another output_dir."
+            )
+        return continues, stored_batch_sizes(folder)
+
+    prepared = on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, prepare)
+    answer: tuple[bool, list[ElasticBatchSize]] = communicator.broadcast_object(prepared)
+    return answer
+
+
+def is_own(folder: Path) -> bool:
+    """Whether an earlier attempt of this process's job began the run in `folder`."""
+    return environment.job_id() is not None and _read(folder).get("job") == environment.job_id()
+
+
+def record_job(folder: Path) -> None:
+    """Record this job as the owner of the run in `folder`, if the job has an ID under which it can be restarted."""
+    if environment.job_id() is not None and not is_own(folder):
+        _write(folder, [])
+
+
+def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
+    """Return the batch sizes that earlier attempts of this job stored, one for each call of `fit`."""
+    stored = _read(folder).get("batches", []) if environment.job_id() is None or is_own(folder) else []
+    return [ElasticBatchSize(*batch) for batch in stored]
+
+
+def store_batch_size(folder: Path, fit: int, batch: ElasticBatchSize) -> None:
+    """Store the batch size of call number `fit` of `fit`, for attempts with another number of ranks."""
+    record_job(folder)
+    batches = stored_batch_sizes(folder)
+    if fit == len(batches):
+        _write(folder, [*batches, batch])
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(files.read_regular_file(folder / _JOB_FILE, _MAX_JOB_FILE_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise _damaged(folder, str(error)) from None
+    batches = read.get("batches", []) if isinstance(read, dict) else None
+    if not isinstance(batches, list) or not all(_is_batch_size(batch) for batch in batches):
+        raise _damaged(folder, "it holds something else")
+    return dict(read)
+
+
+def _is_batch_size(batch: Any) -> bool:
+    fields = len(ElasticBatchSize._fields)
+    return isinstance(batch, list) and len(batch) == fields and all(isinstance(size, int) for size in batch)
+
+
+def _damaged(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"'{folder / _JOB_FILE}', which records the job that writes to this folder, is damaged: {reason}. Remove the "
+        "file, and continue from the checkpoints with TrainConfig(resume=True)."
+    )
+
+
+def _write(folder: Path, batches: list[ElasticBatchSize]) -> None:
+    new = folder / f"{_JOB_FILE}.new"
+    new.unlink(missing_ok=True)  # left by a killed run, or a link to another file
+    with new.open("x", encoding="utf-8") as file:
+        json.dump({"job": environment.job_id(), "batches": batches}, file)
+    new.replace(folder / _JOB_FILE)

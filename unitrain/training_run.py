@@ -1,0 +1,323 @@
+"""The state of a training run besides model and optimizer, and its history on disk."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unitrain import randomness
+from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsPowerSGD, require
+from unitrain.backends.compression_setting import PowerSGD, read_compression
+from unitrain.bootstrap import environment
+from unitrain.checkpoint import files
+from unitrain.checkpoint.checkpointer import GRADIENTS, Checkpointer
+from unitrain.checkpoint.output_folder import WRITABLE, on_rank_zero
+from unitrain.config import TrainConfig
+from unitrain.data.batch_size import ElasticBatchSize
+from unitrain.data.training_data import TrainingData
+from unitrain.errors import CheckpointError
+from unitrain.modules.buffers import share_buffers
+from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
+from unitrain.progress.training_progress import TrainingProgress
+
+_RATE_SETTINGS = ("lr_scaling", "reference_batch_size", "warmup_steps")
+_PACKAGES = ("unitrain", "horovod", "numpy")
+
+
+class Stateful(Protocol):
+    """A part of the run with a state that checkpoints store, in types that `torch.load(weights_only=True)` loads.
+
+    All ranks call both methods, so they may communicate. The state of rank 0 is stored.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class TrainingRun:
+    """State of a training run besides model and optimizer. All ranks call every method.
+
+    It stores and restores `progress`, the random number generators and `parts` (other objects with a state) through the
+    Checkpointer, and writes the history. `description` holds facts about the run for its history and loggers.
+    `is_elastic` is whether the job may be restarted with another number of ranks.
+    Raises CheckpointError on every rank if the folder is not writable, or holds a run that cannot be continued.
+    """
+
+    def __init__(
+        self, config: TrainConfig, backend: Backend, checkpointer: Checkpointer, parts: Mapping[str, Stateful]
+    ) -> None:
+        self.progress = TrainingProgress()
+        self.description: dict[str, Any] = {}
+        self.is_elastic = environment.is_elastic()
+        self._config, self._backend, self._checkpointer, self._parts = config, backend, checkpointer, parts
+        self._restored: dict[str, Any] | None = None
+        self._generators: dict[str, Any] | None = None
+        self._data_order: dict[str, Any] | None = None
+        self._restored_row: dict[str, Any] | None = None
+        self._is_row_from_own_folder = self._is_history_rewound = False
+        self._is_seeded = False
+        self._data: TrainingData | None = None
+        self._fit_count = 0
+        self._history_error: OSError | None = None
+
+    def restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
+        """Prepare the output folder, and restore the run from a checkpoint if the configuration asks for it.
+
+        Call it before the model is wrapped: wrapping broadcasts the parameters of rank 0. If the job is another attempt
+        of a failed job, the checkpoints of that attempt take precedence over `TrainConfig.resume`.
+        """
+        resume, parts = self._config.resume, (model, optimizer, scheduler)
+        own_folder = self._checkpointer.prepare()
+        restored = own_folder is not None and self._restore(own_folder, *parts, required=False)
+        if not restored and not isinstance(resume, bool):
+            self._restore(Path(resume), *parts, required=True)
+        self._is_row_from_own_folder, self._is_history_rewound = restored, False
+        self.description = _describe_parts(model, optimizer, scheduler)
+
+    def track_compression_state(self, model: nn.Module, loss_scale: Callable[[], Tensor | None]) -> None:
+        """Store the state of PowerSGD of the wrapped `model` in checkpoints too, and restore it.
+
+        `loss_scale` returns the scale of the gradients, see CompressionState. Raises UnsupportedError if the backend
+        has no such state, CheckpointError if the state does not fit.
+        """
+        if not isinstance(read_compression(self._config.compression), PowerSGD):
+            return
+        feature = f"TrainConfig.compression {self._config.compression!r}"
+        state = require(self._backend, SupportsPowerSGD, feature).compression_state(model)
+        state.loss_scale = loss_scale
+        self._parts = {**self._parts, GRADIENTS: state}
+        if self._restored is not None:
+            state.load_state_dict(self._restored.pop(GRADIENTS, {}))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all epochs or steps of the configuration are done."""
+        epochs, steps, progress = self._config.max_epochs, self._config.max_steps, self.progress
+        return (epochs is not None and progress.epoch >= epochs) or (steps is not None and progress.step >= steps)
+
+    @property
+    def is_epoch_at_limit(self) -> bool:
+        """Whether the current epoch has `limit_train_steps` steps."""
+        limit = self._config.limit_train_steps
+        return limit is not None and self.progress.step_in_epoch >= limit
+
+    def remaining_steps(self, data: TrainingData) -> int | None:
+        """Return the number of optimizer steps to the end of the run, None if the length of the data is unknown."""
+        if self._config.max_steps is not None:
+            return max(0, self._config.max_steps - self.progress.step)
+        epochs = (self._config.max_epochs or 0) - self.progress.epoch
+        in_this_epoch, in_an_epoch = data.steps_in_epoch(self.progress.position), data.steps_in_epoch()
+        if in_this_epoch is None or in_an_epoch is None:
+            return None
+        if (limit := self._config.limit_train_steps) is not None:
+            in_this_epoch = min(in_this_epoch, limit - self.progress.step_in_epoch)
+            in_an_epoch = min(in_an_epoch, limit)
+        return 0 if epochs <= 0 else in_this_epoch + (epochs - 1) * in_an_epoch
+
+    @property
+    def stored_batch_size(self) -> ElasticBatchSize | None:
+        """The batch size with which an elastic job started this call of `fit`; None in the first attempt."""
+        stored = self._checkpointer.stored_batch_sizes
+        return stored[self._fit_count] if self._fit_count < len(stored) else None
+
+    def start(self, data: TrainingData) -> None:
+        """Lock the folder, and continue in `data` with the random numbers of the checkpoint or of the seed.
+
+        The folder stays locked until `Checkpointer.release_folder_at_end`. Between two epochs the data may change.
+        Raises CheckpointError on every rank if another job holds the lock, or within an epoch if `data` has another
+        order.
+        """
+        order = self._data_order or data.order_settings
+        for name in {**data.order_settings, **order} if self.progress.sample else ():
+            had, has = order.get(name), data.order_settings.get(name)
+            if had != has:
+                raise CheckpointError(
+                    f"The run is {self.progress.sample} samples into epoch {self.progress.epoch + 1} of training data "
+                    f"with {name}={had}, but this data has {name}={has}: samples would repeat or be missed. Continue "
+                    "with the same data, or from a checkpoint at the end of an epoch."
+                )
+        self._checkpointer.lock_folder()
+        try:
+            self._start(data)
+        except BaseException:
+            self._checkpointer.release_folder()
+            raise
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Any,
+        results: Mapping[str, float],
+        row: dict[str, Any] | None,
+    ) -> None:
+        """Save a checkpoint of the run. `model` is the user's own, `results` are those of the epoch so far.
+
+        At the end of an epoch `row` is its row of the history, which is written after the checkpoint. A run that is
+        killed between the two writes takes the row from the checkpoint.
+        """
+        if not self._checkpointer.is_enabled:
+            return
+        share_buffers(model, self._backend)
+        training = {
+            **{name: part.state_dict() for name, part in self._parts.items()},
+            "optimizer": optimizer.state_dict(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "classes": files.classes(optimizer, scheduler),
+            "progress": self.progress.state_dict(),
+            "seed": self._config.seed,
+            "learning_rate": {name: getattr(self._config, name) for name in _RATE_SETTINGS},
+            "order": self._data_order,
+            "row": None if row is None else self._add_epochs(row),
+            "generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device)),
+        }
+        manifest = {
+            **self.progress.state_dict(),
+            "results": {name: value if math.isfinite(value) else None for name, value in results.items()},
+            "config": {
+                name: str(value) if isinstance(value, Path) else value for name, value in asdict(self._config).items()
+            },
+        }
+        self._checkpointer.save(self.progress.step, model, training, manifest)
+
+    def record_epoch(self, row: dict[str, Any]) -> None:
+        """Append the `row` of an epoch to the history."""
+        self._append(EPOCHS, row)
+
+    def record_sync_point(self, row: dict[str, Any]) -> None:
+        """Append the `row` of a sync point to the history. It does not communicate: `record_epoch` raises its error."""
+        folder = self._checkpointer.folder
+        if folder is not None and self._backend.rank == 0 and self._history_error is None:
+            try:
+                History(folder).append(STEPS, self._add_epochs(row))
+            except OSError as error:
+                self._history_error = error
+
+    def _start(self, data: TrainingData) -> None:
+        if not self._is_history_rewound:
+            # Also for a run that was not restored: one that ended before its first checkpoint left rows, too.
+            self._change_history("", self._rewind)
+            self._is_history_rewound = True
+        self._data_order = data.order_settings
+        if self._generators is not None:
+            randomness.restore_generators(self._generators, self._backend.device)
+        elif not self._is_seeded:
+            path = (self.progress.step, self._backend.rank)
+            randomness.seed_generators(randomness.derive_seed(self._config.seed, randomness.Stream.RANK, *path))
+        self._generators, self._is_seeded = None, True
+        self._data, self._history_error = data, None
+        self._store_batch_size(data)
+        if not self.is_complete:
+            self.description |= _describe_start(self._config, self._backend, data)
+            self._append(STARTS, {"step": self.progress.step, **self.description})
+
+    def _store_batch_size(self, data: TrainingData) -> None:
+        number, batch_size, global_batch_size = self._fit_count, data.batch_size, data.global_batch_size
+        self._fit_count += 1
+        if self.is_elastic and batch_size and global_batch_size:
+            self._checkpointer.store_batch_size(number, ElasticBatchSize(batch_size, global_batch_size))
+
+    def _restore(self, where: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, required: bool) -> bool:
+        """Restore the run from `where`, and return whether there was a checkpoint."""
+        config = self._config
+        training = self._checkpointer.load(where, model, optimizer, scheduler, required=required)
+        if training is None:
+            return False
+        if training.get("seed", config.seed) != config.seed:
+            raise CheckpointError(
+                f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
+                f"would come in another order. Use TrainConfig(seed={training['seed']})."
+            )
+        for name, value in training.get("learning_rate", {}).items():
+            if value != getattr(config, name):
+                raise CheckpointError(
+                    f"The run in '{where}' has {name}={value!r}, but TrainConfig.{name} is {getattr(config, name)!r}: "
+                    f"its learning rates would change. Use TrainConfig({name}={value!r})."
+                )
+        self.progress.load_state_dict(training["progress"])
+        self._data_order, self._restored_row = training.get("order"), training.get("row")
+        for name, part in self._parts.items():
+            part.load_state_dict(training.get(name, {}))
+        self._restored = training
+        states = training.get("generators", [])
+        self._generators = states[self._backend.rank] if len(states) == self._backend.size else None
+        return True
+
+    def _rewind(self, history: History) -> None:
+        history.rewind(self.progress.step)
+        if self._is_row_from_own_folder and self._restored_row is not None:
+            history.append(EPOCHS, self._restored_row)
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        def append(history: History) -> None:
+            if self._history_error is not None:
+                raise self._history_error
+            history.append(name, self._add_epochs(row))
+
+        self._change_history(name, append)
+
+    def _add_epochs(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return `row` with the number of epochs trained so far, a fraction within an epoch."""
+        assert self._data is not None
+        epochs: float | None = self.progress.epoch
+        if self.progress.sample:
+            length = self._data.samples_in_epoch()
+            epochs = None if length is None else self.progress.epoch + self.progress.sample / length
+        return {**row, "epochs": epochs}
+
+    def _change_history(self, name: str, change: Callable[[History], None]) -> None:
+        folder = self._checkpointer.folder
+        if folder is not None:
+            history, task = History(folder), f"write '{folder / name}'"
+            on_rank_zero(self._backend, task, WRITABLE, lambda: change(history))
+
+
+def _describe_parts(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+    """Return the class names of the arguments and the number of parameters."""
+    return {
+        "model": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "optimizer": type(optimizer).__name__,
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
+    }
+
+
+def _describe_start(config: TrainConfig, backend: Backend, data: TrainingData) -> dict[str, Any]:
+    """Return when, where and with which data, settings and versions a run starts."""
+    on_gpu = backend.device.type == "cuda"
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "backend": backend.name,
+        "transport": backend.transport,
+        "size": backend.size,
+        "num_nodes": backend.num_nodes,
+        "device": torch.cuda.get_device_name(backend.device) if on_gpu else backend.device.type,
+        "samples_per_epoch": data.samples_in_epoch(),
+        "steps_per_epoch": data.steps_in_epoch(),
+        "batch_size": data.batch_size,
+        "global_batch_size": data.global_batch_size,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **_package_versions()},
+        "config": {name: value for name, value in asdict(config).items() if value is not None},
+    }
+
+
+def _package_versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # a checkout that is not installed, or a machine without Horovod
+            continue
+    return found
