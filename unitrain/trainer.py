@@ -1,4 +1,4 @@
-"""The training loop, on any backend: fit -> epoch -> step, readable from top to bottom."""
+"""The training loop: fit -> epoch -> step. Read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ class Trainer:
             use_channels_last(model)
         if config.sync_batch_norm:
             call_on_all_ranks(backend, lambda: sync_batch_norm(model, backend))
-        self._average = call_on_all_ranks(backend, lambda: WeightAverage.of(backend.unwrap(model), config.ema_decay))
+        self._average = call_on_all_ranks(
+            backend, lambda: WeightAverage.create(backend.unwrap(model), config.ema_decay)
+        )
         self.averaged_model = None if self._average is None else self._average.model
         if config.compile:
             compile_forward(model, self.averaged_model, mode=config.compile)
@@ -152,21 +154,21 @@ class Trainer:
             model, find_unused_parameters=config.find_unused_parameters, compression=config.compression
         )
         if self._average is not None:
-            self._average.begin()
+            self._average.start()
         self._run.track_compression_state(self.model, lambda: self._precision.loss_scale(self._mean.loss_scale()))
         self.optimizer = backend.distributed_optimizer(optimizer, self.model)
         self._update = Update(
             self.optimizer,
             model,
             self._precision,
-            clip_norm=config.max_grad_norm,
+            max_grad_norm=config.max_grad_norm,
             average=self._average,
             scheduler=self._scheduler if config.scheduler_interval == "step" else None,
         )
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler; None without one, and before `fit` for one that is built from the number of steps."""
+        """The scheduler. None without one, and before `fit` for one that is built from the number of steps."""
         return self._scheduler.scheduler if isinstance(self._scheduler, PlannedScheduler) else self._scheduler
 
     @property
@@ -180,14 +182,14 @@ class Trainer:
         return self._stopping.reason
 
     def fit(self, train_data: Data, val_data: Data | Mapping[str, Data] | None = None) -> dict[str, float]:
-        """Train until `config.max_epochs` or `config.max_steps` are done; return the last results.
+        """Train until `config.max_epochs` or `config.max_steps` is reached, and return the results of the last epoch.
 
-        These are the train_loss of the last epoch and, with `val_data`, what `evaluate` found after it, as val_loss and
-        so on: all exact means over the samples of all ranks. Several named data sets, as {"clean": ..., "noisy": ...},
-        are validated on one after the other, with results such as val_clean_loss. When nothing was left to do,
-        `val_data` is evaluated and there is no train_loss. Raises DataError, ConfigError, CheckpointError or
-        NonFiniteLossError, on every rank; and Preempted, which ends the program with exit code 75, where one of
-        `config.preemption_signals` came to any rank, after a checkpoint.
+        The results are train_loss and, with `val_data`, val_loss and the metrics with the prefix val_: exact means over
+        the samples of all ranks. For several datasets pass a mapping, {"clean": ..., "noisy": ...}, with results such
+        as val_clean_loss. If the run is already complete, `val_data` is evaluated and there is no train_loss.
+
+        Raises DataError, ConfigError, CheckpointError or NonFiniteLossError on every rank. If any rank received one of
+        `config.preemption_signals`, it saves a checkpoint and raises Preempted, which exits with code 75.
         """
         config = self.config
         self._check_data("fit", train_data=train_data, **_by_argument(val_data))
@@ -200,7 +202,7 @@ class Trainer:
         self._epoch_scheduler.check(self.result_names)
         if config.keep_best is not None:
             check_result_name("TrainConfig.keep_best", config.keep_best, self.result_names)
-        self._rates = LearningRateFactor.asked_for(config, shard.global_batch_size)
+        self._rates = LearningRateFactor.from_config(config, shard.global_batch_size)
         limit = config.limit_val_batches
         validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in named.items()}
         self._build_planned_scheduler(shard)
@@ -231,60 +233,59 @@ class Trainer:
         return self._validate(validation) if results is None else results
 
     def evaluate(self, data: Data) -> dict[str, float]:
-        """Return "loss" and every metric, each the exact mean over all samples of `data`, with the model in eval mode.
+        """Return "loss" and each metric in eval mode, exact means over the samples of `data`. All ranks call it.
 
-        Every rank evaluates its own part with rank 0's buffers, and every rank returns the same. All ranks call it.
+        Every rank evaluates its shard with the buffers of rank 0, and returns the same results.
         """
         self._check_data("evaluate", data=data)
         return self._evaluation.evaluate(self._evaluation_shard(data))
 
     def predict(self, data: Data) -> Any:
-        """Return the model's outputs for all samples of `data` in its own order, in eval mode, on every rank's CPU.
+        """Return the outputs of the model in eval mode for all samples of `data`, in the order of `data`, on the CPU.
 
-        They are nested as the model, or `forward`, returns them: tensors whose first dimension is the sample, in lists,
-        tuples, mappings and dataclasses. Targets are not looked at, and without `forward` may be missing. Every rank
-        computes its own part with rank 0's buffers, keeps it on the CPU, and gets the others' at the end: the outputs
-        of the whole data must fit into the memory of the host once per rank on it. Outputs for streams that are each
-        rank's own are in the order of ranks. All ranks call it.
-        Raises DataError, ConfigError or, for outputs that cannot be put together, ModelError, on every rank.
+        All ranks call it, and each returns all outputs; they must fit into host memory once per rank on the host. The
+        structure is that of the output of the model or `forward`: lists, tuples, mappings and dataclasses of tensors
+        whose first dimension is the sample. Targets are ignored, and without `forward` may be missing. Every rank
+        computes its shard with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank.
+        Raises DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
         """
         self._check_data("predict", data=data)
         return self._evaluation.predict(self._evaluation_shard(data))
 
     def load_weights(self, checkpoint: str | Path) -> None:
-        """Load the weights of a checkpoint, or of the newest of a run folder, or the "best" by `keep_best`.
+        """Load the weights of a checkpoint, of the newest checkpoint in a run folder, or of the "best" by `keep_best`.
 
-        The weights of the model and, with `config.ema_decay`, their average are replaced on every rank; the optimizer,
-        the schedule and the progress of the run are not. All ranks call it. For a final evaluation:
-        `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`. Raises CheckpointError, and ConfigError if
-        the run keeps no best checkpoint, on every rank.
+        It replaces the weights of the model and, with `config.ema_decay`, their average on every rank, but not the
+        optimizer, the scheduler and the progress. All ranks call it. For a final evaluation, call
+        `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`.
+        Raises CheckpointError on every rank, or ConfigError if the run does not keep its best checkpoint.
         """
         path = self.checkpointer.find_best() if checkpoint == "best" else Path(checkpoint)
         load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of `fit`, for a `reason` that is shown. One rank is enough; it may be called at any time.
+        """Request the end of `fit` for a `reason`, which is shown. Any rank may call it at any time.
 
-        The ranks agree on it when they next work out the loss, at least about every two seconds, and at the end of the
-        epoch. Then the run is validated and saved as it is, in the middle of an epoch too, and can be resumed there.
+        All ranks stop at the next sync point: about every two seconds, and at the end of an epoch. `fit` then validates
+        and saves a checkpoint, also within an epoch. The run can be resumed from there.
         """
         check_text("Trainer.stop(reason)", reason, 'Use trainer.stop("the loss is low enough")')
         self._stopping.request(reason)
 
     def log(self, **values: float | Tensor) -> None:
-        """Log numbers of your own, at the step that the run has come to. Rank 0's are logged; any rank may call it."""
+        """Log numbers at the current step. Rank 0 logs; any rank may call it."""
         self._reporter.log(values, self.progress.step)
 
     def log_image(self, name: str, image: Tensor, caption: str | None = None) -> None:
-        """Log an image: [height, width], or with 1, 3 or 4 channels first or last; uint8, or floating from 0 to 1."""
+        """Log an image: [height, width], or with 1, 3 or 4 channels first or last; uint8, or floats from 0 to 1."""
         self._reporter.log_image(name, image, self.progress.step, caption)
 
     def log_histogram(self, name: str, values: Tensor) -> None:
-        """Log a histogram of a tensor's values to W&B and TensorBoard. Rank 0's is logged; any rank may call it."""
+        """Log a histogram of the values of a tensor to W&B and TensorBoard. Rank 0 logs; any rank may call it."""
         self._reporter.log_histogram(name, values, self.progress.step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table of numbers and strings to W&B and TensorBoard. Rank 0's is logged; any rank may call it."""
+        """Log a table of numbers and strings to W&B and TensorBoard. Rank 0 logs; any rank may call it."""
         self._reporter.log_table(name, columns, rows, self.progress.step)
 
     @property
@@ -293,7 +294,7 @@ class Trainer:
         return self._precision.loss_scale()
 
     def _check_data(self, method: str, **data: Any) -> None:
-        """Raise DataError, on every rank, for an argument of `method` that is no dataset."""
+        """Raise DataError on every rank if an argument of `method` is not a dataset."""
         self.backend.check_running(f"Trainer.{method}")
 
         def check() -> None:
@@ -406,7 +407,7 @@ class Trainer:
 
     def _evaluation_shard(self, data: Data, limit_batches: int | None = None) -> EvaluationShard:
         config = self.config
-        # A DataLoader has its own batch size; anything else is evaluated in batches as large as those of training.
+        # A DataLoader has its own batch size. By default a Dataset is evaluated with the batch size of training.
         batch_size = None if isinstance(data, DataLoader) else config.eval_batch_size or self._train_batch_size
         return EvaluationShard(
             data,
@@ -437,7 +438,7 @@ class Trainer:
         """Synchronize the ranks, and show, log and record the mean loss since the last time."""
         step = self.progress.step
         sums = self._synchronize(self._loss.local_sums())
-        values = {"loss": self._loss.mean_since_sync(sums, epoch, step), **self._update.known()}
+        values = {"loss": self._loss.mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
         values |= {"learning_rate": self._learning_rate(), "samples_per_second": self._timer.samples_per_second()}
         self._reporter.report_sync_point(step, values)
         self._run.record_sync_point({"step": step, **values, **self._sync_point.slow_ranks()})
@@ -464,9 +465,9 @@ def _is_multiple(step: int, interval: int | None) -> bool:
 
 
 def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
-    """Return the data to validate on by the prefix of its results: "val_", or "val_NAME_" for named data.
+    """Return the validation datasets by the prefix of their results: "val_", or "val_NAME_" for a mapping.
 
-    Raises ConfigError for names that are not strings, or an empty mapping.
+    Raises ConfigError for an empty mapping or names that are not strings.
     """
     if data is None:
         return {}
@@ -474,14 +475,14 @@ def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
         return {"val_": data}
     if not data or not all(isinstance(name, str) and name for name in data):
         raise ConfigError(
-            f"val_data takes data, or several by name, got {list(data)} as names. "
+            f"val_data takes a dataset, or a mapping from names to datasets, got the names {list(data)}. "
             'Use trainer.fit(train_data, {"clean": clean_data, "noisy": noisy_data}).'
         )
     return {f"val_{name}_": one for name, one in data.items()}
 
 
 def _by_argument(val_data: Data | Mapping[str, Data] | None) -> dict[str, Any]:
-    """Return the validation sets by the argument that a message names."""
+    """Return the validation datasets by their name in error messages."""
     if isinstance(val_data, Mapping):
         return {f"val_data[{name!r}]": data for name, data in val_data.items()}
     return {} if val_data is None else {"val_data": val_data}

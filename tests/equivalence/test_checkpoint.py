@@ -109,7 +109,8 @@ def test_a_run_of_steps_that_stops_within_an_epoch_resumes_there(tmp_path: Path)
 def test_within_an_epoch_only_the_same_order_goes_on(tmp_path: Path, data: Any, found: str) -> None:
     trainer(tmp_path / "within", max_steps=8).fit(samples())
     with pytest.raises(
-        CheckpointError, match=rf"^The run is 8 samples into epoch 2 of training data with {found}: .*Go on with the s"
+        CheckpointError,
+        match=rf"^The run is 8 samples into epoch 2 of training data with {found}: .*Continue with the s",
     ):
         trainer(tmp_path / "within", max_steps=16, resume=True).fit(data)
     trainer(tmp_path / "between", max_steps=6).fit(samples())

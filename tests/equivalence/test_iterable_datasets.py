@@ -791,7 +791,7 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
     (no_batch_size, r"^ConfigError: A Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),
     (two_batch_sizes, r"^ConfigError: A batch size of 2 was asked for, but .* batch_size=1\. Leave one of them out"),
     (global_batch_of_whole_ones, r"^ConfigError: TrainConfig.global_batch_size 12 cannot be kept, because Batches"),
-    (rates_of_whole_ones, r"^ConfigError: TrainConfig.lr_scaling 'linear' goes by the samples of a step"),
+    (rates_of_whole_ones, r"^ConfigError: TrainConfig.lr_scaling 'linear' needs the number of samples per step"),
 ]
 ONLY_BETWEEN_RANKS = (fails, too_little_for_a_step, indices_on_one_rank, different_batch_sizes)
 

@@ -206,7 +206,7 @@ def test_several_validation_sets_have_results_of_their_own() -> None:
     stopping.fit(data(), {"clean": clean, "noisy": noisy})
     assert stopping.progress.epoch < 9
     for names in ({}, {1: clean}):
-        with pytest.raises(ConfigError, match="val_data takes data, or several by name"):
+        with pytest.raises(ConfigError, match="val_data takes a dataset, or a mapping from names"):
             trainer(max_epochs=1).fit(data(), names)  # type: ignore[arg-type]
     model, optimizer = make()
     plateau = unitrain.Trainer(

@@ -304,7 +304,7 @@ def test_a_batch_that_is_no_pair_is_told_what_forward_could_be() -> None:
     def refusal(batch: Any) -> str:
         with pytest.raises(DataError) as caught:
             make(LOCAL, batch_size=2)._forward(nn.Identity(), batch)
-        found, fix = str(caught.value).split(". Tell the Trainer what to do with another: ")
+        found, fix = str(caught.value).split(". For other batches, pass a function: ")
         assert found.startswith("A batch must be a pair (inputs, targets), got ")
         return f"{found.removeprefix('A batch must be a pair (inputs, targets), got ')} -> {fix}"
 

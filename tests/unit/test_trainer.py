@@ -283,7 +283,7 @@ def test_the_plateau_follows_what_it_is_told_to() -> None:
     assert falling.optimizer.param_groups[0]["lr"] == 0.1
     with pytest.raises(ConfigError, match=r"monitor 'val_zer' is not .* Did you mean 'val_zero'\? Available: train"):
         trainer("val_zer").fit(samples(), samples(9))
-    with pytest.raises(ConfigError, match=r"monitor 'val_loss' is what ReduceLROnPlateau follows, and this run has"):
+    with pytest.raises(ConfigError, match=r"monitor 'val_loss' is read by ReduceLROnPlateau, and this run has"):
         make(settings(monitor="val_loss"))
 
 
@@ -466,7 +466,7 @@ def test_progress_fits_80_columns(kind: type[display._Shown]) -> None:
     with shown:
         shown.start(12_345, 100)
         shown.loss(1234.5678)
-        shown.slow("rank 2 is slow: data 41 ms a step, others 6 ms")
+        shown.show_slow_ranks("rank 2 is slow: data 41 ms a step, others 6 ms")
         for _ in range(3):
             shown.step(99, 100_000)
         shown.epoch(99, {f"val_metric_{number}": number / 3 for number in range(9)})

@@ -1,1 +1,9 @@
-"""From a batch to an update: forward, the weight of the loss, its number format, the learning rate, and the step."""
+"""The parts of a training step.
+
+step             forward, backward and the optimizer update
+loss_weighting   weights of losses, for the exact mean over the samples or tokens of all ranks
+precision        autocast and loss scaling
+learning_rate    scaling of learning rates with the global batch size
+schedulers       schedulers that step per epoch, or need the number of steps
+ema              moving average of the weights
+"""

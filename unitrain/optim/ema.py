@@ -1,4 +1,4 @@
-"""A moving average of a model's weights, which often generalises better than the weights themselves.
+"""Exponential moving average of the weights of a model.
 
 Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging (1992); the exponential form as in Tarvainen
 and Valpola, Mean teachers (arXiv 1703.01780).
@@ -17,38 +17,39 @@ from unitrain.errors import ModelError
 
 
 class WeightAverage:
-    """Follows the weights of `model`: after each step, average = decay * average + (1 - decay) * weight.
+    """Averages the weights of a model: average = decay * average + (1 - decay) * weight after each step.
 
-    The first step's average is the weights themselves, as with torch's AveragedModel; buffers are copied. `model` is a
-    copy of the user's module, under the same names. Weights are the same on every rank, so nothing is communicated.
+    After the first step the average is equal to the weights, as in torch's AveragedModel. Buffers are copied. The
+    attribute `model` is a copy of the user's module with the averaged weights. Weights are equal on all ranks, so
+    nothing is communicated.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """Raise ModelError for a model that cannot be copied."""
-        self._followed, self.model = model, _copy(model)
+        """Copy `model`. Raises ModelError if it cannot be copied."""
+        self._source, self.model = model, _copy(model)
         self._average = get_ema_multi_avg_fn(decay)
         self._weights, self._averaged = list(model.parameters()), list(self.model.parameters())
-        # Frozen parameters may hold integers, as quantized ones do; these have no mean, and are copied.
+        # Frozen parameters may be integers, as in quantized models. They have no mean and are copied.
         pairs = [pair for pair in zip(self._averaged, self._weights, strict=True) if _has_mean(pair[0])]
-        self._moving, self._towards = [averaged for averaged, _ in pairs], [weight for _, weight in pairs]
+        self._moving, self._sources = [averaged for averaged, _ in pairs], [weight for _, weight in pairs]
         self._steps = 0
 
     @classmethod
-    def of(cls, model: nn.Module, decay: float | None) -> Self | None:
-        """Return what follows `model`, None without a decay."""
+    def create(cls, model: nn.Module, decay: float | None) -> Self | None:
+        """Return an average of the weights of `model`, None if `decay` is None."""
         return None if decay is None else cls(model, decay)
 
-    def begin(self) -> None:
-        """Take the weights over, now that they are rank 0's, unless an average was loaded."""
+    def start(self) -> None:
+        """Start from the weights, unless an average was loaded. Call it after the weights of rank 0 were broadcast."""
         if not self._steps:
             self._copy_weights()
             self._copy_buffers()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Take in the weights after a step."""
+    def update(self) -> None:
+        """Update the average after a step."""
         if self._steps:
-            self._average(self._moving, self._towards, self._steps)
+            self._average(self._moving, self._sources, self._steps)
             self._copy_integers()
         else:
             self._copy_weights()
@@ -56,11 +57,11 @@ class WeightAverage:
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, under the user's own names, and of how many steps it is."""
+        """Return the averaged weights and the number of averaged steps."""
         return {"steps": self._steps, "model": self.model.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's average; one that has none leaves it to `begin`."""
+        """Continue from the average of a checkpoint; an empty state changes nothing."""
         if state:
             self.model.load_state_dict(state["model"])
             self._steps = state["steps"]
@@ -77,7 +78,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _copy_buffers(self) -> None:
-        for copied, buffer in zip(self.model.buffers(), self._followed.buffers(), strict=True):
+        for copied, buffer in zip(self.model.buffers(), self._source.buffers(), strict=True):
             copied.copy_(buffer)
 
 
@@ -88,7 +89,7 @@ def _has_mean(tensor: Tensor) -> bool:
 def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model).requires_grad_(False)
-    except Exception as error:  # whatever the model's own parts raise
+    except Exception as error:  # modules may raise anything
         raise ModelError(
             f"ema_decay averages into a copy of the model, and {type(model).__name__} cannot be copied: {error}. "
             "Let copy.deepcopy(model) work, or leave ema_decay out."

@@ -1,7 +1,7 @@
-"""The learning rate in relation to the global batch: one explicit policy, which cannot be applied twice.
+"""Scaling of learning rates with the global batch size.
 
-"Linear" and the warm-up are Goyal et al., Accurate, Large Minibatch SGD (arXiv 1706.02677), sections 2.1 and 2.2;
-"sqrt" is Krizhevsky, One weird trick (arXiv 1404.5997), section 5.
+"linear" and the warm-up: Goyal et al., Accurate, Large Minibatch SGD (arXiv 1706.02677), sections 2.1 and 2.2;
+"sqrt": Krizhevsky, One weird trick (arXiv 1404.5997), section 5.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from unitrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class LearningRateFactor:
-    """What learning rates are multiplied by while the optimizer steps, and only then.
+    """Factor by which learning rates are multiplied during the optimizer step only.
 
-    The optimizer, its schedulers and the checkpoint keep the user's own rates, those for batches of
-    `reference_batch_size`. So nothing is multiplied twice, whoever resumes the run, and with however many ranks.
+    The optimizer, its schedulers and checkpoints keep the rates of the user, which are for batches of
+    `reference_batch_size`. Therefore the factor is never applied twice, also in a run that is resumed on another number
+    of ranks.
     """
 
     policy: LrScaling
@@ -32,15 +33,15 @@ class LearningRateFactor:
     warmup_steps: int
 
     @classmethod
-    def asked_for(cls, config: TrainConfig, global_batch_size: int | None) -> Self | None:
-        """Return what `config` asks for; None for "none". Raises ConfigError where nobody knows the global batch."""
+    def from_config(cls, config: TrainConfig, global_batch_size: int | None) -> Self | None:
+        """Return the factor for `config`, None for "none". Raises ConfigError if the global batch size is unknown."""
         if config.lr_scaling == "none":
             return None
         if global_batch_size is None:
             raise ConfigError(
-                f"TrainConfig.lr_scaling {config.lr_scaling!r} goes by the samples of a step, which nobody knows "
-                "where the dataset or a batch_sampler makes whole batches. "
-                "Use lr_scaling='none', and scale the rate that the optimizer is given."
+                f"TrainConfig.lr_scaling {config.lr_scaling!r} needs the number of samples per step, which is unknown "
+                "if the dataset or a batch_sampler makes the batches. "
+                "Use lr_scaling='none', and scale the learning rate of the optimizer yourself."
             )
         return cls(config.lr_scaling, config.reference_batch_size, global_batch_size, config.warmup_steps)
 
@@ -53,20 +54,20 @@ class LearningRateFactor:
         return ratio if self.policy == "linear" else math.sqrt(ratio)
 
     def at(self, step: int) -> float:
-        """The factor of the step before which `step` steps are done: from 1, in equal parts, to the full one."""
+        """The factor after `step` completed steps. It grows linearly from 1 to `full` during the warm-up."""
         return 1.0 + (self.full - 1.0) * min(1.0, step / self.warmup_steps) if self.warmup_steps else self.full
 
     @contextmanager
     def applied(self, optimizer: Optimizer, step: int) -> Iterator[None]:
-        """Inside it, `optimizer` has the multiplied rates."""
+        """Context manager in which `optimizer` has the multiplied rates."""
         factor = self.at(step)
-        own = [group["lr"] for group in optimizer.param_groups]
-        for group, rate in zip(optimizer.param_groups, own, strict=True):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor
         try:
             yield
         finally:
-            for group, rate in zip(optimizer.param_groups, own, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
     def __str__(self) -> str:

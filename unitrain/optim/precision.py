@@ -1,4 +1,4 @@
-"""Number formats: autocast, and the loss scaling that fp16 needs, the same on every backend and device."""
+"""Autocast and loss scaling."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """What forward computes in, and how gradients are kept from vanishing in it; parameters stay as the user made them.
+    """Format of the forward pass. Parameters keep their dtype.
 
-    With fp16 the loss is multiplied by a scale that follows what the format can hold. Gradients are global when they
-    are read, so an inf that one rank found is in the gradients of all, and all of them skip the same step and change
-    the scale alike, without asking each other. Raises ConfigError where `device` cannot compute in the format.
+    With fp16 the loss is scaled dynamically. Gradients are reduced before GradScaler reads them, so an inf on one rank
+    is in the gradients of all ranks: all skip the same step and update the scale equally, without communication.
+    Raises ConfigError if `device` does not support the format.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
@@ -34,31 +34,33 @@ class Precision:
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What the forward and the loss run in."""
+        """Return the context manager for the forward pass and the loss."""
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device_type, self._dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return what to run backward from."""
+        """Return the scaled loss, from which backward runs."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def loss_scale(self, before: Tensor | None = None) -> Tensor | None:
-        """Return what losses are multiplied by now, with what they were multiplied by `before` that; None for neither.
-        It does not wait for the device."""
+        """Return the current scale of losses, times their scale `before`; None without either.
+
+        It does not wait for the device.
+        """
         if self._scaler is None:
             return before
         return self._scaler.scale(torch.ones((), device=self._device) if before is None else before)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Give the gradients their true size, once per step, before anyone looks at it."""
+        """Divide the gradients by the loss scale, once per step."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Let `optimizer` step unless a gradient is inf or nan in fp16; return whether it did.
+        """Step `optimizer` unless a gradient is inf or nan in fp16; return whether it stepped.
 
-        A fused optimizer decides that on the device, so this has to wait for it, as for any other.
+        With fp16 this waits for the device.
         """
         if self._scaler is None:
             optimizer.step()
@@ -74,30 +76,32 @@ class Precision:
             self._scaler.step(optimizer)
         finally:
             handle.remove()
-        if getattr(optimizer, "_step_supports_amp_scaling", False):  # the mark by which GradScaler knows them
+        if getattr(
+            optimizer, "_step_supports_amp_scaling", False
+        ):  # GradScaler's attribute of fused optimizers, which decide on the device
             stepped = not any(found.item() for found in self._scaler._found_inf_per_device(optimizer).values())
         self._scaler.update()
         return stepped
 
     def discard_step(self) -> None:
-        """Begin a step anew, after one that was not finished."""
+        """Forget a step that was not completed."""
         if self._scaler is not None:
             scaler = torch.amp.GradScaler(self._device_type)
             scaler.load_state_dict(self._scaler.state_dict())
             self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, for a checkpoint; empty unless the format is fp16."""
+        """Return the state of the loss scale; empty unless the format is fp16."""
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the scale of a checkpoint; one that has none, of another precision, leaves it as it is."""
+        """Continue with the loss scale of a checkpoint; an empty state, of another precision, changes nothing."""
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
 
 
 def allow_tf32(allowed: bool | None) -> None:
-    """Let GPUs multiply float32 matrices in TF32, or forbid it, for this process; None leaves it as it is."""
+    """Allow or forbid TF32 for float32 matrices in this process; None keeps the setting."""
     if allowed is not None:
         torch.backends.cuda.matmul.allow_tf32 = allowed
         torch.backends.cudnn.allow_tf32 = allowed

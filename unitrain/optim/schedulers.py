@@ -1,7 +1,4 @@
-"""Learning rate schedulers that go by epochs, and the one that follows a result.
-
-A learning rate scheduler that is built when the number of steps of the run is known.
-"""
+"""Learning rate schedulers that step per epoch, and schedulers that need the number of steps of the run."""
 
 from __future__ import annotations
 
@@ -18,48 +15,48 @@ from unitrain.errors import CheckpointError, ConfigError, did_you_mean
 
 
 class EpochScheduler:
-    """Steps `scheduler` between epochs, if it goes by them. Every rank does so on the same results.
+    """Steps `scheduler` after each epoch if `scheduler_interval` is "epoch". The results are equal on all ranks.
 
-    ReduceLROnPlateau follows `config.monitor`, without it val_loss, else train_loss; a result that an epoch does not
-    have leaves it where it is. Raises ConfigError where it cannot, or where nothing follows what is to be followed.
+    ReduceLROnPlateau reads the result `config.monitor`, by default val_loss, or train_loss without validation. It does
+    not step after an epoch without this result. Raises ConfigError for settings that contradict each other.
     """
 
     def __init__(self, scheduler: LRScheduler | PlannedScheduler | None, config: TrainConfig) -> None:
-        follows = isinstance(scheduler, ReduceLROnPlateau)
-        if follows and config.scheduler_interval != "epoch":
+        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        if is_plateau and config.scheduler_interval != "epoch":
             raise ConfigError(
                 'ReduceLROnPlateau needs the results of an epoch, and TrainConfig.scheduler_interval is "step". '
                 'Use TrainConfig(scheduler_interval="epoch").'
             )
-        if config.monitor is not None and not follows:
+        if config.monitor is not None and not is_plateau:
             raise ConfigError(
-                f"TrainConfig.monitor {config.monitor!r} is what ReduceLROnPlateau follows, and this run has none. "
+                f"TrainConfig.monitor {config.monitor!r} is read by ReduceLROnPlateau, and this run has none. "
                 "Leave monitor out, or give the Trainer a ReduceLROnPlateau."
             )
-        self._follows = follows
+        self._is_plateau = is_plateau
         self._scheduler = scheduler if config.scheduler_interval == "epoch" else None
         self._monitor = config.monitor
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise ConfigError unless what is to be followed is among `names`, the results that the run will have."""
+        """Raise ConfigError unless the monitored result is among `names`, the results of the run."""
         if self._monitor not in (None, *names):
             raise ConfigError(
                 f"TrainConfig.monitor {self._monitor!r} is not a result of this run. "
                 f"{did_you_mean(str(self._monitor), names)}Available: {', '.join(names)}."
             )
 
-        if self._follows and self._monitor is None and "val_loss" not in names and len(names) > 1:
+        if self._is_plateau and self._monitor is None and "val_loss" not in names and len(names) > 1:
             raise ConfigError(
-                "ReduceLROnPlateau follows one result, and this run validates on several data sets. Name the result: "
+                "ReduceLROnPlateau reads one result, and this run validates on several datasets. Select one: "
                 f"TrainConfig(monitor={names[1]!r}). Available: {', '.join(names)}."
             )
 
     def step(self, results: Mapping[str, float]) -> None:
-        """An epoch is over, with these results."""
+        """Step after an epoch with these results."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            followed = self._monitor or ("val_loss" if "val_loss" in results else "train_loss")
-            if followed in results:
-                self._scheduler.step(results[followed])
+            monitored = self._monitor or ("val_loss" if "val_loss" in results else "train_loss")
+            if monitored in results:
+                self._scheduler.step(results[monitored])
         elif self._scheduler is not None:
             self._scheduler.step()
 
@@ -68,11 +65,11 @@ BuildScheduler = Callable[[Optimizer, int], LRScheduler]
 
 
 class PlannedScheduler:
-    """The scheduler that `build(optimizer, total_steps)` returns, for schedules that need their length.
+    """Scheduler that `build(optimizer, total_steps)` returns when the number of steps is known.
 
-    `total_steps` counts the steps of the scheduler from the beginning of the run to its end: optimizer steps, or epochs
-    with TrainConfig.scheduler_interval="epoch". It is the same in a resumed run. The scheduler is built on the learning
-    rates that `optimizer` has when this object is made, before a checkpoint is restored.
+    `total_steps` is the number of steps of the scheduler in the complete run, also if the run is resumed: optimizer
+    steps, or epochs with TrainConfig.scheduler_interval="epoch". The scheduler is built on the learning rates that
+    `optimizer` has when this object is created, before a checkpoint is restored.
     """
 
     def __init__(self, build: BuildScheduler, optimizer: Optimizer) -> None:
@@ -83,7 +80,7 @@ class PlannedScheduler:
         self.scheduler: LRScheduler | None = None
 
     def plan(self, total_steps: int | None, communicator: Communicator) -> LRScheduler:
-        """Build the scheduler for a run of so many steps, and restore its state. All ranks call it.
+        """Build the scheduler for `total_steps` steps, and restore its state. All ranks call it.
 
         A second call returns the same scheduler. Raises, on every rank, ConfigError if the length is unknown or if
         `build` does not return a scheduler of this optimizer, and CheckpointError if the checkpoint was planned for
@@ -104,7 +101,7 @@ class PlannedScheduler:
         return {"total_steps": self._total_steps, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the state for `plan`."""
+        """Store the state until `plan` builds the scheduler."""
         if "total_steps" not in state:
             raise ValueError("its scheduler was not built from the number of steps")
         self._restored = state
@@ -113,7 +110,7 @@ class PlannedScheduler:
         if total_steps is None:
             raise ConfigError(
                 "The scheduler is built from the number of steps, which is unknown for data without a length. "
-                "Use TrainConfig(max_steps=10_000) instead of epochs."
+                "Use TrainConfig(max_steps=10_000) instead of max_epochs."
             )
         if self._restored is not None and self._restored["total_steps"] != total_steps:
             planned = self._restored["total_steps"]

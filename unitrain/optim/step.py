@@ -1,9 +1,4 @@
-"""A backward, what can be done at its end while gradients travel, and the backward of a dummy batch.
-
-From a batch to what the loss and the metrics are given: the output of the model, and the target.
-
-The optimizer step, once the gradients are those of the global batch: plain torch, in the one right order.
-"""
+"""Forward, backward and optimizer update of a training step."""
 
 from __future__ import annotations
 
@@ -23,24 +18,26 @@ from unitrain.optim.precision import Precision
 from unitrain.optim.schedulers import PlannedScheduler
 
 
-def backward(loss: Tensor, *beside: Callable[[], None]) -> None:
-    """Run the backward from `loss`, and call each of `beside` when it is over on this rank: all gradients are on their
-    way, and nobody waits for them yet. They may talk to the other ranks, where all ranks pass alike."""
+def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
+    """Run the backward of `loss`, and call each function of `overlapped` while its gradients are being reduced.
 
-    def ask(gradient: Tensor) -> None:
-        # What waits for the gradients asks the engine later than this, and is called back in that order.
-        for call in beside:
+    The functions may use collectives if all ranks pass the same ones.
+    """
+
+    def queue_calls(gradient: Tensor) -> None:
+        # The engine calls back in order. The callback that waits for the gradients is queued after these.
+        for call in overlapped:
             Variable._execution_engine.queue_callback(call)
 
-    if beside and loss.requires_grad:  # where it does not, torch says so
-        loss.register_hook(ask)
+    if overlapped and loss.requires_grad:  # otherwise torch raises an error
+        loss.register_hook(queue_calls)
     torch.autograd.backward(loss)
 
 
 def without_gradients(loss: Tensor) -> Tensor:
-    """Return `loss`, whose backward runs through the whole graph and leaves every gradient as it is.
+    """Return `loss` such that its backward runs through the graph and changes no gradient.
 
-    A dummy batch with weight 0 would give zeros to parameters that no sample of the step has reached, and an optimizer
+    A dummy batch with weight 0 would give gradients of zero to parameters that no sample of the step uses. An optimizer
     with weight decay or momentum changes a parameter whose gradient is zero, but not one without a gradient.
     """
     stopped: Tensor = _WithoutGradients.apply(loss)
@@ -57,15 +54,15 @@ class _WithoutGradients(torch.autograd.Function):
         return None
 
 
-# (model, batch) -> (output, target), both whatever the loss and the metrics take.
+# (model, batch) -> (output, target), as the loss function and the metrics take them.
 ForwardFunction = Callable[[nn.Module, Any], tuple[Any, Any]]
 
 
 class Forward:
-    """Calls a model on a batch, by the user's own function where there is one.
+    """Calls a model on a batch, through `function` if the user gave one.
 
-    Without one a batch is a pair (inputs, targets), and the model is called with the inputs. Raises ConfigError for
-    what is not a function, DataError for a batch that is no pair, ModelError where the function returns none.
+    Otherwise a batch is a pair (inputs, targets), and the model is called with the inputs. Raises ConfigError if
+    `function` is not callable, DataError if a batch is not a pair, ModelError if `function` does not return a pair.
     """
 
     def __init__(self, function: ForwardFunction | None) -> None:
@@ -89,7 +86,7 @@ class Forward:
         )
 
     def output(self, model: nn.Module, batch: Any) -> Any:
-        """Return the output alone; without a function, also of a batch that has inputs and no targets."""
+        """Return the output only. Without a function, the batch may be inputs without targets."""
         if self._function is None:
             if isinstance(batch, (list, tuple)) and len(batch) == 1:
                 return model(batch[0])
@@ -99,11 +96,11 @@ class Forward:
 
 
 def input_and_target(batch: Any) -> tuple[Any, Any]:
-    """Take a batch apart. Raises DataError unless it is a pair."""
+    """Return the two parts of a batch. Raises DataError if it is not a pair."""
     if isinstance(batch, (list, tuple)) and len(batch) == 2:
         return batch[0], batch[1]
     raise DataError(
-        f"A batch must be a pair (inputs, targets), got {_described(batch)}. Tell the Trainer what to do with another: "
+        f"A batch must be a pair (inputs, targets), got {_described(batch)}. For other batches, pass a function: "
         f"Trainer(..., forward=lambda model, batch: {_example(batch)})."
     )
 
@@ -118,7 +115,7 @@ def _described(found: Any) -> str:
 
 
 def _example(batch: Any) -> str:
-    """Return what `forward` could be for such a batch."""
+    """Return an example of `forward` for such a batch."""
     if isinstance(batch, Mapping) and len(batch) > 1:
         first, *_, last = batch
         return f"(model(batch[{first!r}]), batch[{last!r}])"
@@ -131,15 +128,16 @@ def _example(batch: Any) -> str:
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that `optimizer` holds now: `add_param_group` may have added some during the run."""
+    """Return the current parameters of `optimizer`; `add_param_group` may have added some during the run."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class Update:
-    """Unscale, clip, step, zero, schedule, average. Ranks do the same on equal numbers, so nothing is communicated.
+    """Updates the parameters: unscale, clip, optimizer step, zero_grad, scheduler, weight average.
 
-    What is clipped is the gradient of what `optimizer` holds. `scheduler` is one that follows steps, or None, and
-    `average` follows the weights. A step that fp16 skips moves neither.
+    The gradients are equal on all ranks, so nothing is communicated. The norm of the gradients of the parameters in
+    `optimizer` is clipped to `max_grad_norm`. `scheduler` steps after each update. A step that fp16 skips changes
+    neither `scheduler` nor `average`.
     """
 
     def __init__(
@@ -148,46 +146,46 @@ class Update:
         model: nn.Module,
         precision: Precision,
         *,
-        clip_norm: float | None,
+        max_grad_norm: float | None,
         scheduler: LRScheduler | PlannedScheduler | None,
         average: WeightAverage | None = None,
     ) -> None:
         self._optimizer, self._precision = optimizer, precision
-        # The optimizer may not hold all of them; nobody else would drop the gradients of the others.
+        # Parameters that are not in the optimizer need their gradients cleared, too.
         self._model, self._others = model, list[nn.Parameter]()
-        self._held = -1
-        self._clip_norm, self._scheduler, self._average = clip_norm, scheduler, average
+        self._held_count = -1
+        self._max_grad_norm, self._scheduler, self._average = max_grad_norm, scheduler, average
         self._gradient_norm: Tensor | None = None
 
     def __call__(self, step: int, rates: LearningRateFactor | None) -> None:
-        """Update the parameters, with `step` steps done before, at the optimizer's learning rates times `rates`."""
-        if self._clip_norm is not None:
+        """Update the parameters after `step` completed steps; `rates` is a factor of the learning rates."""
+        if self._max_grad_norm is not None:
             self._precision.unscale(self._optimizer)
-            self._gradient_norm = nn.utils.clip_grad_norm_(parameters_of(self._optimizer), self._clip_norm)
+            self._gradient_norm = nn.utils.clip_grad_norm_(parameters_of(self._optimizer), self._max_grad_norm)
         if rates is None:
             stepped = self._precision.step(self._optimizer)
         else:
             with rates.applied(self._optimizer, step):
                 stepped = self._precision.step(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
-        for parameter in self._not_held():
+        for parameter in self._parameters_outside_optimizer():
             parameter.grad = None
         if stepped and self._scheduler is not None:
             self._scheduler.step()
         if stepped and self._average is not None:
-            self._average.follow()
+            self._average.update()
 
-    def _not_held(self) -> list[nn.Parameter]:
+    def _parameters_outside_optimizer(self) -> list[nn.Parameter]:
         """Return the parameters of the model that the optimizer does not hold."""
-        held = 0
+        held_count = 0
         for group in self._optimizer.param_groups:
-            held += len(group["params"])
-        if held != self._held:  # the first step, or the user has added some
+            held_count += len(group["params"])
+        if held_count != self._held_count:  # in the first step, or after add_param_group
             known = set(map(id, parameters_of(self._optimizer)))
-            self._held = held
+            self._held_count = held_count
             self._others = [parameter for parameter in self._model.parameters() if id(parameter) not in known]
         return self._others
 
-    def known(self) -> dict[str, float]:
-        """Return the "gradient_norm" of the last step, before it was clipped, where it is; waits for the device."""
+    def gradient_norm(self) -> dict[str, float]:
+        """Return the "gradient_norm" of the last step before clipping, empty without clipping. Waits for the device."""
         return {} if self._gradient_norm is None else {"gradient_norm": self._gradient_norm.item()}
