@@ -1,4 +1,4 @@
-"""The examples run as their reader would run them."""
+"""The examples run on one process, with the results that they promise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env=preloaded(os.environ), capture_output=True, text=True, timeout=280, check=False)
 
 
-def final(done: subprocess.CompletedProcess[str]) -> tuple[float, float]:
+def read_results(done: subprocess.CompletedProcess[str]) -> tuple[float, float]:
     """Return the accuracy and loss of the only line on standard output."""
     assert done.returncode == 0, done.stderr
     match = FINAL.fullmatch(done.stdout)
@@ -29,17 +29,20 @@ def final(done: subprocess.CompletedProcess[str]) -> tuple[float, float]:
     return float(match[1]), float(match[2])
 
 
-def test_digits_learns_and_its_own_loop_gives_the_same_numbers() -> None:
-    tutorial = final(run("digits.py", "--epochs", "5"))
+def test_own_loop_prints_the_same_results_as_digits() -> None:
+    tutorial = read_results(run("digits.py", "--epochs", "5"))
     assert tutorial[0] >= 0.96
-    assert final(run("own_loop.py", "--epochs", "5")) == tutorial
+    assert read_results(run("own_loop.py", "--epochs", "5")) == tutorial
 
 
-def test_digits_resumes_to_the_same_numbers(tmp_path: Path) -> None:
-    whole = final(run("digits.py", "--epochs", "2", "--accumulate", "2"))
-    half = run("digits.py", "--epochs", "1", "--accumulate", "2", "--output", tmp_path)
-    assert final(half) != whole
-    assert final(run("digits.py", "--epochs", "2", "--accumulate", "2", "--output", tmp_path, "--resume")) == whole
+def test_digits_prints_the_same_results_after_a_resume(tmp_path: Path) -> None:
+    uninterrupted = read_results(run("digits.py", "--epochs", "2", "--accumulate", "2"))
+    first_epoch = run("digits.py", "--epochs", "1", "--accumulate", "2", "--output", tmp_path)
+    assert read_results(first_epoch) != uninterrupted
+    assert (
+        read_results(run("digits.py", "--epochs", "2", "--accumulate", "2", "--output", tmp_path, "--resume"))
+        == uninterrupted
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +50,16 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_mnist(tmp_path_factory.mktemp("data"))
 
 
-def test_mnist_learns(mnist: Path) -> None:
-    accuracy, _ = final(run("mnist.py", "--data", mnist, "--epochs", "6", "--batch-size", "16"))
+def test_mnist_reaches_80_percent_accuracy(mnist: Path) -> None:
+    accuracy, _ = read_results(run("mnist.py", "--data", mnist, "--epochs", "6", "--batch-size", "16"))
     assert accuracy >= 0.8
 
 
 def test_mnist_trains_a_resnet(mnist: Path) -> None:
-    final(run("mnist.py", "--data", mnist, "--model", "resnet18", "--epochs", "1", "--batch-size", "64"))
+    read_results(run("mnist.py", "--data", mnist, "--model", "resnet18", "--epochs", "1", "--batch-size", "64"))
 
 
-def test_mnist_says_where_to_get_the_data(tmp_path: Path) -> None:
+def test_mnist_without_data_prints_the_option_that_downloads_it(tmp_path: Path) -> None:
     done = run("mnist.py", "--data", tmp_path / "nothing")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: MNIST was not found in '")
