@@ -1,4 +1,4 @@
-"""Workers of DataLoaders that hang: they end with their rank, and what they hang in is reported."""
+"""DataLoader workers that hang: they end with their rank, and their position is reported."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     main()
 """
 
-# What a worker of the Trainer reports of itself.
+# Work that a worker of the Trainer reports.
 LOADS = {
     "trainer": r"item 4\d",
     "persistent": r"item 4\d",
@@ -87,22 +87,22 @@ def script(tmp_path: Path) -> Path:
         ("horovod", "own loop"),
     ],
 )
-def test_a_job_with_a_worker_that_hangs_ends_and_names_the_worker(backend: str, kind: str, script: Path) -> None:
+def test_a_job_with_a_hanging_worker_ends_and_reports_the_worker(backend: str, kind: str, script: Path) -> None:
     command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-np", "2", str(script), kind, "10"]
     with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
-        output = launch.output()  # which takes until no process holds the pipe
+        output = launch.output()  # returns when no process holds the pipe
         launch.wait_until_none_lives(10)
     assert launch.process.returncode, output
-    told = r"rank 1: waiting for a batch from DataLoader worker \d \(process \d+\)"
+    status = r"rank 1: waiting for a batch from DataLoader worker \d \(process \d+\)"
     if kind in LOADS:
-        told += rf", which has been loading {LOADS[kind]} for \d+ s \(train.py:17: time.sleep\(3000\)\)"
-    assert re.search(told, output), output
+        status += rf", which has been loading {LOADS[kind]} for \d+ s \(train.py:17: time.sleep\(3000\)\)"
+    assert re.search(status, output), output
     assert re.search(r"Check the data loading of rank 1, or raise the limit", output), output
     assert "rank 1: in a backward pass" not in output, output
 
 
 @pytest.mark.parametrize("kind", ["trainer", "spawn", "own loop"])
-def test_workers_that_hang_end_with_a_rank_that_is_killed(kind: str, script: Path) -> None:
+def test_hanging_workers_end_with_a_killed_rank(kind: str, script: Path) -> None:
     variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1"}
     with started([sys.executable, str(script), kind, "60"], variables) as launch:
         deadline = time.monotonic() + 90

@@ -1,4 +1,4 @@
-"""Ranks that learn of each other's failures: all end within seconds, and one report says where each of them was."""
+"""Watchdog: after a failure of one rank, all ranks end within seconds, and one report shows the status of each."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ with unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])) as backend:
 
 
 LAST = "last operation: backward #30, at train.py:46: nn.functional.mse_loss(model(inputs), targets).backward()"
-LEFT = "unitrain: rank 1 failed first: it shut down while other ranks still waited for it: "
-# What is told of rank 1, and how long a collective waits.
+SHUT_DOWN = "unitrain: rank 1 failed first: it shut down while other ranks still waited for it: "
+# Text of the report on rank 1, and the timeout of collectives in seconds.
 FAULTS = {
     "raises": ("unitrain: rank 1 failed first: ValueError: item 31 is broken", 60.0),
     "exits": ("unitrain: rank 1 failed first: SystemExit: enough of this", 60.0),
     "is killed": ("unitrain: rank 1 failed first: its process was killed or crashed", 60.0),
-    "returns": (f"{LEFT}it called shutdown() or left its `with unitrain.init()` block; {LAST}", 60.0),
-    "exits with 0": (f"{LEFT}it called shutdown() or left its `with unitrain.init()` block; {LAST}", 60.0),
-    "exits with 0 outside of the block": (f"{LEFT}its process exited; {LAST}", 60.0),
+    "returns": (f"{SHUT_DOWN}it called shutdown() or left its `with unitrain.init()` block; {LAST}", 60.0),
+    "exits with 0": (f"{SHUT_DOWN}it called shutdown() or left its `with unitrain.init()` block; {LAST}", 60.0),
+    "exits with 0 outside of the block": (f"{SHUT_DOWN}its process exited; {LAST}", 60.0),
     "is interrupted": ("unitrain: rank 1 failed first: KeyboardInterrupt", 60.0),
     "is stopped": (
         "unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time, and does not respond",
@@ -96,19 +96,19 @@ SIMILAR = ("exits", "exits with 0", "exits with 0 outside of the block", "is int
     "fault", [pytest.param(fault, marks=[pytest.mark.nightly] if fault in SIMILAR else []) for fault in FAULTS]
 )
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_a_fault_ends_all_ranks_and_is_told_once(backend: str, fault: str, tmp_path: Path) -> None:
-    told, timeout = FAULTS[fault]
+def test_a_fault_ends_all_ranks_and_is_reported_once(backend: str, fault: str, tmp_path: Path) -> None:
+    report, timeout = FAULTS[fault]
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     with started_ranks(script, backend, 3, fault, str(timeout)) as processes:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
         ended = time.time()
     together = "\n".join(outputs)
-    succeeds = told.startswith(LEFT)
+    succeeds = report.startswith(SHUT_DOWN)
     assert [process.returncode == 0 for process in processes] == [False, succeeds, False], together
-    assert together.count(told) == 1, together
+    assert together.count(report) == 1, together
     assert "rank 0 failed first" not in together, together
-    # Of ranks that nobody waits for, and that never come to wait themselves, somebody has to know where they are.
+    # The report also shows ranks that no rank waits for and that do not wait themselves.
     assert f"  rank 2: at train.py:35: time.sleep(seconds); {LAST}" in together, together
     (began,) = re.findall(r"fault (\S+)", together)
     assert ended - float(began) < (timeout if timeout < 60 else 0) + 25, together
@@ -121,7 +121,7 @@ import os, time, unitrain
 with unitrain.init(device="cpu", timeout_seconds=60) as backend:
     backend.barrier()
     if backend.rank == 0:
-        if os.fork() == 0:  # as a worker that does not notice, and has the connections of its parent
+        if os.fork() == 0:  # like a worker that does not notice the end, with the connections of its parent
             os.close(1)
             os.close(2)
             time.sleep(15)
@@ -135,8 +135,8 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
 """
 
 
-def test_a_rank_that_is_killed_is_missed_within_seconds(tmp_path: Path) -> None:
-    """Rank 0, whose process serves what the ranks meet at; no launcher looks after them, and nobody waits for it."""
+def test_a_killed_rank_is_noticed_within_seconds(tmp_path: Path) -> None:
+    """Rank 0 is killed, whose process serves the store. No launcher monitors the ranks, and no rank waits for it."""
     script = tmp_path / "train.py"
     script.write_text(KILLED)
     with started_ranks(script, "ddp", 3) as processes:
@@ -171,8 +171,8 @@ with unitrain.init(device="cpu", timeout_seconds=3) as backend:
 """
 
 
-def test_the_watch_ends_a_backward_that_its_transport_would_not(tmp_path: Path) -> None:
-    """As with NCCL, where no exception can reach whoever waits; here Gloo is told to wait for much longer."""
+def test_the_watchdog_ends_a_backward_that_the_transport_does_not_end(tmp_path: Path) -> None:
+    """As with NCCL, where no exception can end the wait; here Gloo has a much longer timeout."""
     script = tmp_path / "train.py"
     script.write_text(STUCK)
     began = time.monotonic()
@@ -189,7 +189,7 @@ def test_the_watch_ends_a_backward_that_its_transport_would_not(tmp_path: Path) 
     assert time.monotonic() - began < 60
 
 
-def test_the_launcher_shows_the_error_that_came_first(tmp_path: Path) -> None:
+def test_the_launcher_shows_the_first_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     command = [sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "-np", "3", str(script), "raises", "60"]
@@ -204,7 +204,7 @@ def test_the_launcher_shows_the_error_that_came_first(tmp_path: Path) -> None:
 
 
 def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:
-    """torchrun's SIGTERM does not end it, and torchrun waits 30 seconds before it sends SIGKILL."""
+    """SIGTERM does not end a stopped process, and torchrun waits 30 seconds before it sends SIGKILL."""
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     command = [sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "-np", "2", str(script), "is stopped"]
@@ -217,7 +217,7 @@ def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "named"), [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([1, 3], "ranks 1, 3")])
-def test_ranks_are_named_in_few_words(ranks: list[int], named: str) -> None:
+def test_consecutive_ranks_are_shown_as_ranges(ranks: list[int], named: str) -> None:
     assert name_ranks(ranks) == named
 
 
