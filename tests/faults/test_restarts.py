@@ -111,7 +111,7 @@ def test_a_job_that_is_asked_to_end_is_not_restarted(number: signal.Signals, tmp
         str(tmp_path / "sleep.py"),
         str(tmp_path / "started"),
     ]
-    with started(command) as launch:
+    with started([*command, str(tmp_path / "sleep.py"), str(tmp_path / "started")]) as launch:
         deadline = time.monotonic() + 60
         while not (tmp_path / "started").exists():
             assert time.monotonic() < deadline
