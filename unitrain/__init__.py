@@ -1,4 +1,4 @@
-"""One training script, any backend, any launcher, the same numbers.
+"""Train one PyTorch script on native DDP or Horovod, under any launcher, with the same numbers.
 
     import unitrain
 
@@ -7,7 +7,7 @@
         optimizer = backend.distributed_optimizer(optimizer, model)
         ...
 
-`import unitrain` is cheap: torch is imported with the first name that needs it.
+`import unitrain` does not import torch. The first use of a name imports the module that defines it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Each public name and the module it lives in, imported when the name is first used.
+# Public names and the modules that define them.
 _EXPORTS = {
     "AuthenticationError": "unitrain.errors",
     "Backend": "unitrain.backends.base",

@@ -1,4 +1,4 @@
-"""What a training run is asked to do: one frozen dataclass that checks itself."""
+"""TrainConfig: the settings of a training run, and their validation."""
 
 from __future__ import annotations
 
@@ -151,29 +151,37 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_length()
-        for name, least, fix in _WHOLE_NUMBERS:
-            validation.check_integer(_of(name), getattr(self, name), least, fix)
-        for name, least, fix in _OPTIONAL_WHOLE_NUMBERS:
-            validation.check_integer(_of(name), getattr(self, name), least, fix, optional=True)
-        for name, choices in _CHOICES.items():
-            validation.check_choice(_of(name), getattr(self, name), get_args(choices))
-        for name in _SWITCHES:
-            validation.check_boolean(_of(name), getattr(self, name))
-        validation.check_boolean(_of("tf32"), self.tf32, optional=True)
+        for name, least, fix in _INTEGER_SETTINGS:
+            validation.check_integer(_full_name(name), getattr(self, name), least, fix)
+        for name, least, fix in _OPTIONAL_INTEGER_SETTINGS:
+            validation.check_integer(_full_name(name), getattr(self, name), least, fix, optional=True)
+        for name, choices in _CHOICE_SETTINGS.items():
+            validation.check_choice(_full_name(name), getattr(self, name), get_args(choices))
+        for name in _BOOLEAN_SETTINGS:
+            validation.check_boolean(_full_name(name), getattr(self, name))
+        validation.check_boolean(_full_name("tf32"), self.tf32, optional=True)
         if not isinstance(self.compile, bool):
-            validation.check_choice(_of("compile"), self.compile, get_args(CompileMode))
+            validation.check_choice(_full_name("compile"), self.compile, get_args(CompileMode))
         read_compression(self.compression, "TrainConfig.compression")
         fix = "Leave it out to write checkpoints by epochs and steps only"
-        validation.check_positive(_of("checkpoint_every_minutes"), self.checkpoint_every_minutes, fix, optional=True)
-        validation.check_positive(_of("max_grad_norm"), self.max_grad_norm, "Use None not to clip", optional=True)
-        validation.check_positive(_of("ema_decay"), self.ema_decay, "Use 0.999, or None not to average", optional=True)
+        validation.check_positive(
+            _full_name("checkpoint_every_minutes"), self.checkpoint_every_minutes, fix, optional=True
+        )
+        validation.check_positive(
+            _full_name("max_grad_norm"), self.max_grad_norm, "Use None not to clip", optional=True
+        )
+        validation.check_positive(
+            _full_name("ema_decay"), self.ema_decay, "Use 0.999, or None not to average", optional=True
+        )
         if self.ema_decay is not None and self.ema_decay >= 1:
             raise ConfigError(
-                f"TrainConfig.ema_decay must be below 1, got {self.ema_decay}: at 1 the average never moves. Use 0.999."
+                f"TrainConfig.ema_decay must be below 1, got {self.ema_decay}: at 1 it never changes. Use 0.999."
             )
-        validation.check_text(_of("monitor"), self.monitor, "Use monitor='val_loss', or leave it out", optional=True)
         validation.check_text(
-            _of("keep_best"), self.keep_best, "Use keep_best='val_loss', or leave it out", optional=True
+            _full_name("monitor"), self.monitor, "Use monitor='val_loss', or leave it out", optional=True
+        )
+        validation.check_text(
+            _full_name("keep_best"), self.keep_best, "Use keep_best='val_loss', or leave it out", optional=True
         )
         self._check_learning_rate()
         self._check_output()
@@ -181,21 +189,23 @@ class TrainConfig:
     def _check_learning_rate(self) -> None:
         if self.lr_scaling != "none" and self.reference_batch_size is None:
             raise ConfigError(
-                f"TrainConfig.lr_scaling {self.lr_scaling!r} needs the global batch size that the learning rate was "
-                "found for. Use TrainConfig(..., reference_batch_size=256)."
+                f"TrainConfig.lr_scaling {self.lr_scaling!r} needs the global batch size for which the learning rate "
+                "was chosen. Use TrainConfig(..., reference_batch_size=256)."
             )
         if self.lr_scaling == "none" and (self.reference_batch_size is not None or self.warmup_steps):
             name = "warmup_steps" if self.reference_batch_size is None else "reference_batch_size"
             raise ConfigError(
-                f"TrainConfig.{name} says how to scale the learning rate, which lr_scaling 'none' does not do. "
+                f"TrainConfig.{name} configures the scaling of the learning rate, but lr_scaling is 'none'. "
                 f"Use TrainConfig(lr_scaling='linear', ...), or leave {name} out and give the Trainer a scheduler."
             )
 
     def _check_output(self) -> None:
         fix = 'Use output_dir="runs/first", or None to write nothing'
-        validation.check_path(_of("output_dir"), self.output_dir, fix, optional=True)
+        validation.check_path(_full_name("output_dir"), self.output_dir, fix, optional=True)
         if not isinstance(self.resume, bool):
-            validation.check_path(_of("resume"), self.resume, 'Use resume=True, resume="auto" or resume="runs/first"')
+            validation.check_path(
+                _full_name("resume"), self.resume, 'Use resume=True, resume="auto" or resume="runs/first"'
+            )
         if self.resume == "auto":
             object.__setattr__(self, "resume", True)
         if self.resume is True and self.output_dir is None:
@@ -213,7 +223,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value not in (None, getattr(TrainConfig, name)):
                 raise ConfigError(
-                    f"TrainConfig.{name}={value!r} is about checkpoints, but without output_dir none are written. "
+                    f"TrainConfig.{name}={value!r} configures checkpoints, but without output_dir none are written. "
                     f'Use TrainConfig(output_dir="runs/first", {name}={value!r}), or leave {name} out.'
                 )
 
@@ -225,48 +235,50 @@ class TrainConfig:
             raise ConfigError(
                 f"TrainConfig takes either max_epochs or max_steps, got {found}. Use TrainConfig(max_epochs=10)."
             )
-        fix = 'Use preemption_signals=("SIGTERM", "SIGUSR1"), or () to leave all of them alone'
+        fix = 'Use preemption_signals=("SIGTERM", "SIGUSR1"), or () to handle no signal'
         kinds = (tuple, list)
-        validation.check_instance(_of("preemption_signals"), self.preemption_signals, kinds, "a tuple of names", fix)
+        validation.check_instance(
+            _full_name("preemption_signals"), self.preemption_signals, kinds, "a tuple of names", fix
+        )
         for name in self.preemption_signals:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 near = did_you_mean(str(name), signal.Signals.__members__)
                 raise ConfigError(
-                    f"TrainConfig.preemption_signals has {name!r}, which is no signal that a program can handle. {near}"
-                    f"{fix}."
+                    f"TrainConfig.preemption_signals has {name!r}, which is not a signal that a program can handle. "
+                    f"{near}{fix}."
                 )
-        fix = "Use None to train until max_epochs or max_steps are done"
-        validation.check_positive(_of("max_seconds"), self.max_seconds, fix, optional=True)
+        fix = "Use None for no time limit"
+        validation.check_positive(_full_name("max_seconds"), self.max_seconds, fix, optional=True)
 
 
-def _of(name: str) -> str:
+def _full_name(name: str) -> str:
     return f"TrainConfig.{name}"
 
 
-# Settings with the least value that is allowed, and how to fix one that is not.
-_WHOLE_NUMBERS = (
-    ("warmup_steps", 0, "Use 0 to begin with the full learning rate"),
+# Integer settings: name, minimum, and the fix in the error message.
+_INTEGER_SETTINGS = (
+    ("warmup_steps", 0, "Use 0 to start with the full learning rate"),
     ("seed", 0, "Use 0"),
     ("num_workers", 0, "Use 0 to load the data in the training process"),
     ("checkpoint_every_epochs", 1, "Use 1 to write a checkpoint after every epoch"),
 )
-_OPTIONAL_WHOLE_NUMBERS = (
-    ("max_epochs", 1, "Use max_epochs=1 to pass over the data once"),
-    ("max_steps", 1, "Use max_steps=1 to change the parameters once"),
+_OPTIONAL_INTEGER_SETTINGS = (
+    ("max_epochs", 1, "Use max_epochs=1 to train on the data once"),
+    ("max_steps", 1, "Use max_steps=1 to update the parameters once"),
     ("batch_size", 1, "Use 32 to start with"),
     ("eval_batch_size", 1, "Leave it out to evaluate with batch_size"),
     ("gradient_accumulation_steps", 1, "Use 1 to step after every batch"),
     ("global_batch_size", 1, "Use 256 to start with"),
-    ("reference_batch_size", 1, "Use the batch size that the rate was found for"),
+    ("reference_batch_size", 1, "Use the batch size for which the learning rate was chosen"),
     ("checkpoint_every_steps", 1, "Leave it out to write a checkpoint after epochs only"),
     ("keep_last", 1, "Use None to keep every checkpoint"),
-    ("keep_every", 1, "Use 10 to keep that of every tenth epoch too"),
+    ("keep_every", 1, "Use 10 to keep also the checkpoint of every tenth epoch"),
     ("validate_every_steps", 1, "Leave it out to validate after epochs only"),
     ("limit_train_steps", 1, "Leave it out to train on all data"),
     ("limit_val_batches", 1, "Leave it out to evaluate all data"),
-    ("log_every_n_steps", 1, "Leave it out to show the loss every two seconds"),
+    ("log_every_n_steps", 1, "Leave it out to log about every two seconds"),
 )
-_CHOICES: dict[str, Any] = {
+_CHOICE_SETTINGS: dict[str, Any] = {
     "precision": PrecisionName,
     "scheduler_interval": SchedulerUnit,
     "progress": ProgressStyle,
@@ -275,8 +287,15 @@ _CHOICES: dict[str, Any] = {
     "lr_scaling": LrScaling,
     "keep_best_mode": BestMode,
 }
-_SWITCHES = ("shuffle", "find_unused_parameters", "sync_batch_norm", "channels_last", "async_checkpoints", "dry_run")
-# Settings without effect where no output_dir is set, which is an error where they differ from their defaults.
+_BOOLEAN_SETTINGS = (
+    "shuffle",
+    "find_unused_parameters",
+    "sync_batch_norm",
+    "channels_last",
+    "async_checkpoints",
+    "dry_run",
+)
+# Settings of checkpoints. Without output_dir, values other than the default are an error.
 CHECKPOINT_SETTINGS = (
     "checkpoint_every_epochs",
     "checkpoint_every_steps",
@@ -288,7 +307,7 @@ CHECKPOINT_SETTINGS = (
 
 
 def for_dry_run(config: TrainConfig) -> TrainConfig:
-    """Return `config` with one validation batch on each rank and without any output."""
+    """Return `config` with one validation batch per rank and without output."""
     return replace(
         config,
         limit_val_batches=1,
@@ -298,8 +317,8 @@ def for_dry_run(config: TrainConfig) -> TrainConfig:
     )
 
 
-def check_alike(config: TrainConfig, communicator: Communicator) -> None:
-    """Raise ConfigError on every rank when `config` is not the same on all of them. All ranks call it."""
+def check_same_config(config: TrainConfig, communicator: Communicator) -> None:
+    """Raise ConfigError on every rank if `config` differs between ranks. All ranks call it."""
     configs = gather_if_different(communicator, config) or []
     for field in fields(config):
         values = [getattr(one, field.name) for one in configs]

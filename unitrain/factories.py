@@ -1,4 +1,4 @@
-"""Functions that say what to train: named on a command line, they return the arguments of `Trainer` and `fit`."""
+"""Training functions named on a command line, which return the arguments of `Trainer` and `fit`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 from unitrain.errors import ConfigError, did_you_mean
 
 FIT = ("train_data", "val_data")
-_NEEDED = ("model", "optimizer", "loss_fn", "config", "train_data")
+_REQUIRED = ("model", "optimizer", "loss_fn", "config", "train_data")
 
 
 def made_by(target: str) -> Mapping[str, Any]:
-    """Return what the function named by `target`, package.module:function or file.py:function, returns.
+    """Call the function `target`, package.module:function or file.py:function, and return its result.
 
-    It takes no arguments and returns a dictionary with "model", "optimizer", "loss_fn", "config" and "train_data", and
-    what else `Trainer` and `Trainer.fit` take, without "backend". Raises ConfigError for a function that is not there,
-    or returns something else.
+    The function takes no arguments. It returns a dictionary with "model", "optimizer", "loss_fn", "config",
+    "train_data" and optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises ConfigError if
+    there is no such function or it returns something else.
     """
     import unitrain
 
     made = _function(target)()
     if not isinstance(made, Mapping):
         raise ConfigError(
-            f"{target} returned a {type(made).__name__}. Let it return a dictionary with the arguments of Trainer "
+            f"{target} returned a {type(made).__name__}. Return a dictionary with the arguments of Trainer "
             "and fit: model, optimizer, loss_fn, config and train_data."
         )
     known = [*inspect.signature(unitrain.Trainer).parameters, *FIT]
@@ -35,13 +35,13 @@ def made_by(target: str) -> Mapping[str, Any]:
     for name in made:
         if name not in known:
             raise ConfigError(
-                f"{target} returned {name!r}, which is no argument of Trainer or fit. {did_you_mean(str(name), known)}"
-                f"Known: {', '.join(known)}."
+                f"{target} returned {name!r}, which is not an argument of Trainer or fit. "
+                f"{did_you_mean(str(name), known)}Known: {', '.join(known)}."
             )
-    lacking = [name for name in _NEEDED if name not in made]
-    if lacking:
+    missing = [name for name in _REQUIRED if name not in made]
+    if missing:
         raise ConfigError(
-            f"{target} returned no {', '.join(lacking)}. Trainer and fit need {'it' if len(lacking) == 1 else 'them'}."
+            f"{target} did not return {', '.join(missing)}. Add them to the dictionary: Trainer and fit require them."
         )
     return made
 
@@ -50,8 +50,8 @@ def _function(target: str) -> Any:
     module, _, name = target.rpartition(":")
     if not module or not name:
         raise ConfigError(
-            f"{target!r} names no function. Give a module or a file and the function in it: package.module:function, "
-            "or train.py:function."
+            f"{target!r} is not the name of a function. Give a module or a file and the function: "
+            "package.module:function, or train.py:function."
         )
     if module.endswith(".py"):
         path = Path(module).resolve()
@@ -63,7 +63,7 @@ def _function(target: str) -> Any:
         found = vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # an import of the module's own
+            raise  # the module itself fails to import another one
         raise ConfigError(
             f"There is no module {error.name!r} for {target}. "
             f"Name a file, as in train.py:{name}, or install the package."

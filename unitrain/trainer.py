@@ -17,7 +17,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
-from unitrain.config import TrainConfig, check_alike, for_dry_run
+from unitrain.config import TrainConfig, check_same_config, for_dry_run
 from unitrain.data.loading import Data, check_is_dataset
 from unitrain.data.order import MicroBatch
 from unitrain.data.prefetch import Prefetcher
@@ -87,7 +87,7 @@ class Trainer:
             backend,
             lambda: trainer_arguments.check_trainer(model, optimizer, loss_fn, config, scheduler, metrics, callbacks),
         )
-        check_alike(config, backend)
+        check_same_config(config, backend)
         if config.dry_run:
             config, loggers = for_dry_run(config), ()
         if (overrides := load_overrides()) is not None:  # `unitrain verify` or `unitrain tune` runs this script

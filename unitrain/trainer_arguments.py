@@ -1,4 +1,4 @@
-"""Checks of what users pass to the Trainer, before anything is communicated."""
+"""Checks of the arguments of the Trainer, before anything is communicated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _METRICS = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1) ==
 
 
 def check_backend(name: str, backend: Any) -> None:
-    """Raise ConfigError unless `backend` is what `unitrain.init` returned."""
+    """Raise ConfigError unless `backend` is a Backend, as returned by `unitrain.init`."""
     fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
     validation.check_instance(name, backend, Backend, "a backend", fix)
 
@@ -34,16 +34,16 @@ def check_trainer(
     metrics: Any,
     callbacks: Any,
 ) -> None:
-    """Raise ConfigError, ModelError or UnsupportedError for an argument of the Trainer that cannot be meant."""
+    """Raise ConfigError, ModelError or UnsupportedError for an invalid argument of the Trainer."""
     check_is_model("Trainer(model)", model)
     check_one_optimizer(optimizer)
     check_is_optimizer("Trainer(optimizer)", optimizer)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} computes the loss several times in a step, by a closure that the Trainer does "
-            "not have. Use an optimizer that takes one gradient a step, such as torch.optim.AdamW, or write a loop of "
-            "your own with backend.distributed_model and backend.distributed_optimizer."
+            f"{type(optimizer).__name__} evaluates the loss several times per step through a closure, which the "
+            "Trainer does not support. Use an optimizer without a closure, such as torch.optim.AdamW, or write your "
+            "own loop with backend.distributed_model and backend.distributed_optimizer."
         )
     fix = "Use an object, such as nn.CrossEntropyLoss(), or a function: loss_fn=nn.functional.cross_entropy"
     validation.check_function("Trainer(loss_fn)", loss_fn, fix)
@@ -61,15 +61,15 @@ def check_trainer(
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     if scheduler is None:
         return
-    fix = "Use one that is built on the optimizer, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
+    fix = "Use one that was built on the optimizer, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
     if not (callable(scheduler) and not isinstance(scheduler, type)):  # or a function that builds one
         validation.check_instance("Trainer(scheduler=...)", scheduler, LRScheduler, "a learning rate scheduler", fix)
-    followed = getattr(scheduler, "optimizer", optimizer)
-    if followed is not optimizer:
+    scheduled_optimizer = getattr(scheduler, "optimizer", optimizer)
+    if scheduled_optimizer is not optimizer:
         kind = type(scheduler).__name__
         raise ConfigError(
-            f"Trainer(scheduler=...) is a {kind} of another optimizer, a {type(followed).__name__}, so the learning "
-            f"rate of the Trainer's {type(optimizer).__name__} would never change. "
+            f"Trainer(scheduler=...) is a {kind} of another optimizer, a {type(scheduled_optimizer).__name__}, so the "
+            f"learning rate of the Trainer's {type(optimizer).__name__} would never change. "
             f"Build it on the same optimizer: {kind}(optimizer, ...)."
         )
 
@@ -88,9 +88,9 @@ def _check_metrics(metrics: Any) -> None:
 
 
 def check_results(names: Sequence[str]) -> None:
-    """Raise ConfigError where a metric has the name of the loss."""
+    """Raise ConfigError if a metric has the name of the loss."""
     if "loss" in names:
         raise ConfigError(
-            "Trainer(metrics=...) has a result called 'loss', which is what the loss function's own is called. "
+            "Trainer(metrics=...) has a result named 'loss', which is the name of the result of the loss function. "
             "Give it another name, such as 'plain_loss'."
         )

@@ -187,7 +187,7 @@ class Code:
         (network(), "cannot be read without running code in it"),
         (
             {"model": STATE, "optimizer_states": [WHOLE["optimizer"]] * 2},
-            "has 2 optimizers or schedulers, and a run has one",
+            "has 2 optimizers or schedulers, but unitrain supports one",
         ),
     ],
 )

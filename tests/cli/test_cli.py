@@ -400,7 +400,7 @@ def test_mpi_without_mpirun_is_rejected(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("train.py", r"'train\.py' names no function\. Give a module or a file and the function in it"),
+        ("train.py", r"'train\.py' is not the name of a function\. Give a module or a file and the function"),
         (
             "nosuch.py:parts",
             r"There is no file 'nosuch\.py' for nosuch\.py:parts\. Name one that exists: train\.py:parts\.",

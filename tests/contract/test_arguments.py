@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "LBFGS": (
         lambda p: p.trainer(p.model, torch.optim.LBFGS(p.model.parameters()), nn.functional.mse_loss),
-        "LBFGS computes the loss several times in a step",
+        "LBFGS evaluates the loss several times per step",
         "torch.optim.AdamW",
     ),
     "loss class": (
@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "metric called loss": (
         lambda p: p.trainer(metrics={"loss": metric}),
-        "Trainer(metrics=...) has a result called 'loss'",
+        "Trainer(metrics=...) has a result named 'loss'",
         "Give it another name",
     ),
     "forward class": (

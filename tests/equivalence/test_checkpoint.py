@@ -341,7 +341,7 @@ def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path) -> None:
 )
 def test_what_would_not_load_back_is_named_when_it_is_written(tmp_path: Path, extra: Any, found: str) -> None:
     run = scheduled(tmp_path, lambda optimizer: Fixed(optimizer, extra), max_epochs=1)
-    with pytest.raises(CheckpointError, match=rf"^{found}, which would not load back safely.*Keep tensors, numb"):
+    with pytest.raises(CheckpointError, match=rf"^{found}, which would not load safely.*Keep tensors, numb"):
         run.fit(samples())
     assert list(tmp_path.glob("*step-*")) == []
 
@@ -409,7 +409,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Pa
     (tmp_path / "step-000000004").rename(tmp_path / "step-000000012")
     assert trainer(tmp_path, max_epochs=2, resume=True).progress.step == 10
     wrong = files.damage(tmp_path / "step-000000012")
-    assert wrong == "it is the checkpoint of step 4 under another's name"
+    assert wrong == "it is the checkpoint of step 4 under the name of another step"
     assert files.damage(tmp_path / "aside") is None  # as one may be copied
 
 
@@ -447,7 +447,7 @@ def test_a_failure_of_rank_0_is_told_on_all_and_keeps_its_cause_there() -> None:
 def test_a_run_does_not_start_over_when_all_are_damaged(tmp_path: Path, damage: Any, message: str) -> None:
     trainer(tmp_path, max_epochs=1).fit(samples())
     damage(tmp_path / "step-000000006")
-    with pytest.raises(CheckpointError, match=rf"^None of the 1 checkpoints in .* is sound; in the newest, {message}"):
+    with pytest.raises(CheckpointError, match=rf"^None of the 1 checkpoints in .* is valid; in the newest, {message}"):
         trainer(tmp_path, max_epochs=1, resume=True)
 
 

@@ -113,7 +113,7 @@ def test_changed_settings_of_the_optimizer_are_named_and_not_used(
     assert ended == [0.1, 0.5]
     assert "has lr=0.1 in parameter group 0, and the optimizer of this run was built with lr=0.05." in caplog.text
     fix = "To change it, set it after the Trainer is built: optimizer.param_groups[0]['lr'] = 0.05"
-    assert f"The run goes on with 0.1. {fix}" in caplog.text
+    assert f"The run continues with 0.1. {fix}" in caplog.text
     assert "has weight_decay=0.5 in parameter group 0" in caplog.text
     assert caplog.text.count("WARNING") == 2
 

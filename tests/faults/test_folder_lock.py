@@ -87,7 +87,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_second_job_is_refused_by_name_until_the_first_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_lock, "_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.3)
     run = tmp_path / "run"
     variables = {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "4711"}
     with started([sys.executable, "-c", JOB, str(run)], variables) as first:
@@ -117,10 +117,10 @@ def test_a_second_job_is_refused_by_name_until_the_first_is_killed(
 def test_it_waits_for_an_earlier_attempt_at_the_same_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(folder_lock, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.0)
     program = (
         "import sys, time; from pathlib import Path; from unitrain.checkpoint.folder_lock import FolderLock\n"
-        "assert FolderLock(Path(sys.argv[1])).take(1); print('held', flush=True); time.sleep(3)"
+        "assert FolderLock(Path(sys.argv[1])).acquire(1); print('held', flush=True); time.sleep(3)"
     )
     environ = {**os.environ, "UNITRAIN_JOB": "abc"}
     with subprocess.Popen(
@@ -131,12 +131,12 @@ def test_it_waits_for_an_earlier_attempt_at_the_same_job(
         with pytest.raises(
             CheckpointError, match=r"in use by another job: process \d+ on host .*unitrain launch abc\."
         ):
-            FolderLock(tmp_path).take(1)
+            FolderLock(tmp_path).acquire(1)
         monkeypatch.setenv("UNITRAIN_JOB", "abc")
         lock = FolderLock(tmp_path)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            while not lock.take(0.2):
+            while not lock.acquire(0.2):
                 pass
         assert holder.wait(10) == 0
     assert len(caplog.messages) == 1  # not one per attempt
@@ -147,9 +147,9 @@ def test_it_waits_for_an_earlier_attempt_at_the_same_job(
 
 def test_it_is_released_by_the_last_holder_of_a_process_and_not_by_its_forks(tmp_path: Path) -> None:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path / ".." / tmp_path.name)
-    assert first.take(0)
-    assert first.take(0)
-    assert second.take(0)
+    assert first.acquire(0)
+    assert first.acquire(0)
+    assert second.acquire(0)
     second.release()
     second.release()
     first.release()
@@ -160,7 +160,7 @@ def test_it_is_released_by_the_last_holder_of_a_process_and_not_by_its_forks(tmp
     os.waitpid(child, 0)
     program = (
         "import sys; from pathlib import Path; from unitrain.checkpoint.folder_lock import FolderLock\n"
-        "print(FolderLock(Path(sys.argv[1])).take(0))"
+        "print(FolderLock(Path(sys.argv[1])).acquire(0))"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     taken = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -168,7 +168,7 @@ def test_it_is_released_by_the_last_holder_of_a_process_and_not_by_its_forks(tmp
     first.release()
     taken = subprocess.run(command, capture_output=True, text=True, check=True)
     assert taken.stdout == "True\n"
-    assert first.take(0)  # that process has ended without releasing it
+    assert first.acquire(0)  # that process has ended without releasing it
     first.release()
 
 
@@ -239,7 +239,7 @@ def refused_on_all(backend: Backend, folder: str) -> str:
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_every_rank_is_refused_even_after_the_time_of_a_collective(tmp_path: Path, backend: str) -> None:
     lock = FolderLock(tmp_path)
-    assert lock.take(0)
+    assert lock.acquire(0)
     try:
         with RankGroup(backend, 2, backend_timeout_seconds=4) as group:  # less than it waits for the lock
             first, second = group.run(refused_on_all, str(tmp_path), timeout_seconds=60)

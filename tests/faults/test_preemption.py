@@ -371,5 +371,5 @@ def test_it_ends_the_program_with_75() -> None:
 def test_no_such_signal() -> None:
     with pytest.raises(ConfigError, match=r"preemption_signals has 'SIGTREM'.*Did you mean 'SIGTERM'\?"):
         TrainConfig(max_epochs=1, preemption_signals=("SIGTREM",))
-    with pytest.raises(ConfigError, match="'SIGKILL', which is no signal that a program can handle"):
+    with pytest.raises(ConfigError, match="'SIGKILL', which is not a signal that a program can handle"):
         TrainConfig(max_epochs=1, preemption_signals=("SIGKILL",))

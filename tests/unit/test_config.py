@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from one_rank import rank_of
 
-from unitrain.config import TrainConfig, check_alike
+from unitrain.config import TrainConfig, check_same_config
 from unitrain.errors import ConfigError
 
 
@@ -53,7 +53,7 @@ from unitrain.errors import ConfigError
             {"max_epochs": 1, "ema_decay": 0},
             r"ema_decay must be a number above 0, got 0\. Use 0\.999, or None not to average",
         ),
-        ({"max_epochs": 1, "ema_decay": 1.0}, r"ema_decay must be below 1, got 1\.0: at 1 the average never moves\."),
+        ({"max_epochs": 1, "ema_decay": 1.0}, r"ema_decay must be below 1, got 1\.0: at 1 it never changes\."),
         ({"max_epochs": 1, "sync_batch_norm": "yes"}, r"sync_batch_norm must be True or False, got 'yes'\."),
         ({"max_epochs": 1, "channels_last": 1}, r"channels_last must be True or False, got 1\."),
         (
@@ -71,11 +71,11 @@ from unitrain.errors import ConfigError
         ),
         (
             {"max_epochs": 1, "reference_batch_size": 64},
-            r"reference_batch_size says how to .* or leave reference_b",
+            r"reference_batch_size configures the scaling .* or leave reference_b",
         ),
         (
             {"max_epochs": 1, "warmup_steps": 10},
-            r"warmup_steps says how to scale .* 'none' does not do\. Use .*scheduler\.$",
+            r"warmup_steps configures the scaling .* lr_scaling is 'none'\. Use .*scheduler\.$",
         ),
         ({"max_epochs": 1, "resume": True}, r"resume=True looks for checkpoints in output_dir, which is not set\."),
     ],
@@ -100,6 +100,6 @@ def test_the_error_is_the_builtin_it_is() -> None:
 
 def test_ranks_with_different_settings_are_told_which() -> None:
     mine, other = TrainConfig(max_epochs=1, batch_size=8), TrainConfig(max_epochs=1, batch_size=16)
-    check_alike(mine, rank_of(0, 2))
+    check_same_config(mine, rank_of(0, 2))
     with pytest.raises(ConfigError, match=r"TrainConfig\.batch_size differs between ranks: \[8, 16\]\."):
-        check_alike(mine, rank_of(0, 2, gathered=[mine, other]))
+        check_same_config(mine, rank_of(0, 2, gathered=[mine, other]))

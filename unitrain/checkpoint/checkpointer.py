@@ -104,7 +104,7 @@ class Checkpointer:
             return
 
         def try_to_lock() -> bool:
-            if not lock.take(PATIENCE_SECONDS):
+            if not lock.acquire(PATIENCE_SECONDS):
                 return False
             files.remove_unfinished(folder)
             output_folder.record_job(folder)

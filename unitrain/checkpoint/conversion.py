@@ -1,6 +1,6 @@
-"""Reading what other programs have saved: enough of it to go on from in unitrain.
+"""Reading of checkpoints of other programs, to continue from them.
 
-Known are a state dictionary (`model.state_dict()`, also with DDP's `module.` before every name), the dictionaries that
+Supported are a state dictionary (`model.state_dict()`, also with DDP's prefix `module.`), the dictionaries that
 training scripts save ("model", "optimizer", "epoch" and their usual spellings, with DDP or Horovod), safetensors files,
 Lightning's .ckpt files, and the folders of Accelerate's `save_state`.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from unitrain.checkpoint.files import read_tensors
 from unitrain.errors import CheckpointError
 
-# The first of these names that is there, in any case: what scripts and frameworks call their parts.
+# Names that scripts and frameworks use, in any case; the first one found is used.
 _MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "weights")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_state", "optimizer_states", "optim")
 _SCHEDULER = ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict")
@@ -29,7 +29,7 @@ _DDP = "module."
 
 @dataclass(frozen=True)
 class Foreign:
-    """What was found: the model under its own names, and the rest where there is some. `kind` says what it was."""
+    """A checkpoint of another program: its model, and other state if present. `kind` describes the format."""
 
     kind: str
     model: dict[str, Tensor]
@@ -40,7 +40,7 @@ class Foreign:
 
 
 def read_foreign(path: Path) -> Foreign:
-    """Read a checkpoint of another program; nothing in it is run. Raises CheckpointError for what is not known."""
+    """Read a checkpoint of another program without executing code in it. Raises CheckpointError for unknown formats."""
     if path.is_dir():
         return _accelerate(path)
     if path.suffix == ".safetensors":
@@ -78,8 +78,8 @@ def _accelerate(folder: Path) -> Foreign:
         model = _load(folder / "pytorch_model.bin")
     else:
         raise CheckpointError(
-            f"'{folder}' has neither model.safetensors nor pytorch_model.bin, as a folder of Accelerate's save_state "
-            "would. Name a file in it."
+            f"'{folder}' has neither model.safetensors nor pytorch_model.bin, which Accelerate's save_state "
+            "writes. Name a file in it."
         )
     parts = {name: folder / f"{name}.bin" for name in ("optimizer", "scheduler")}
     optimizer, scheduler = (_load(file) if file.exists() else None for file in parts.values())
@@ -114,10 +114,12 @@ def _first(parts: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _only(path: Path, found: Any) -> dict[str, Any] | None:
-    """Return the one state of a list, as Lightning writes it."""
+    """Return the only state of a list, as Lightning writes it."""
     if isinstance(found, (list, tuple)):
         if len(found) > 1:
-            raise CheckpointError(f"'{path}' has {len(found)} optimizers or schedulers, and a run has one. Save one.")
+            raise CheckpointError(
+                f"'{path}' has {len(found)} optimizers or schedulers, but unitrain supports one. Save one."
+            )
         found = found[0] if found else None
     return found if isinstance(found, dict) else None
 

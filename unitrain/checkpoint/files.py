@@ -1,12 +1,15 @@
-"""The files of a checkpoint, which plain torch and safetensors read too.
+"""The file format of checkpoints. torch and safetensors read the files without unitrain.
 
-A checkpoint is a folder `step-000000123` with three files. `model.safetensors` holds the parameters and buffers under
-the user's own names, `training.pt` the rest (read it with `torch.load(..., weights_only=True)`), and `manifest.json`
-the size and sha256 of both, beside what a reader wants to know first: versions, step, epoch, results, configuration. It
-is written under another name and renamed when it is complete, so a folder of that name is whole.
+A checkpoint is a folder `step-000000123` with three files:
 
-The file of the model holds complex tensors as real ones with a last dimension of size 2, as torch.view_as_real returns
-them, because safetensors lacks complex128, and before version 0.6 complex64. Its metadata lists their names.
+    model.safetensors   parameters and buffers under the user's names
+    training.pt         all other state; read it with `torch.load(..., weights_only=True)`
+    manifest.json       size and sha256 of both files, versions, step, epoch, results and configuration
+
+The folder is written under another name and renamed when it is complete, so a folder of that name is complete.
+
+model.safetensors stores complex tensors as real ones with a last dimension of size 2, as torch.view_as_real returns
+them, because safetensors does not support complex128, and before version 0.6 complex64. Its metadata lists their names.
 """
 
 from __future__ import annotations
@@ -38,33 +41,33 @@ _FORMAT = 1
 _MAX_MANIFEST_BYTES = 64 << 20
 _COMPLEX = "unitrain.complex"  # in the metadata of safetensors: names of complex tensors, as JSON
 _STEP = re.compile(r"step-(\d{9,})")
-# The folders that are written, or removed, under these names; a user's own folder has another one.
+# Temporary names of folders that are being written or removed.
 _UNFINISHED = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
 
 _log = logging.getLogger(__name__)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` is, or would be."""
+    """Return the path of the checkpoint of `step`."""
     return folder / f"step-{step:09d}"
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, newest first; not copies under other names, such as step-000000006.old."""
+    """Return the checkpoints in `folder`, newest first, without copies under names such as step-000000006.old."""
     return sorted(
         (path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()), reverse=True
     )
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a run that was killed has left unfinished in `folder`."""
+    """Remove unfinished checkpoints of killed runs from `folder`; also a file or a link with such a name."""
     for path in folder.glob(".*.unfinished"):
-        if _UNFINISHED.fullmatch(path.name) and path.is_dir():
-            shutil.rmtree(path)
+        if _UNFINISHED.fullmatch(path.name):
+            _remove(path)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of checkpoint `path`; empty where it cannot be read."""
+    """Return the manifest of checkpoint `path`, empty if it cannot be read."""
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -73,13 +76,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def damage(path: Path) -> str | None:
-    """Return what is wrong with the files of checkpoint `path`, or None when all are there and unchanged."""
+    """Return a description of the damage of checkpoint `path`, None if all files are present and unchanged."""
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
         files = manifest["files"]
         named = _STEP.fullmatch(path.name)
         if named and "step" in manifest and manifest["step"] != int(named[1]):
-            return f"it is the checkpoint of step {manifest['step']} under another's name"
+            return f"it is the checkpoint of step {manifest['step']} under the name of another step"
         for name in (MODEL, TRAINING):
             if (found := (path / name).stat().st_size) != files[name]["bytes"]:
                 return f"{name} has {found} bytes instead of {files[name]['bytes']}"
@@ -91,20 +94,21 @@ def damage(path: Path) -> str | None:
 
 
 def newest_valid(where: Path, *, required: bool) -> Path | None:
-    """Return the newest checkpoint in `where` that is whole, or `where` itself; None without any unless `required`.
+    """Return the newest valid checkpoint in folder `where`, or the checkpoint `where`; None without any.
 
-    What it passes over is logged. Raises CheckpointError where none is sound, or one is of a later format.
+    Skipped checkpoints are logged. Raises CheckpointError if none is valid, if there is none and one is `required`, or
+    if one has a newer format.
     """
     found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else candidates(where)
     for path in found:
         _refuse_newer(path)
-        wrong = damage(path)
-        if wrong is None:
+        damaged = damage(path)
+        if damaged is None:
             return path
-        _log.warning("Checkpoint '%s' is skipped: %s.", path, wrong)
+        _log.warning("Checkpoint '%s' is skipped: %s.", path, damaged)
     if found:
         raise CheckpointError(
-            f"None of the {len(found)} checkpoints in '{where}' is sound; in the newest, {damage(found[0])}. "
+            f"None of the {len(found)} checkpoints in '{where}' is valid; in the newest, {damage(found[0])}. "
             "Restore the files from a copy, or start again in another output_dir."
         )
     if required:
@@ -113,27 +117,26 @@ def newest_valid(where: Path, *, required: bool) -> Path | None:
 
 
 def _refuse_newer(path: Path) -> None:
-    """Raise CheckpointError for a checkpoint of a later format, instead of going on from an older one beside it."""
+    """Raise CheckpointError for a newer format, instead of continuing from an older checkpoint in the folder."""
     written = read_manifest(path).get("format")
     if isinstance(written, int) and written > _FORMAT:
         raise CheckpointError(
-            f"Checkpoint '{path}' was written by a newer unitrain, in format {written}; this one knows {_FORMAT}. "
-            "Update unitrain, or start again in another output_dir."
+            f"Checkpoint '{path}' was written by a newer unitrain, in format {written}; this version reads up to "
+            f"{_FORMAT}. Update unitrain, or start again in another output_dir."
         )
 
 
-def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write a checkpoint, whole or not at all; `about` is what its manifest says beside versions and checksums,
-    in types that JSON has.
+def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Write a checkpoint atomically. `facts` are JSON values for the manifest, next to versions and checksums.
 
-    Raises CheckpointError for state that would not load back, OSError and what safetensors raises for the rest.
+    Raises CheckpointError for state that would not load safely, otherwise OSError and the errors of safetensors.
     """
     place = ("step", "epoch", "sample")
-    if damage(target) is None and all(read_manifest(target).get(name) == about.get(name) for name in place):
-        return  # of the same run at the same place: it was resumed there and had nothing left to do
+    if damage(target) is None and all(read_manifest(target).get(name) == facts.get(name) for name in place):
+        return  # the run was resumed here and had nothing left to do
     training = plain_state(training)
     unfinished = target.with_name(f".{target.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    _remove(unfinished)
     unfinished.mkdir()
     if names := [name for name, value in model.items() if value.is_complex()]:
         save_model(_AsReal(model), str(unfinished / MODEL), {_COMPLEX: json.dumps(names)})  # type: ignore[arg-type]
@@ -145,13 +148,13 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], abou
         for name in (MODEL, TRAINING)
     }
     versions = {"format": _FORMAT, "unitrain": __version__, "torch": torch.__version__}
-    manifest = {**versions, **about, "files": files}
+    manifest = {**versions, **facts, "files": files}
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     for name in (MODEL, TRAINING, MANIFEST, "."):
         _flush(unfinished / name)
     replaced = unfinished.with_name(f".{target.name}.replaced.unfinished")
-    if target.exists():  # damaged, or written at the last step of an epoch before its results were known
-        shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():  # damaged, or written at the last step of an epoch, without results
+        _remove(replaced)
         target.rename(replaced)
     unfinished.rename(target)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -159,7 +162,7 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], abou
 
 
 class _Weights:
-    """What safetensors asks of a module, which it writes without the copies that share memory."""
+    """The part of the interface of a module that safetensors uses to write tensors that share memory once."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state
@@ -169,7 +172,7 @@ class _Weights:
 
 
 class _AsReal(_Weights):
-    """The same of a model with complex tensors, which safetensors sees as real ones."""
+    """The same for a model with complex tensors, which safetensors reads and writes as real ones."""
 
     def __init__(self, state: dict[str, Tensor], model: nn.Module | None = None, names: Container[str] = ()) -> None:
         super().__init__(state)
@@ -182,9 +185,9 @@ class _AsReal(_Weights):
         }
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> Any:
-        """Load what the file holds, where those of `names` are complex, into the model."""
+        """Load the tensors into the model; those in `names` are complex."""
         assert self._model is not None
-        return self._model.load_state_dict(_complex_again(state, self._names), strict)
+        return self._model.load_state_dict(_restore_complex(state, self._names), strict)
 
 
 def complex_names(path: Path) -> list[str]:
@@ -196,7 +199,7 @@ def complex_names(path: Path) -> list[str]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, of a checkpoint or of another program."""
-    return _complex_again(load_file(path), complex_names(path))
+    return _restore_complex(load_file(path), complex_names(path))
 
 
 def _load_model(model: nn.Module, path: Path) -> None:
@@ -208,20 +211,20 @@ def _load_model(model: nn.Module, path: Path) -> None:
         load_model(model, str(path), strict=True)
 
 
-def _complex_again(state: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+def _restore_complex(state: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
     return {name: torch.view_as_complex(value) if name in names else value for name, value in state.items()}
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-    """Load a sound checkpoint into these, and return the rest of its training state.
+    """Load a valid checkpoint into `model`, `optimizer` and `scheduler`, and return the rest of its training state.
 
-    Raises CheckpointError where it does not fit them.
+    Raises CheckpointError if it does not fit.
     """
     training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     _check_classes(path, training.get("classes", {}), optimizer, scheduler)
-    # A converted checkpoint may lack what its program did not save; that begins anew.
-    known = "scheduler" in training
-    if known and (training["scheduler"] is None) != (scheduler is None):
+    # A checkpoint converted from another program may have no state of the scheduler, which then starts anew.
+    has_scheduler = "scheduler" in training
+    if has_scheduler and (training["scheduler"] is None) != (scheduler is None):
         has, lacks = ("no", "one") if scheduler is not None else ("a", "none")
         raise CheckpointError(
             f"Checkpoint '{path}' has {has} scheduler and this run has {lacks}. Build the run that wrote it."
@@ -231,8 +234,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
         if (state := training.pop("optimizer")) is not None:
             _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
             optimizer.load_state_dict(state)
-        if scheduler is not None and known:
-            scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))  # CyclicLR's removes a key
+        if scheduler is not None and has_scheduler:
+            scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))  # CyclicLR removes a key
     except (RuntimeError, ValueError, LookupError) as error:
         found = " ".join(str(error).split())
         raise CheckpointError(
@@ -243,7 +246,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
 
 
 def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> None:
-    """Load the weights of a sound checkpoint into `model`, and the averaged ones into `average`.
+    """Load the weights of a valid checkpoint into `model`, and the averaged weights into `average`.
 
     Raises CheckpointError if they do not fit, or if the checkpoint has no average.
     """
@@ -261,7 +264,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> Non
 
 
 def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str | None]:
-    """Return the names of the classes that a checkpoint's state belongs to."""
+    """Return the class names of optimizer and scheduler, which a checkpoint stores."""
     return {
         "optimizer": type(optimizer).__name__,
         "scheduler": None if scheduler is None else type(scheduler).__name__,
@@ -269,12 +272,12 @@ def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str |
 
 
 def _check_classes(path: Path, wrote: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Raise CheckpointError where another class of optimizer or scheduler wrote the checkpoint."""
+    """Raise CheckpointError if another class of optimizer or scheduler wrote the checkpoint."""
     for part, name in classes(optimizer, scheduler).items():
         if wrote.get(part) is not None and name is not None and wrote[part] != name:
             raise CheckpointError(
-                f"Checkpoint '{path}' has the state of a {wrote[part]}, but the {part} of this run is a {name}, for "
-                f"which it means something else. Use {wrote[part]}, or start anew from the weights alone: "
+                f"Checkpoint '{path}' has the state of a {wrote[part]}, but the {part} of this run is a {name}. "
+                f"Use {wrote[part]}, or start a new run from the weights: "
                 f"safetensors.torch.load_model(model, '{path / MODEL}')."
             )
 
@@ -282,7 +285,7 @@ def _check_classes(path: Path, wrote: dict[str, str | None], optimizer: torch.op
 def _check_settings(
     path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, scheduled: bool
 ) -> None:
-    """Raise CheckpointError where the settings are those of another optimizer; warn of values that differ.
+    """Raise CheckpointError if the settings are those of another optimizer; log a warning for different values.
 
     The values of the checkpoint are used, because schedulers and callbacks may have changed them since the start.
     """
@@ -291,11 +294,11 @@ def _check_settings(
         if "lr" in missing or (missing and [name for name in kept if name not in own and name != "initial_lr"]):
             raise CheckpointError(
                 f"Checkpoint '{path}' has no {', '.join(missing)} of a {type(optimizer).__name__}: another optimizer "
-                "wrote it. Build the optimizer that wrote it, or start anew from the weights alone: "
+                "wrote it. Build the optimizer that wrote it, or start a new run from the weights: "
                 f"safetensors.torch.load_model(model, '{path / MODEL}')."
             )
         for name in kept:
-            # A scheduler keeps the rate that it began with, and may change the other settings as well.
+            # With a scheduler compare the initial learning rate only, because it may change the other settings.
             before = "initial_lr" if scheduled and name == "lr" else name
             if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in kept:
                 continue
@@ -303,7 +306,7 @@ def _check_settings(
             if has is not None and _is_plain(had) and _is_plain(has) and float(had) != float(has):
                 _log.warning(
                     "Checkpoint '%s' has %s=%g in parameter group %d, and the optimizer of this run was built with "
-                    "%s=%g. The run goes on with %g. To change it, set it after the Trainer is built: "
+                    "%s=%g. The run continues with %g. To change it, set it after the Trainer is built: "
                     "optimizer.param_groups[%d][%r] = %g",
                     path, name, had, number, name, has, had, number, name, has,
                 )  # fmt: skip
@@ -313,7 +316,17 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
+def _remove(path: Path) -> None:
+    """Remove a folder, a file or a link, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _sha256(path: Path) -> str:
+    if not path.is_file():  # reading a FIFO or a device would block
+        raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -331,7 +344,7 @@ def read_regular_file(path: Path, max_bytes: int) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Wait until `path`, a file or a folder, is on the disk and not only in its cache."""
+    """Flush `path`, a file or a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

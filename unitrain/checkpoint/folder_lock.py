@@ -1,8 +1,8 @@
-"""A lock on an output folder: one job at a time writes to it.
+"""Lock on an output folder, so that one job at a time writes to it.
 
-The lock is `flock` on the file `.lock` in the folder. The kernel releases it when the process ends, however it ends, so
-a job that was killed never blocks the next one. Linux NFS clients pass the lock to the server, which also releases it
-for a host that has gone, after the lease (90 seconds by default). The content of the file names the holder.
+The lock is `flock` on the file `.lock` in the folder. The kernel releases it when the process ends, so a killed job
+does not block the next one. Linux NFS clients forward the lock to the server, which releases the locks of an
+unreachable host after a lease (90 seconds by default). The content of the file identifies the holder.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from unitrain.bootstrap import environment
 from unitrain.errors import CheckpointError
 
 FILE = ".lock"
-# How long to wait for the holder: a process that is about to end, or an earlier attempt at the same job, whose host may
-# have gone.
-_WAIT_SECONDS, _SAME_JOB_SECONDS = 5.0, 150.0
+# How long to wait for another job, which may be about to end, and for an earlier attempt of the same job, whose host
+# may be unreachable.
+_OTHER_JOB_TIMEOUT_SECONDS, _SAME_JOB_TIMEOUT_SECONDS = 5.0, 150.0
 _POLL_SECONDS = 0.1
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 _log = logging.getLogger(__name__)
-# The open files of the locks that this process holds, and how many times each is held.
+# Locks that this process holds: descriptor of the open file, and number of holders.
 _held: dict[Path, tuple[int, int]] = {}
 _changing = threading.Lock()
 
 
 class FolderLock:
-    """The lock on one folder, for rank 0 alone. Within a process any number of them may hold it."""
+    """Lock on one folder, used on rank 0. Several objects of one process may hold it at the same time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -46,25 +46,25 @@ class FolderLock:
         self._holds = 0
         self._deadline: float | None = None
 
-    def take(self, seconds: float) -> bool:
-        """Wait for the lock, for `seconds` at most, and return whether this process holds it, until as many `release`.
+    def acquire(self, timeout_seconds: float) -> bool:
+        """Wait at most `timeout_seconds` for the lock, and return whether this process holds it.
 
-        Call it until it returns True. Raises CheckpointError, which names the holder, after too long in
-        total.
+        Call it until it returns True. Raises CheckpointError, which identifies the holder, when the total timeout of
+        this process expires.
         """
         _close_in_forks()
-        end = time.monotonic() + seconds
+        end = time.monotonic() + timeout_seconds
         while not self._try():
             now, holder = time.monotonic(), _read(self._path)
             if self._deadline is None:
                 same = holder.get("job") is not None and holder.get("job") == environment.job_description()
-                self._deadline = now + (_SAME_JOB_SECONDS if same else _WAIT_SECONDS)
-                _log.warning("Waiting for output folder '%s', which %s uses.", self._folder, _described(holder))
+                self._deadline = now + (_SAME_JOB_TIMEOUT_SECONDS if same else _OTHER_JOB_TIMEOUT_SECONDS)
+                _log.warning("Waiting for output folder '%s', which %s uses.", self._folder, _describe_holder(holder))
             if now > self._deadline:
                 self._deadline = None
                 raise CheckpointError(
-                    f"Output folder '{self._folder}' is in use by another job: {_described(holder)}. Wait until that "
-                    "job has ended, or choose another output_dir. If its host no longer exists, release the folder "
+                    f"Output folder '{self._folder}' is in use by another job: {_describe_holder(holder)}. Wait until "
+                    "that job has ended, or choose another output_dir. If its host no longer exists, release it "
                     f"with: rm '{self._path}'"
                 )
             if now > end:
@@ -74,18 +74,18 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Let other processes take the lock once nothing in this one holds it. Does nothing if not held."""
+        """Release the lock when no other object of this process holds it. Does nothing if this object does not."""
         with _changing:
-            if not self._holds or self._path not in _held:  # a forked process does not hold what its parent does
+            if not self._holds or self._path not in _held:  # a forked process does not hold the locks of its parent
                 return
             self._holds -= 1
             descriptor, holders = _held.pop(self._path)
             if holders > 1:
                 _held[self._path] = (descriptor, holders - 1)
                 return
-            # Removed while it is locked: a process that locks it afterwards finds another file, or none, in the folder.
+            # Remove the file while it is locked: a process that locks it later finds that it is not in the folder.
             with suppress(OSError):
-                if _is_at(descriptor, self._path):
+                if _is_same_file(descriptor, self._path):
                     self._path.unlink()
             os.close(descriptor)
 
@@ -100,7 +100,7 @@ class FolderLock:
             return True
 
     def _open(self) -> int:
-        """Open the file of the lock, which is about to be overwritten. Raises CheckpointError for a symbolic link."""
+        """Open the lock file, which is overwritten later. Raises CheckpointError for a symbolic link."""
         try:
             return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
@@ -128,9 +128,9 @@ class FolderLock:
                     self._folder,
                     error,
                 )
-            if _is_at(descriptor, self._path):
+            if _is_same_file(descriptor, self._path):
                 break
-            os.close(descriptor)  # its holder has just removed it
+            os.close(descriptor)  # the holder has just removed the file
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(_this_job()).encode(), 0)
         os.fsync(descriptor)
@@ -138,7 +138,7 @@ class FolderLock:
         return True
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -155,7 +155,7 @@ def _this_job() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what the holder of the lock has written; empty while it is about to."""
+    """Return the description that the holder wrote; empty if it has not written it yet."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -163,22 +163,22 @@ def _read(path: Path) -> dict[str, Any]:
     return read if isinstance(read, dict) else {}
 
 
-def _described(holder: dict[str, Any]) -> str:
+def _describe_holder(holder: dict[str, Any]) -> str:
     if not holder:
-        return "a job that has not named itself yet"
+        return "a job that has not identified itself yet"
     job = "" if holder.get("job") is None else f", {holder['job']}"
     return f"process {holder.get('pid')} on host {holder.get('host')}, started {holder.get('started')}{job}"
 
 
 @functools.cache
 def _close_in_forks() -> None:
-    """Close copies of the locks in forked processes, such as workers of a DataLoader, which may outlive this one."""
+    """Close the locks in forked processes, such as DataLoader workers, which may outlive this process."""
     os.register_at_fork(after_in_child=_close_all)
 
 
 def _close_all() -> None:
     global _changing
-    _changing = threading.Lock()  # another thread may have held it at the fork
+    _changing = threading.Lock()  # another thread may have held it during the fork
     for descriptor, _ in _held.values():
         with suppress(OSError):
             os.close(descriptor)

@@ -1,8 +1,6 @@
-"""A copy of state in host memory, which training may go on changing meanwhile.
+"""Copies of state for checkpoints: in host memory, and in types that `torch.load(..., weights_only=True)` loads.
 
-State as types that load back safely: what `torch.load(..., weights_only=True)` would refuse is found before it is
-written, not when a run wants to go on from it.
-
+A value that would not load safely is reported when it is saved, not when a run is resumed.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ def host_copy(state: StateT) -> StateT:
     """Return `state` with every tensor copied to host memory, through dictionaries, lists and tuples.
 
     Containers keep their types; a mapping of a type other than dict, OrderedDict and Counter becomes a dict. Values of
-    other types are not copied: `plain_state` makes sure that nothing else refers to them. Tensors that share memory
-    share it in the copy too, so tied parameters stay tied and are copied once.
+    other types are not copied: after `plain_state`, nothing else refers to them. Tensors that share memory share it in
+    the copy, too, so tied parameters stay tied and are copied once.
     """
     copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
     result: StateT = _copy(state, copied)
@@ -50,7 +48,7 @@ def _copy(value: Any, copied: dict[tuple[torch.device, int], torch.UntypedStorag
 def _copy_tensor(tensor: Tensor, copied: dict[tuple[torch.device, int], torch.UntypedStorage]) -> Tensor:
     storage = tensor.untyped_storage()
     if type(tensor) not in (Tensor, torch.nn.Parameter) or storage.nbytes() > 2 * tensor.nbytes:
-        return tensor.detach().to("cpu", copy=True)  # a view of little of something large
+        return tensor.detach().to("cpu", copy=True)  # a view of a small part of a large tensor
     key = (storage.device, storage.data_ptr())
     if key not in copied:
         copied[key] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
@@ -62,10 +60,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return new containers with the values of `state`: numpy's numbers as Python's, tensors as they are, uncopied.
+    """Return `state` in new containers, with numpy numbers as Python numbers, and the same tensors.
 
-    A value of any other type becomes what `torch.load(..., weights_only=True)` returns for it, so no object of the
-    result is changed by training. Raises CheckpointError that names the first value which would not load back.
+    Values of other types are saved and loaded with `torch.load(..., weights_only=True)`, so that training does not
+    change the result. Raises CheckpointError that names the first value that does not load.
     """
     return {name: _plain(value, name) for name, value in state.items()}
 
@@ -81,24 +79,24 @@ def _plain(value: Any, path: str) -> Any:
         return kind(_plain(inner, f"{path}[{index}]") for index, inner in enumerate(value))
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         number = value.item()
-        if type(number) is not kind:  # a long double has no Python number to become
+        if type(number) is not kind:  # a long double has no equivalent in Python
             return _plain(number, path)
-    loaded = _loaded_back(value, path)
-    # Tensors of other types keep the memory that they share with others.
+    loaded = _save_and_load(value, path)
+    # Subclasses of Tensor keep the memory that they share with other tensors.
     return value if isinstance(value, Tensor) else loaded
 
 
-def _loaded_back(value: Any, path: str) -> Any:
-    """Save and load a value of a rare type: subclasses of tensors, and what the user has allowed torch to load."""
+def _save_and_load(value: Any, path: str) -> Any:
+    """Save and load a value of a rare type: a subclass of Tensor, or a class that the user registered in torch."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
         file.seek(0)
         return torch.load(file, weights_only=True)
-    except Exception as error:  # pickle passes on whatever the value's own methods raise
+    except Exception as error:  # pickle raises any error of the methods of the value
         name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise CheckpointError(
-            f"{path} is a {name}, which would not load back safely from a checkpoint. "
+            f"{path} is a {name}, which would not load safely from a checkpoint. "
             "Keep tensors, numbers, strings and containers of these in the state of optimizers, schedulers and "
             "callbacks: torch.from_numpy(array) for an array, dict(mapping) for a defaultdict."
         ) from error
