@@ -1,4 +1,4 @@
-"""Which device a rank takes, and what it is told on a machine that has too few of them."""
+"""Selection of a rank's device, and errors on machines with too few GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unitrain.testing import RankGroup
 
 
 def machine_with(gpus: int) -> mock._patch_dict:
-    """Return a patch that makes torch see so many GPUs, each of the uuid GPU-<index>."""
+    """Return a patch with which torch sees this number of GPUs, with the UUIDs GPU-<index>."""
     return mock.patch.multiple(
         "torch.cuda",
         is_available=lambda: gpus > 0,
@@ -34,15 +34,17 @@ def machine_with(gpus: int) -> mock._patch_dict:
         (4, "cuda", 2, "cuda:2"),
         (4, "cuda:1", 2, "cuda:1"),
         (4, "cpu", 2, "cpu"),
-        (1, None, 3, "cuda:0"),  # CUDA_VISIBLE_DEVICES may show each process another one
+        (1, None, 3, "cuda:0"),  # CUDA_VISIBLE_DEVICES may select another GPU for each process
     ],
 )
-def test_a_rank_takes_the_gpu_of_its_number(gpus: int, requested: str | None, local_rank: int, expected: str) -> None:
+def test_a_rank_uses_the_gpu_of_its_local_rank(
+    gpus: int, requested: str | None, local_rank: int, expected: str
+) -> None:
     with machine_with(gpus):
         assert choose_device(requested, local_rank) == torch.device(expected)
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_missing_gpu_is_an_error() -> None:
     with machine_with(0), pytest.raises(ConfigError) as caught:
         choose_device("cuda", 0)
     assert str(caught.value) == "Device 'cuda' was requested, but torch sees no GPU here. Use device='cpu'."
@@ -53,7 +55,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     )
 
 
-def test_gpus_of_their_own_are_told_from_one_that_is_shared() -> None:
+def test_ranks_that_share_a_gpu_are_an_error() -> None:
     check_gpus_differ([("a", "GPU-0"), ("a", "GPU-1"), ("b", "GPU-2"), ("b", None), ("b", None)])
     with pytest.raises(ConfigError) as caught:  # b and c are containers of one machine
         check_gpus_differ([("a", "GPU-0"), ("b", "GPU-1"), ("b", None), ("b", "GPU-1"), ("c", "GPU-1")])

@@ -1,5 +1,5 @@
-"""Ranks that do not do the same: each is told what all were about to do, at once with UNITRAIN_DEBUG, and at the latest
-when its time is over."""
+"""Ranks that call different operations: every rank reports the calls of all ranks, immediately with UNITRAIN_DEBUG=1,
+and otherwise at the timeout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unitrain.monitoring.flight_recorder import (
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, loss_of
 
-ODD = 1  # the rank that does something else
+ODD = 1  # the rank that calls another operation
 
 
 def other_order(backend: Backend, model: torch.nn.Module) -> None:
@@ -49,7 +49,7 @@ def other_dtype(backend: Backend, model: torch.nn.Module) -> None:
     backend.reducescatter(torch.ones(6, dtype=torch.float32 if backend.rank != ODD else torch.float64))
 
 
-# What the odd rank and what the others are said to have called.
+# Calls of the odd rank and of the other ranks in the error.
 MISMATCHES = {
     other_order: ("allreduce(float32 [2], mean)", "gradients(float64 ["),
     skipped_backward: ("barrier()", "gradients(float64 ["),
@@ -59,27 +59,27 @@ MISMATCHES = {
 }
 
 
-def told_of(backend: Backend) -> list[str]:
-    """Return what is raised for each of the MISMATCHES, in ranks that go on after each."""
-    told = []
-    for act in MISMATCHES:
+def collect_errors(backend: Backend) -> list[str]:
+    """Return the error of each of the MISMATCHES; the ranks continue after each."""
+    errors = []
+    for mismatch in MISMATCHES:
         model = backend.distributed_model(build())
         for _ in range(2):
             loss_of(model(batch(backend.rank))).backward()
         try:
-            act(backend, model)
+            mismatch(backend, model)
         except CollectiveMismatchError as error:
-            told.append(str(error))
-    return told
+            errors.append(str(error))
+    return errors
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_every_rank_is_told_who_does_what(backend: str) -> None:
+def test_every_rank_reports_the_calls_of_all_ranks(backend: str) -> None:
     with RankGroup(backend, 3, variables=preloaded({"UNITRAIN_DEBUG": "1"})) as group:
-        told = group.run(told_of)
-    assert told[0] == told[1] == told[2]
-    assert len(told[0]) == len(MISMATCHES)
-    for text, (odd, others) in zip(told[0], MISMATCHES.values(), strict=True):
+        errors = group.run(collect_errors)
+    assert errors[0] == errors[1] == errors[2]
+    assert len(errors[0]) == len(MISMATCHES)
+    for text, (odd, others) in zip(errors[0], MISMATCHES.values(), strict=True):
         assert text.startswith(f"The ranks called different collectives: ranks 0, 2 called {others}"), text
         assert f"; rank {ODD} called {odd} (collective #" in text
 
@@ -113,7 +113,7 @@ def test_a_timeout_shows_the_differing_operations() -> None:
             assert "  rank 1: allreduce(float32 [2], mean) (collective #" in shown
 
 
-def debugging_differs(backend: Backend) -> str:
+def set_debug_on_rank_1(backend: Backend) -> str:
     import os
 
     os.environ["UNITRAIN_DEBUG"] = str(backend.rank)
@@ -124,11 +124,11 @@ def debugging_differs(backend: Backend) -> str:
     raise AssertionError("it was accepted")
 
 
-def test_all_ranks_debug_or_none() -> None:
+def test_different_debug_settings_are_an_error() -> None:
     with RankGroup("ddp", 2) as group:
-        told = group.run(debugging_differs)
-    assert told[0] == told[1]
-    assert "UNITRAIN_DEBUG=False on rank 0 and UNITRAIN_DEBUG=True on rank 1" in told[0]
+        errors = group.run(set_debug_on_rank_1)
+    assert errors[0] == errors[1]
+    assert "UNITRAIN_DEBUG=False on rank 0 and UNITRAIN_DEBUG=True on rank 1" in errors[0]
 
 
 def test_the_flight_recorder_keeps_the_lines_of_callers() -> None:

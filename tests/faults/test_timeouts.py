@@ -1,4 +1,4 @@
-"""No wait is longer than its stated time, and it says who is missing; a failing rank ends the others."""
+"""Timeouts of collectives, backwards and the rendezvous name the missing ranks; a failing rank ends all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKENDS = ("ddp", "horovod")
 TIMEOUT = 4.0
 
 
-def absent_from_a_collective(backend: Backend) -> tuple[str, float]:
+def miss_a_collective(backend: Backend) -> tuple[str, float]:
     backend.barrier()
     if backend.rank == 1:
         time.sleep(2.5 * TIMEOUT)
@@ -36,13 +36,13 @@ def absent_from_a_collective(backend: Backend) -> tuple[str, float]:
         backend.allreduce(torch.ones(2))
     except CollectiveTimeoutError as error:
         return str(error), time.monotonic() - began
-    raise AssertionError("the collective went through")
+    raise AssertionError("the collective was completed")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_timeout_names_the_absent_rank(backend: str) -> None:
+def test_a_timeout_names_the_missing_rank(backend: str) -> None:
     with RankGroup(backend, 3, backend_timeout_seconds=TIMEOUT) as group:
-        results = group.run(absent_from_a_collective)
+        results = group.run(miss_a_collective)
     for rank in (0, 2):
         text, seconds = results[rank]
         assert text.startswith("allreduce(float32 [2], mean) (collective #")
@@ -50,15 +50,15 @@ def test_a_timeout_names_the_absent_rank(backend: str) -> None:
         assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 8
 
 
-def test_a_group_that_cannot_start_says_so_at_once() -> None:
+def test_a_group_that_cannot_start_raises_immediately() -> None:
     began = time.monotonic()
     with RankGroup("ddp", 2, command=["false"]) as group, pytest.raises(RankError) as caught:
-        group.run(absent_from_a_collective)
+        group.run(miss_a_collective)
     assert str(caught.value) == "Ranks 0, 1 of 2 on ddp did not start: a process ended with exit code 1."
     assert time.monotonic() - began < 10
 
 
-def fails_or_stays(backend: Backend, failing: int) -> None:
+def fail_or_sleep(backend: Backend, failing: int) -> None:
     if backend.rank == failing:
         raise ValueError("gives up")
     time.sleep(300)
@@ -67,16 +67,16 @@ def fails_or_stays(backend: Backend, failing: int) -> None:
 @pytest.mark.parametrize(
     ("failing", "seconds", "told"), [(0, 60.0, "1 s after that failure"), (2, 2.0, "after 2 s")], ids=["fails", "none"]
 )
-def test_a_group_says_how_long_it_has_waited(
+def test_an_error_of_a_group_states_the_waiting_time(
     failing: int, seconds: float, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unitrain.testing.ranks._LAST_WORDS_SECONDS", 1.0)
     with RankGroup("ddp", 2) as group, pytest.raises(RankError) as caught:
-        group.run(fails_or_stays, failing, timeout_seconds=seconds)
+        group.run(fail_or_sleep, failing, timeout_seconds=seconds)
     assert f"Rank 1 was still busy {told}:" in str(caught.value)
 
 
-def absent_from_backward(backend: Backend, settings: dict[str, Any], before: int) -> tuple[str, float]:
+def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int) -> tuple[str, float]:
     model = backend.distributed_model(build(), **settings)
     for _ in range(before):
         loss_of(model(batch(backend.rank))).backward()
@@ -88,7 +88,7 @@ def absent_from_backward(backend: Backend, settings: dict[str, Any], before: int
         loss_of(model(batch(backend.rank))).backward()
     except CollectiveTimeoutError as error:
         return str(error), time.monotonic() - began
-    raise AssertionError("backward went through")
+    raise AssertionError("the backward was completed")
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def absent_from_backward(backend: Backend, settings: dict[str, Any], before: int
     ],
     ids=["ddp", "ddp, second", "ddp, unused parameters", "horovod", "horovod, compressed"],
 )
-def test_a_timeout_in_backward_names_the_absent_rank(
+def test_a_timeout_in_backward_names_the_missing_rank(
     backend: str, settings: dict[str, Any], before: int, began: str
 ) -> None:
     with RankGroup(backend, 2, backend_timeout_seconds=TIMEOUT) as group:
-        text, seconds = group.run(absent_from_backward, settings, before)[0]
+        text, seconds = group.run(miss_a_backward, settings, before)[0]
     assert text.startswith(f"{began} timed out after {TIMEOUT:g} s on rank 0. Missing ranks: 1. ")
     last = rf"last operation: backward #{before - 1}, at test_timeouts.py:\d+: loss_of"
     assert re.search(rf"^  rank 1: at test_timeouts.py:\d+: time.sleep.*; {last}", text, re.M)

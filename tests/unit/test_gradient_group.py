@@ -1,4 +1,4 @@
-"""What the GPU paths of the gradient reduction do, with simulated works, time and order instead of a GPU."""
+"""GPU paths of the gradient reduction, with simulated works, time and order instead of a GPU."""
 
 from __future__ import annotations
 
@@ -137,19 +137,20 @@ def test_the_deadline_is_active_while_the_host_waits_for_the_stream() -> None:
     assert monitor.deadlines.expired() is None
 
 
-def in_order(backend: Backend) -> None:
+def run_cases_with_deferred_allreduces(backend: Backend) -> None:
     """Run the contract's cases on unused parameters with all allreduces at the end of each backward."""
-    backend._keeps_order = True  # type: ignore[attr-defined]
+    assert backend._needs_group_order is False  # type: ignore[attr-defined]
+    backend._needs_group_order = True  # type: ignore[attr-defined]
     gradients.collectives_may_run_inside_backward(backend)
-    parameters.unused_parameters_count_as_zero_or_stay_none(backend)
-    parameters.one_backward_may_follow_forwards_of_different_parts(backend)
-    compression.what_only_an_earlier_micro_step_used_is_compressed_too(backend)
+    parameters.unused_parameters_have_zero_or_no_gradient(backend)
+    parameters.one_backward_after_forwards_of_different_heads(backend)
+    compression.parameters_used_in_an_earlier_micro_batch_are_compressed(backend)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_gradients_may_be_sent_at_the_end_of_the_backward(backend: str) -> None:
+def test_gradients_may_be_reduced_at_the_end_of_the_backward(backend: str) -> None:
     with RankGroup(backend, 2) as group:
-        group.run(in_order)
+        group.run(run_cases_with_deferred_allreduces)
 
 
 CHECKED = """\
@@ -164,7 +165,7 @@ print(type(transport).__name__, transport.wrapped_pg.options._timeout)
 """
 
 
-def test_the_timeout_of_a_transport_can_be_set_where_torch_checks_collectives() -> None:
+def test_the_transport_timeout_can_be_set_while_torch_checks_collectives() -> None:
     variables = {**environment.without_launcher_variables(), "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     done = subprocess.run([sys.executable, "-c", CHECKED], env=variables, capture_output=True, text=True, timeout=100)
     assert done.stdout.strip() == "_ProcessGroupWrapper 0:01:17", done.stderr
