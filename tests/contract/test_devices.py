@@ -37,9 +37,7 @@ def machine_with(gpus: int) -> mock._patch_dict:
         (1, None, 3, "cuda:0"),  # CUDA_VISIBLE_DEVICES may select another GPU for each process
     ],
 )
-def test_a_rank_uses_the_gpu_of_its_local_rank(
-    gpus: int, requested: str | None, local_rank: int, expected: str
-) -> None:
+def test_each_rank_uses_its_gpu(gpus: int, requested: str | None, local_rank: int, expected: str) -> None:
     with machine_with(gpus):
         assert choose_device(requested, local_rank) == torch.device(expected)
 
