@@ -77,6 +77,8 @@ def is_alive(pid: int) -> bool:
 
 
 def test_scripts_are_preloaded(script: Path, tmp_path: Path) -> None:
+    import torch._dynamo  # noqa: F401 - which sets a variable in this process
+
     command = [sys.executable, str(script), "is preloaded"]
     assert ran(command, tmp_path, preload=True) == (0, "True\n", "")
     assert ran(command, tmp_path, preload=False) == (0, "False\n", "")

@@ -52,7 +52,9 @@ _MODULES = (
     "unitrain.bootstrap.horovodrun",
     "unitrain.testing.worker",
 )
+_COMMANDS = (("unitrain", "bench"), ("unitrain", "tune"), ("unitrain", "verify"))
 _PROGRAMS = ("torchrun", "horovodrun")
+_SPAWN = "from multiprocessing.spawn import"
 # Scripts that only prepare another program and replace themselves by it.
 _PLAIN_SCRIPTS = ("logged.py", "host_agent.py")
 # Read by Python itself, or by torch when it is imported.
@@ -66,10 +68,11 @@ _UNDERSTOOD_VARIABLES = (
     "PYTHONDONTWRITEBYTECODE",
     "PYTHONFAULTHANDLER",
     "PYTHONPYCACHEPREFIX",
+    "TORCHINDUCTOR_CACHE_DIR",  # which torch._dynamo sets itself
 )
 _NAMESPACES = {"user": 0x10000000, "ipc": 0x08000000, "uts": 0x04000000, "net": 0x40000000, "mnt": 0x00020000,
                "pid": 0x20000000}  # fmt: skip
-_START_SECONDS = 60.0
+_START_SECONDS = 240.0
 # Room for the command line and the environment of a forked process in the memory that /proc shows.
 _ARGUMENT_BYTES, _ENVIRONMENT_BYTES = 16_384, 65_536
 _FREE_DESCRIPTOR = 1_000
@@ -129,9 +132,11 @@ def _serve(folder: Path) -> tuple[dict[str, Any], list[int]]:
     listener.bind(str(folder / "socket"))
     listener.listen(128)
     import unitrain
+    from unitrain.horovod_wheel.check import _PROBE
 
     shared = {
-        "prefix": sys.prefix, "modules": _MODULES, "programs": _PROGRAMS, "plain_scripts": _PLAIN_SCRIPTS,
+        "prefix": sys.prefix, "modules": _MODULES, "programs": _PROGRAMS, "commands": _COMMANDS,
+        "codes": (_SPAWN, _PROBE), "plain_scripts": _PLAIN_SCRIPTS,
         "plain_variables": _PLAIN_VARIABLES, "understood_variables": _UNDERSTOOD_VARIABLES,
         "packages": ("unitrain", "torch", "horovod", "numpy", "launchers"),
         "path": [*sys.path[1:], str(Path(unitrain.__file__).parents[1]), str(folder)],
@@ -229,7 +234,8 @@ def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> tuple[Any, dict[str, Any]] | None:
     """Make this process that of the request; return the code and the namespace of a script, or None for a module."""
-    if request["arguments"][0] != "-c":  # horovodrun's processes call it themselves
+    is_spawned = request["arguments"][0] == "-c" and request["arguments"][1].startswith(_SPAWN)
+    if not is_spawned:  # horovodrun's processes call it themselves
         os.setsid()
     moved = [_duplicate(descriptor) for descriptor in descriptors[: len(request["descriptors"])]]
     os.closerange(0, _FREE_DESCRIPTOR)

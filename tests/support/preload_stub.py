@@ -22,10 +22,10 @@ def _hand_over() -> None:
     except OSError:
         return
     if rest[:1] == ["-m"]:
-        if rest[1:2] == [] or rest[1] not in server["modules"]:
+        if rest[1:2] == [] or (rest[1] not in server["modules"] and tuple(rest[1:3]) not in server["commands"]):
             return
     elif rest[:1] == ["-c"]:
-        if not rest[1].startswith("from multiprocessing.spawn import"):
+        if not rest[1].startswith(server["codes"]):
             return
     else:
         script = rest[0].rpartition("/")[2] if rest else ""
