@@ -44,45 +44,45 @@ def report_of(other: Path) -> check.Report:
     return check.inspect(environment={"PYTHONPATH": str(other), "PATH": "/usr/bin:/bin"})
 
 
-def test_check_tells_that_horovod_is_missing(tmp_path: Path) -> None:
+def test_check_reports_a_missing_horovod(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=60)
     report = check.inspect(str(tmp_path / "bare/bin/python"), environment={"PATH": "/usr/bin:/bin"})
-    assert not report.usable
+    assert not report.is_usable
     assert report.problems[0].what.startswith("Horovod is not installed in ")
     assert report.problems[0].fix == "Build it for this torch with: unitrain horovod build"
 
 
-def test_check_tells_a_horovod_that_was_built_for_another_torch(other_horovod: Path) -> None:
+def test_check_reports_a_horovod_built_for_another_torch(other_horovod: Path) -> None:
     import torch
 
     put_library(other_horovod, UNDEFINED, built_for="1.13.1+cu117")
     report = report_of(other_horovod)
-    assert not report.usable
+    assert not report.is_usable
     [problem] = report.problems
-    assert problem.what == f"Horovod was built for torch 1.13.1+cu117, and torch {torch.__version__} is installed."
-    assert problem.fix == "Build it again for this torch with: unitrain horovod build"
-    assert report.mended is None
+    assert problem.what == f"Horovod was built for torch 1.13.1+cu117, but torch {torch.__version__} is installed."
+    assert problem.fix == "Rebuild it for this torch with: unitrain horovod build"
+    assert report.runtime_fixes is None
 
 
-def test_check_tells_a_library_that_does_not_load(other_horovod: Path) -> None:
+def test_check_reports_a_library_that_cannot_be_loaded(other_horovod: Path) -> None:
     import torch
 
     put_library(other_horovod, UNDEFINED, built_for=torch.__version__)
     report = report_of(other_horovod)
-    assert not report.usable
+    assert not report.is_usable
     assert "undefined symbol: torch_gone" in report.problems[0].what
 
 
-def test_check_survives_a_horovod_that_crashes(other_horovod: Path) -> None:
+def test_check_reports_a_horovod_that_crashes(other_horovod: Path) -> None:
     import torch
 
     put_library(other_horovod, CRASHING, built_for=torch.__version__)
     report = report_of(other_horovod)
-    assert not report.usable
+    assert not report.is_usable
     assert any("ended its process with status -6" in problem.what for problem in report.problems)
 
 
-def test_check_tells_what_the_installed_horovod_can_do() -> None:
+def test_check_reports_the_capabilities_of_the_installed_horovod() -> None:
     result = CliRunner().invoke(horovod, ["check", "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
@@ -90,10 +90,10 @@ def test_check_tells_what_the_installed_horovod_can_do() -> None:
     assert report["version"] == plan.HOROVOD
     assert "gloo" in report["controllers"]
     assert report["torch"] == report["built_for_torch"]
-    assert report["mended"] == list(patches.mending()), "Build it again: unitrain horovod build"
+    assert report["runtime_fixes"] == list(patches.runtime_fixes()), "Rebuild it: unitrain horovod build"
 
 
-def test_check_tells_what_a_working_horovod_cannot_do() -> None:
+def test_check_reports_the_limitations_of_a_usable_horovod() -> None:
     found = {
         "python": "python",
         "folder": "/h",
@@ -104,8 +104,14 @@ def test_check_tells_what_a_working_horovod_cannot_do() -> None:
         "mpirun": None,
         "launcher_error": "No module named 'distutils'",
     }
-    report = check.judge(found)
-    told = " ".join(f"{problem.what} {problem.fix}" for problem in report.problems)
-    assert report.usable
-    for part in ("gloo-stall", "no Gloo controller", "mpirun is not on PATH", "2 GPUs are visible", "distutils"):
-        assert part in told
+    report = check.create_report(found)
+    text = " ".join(f"{problem.what} {problem.fix}" for problem in report.problems)
+    assert report.is_usable
+    for part in (
+        "gloo-stall",
+        "without the Gloo controller",
+        "mpirun is not on PATH",
+        "2 GPUs are visible",
+        "distutils",
+    ):
+        assert part in text

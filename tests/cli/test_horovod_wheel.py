@@ -46,16 +46,16 @@ def sources(pristine: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", patches.CHANGES, ids=lambda change: change.name)
-def test_each_change_fits_the_real_sources_and_is_shown(sources: Path, change: patches.Change) -> None:
+def test_each_change_applies_to_the_sources_and_has_a_diff(sources: Path, change: patches.Change) -> None:
     assert patches.apply(sources, (change,)) == (change.name,)
     for edit in change.edits:
         text = (sources / edit.file).read_text()
         assert edit.after in text
         assert edit.before not in text.replace(edit.after, "")
-        assert edit.file in patches.shown(change)
+        assert edit.file in patches.format_diff(change)
 
 
-def test_all_changes_apply_together_and_a_second_time_change_nothing(sources: Path) -> None:
+def test_applying_all_changes_twice_equals_applying_them_once(sources: Path) -> None:
     assert patches.apply(sources) == tuple(change.name for change in patches.CHANGES)
     before = {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
     assert patches.apply(sources) == ()
@@ -63,20 +63,20 @@ def test_all_changes_apply_together_and_a_second_time_change_nothing(sources: Pa
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_other_sources_are_refused_untouched_and_the_change_is_named(sources: Path, count: int) -> None:
+def test_other_sources_are_refused_and_not_modified(sources: Path, count: int) -> None:
     controller = sources / "horovod/common/gloo/gloo_controller.cc"
     line = "global_ranks_.reserve(size_);"
     controller.write_text(controller.read_text().replace(line, line * count))
     before = {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
     with pytest.raises(
-        HorovodBuildError, match=f"'gloo-stall' expects .* once in .*gloo_controller.cc.*found it {count}"
+        HorovodBuildError, match=f"'gloo-stall' expects .* once in .*gloo_controller.cc.*occurs {count} times"
     ):
         patches.apply(sources)
     assert before == {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
 
 
-def test_a_folder_without_the_sources_is_named(tmp_path: Path) -> None:
-    with pytest.raises(HorovodBuildError, match=r"'cxx20' is for CMakeLists.txt, which the sources in .* do not have"):
+def test_a_folder_without_the_sources_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HorovodBuildError, match=r"'cxx20' is for CMakeLists.txt, which does not exist in"):
         patches.apply(tmp_path)
 
 
@@ -101,8 +101,8 @@ def with_steps(decided: plan.BuildPlan, *steps: plan.Step) -> plan.BuildPlan:
     return dataclasses.replace(decided, build_steps=steps, install_steps=())
 
 
-def test_a_wheel_in_the_cache_is_not_built_again_unless_forced(tmp_path: Path) -> None:
-    decided = with_steps(planned(cache=tmp_path), plan.Step(name="wheel", says="", argv=("true",)))
+def test_a_cached_wheel_is_only_rebuilt_with_force(tmp_path: Path) -> None:
+    decided = with_steps(planned(cache=tmp_path), plan.Step(name="wheel", description="", argv=("true",)))
     decided.folder.mkdir()
     decided.wheel.touch()
     assert build.run(decided, {"PATH": "/usr/bin:/bin"}, hit := Recorded()) == decided.wheel
@@ -139,7 +139,7 @@ def test_an_interrupted_installation_of_the_toolkit_is_repeated(tmp_path: Path, 
     assert (files / "nvcc").read_text() == "new\n"
 
 
-def test_builds_with_other_keys_install_the_toolkit_once_and_do_not_empty_it_under_a_compiler(tmp_path: Path) -> None:
+def test_builds_with_other_keys_share_the_toolkit(tmp_path: Path) -> None:
     """Four builds at once, the last one with --force; each notes when its compiler finds the toolkit incomplete."""
     slow = f"echo installed >> {tmp_path}/log; mkdir TOOLKIT/nvidia; sleep 0.3; echo new > TOOLKIT/nvidia/nvcc"
     compiler = f"for i in 1 2 3 4 5; do test -s {tmp_path}/cuda-13.0/nvidia/nvcc || echo gone >> {tmp_path}/log; "
@@ -148,7 +148,7 @@ def test_builds_with_other_keys_install_the_toolkit_once_and_do_not_empty_it_und
         with_steps(
             planned(changed(torch=dataclasses.replace(GPU_TORCH, architectures=(version,))), cache=tmp_path, cuda=True),
             toolkit_step(tmp_path, slow),
-            plan.Step(name="wheel", says="", argv=("sh", "-c", compiler)),
+            plan.Step(name="wheel", description="", argv=("sh", "-c", compiler)),
         )
         for version in ("7.0", "8.0", "9.0", "10.0")
     ]
@@ -165,11 +165,11 @@ def test_builds_with_other_keys_install_the_toolkit_once_and_do_not_empty_it_und
     assert (tmp_path / "log").read_text().split() in (["installed"], ["installed", "installed"])
 
 
-def test_a_failing_step_tells_the_line_that_says_why_what_to_do_and_keeps_the_log(tmp_path: Path) -> None:
+def test_a_failed_step_reports_the_error_a_fix_and_the_log(tmp_path: Path) -> None:
     script = (
         "echo '[ 40%] Building'; echo 'x.cc:1: fatal error: No space left on device'; echo 'make: *** Error'; exit 3"
     )
-    decided = with_steps(planned(cache=tmp_path), plan.Step(name="wheel", says="", argv=("sh", "-c", script)))
+    decided = with_steps(planned(cache=tmp_path), plan.Step(name="wheel", description="", argv=("sh", "-c", script)))
     with pytest.raises(HorovodBuildError) as caught:
         build.run(decided, {"PATH": "/usr/bin:/bin"}, seen := Recorded())
     told = str(caught.value)
@@ -181,15 +181,15 @@ def test_a_failing_step_tells_the_line_that_says_why_what_to_do_and_keeps_the_lo
     assert seen.percents == [40]
 
 
-def test_another_archive_under_the_name_of_the_sdist_is_refused(tmp_path: Path) -> None:
-    decided = with_steps(planned(cache=tmp_path), plan.Step(name="unpack", says=""))
+def test_an_sdist_with_another_checksum_is_refused(tmp_path: Path) -> None:
+    decided = with_steps(planned(cache=tmp_path), plan.Step(name="unpack", description=""))
     decided.sdist.parent.mkdir()
     decided.sdist.write_bytes(b"something else")
     with pytest.raises(HorovodBuildError, match=r"is not the sdist of Horovod 0\.28\.1: its sha256 is .*rm "):
         build.run(decided, {"PATH": "/usr/bin:/bin"}, Recorded())
 
 
-def test_a_dry_run_shows_every_step_and_builds_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_prints_every_step_and_builds_nothing(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     result = CliRunner().invoke(horovod, ["build", "--dry-run", "--cache-dir", str(cache), "--without-mpi"])
     assert result.exit_code == 0, result.output
@@ -205,7 +205,7 @@ def test_a_dry_run_shows_every_step_and_builds_nothing(tmp_path: Path) -> None:
     assert not cache.exists()
 
 
-def test_a_part_that_cannot_be_had_ends_the_command_with_its_sentence(tmp_path: Path) -> None:
+def test_a_missing_requirement_ends_the_command_with_its_message(tmp_path: Path) -> None:
     result = CliRunner(env={"CXX": "no-such-compiler"}).invoke(
         horovod, ["build", "--cache-dir", str(tmp_path / "cache")]
     )

@@ -32,7 +32,7 @@ GPU_TORCH = dataclasses.replace(CUDA_TORCH, visible_gpus=8)
 
 
 def planned(found: Machine = PLAIN, cache: Path = Path("/cache"), **asked: Any) -> plan.BuildPlan:
-    return plan.make(found, plan.Request(cache=cache, **asked))
+    return plan.create_plan(found, plan.Request(cache=cache, **asked))
 
 
 def changed(found: Machine = PLAIN, **fields: Any) -> Machine:

@@ -13,7 +13,7 @@ from unitrain.horovod_wheel import machine, needs, patches, plan
 from unitrain.horovod_wheel.machine import Machine, Tool
 
 
-def test_without_a_gpu_a_cuda_torch_gets_cpu_operations_and_needs_no_toolkit() -> None:
+def test_without_a_gpu_the_plan_has_cpu_operations_and_needs_no_toolkit() -> None:
     decided = planned()
     assert decided.facts["controllers"] == ["gloo", "mpi"]
     assert decided.facts["cuda"] is None
@@ -25,7 +25,7 @@ def test_without_a_gpu_a_cuda_torch_gets_cpu_operations_and_needs_no_toolkit() -
     ]
 
 
-def test_a_visible_gpu_and_a_fitting_toolkit_give_nccl() -> None:
+def test_a_visible_gpu_and_a_matching_toolkit_enable_nccl() -> None:
     other = Tool(path="/opt/cuda-12.4", version="12.4")
     decided = planned(changed(torch=GPU_TORCH, toolkits=(other, TOOLKIT)))
     assert decided.facts["nccl"] == "2.30.7"
@@ -44,7 +44,7 @@ def test_without_a_toolkit_cuda_13_comes_from_pip() -> None:
     assert step_names(decided).index("toolkit") < step_names(decided).index("wheel")
 
 
-def test_without_a_toolkit_cuda_12_says_what_is_missing() -> None:
+def test_without_a_toolkit_cuda_12_is_an_error_with_a_fix() -> None:
     old = changed(torch=dataclasses.replace(GPU_TORCH, version="2.7.0+cu128", cuda="12.8"), toolkits=(TOOLKIT,))
     by_itself = planned(old)
     assert by_itself.facts["cuda"] is None
@@ -63,8 +63,8 @@ def test_without_a_toolkit_cuda_12_says_what_is_missing() -> None:
             "C.*CXX=",
         ),
         (changed(make=None, package_manager="dnf"), {}, "No make was found.*sudo dnf install -y make"),
-        (changed(mpi=None), {"mpi": True}, "--with-mpi .*libopenmpi-dev.*drop --with-mpi"),
-        (changed(torch=CPU_TORCH), {"cuda": True}, r"2\.14\.1\+cpu was built without CUDA.*drop --with-cuda"),
+        (changed(mpi=None), {"mpi": True}, "--with-mpi .*libopenmpi-dev.*omit --with-mpi"),
+        (changed(torch=CPU_TORCH), {"cuda": True}, r"2\.14\.1\+cpu was built without CUDA.*omit --with-cuda"),
         (changed(nccl=None), {"cuda": True}, "pip install nvidia-nccl-cu13"),
         (changed(modules=frozenset()), {}, "/venv/bin/python has no pip.*ensurepip"),
         (
@@ -75,27 +75,27 @@ def test_without_a_toolkit_cuda_12_says_what_is_missing() -> None:
     ],
     ids=["compiler", "old compiler", "make", "mpi", "cuda", "nccl", "pip", "headers"],
 )
-def test_a_missing_part_is_one_sentence_and_a_line_to_paste(found: Machine, asked: dict[str, bool], told: str) -> None:
+def test_a_missing_requirement_is_reported_with_a_fix(found: Machine, asked: dict[str, bool], told: str) -> None:
     with pytest.raises(HorovodBuildError, match=told):
         planned(found, **asked)
 
 
-def test_root_is_not_told_to_use_sudo() -> None:
-    assert needs.install_line(changed(root=True), "make") == "apt-get install -y make"
+def test_commands_for_root_have_no_sudo() -> None:
+    assert needs.install_command(changed(root=True), "make") == "apt-get install -y make"
 
 
-def test_everything_that_is_missing_is_told_at_once() -> None:
+def test_all_missing_requirements_are_reported_together() -> None:
     assert len(list(needs.missing(changed(compiler=None, make=None, mpi=None), mpi=True, cuda=False))) == 3
 
 
-def test_no_mpi_by_itself_is_a_note() -> None:
+def test_missing_mpi_is_a_note_if_it_was_not_requested() -> None:
     decided = planned(changed(mpi=None))
     assert decided.settings["HOROVOD_WITHOUT_MPI"] == "1"
     assert any("libopenmpi-dev" in note for note in decided.notes)
 
 
 @pytest.mark.parametrize("cmake", [None, Tool(path="/usr/bin/cmake", version="3.13.4")], ids=["none", "old"])
-def test_a_missing_cmake_or_setuptools_goes_into_the_builds_own_folder(cmake: Tool | None) -> None:
+def test_missing_build_tools_are_installed_into_the_folder_of_the_build(cmake: Tool | None) -> None:
     decided = planned(changed(cmake=cmake, modules=frozenset({"pip", "wheel", "packaging"})))
     tools = decided.build_steps[0]
     assert tools.name == "tools"
@@ -121,7 +121,7 @@ def test_a_missing_cmake_or_setuptools_goes_into_the_builds_own_folder(cmake: To
         (changed(flags={"LDFLAGS": "-L/opt/lib"}), {}),
     ],
 )
-def test_another_torch_python_compiler_or_flag_is_another_wheel(found: Machine, asked: dict[str, bool]) -> None:
+def test_the_key_depends_on_torch_python_compiler_and_flags(found: Machine, asked: dict[str, bool]) -> None:
     assert planned(found, **asked).key != planned().key
 
 
@@ -136,23 +136,23 @@ def test_flags_of_the_environment_are_part_of_the_key(name: str) -> None:
     assert any(note.endswith(f"unset {name}") for note in first.notes)
 
 
-def test_a_wheel_for_the_native_processor_is_for_that_one_only() -> None:
+def test_native_flags_make_the_key_depend_on_the_processor() -> None:
     assert machine.detect({"PATH": "/usr/bin:/bin", "CXXFLAGS": "-O3 -march=haswell"}).cpu is None
     here = machine.detect({"PATH": "/usr/bin:/bin", "CXXFLAGS": "-O3 -march=native"}).cpu
     assert here
     flags = {"CXXFLAGS": "-O3 -march=native"}
     plans = [planned(changed(flags=flags, cpu=cpu)) for cpu in (here, "another")]
     assert plans[0].key != plans[1].key
-    assert any("processors like this one only" in note for note in plans[0].notes)
+    assert any("only runs on processors of this type" in note for note in plans[0].notes)
 
 
-def test_the_key_forgets_what_does_not_change_the_wheel_and_knows_the_patches() -> None:
+def test_the_key_depends_on_the_patches_but_not_on_irrelevant_settings() -> None:
     assert planned(changed(jobs=64), cache=Path("/elsewhere"), install=False).key == planned().key
     assert planned().facts["patches"] == patches.digest()
     assert patches.digest(patches.CHANGES[:-1]) != patches.digest()
 
 
-def test_variables_of_the_user_do_not_steer_the_build_past_the_plan() -> None:
+def test_user_variables_that_contradict_the_plan_are_removed() -> None:
     seen = planned().environment(
         {"HOROVOD_GPU_OPERATIONS": "NCCL", "CCL_ROOT": "/ccl", "MAKEFLAGS": "-j64", "HOME": "/h"}
     )
@@ -167,7 +167,7 @@ def test_the_cache_folder_follows_the_variables() -> None:
     assert plan.cache_folder({}) == Path("~/.cache/unitrain/horovod").expanduser()
 
 
-def test_an_nvcc_far_from_its_toolkit_does_not_count(tmp_path: Path) -> None:
+def test_an_nvcc_outside_a_toolkit_is_ignored(tmp_path: Path) -> None:
     wrapper, real = tmp_path / "wrapper", tmp_path / "real"
     for root in (wrapper, real):
         (root / "bin").mkdir(parents=True)

@@ -58,13 +58,13 @@ def build(
     cache = (cache_dir or plan.cache_folder(inherited)).absolute()
     try:
         request = plan.Request(cache=cache, mpi=mpi, cuda=cuda, jobs=jobs, install=not no_install)
-        build_plan = plan.make(machine.detect(inherited), request)
-        is_cached = builder.cached(build_plan) is not None and not force
+        build_plan = plan.create_plan(machine.detect(inherited), request)
+        is_cached = builder.find_cached(build_plan) is not None and not force
         _announce(build_plan, is_cached)
         if dry_run:
             _show(build_plan, inherited, is_cached)
             return
-        if is_cached and not no_install and builder.installed(build_plan):
+        if is_cached and not no_install and builder.is_installed(build_plan):
             click.echo("This Horovod is installed already. To build it again: unitrain horovod build --force")
             return
         started = time.monotonic()
@@ -88,7 +88,7 @@ def check(as_json: bool) -> None:
         click.echo(json.dumps(report.as_json(), indent=2))
     else:
         _print_report(report)
-    if not report.usable:
+    if not report.is_usable:
         raise click.exceptions.Exit(1)
 
 
@@ -102,7 +102,7 @@ def _announce(plan: BuildPlan, is_cached: bool) -> None:
         click.echo(f"  From the cache: {plan.wheel}")
     else:
         jobs = plan.settings["MAKEFLAGS"].removeprefix("-j")
-        click.echo(f"  Usually takes about {_duration(plan.usual_seconds)} with {jobs} jobs. Log: {plan.log}")
+        click.echo(f"  Usually takes about {_duration(plan.typical_seconds)} with {jobs} jobs. Log: {plan.log}")
 
 
 def _show(plan: BuildPlan, inherited: Mapping[str, str], is_cached: bool) -> None:
@@ -123,13 +123,13 @@ def _show(plan: BuildPlan, inherited: Mapping[str, str], is_cached: bool) -> Non
     steps = [*([] if is_cached else plan.build_steps), *plan.install_steps]
     for number, step in enumerate(steps, 1):
         unless = " (not needed: it exists)" if step.unless and Path(step.unless).exists() else ""
-        click.echo(f"\n{number}. {step.name}: {step.says}{unless}")
+        click.echo(f"\n{number}. {step.name}: {step.description}{unless}")
         if step.argv:
             click.echo(f"   $ {shlex.join(step.argv)}")
         if step.name == "patch":
             for change in patches.CHANGES:
                 click.echo(f"   {change.name} ({change.kind}): {change.reason}")
-                for line in patches.shown(change):
+                for line in patches.format_diff(change):
                     click.echo(f"     {line}")
     click.echo("\nDry run: nothing was built or installed.")
 
@@ -148,7 +148,7 @@ class _Progress:
         columns = (TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
         self._terminal = Console().is_terminal
         self._bar: Any = Progress(*columns, TimeElapsedColumn(), TextColumn("of usually {task.fields[usual]}"))
-        self._usual = _duration(plan.usual_seconds)
+        self._usual = _duration(plan.typical_seconds)
         self._task: Any = None
         self._tenth = 0
         self._started = time.monotonic()
@@ -163,7 +163,7 @@ class _Progress:
             self._bar.stop()
 
     def step(self, step: Step, *, skipped: bool) -> None:
-        line = f"  {step.name:<12} {step.says}{' (not needed)' if skipped else ''}"
+        line = f"  {step.name:<12} {step.description}{' (not needed)' if skipped else ''}"
         if self._terminal:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
@@ -185,16 +185,16 @@ class _Progress:
 def _print_report(report: Report) -> None:
     if report.folder is not None:
         click.echo(f"Horovod {report.version} in {report.folder}")
-        mended = "not known" if report.mended is None else ", ".join(report.mended)
+        runtime_fixes = "not known" if report.runtime_fixes is None else ", ".join(report.runtime_fixes)
         rows = {
             "torch": f"built for {report.built_for_torch}, installed {report.torch}",
             "controllers": ", ".join(report.controllers) or "none",
             "CPU tensors": ", ".join(report.cpu_operations) or "none",
             "GPU tensors": ", ".join(report.gpu_operations) or "none",
-            "mended": mended,
+            "fixes": runtime_fixes,
         }
         for name, value in rows.items():
             click.echo(f"  {name:<12} {value}")
     for problem in report.problems:
         click.echo(f"{'PROBLEM' if problem.fatal else 'note'}: {problem.what}\n  {problem.fix}")
-    click.echo(f"Usable: {'yes' if report.usable else 'no'}")
+    click.echo(f"Usable: {'yes' if report.is_usable else 'no'}")

@@ -1,8 +1,13 @@
-"""Horovod 0.28.1 as a wheel for the torch that is installed: detect, plan, patch, build, cache, check.
+"""Build Horovod 0.28.1 as a wheel for the installed torch, cache it, and check the installed Horovod.
 
-`machine` looks at this machine, `plan` turns what it found into plain data, `patches` are the source changes, `build`
-runs a plan, and `check` tells what the installed Horovod can do. Nothing here reads the process environment by itself:
-every entry point takes it as a mapping.
+machine  detect the compilers and libraries of this machine
+needs    list the missing requirements of a build, each with a fix
+plan     convert a request and a machine into a build plan, as plain data
+patches  the changes of the Horovod sources
+build    execute a build plan
+check    report the capabilities and problems of the installed Horovod
+
+The modules do not read the process environment. Their entry points take it as a mapping.
 """
 
 __all__ = ["build", "check", "machine", "patches", "plan"]

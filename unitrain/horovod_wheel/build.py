@@ -1,4 +1,4 @@
-"""Run a `BuildPlan`: its steps in order, with progress, one log, and the wheel cached under the plan's key."""
+"""Execute a `BuildPlan`: run its steps in order, write a log, and cache the wheel under the key of the plan."""
 
 from __future__ import annotations
 
@@ -24,59 +24,63 @@ from unitrain.horovod_wheel.plan import HOROVOD, SDIST_SHA256, BuildPlan, Step
 
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
 _ERROR = re.compile(r"\b(fatal )?error\b[: ]|^E: |\bKilled\b|No space left", re.IGNORECASE)
-# What a line of the log means, and what to do about it; the first that matches is told.
+# (pattern in the log, explanation and fix). The first match is reported.
 _HINTS: tuple[tuple[str, str], ...] = (
-    (r"No space left on device", "The disk of the cache is full. Name another: unitrain horovod build --cache-dir DIR"),
+    (r"No space left on device", "The disk of the cache is full. Use another: unitrain horovod build --cache-dir DIR"),
     (
         r"Killed|cannot allocate memory|virtual memory exhausted",
         "Memory ran out. Retry: unitrain horovod build --jobs 1",
     ),
     (
         r"No matching distribution|Temporary failure in name resolution|Connection refused|ConnectTimeout|ProxyError",
-        "pip cannot fetch it from here. Set pip's index (PIP_INDEX_URL) or put the sdist here: {sdist}",
+        "pip cannot download Horovod. Set the index of pip (PIP_INDEX_URL), or store the sdist as {sdist}",
     ),
     (
         r"externally-managed-environment",
-        "This Python takes no packages. Use a virtual environment: python3 -m venv .venv && . .venv/bin/activate",
+        "Packages cannot be installed into this Python. "
+        "Use a virtual environment: python3 -m venv .venv && . .venv/bin/activate",
     ),
-    (r"Could NOT find MPI|mpi\.h: No such file", "MPI is incomplete here. Retry: unitrain horovod build --without-mpi"),
-    (r"unsupported GNU version", "nvcc refuses this g++. Name an older one: CXX=g++-12 unitrain horovod build"),
+    (
+        r"Could NOT find MPI|mpi\.h: No such file",
+        "The MPI installation is incomplete. Retry: unitrain horovod build --without-mpi",
+    ),
+    (r"unsupported GNU version", "nvcc does not support this g++. Use an older one: CXX=g++-12 unitrain horovod build"),
 )
 
 
 class Reporter(Protocol):
-    """Where progress goes."""
+    """Receives the progress of a build."""
 
     def step(self, step: Step, *, skipped: bool) -> None:
-        """A step begins, or is not needed."""
+        """A step starts, or is skipped."""
 
     def percent(self, done: int) -> None:
-        """How far the compilation is."""
+        """The compilation has reached this percentage."""
 
 
-def cached(plan: BuildPlan) -> Path | None:
-    """The finished wheel of this plan, if an earlier build left it."""
+def find_cached(plan: BuildPlan) -> Path | None:
+    """Return the cached wheel of this plan, or None."""
     return plan.wheel if plan.wheel.is_file() else None
 
 
-def installed(plan: BuildPlan) -> bool:
-    """Whether this very build is installed and works; putting it in again would pull it from under running jobs."""
+def is_installed(plan: BuildPlan) -> bool:
+    """Return whether this build is installed and usable. Reinstalling it would break running jobs."""
     report = check.inspect()
-    return report.usable and report.key == plan.key
+    return report.is_usable and report.key == plan.key
 
 
 def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, force: bool = False) -> Path:
-    """Build what the cache lacks (everything with `force`), run the install steps, and return the wheel's path.
+    """Build the wheel if it is not cached or with `force`, run the install steps, and return the path of the wheel.
 
-    Raises HorovodBuildError naming the step, the line of the log that says why, and the log.
+    Raises HorovodBuildError with the failed step, the error in its output, and the path of the log.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     plan.sdist.parent.mkdir(parents=True, exist_ok=True)
     environment = plan.environment(inherited)
-    # One build of one wheel at a time: a second waits, and then finds the wheel in the cache.
-    with contextlib.ExitStack() as held, plan.log.open("a") as log:
-        _lock(plan.folder / "lock", held)
-        if force or cached(plan) is None:
+    # A concurrent build of the same wheel waits and then finds the wheel in the cache.
+    with contextlib.ExitStack() as locks, plan.log.open("a") as log:
+        _lock(plan.folder / "lock", locks)
+        if force or find_cached(plan) is None:
             log.truncate(0)
             shutil.rmtree(plan.work, ignore_errors=True)
             plan.work.mkdir()
@@ -84,22 +88,22 @@ def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, fo
                 if step.fills is None:
                     _run_step(step, plan, environment, log.write, reporter)
                 else:
-                    _fill(step, step.fills, plan, environment, log.write, reporter, held, force=force)
+                    _fill(step, step.fills, plan, environment, log.write, reporter, locks, force=force)
             shutil.rmtree(plan.work, ignore_errors=True)
         for step in plan.install_steps:
             _run_step(step, plan, environment, log.write, reporter)
     return plan.wheel
 
 
-def _lock(file: Path, held: contextlib.ExitStack, mode: int = fcntl.LOCK_EX) -> IO[str]:
-    """Lock a file until `held` closes, and return it, so that another mode can be set on it."""
-    lock = held.enter_context(file.open("w"))
+def _lock(file: Path, locks: contextlib.ExitStack, mode: int = fcntl.LOCK_EX) -> IO[str]:
+    """Lock a file until `locks` closes, and return it, so that the mode of the lock can be changed."""
+    lock = locks.enter_context(file.open("w"))
     _set_lock(lock, mode)
     return lock
 
 
 def _set_lock(lock: IO[str], mode: int) -> None:
-    with contextlib.suppress(OSError):  # some network file systems have no locks
+    with contextlib.suppress(OSError):  # some network file systems do not support locks
         fcntl.flock(lock, mode)
 
 
@@ -110,17 +114,17 @@ def _fill(
     environment: Mapping[str, str],
     write: Callable[[str], object],
     reporter: Reporter,
-    held: contextlib.ExitStack,
+    locks: contextlib.ExitStack,
     *,
     force: bool,
 ) -> None:
-    """Run a step that fills a folder which builds with other keys use too, unless the folder is complete.
+    """Run a step that fills a folder which builds with other keys share, unless the folder is complete.
 
-    The folder is emptied first, and `step.unless` is created in it last, so that an interrupted step does not count.
-    Until `held` closes, no other build empties the folder, as it would do with `force`.
+    The folder is emptied first, and `step.unless` is created in it last, so an interrupted step is repeated. Until
+    `locks` closes, another build with `force` cannot empty the folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    in_use = _lock(folder.with_name(f"{folder.name}.lock"), held, fcntl.LOCK_EX if force else fcntl.LOCK_SH)
+    in_use = _lock(folder.with_name(f"{folder.name}.lock"), locks, fcntl.LOCK_EX if force else fcntl.LOCK_SH)
     with contextlib.ExitStack() as filling:
         _lock(folder.with_name(f"{folder.name}.filling.lock"), filling)
         if force or not _is_done(step):
@@ -140,7 +144,7 @@ def _run_step(
 ) -> None:
     skipped = _is_done(step)
     reporter.step(step, skipped=skipped)
-    write(f"\n### {step.name}: {step.says}{' (not needed)' if skipped else ''}\n")
+    write(f"\n### {step.name}: {step.description}{' (not needed)' if skipped else ''}\n")
     if skipped:
         return
     if not step.argv:
@@ -148,7 +152,7 @@ def _run_step(
         return
     write(" ".join(step.argv) + "\n")
     lines: list[str] = []
-    # A folder without a `horovod` of its own: Python would import that one.
+    # A working directory without a folder `horovod`, which Python would import.
     where = plan.work if plan.work.is_dir() else plan.folder
     with _process(step, environment, where) as process:
         assert process.stdout is not None
@@ -163,7 +167,7 @@ def _run_step(
 
 @contextlib.contextmanager
 def _process(step: Step, environment: Mapping[str, str], where: Path) -> Iterator[subprocess.Popen[str]]:
-    """The step's command in a session of its own, so that an interrupt ends the compilers under it too."""
+    """Run the command of a step in a separate session, so that an interrupt also ends its compilers."""
     with subprocess.Popen(
         step.argv,
         cwd=where,
@@ -184,12 +188,12 @@ def _process(step: Step, environment: Mapping[str, str], where: Path) -> Iterato
 
 
 def _failure(step: Step, returncode: int, lines: list[str], plan: BuildPlan) -> str:
-    """One sentence of what failed, the line of the log that says why, and what to do."""
-    telling = [line.strip() for line in lines if _ERROR.search(line)] or [line.strip() for line in lines[-1:]]
+    """Return the failed step, the error in its output, and a fix."""
+    error_lines = [line.strip() for line in lines if _ERROR.search(line)] or [line.strip() for line in lines[-1:]]
     text = "".join(lines)
     hint = next((hint for pattern, hint in _HINTS if re.search(pattern, text, re.IGNORECASE)), None)
     advice = (hint or "See the log, and retry with: unitrain horovod build --force").format(sdist=plan.sdist)
-    first = telling[0][:400] if telling else "it printed nothing"
+    first = error_lines[0][:400] if error_lines else "it printed nothing"
     what = f"Step {step.name!r} of the Horovod build failed with exit status {returncode}: {first}"
     return f"{what}. {advice}\nLog: {plan.log}"
 
@@ -212,7 +216,7 @@ def _patch(plan: BuildPlan) -> None:
 
 
 def _link(plan: BuildPlan) -> None:
-    """pip's CUDA wheels carry versioned libraries only; the linker looks for libnccl.so, CMake for libcudart.so."""
+    """Create libnccl.so for the linker and libcudart.so for CMake: pip's CUDA wheels contain versioned names only."""
     assert plan.nccl is not None
     folder = plan.work / "nccl"
     (folder / "lib").mkdir(parents=True)
@@ -221,8 +225,8 @@ def _link(plan: BuildPlan) -> None:
     library = next((path for pattern in patterns for path in sorted(Path(plan.nccl).glob(pattern))), None)
     if library is None:
         raise HorovodBuildError(
-            f"{plan.nccl} has the headers of NCCL and no libnccl.so. "
-            "Name a folder with both: HOROVOD_NCCL_HOME=... unitrain horovod build"
+            f"{plan.nccl} has the headers of NCCL but no libnccl.so. "
+            "Use a folder with both: HOROVOD_NCCL_HOME=... unitrain horovod build"
         )
     (folder / "lib" / "libnccl.so").symlink_to(library)
     libraries = Path(str(plan.toolkit), "lib")
@@ -241,13 +245,13 @@ def _store(plan: BuildPlan) -> None:
     built = next((plan.work / "out").glob("horovod-*.whl"))
     if built.name != plan.wheel.name:
         raise HorovodBuildError(
-            f"The build made {built.name} where {plan.wheel.name} was planned. "
-            f"Install it by hand: pip install --no-deps --force-reinstall {built}"
+            f"The build created {built.name} instead of {plan.wheel.name}. "
+            f"Install it manually: pip install --no-deps --force-reinstall {built}"
         )
     with zipfile.ZipFile(built) as archive:
         if not any(name.startswith("horovod/torch/mpi_lib_v2") for name in archive.namelist()):
             raise HorovodBuildError(
-                f"The wheel {built} has no horovod/torch/mpi_lib_v2 library. See what was compiled where: {plan.log}"
+                f"The wheel {built} has no horovod/torch/mpi_lib_v2 library. See the log of the compilation: {plan.log}"
             )
     built.replace(plan.wheel)
     (plan.folder / "build.json").write_text(
@@ -259,11 +263,11 @@ def _store(plan: BuildPlan) -> None:
 
 def _check(plan: BuildPlan) -> None:
     report = check.inspect()
-    if not report.usable:
+    if not report.is_usable:
         raise HorovodBuildError("\n".join(f"{problem.what} {problem.fix}" for problem in report.problems))
     if report.key != plan.key:
         raise HorovodBuildError(
-            f"The wheel was installed, and Python imports another Horovod from {report.folder}. "
+            f"The wheel was installed, but Python imports another Horovod from {report.folder}. "
             f"Remove that one, then build again: rm -r {report.folder}"
         )
 

@@ -1,4 +1,4 @@
-"""What the installed Horovod can do, found out in a process of its own: one built for another torch may crash it."""
+"""Report the capabilities of the installed Horovod. A subprocess imports it: one built for another torch may crash."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 
 from unitrain.horovod_wheel import patches
 
-RECORD = "unitrain_build.json"  # beside horovod/__init__.py, written into the wheels that unitrain builds
+# File next to horovod/__init__.py in the wheels that unitrain builds.
+RECORD = "unitrain_build.json"
 BUILD = "unitrain horovod build"
 
-# Prints one JSON line after whatever else the imports print; each part survives the failure of the others.
+# Prints one JSON line below the output of the imports. A failure of one part does not affect the others.
 _PROBE = """
 import importlib.metadata, importlib.util, json, pathlib, shutil, sys, warnings
 warnings.simplefilter("ignore")
@@ -44,7 +45,7 @@ if spec is not None and spec.origin is not None:
     attempt("version", lambda: importlib.metadata.version("horovod"))
     attempt("metadata", lambda: json.loads((folder / "metadata.json").read_text()))
     attempt("record", lambda: json.loads((folder / "RECORD_NAME").read_text()))
-print("\\n" + json.dumps({**found, "dying": True}), flush=True)
+print("\\n" + json.dumps({**found, "crashed": True}), flush=True)
 attempt("torch", torch)
 if "folder" in found:
     attempt("built", horovod)
@@ -55,7 +56,7 @@ print("\\n" + json.dumps(found), flush=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something that is missing or wrong, and the line that mends it; `fatal` when nothing runs with it."""
+    """A missing or broken part, and the command that fixes it. `fatal` means that Horovod cannot be used."""
 
     what: str
     fix: str
@@ -64,7 +65,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the installed Horovod can do; None and () where it is missing or does not say."""
+    """The capabilities of the installed Horovod. Values are None or () if Horovod is missing or they are unknown."""
 
     python: str
     version: str | None
@@ -74,26 +75,26 @@ class Report:
     controllers: tuple[str, ...]
     cpu_operations: tuple[str, ...]
     gpu_operations: tuple[str, ...]
-    mended: tuple[str, ...] | None
+    runtime_fixes: tuple[str, ...] | None
     built_by_unitrain: bool
     key: str | None
     problems: tuple[Problem, ...]
 
     @property
-    def usable(self) -> bool:
-        """Whether `import horovod.torch` works with this torch."""
+    def is_usable(self) -> bool:
+        """Whether `import horovod.torch` works with the installed torch."""
         return not any(problem.fatal for problem in self.problems)
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain data, for `--json`."""
-        return {**dataclasses.asdict(self), "usable": self.usable}
+        """Return the report as plain data, for `--json`."""
+        return {**dataclasses.asdict(self), "usable": self.is_usable}
 
 
 def inspect(
     python: str | None = None, environment: Mapping[str, str] | None = None, timeout_seconds: float = 120
 ) -> Report:
-    """Ask the Horovod of `python` (this one) what it is; never raises for what is wrong with it."""
-    # -P: a folder named horovod where the user stands is not the installed one.
+    """Return the report of the Horovod of `python`, by default this Python. Problems are reported, not raised."""
+    # With -P, a folder named horovod in the working directory is not imported.
     command = (python or sys.executable, "-P", "-c", _PROBE)
     env = dict(environment) if environment is not None else None
     try:
@@ -104,12 +105,12 @@ def inspect(
     except subprocess.TimeoutExpired as expired:
         status, output = -1, (expired.stdout or b"").decode(errors="replace")
     lines = [line for line in output.splitlines() if line.startswith('{"python"')]
-    found: dict[str, Any] = json.loads(lines[-1]) if lines else {"python": command[0], "dying": True}
-    return judge(found, status)
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {"python": command[0], "crashed": True}
+    return create_report(found, status)
 
 
-def judge(found: Mapping[str, Any], status: int = 0) -> Report:
-    """Turn what the probe found into a report; pure."""
+def create_report(found: Mapping[str, Any], status: int = 0) -> Report:
+    """Convert the output of the probe, which ended with exit `status`, into a report."""
     built: Mapping[str, int] = found.get("built") or {}
     record: Mapping[str, Any] = found.get("record") or {}
     gpu = ("nccl", "cuda", "rocm", "ddl")
@@ -118,19 +119,19 @@ def judge(found: Mapping[str, Any], status: int = 0) -> Report:
         version=found.get("version"),
         folder=found.get("folder"),
         torch=found.get("torch"),
-        built_for_torch=_built_for(found),
+        built_for_torch=_torch_of_build(found),
         controllers=tuple(name for name in ("gloo", "mpi") if built.get(name)),
         cpu_operations=tuple(name for name in ("gloo", "mpi", "ccl") if built.get(name)),
         gpu_operations=tuple(name for name in gpu if built.get(name)),
-        mended=tuple(record["mended"]) if "mended" in record else None,
+        runtime_fixes=tuple(record["mended"]) if "mended" in record else None,
         built_by_unitrain=bool(record),
         key=record.get("key"),
         problems=tuple(_problems(found, record, built, status)),
     )
 
 
-def _built_for(found: Mapping[str, Any]) -> str | None:
-    """Horovod's own metadata says it for every wheel, ours or not."""
+def _torch_of_build(found: Mapping[str, Any]) -> str | None:
+    """Return the torch version in the metadata of Horovod, which every wheel has, or in our record."""
     version = (found.get("metadata") or {}).get("pytorch") or (found.get("record") or {}).get("torch")
     return str(version) if version else None
 
@@ -138,7 +139,7 @@ def _built_for(found: Mapping[str, Any]) -> str | None:
 def _problems(
     found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int], status: int
 ) -> Iterator[Problem]:
-    python, torch, built_for = found["python"], found.get("torch"), _built_for(found)
+    python, torch, built_for = found["python"], found.get("torch"), _torch_of_build(found)
     if "folder" not in found:
         yield Problem(
             what=f"Horovod is not installed in {python}.", fix=f"Build it for this torch with: {BUILD}", fatal=True
@@ -146,44 +147,44 @@ def _problems(
         return
     if "torch_error" in found:
         what = f"torch cannot be imported in {python}: {found['torch_error']}."
-        yield Problem(what=what, fix=f"Install it, then build Horovod for it: pip install torch && {BUILD}", fatal=True)
+        yield Problem(what=what, fix=f"Install torch, then build Horovod: pip install torch && {BUILD}", fatal=True)
         return
     if built_for is None:
         what = f"The Horovod in {found['folder']} was built without PyTorch."
         yield Problem(what=what, fix=f"Build it for this torch with: {BUILD}", fatal=True)
         return
     if torch is not None and built_for != torch:
-        what = f"Horovod was built for torch {built_for}, and torch {torch} is installed."
-        yield Problem(what=what, fix=f"Build it again for this torch with: {BUILD}", fatal=True)
-    elif found.get("dying"):
+        what = f"Horovod was built for torch {built_for}, but torch {torch} is installed."
+        yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD}", fatal=True)
+    elif found.get("crashed"):
         what = f"`import horovod.torch` ended its process with status {status}."
-        yield Problem(what=what, fix=f"Build it again for this torch with: {BUILD} --force", fatal=True)
+        yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD} --force", fatal=True)
     elif not built:
         what = f"`import horovod.torch` fails: {' '.join(found['built_error'].split())}."
-        yield Problem(what=what, fix=f"Build it again for this torch with: {BUILD} --force", fatal=True)
+        yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD} --force", fatal=True)
     else:
-        yield from _shortcomings(found, record, built)
+        yield from _limitations(found, record, built)
 
 
-def _shortcomings(found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]) -> Iterator[Problem]:
-    """What a Horovod that loads cannot do."""
-    absent = [name for name in patches.mending() if name not in record.get("mended", ())]
-    if absent:
+def _limitations(found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]) -> Iterator[Problem]:
+    """Yield the limitations of a Horovod that can be imported."""
+    missing = [name for name in patches.runtime_fixes() if name not in record.get("mended", ())]
+    if missing:
         what = (
-            f"Not known to be mended: {', '.join(absent)} (unitrain did not build this Horovod, or an older one did)."
+            f"Fixes that may be missing: {', '.join(missing)} (this Horovod was not built by this version of unitrain)."
         )
-        yield Problem(what=what, fix=f"Build it with the changes: {BUILD} --force")
+        yield Problem(what=what, fix=f"Build it with the fixes: {BUILD} --force")
     if not built.get("gloo"):
-        what = "There is no Gloo controller: Horovod starts under mpirun only."
+        what = "Horovod was built without the Gloo controller, so it only starts under mpirun."
         yield Problem(what=what, fix=f"Build it with Gloo: {BUILD}")
     if built.get("mpi") and not found.get("mpirun"):
-        what = "The MPI controller is in, and mpirun is not on PATH."
+        what = "Horovod was built with the MPI controller, but mpirun is not on PATH."
         yield Problem(
             what=what, fix="Install Open MPI (sudo apt-get install openmpi-bin) or load it: module load openmpi"
         )
     if found.get("gpus") and not built.get("nccl"):
-        what = f"{found['gpus']} GPUs are visible, and Horovod has no GPU operations: tensors must be on the CPU."
+        what = f"{found['gpus']} GPUs are visible, but Horovod has no GPU operations, so tensors must be on the CPU."
         yield Problem(what=what, fix=f"Build it with NCCL: {BUILD} --with-cuda")
     if "launcher_error" in found:
         what = f"horovodrun cannot start: {found['launcher_error']}."
-        yield Problem(what=what, fix=f"Build it with the changes for this Python: {BUILD} --force")
+        yield Problem(what=what, fix=f"Build it with the patches for this Python: {BUILD} --force")

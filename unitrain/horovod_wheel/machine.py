@@ -1,4 +1,4 @@
-"""What this machine has to build Horovod with: a look around, and the plain data it comes back with."""
+"""Detect the compilers and libraries of this machine that a build of Horovod uses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pathlib import Path
 
 from unitrain.errors import MissingDependencyError
 
-# One compiler process with torch's headers peaks a little below this.
+# Peak memory of one compiler process with torch's headers.
 BYTES_PER_JOB = 2 * 1024**3
 BUILD_MODULES = ("pip", "setuptools", "wheel", "packaging")
 PACKAGE_MANAGERS = ("apt-get", "dnf", "yum", "conda")
-# Variables with which CMake, g++ and nvcc compile something else.
+# Environment variables that change the output of CMake, g++ and nvcc.
 FLAGS = (
     *("CC", "CFLAGS", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "CUDAFLAGS", "CUDAHOSTCXX", "CMAKE_BUILD_TYPE"),
     *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"),
@@ -30,7 +30,7 @@ FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
-    """The installed torch; `cuda` is the version it was built for, `architectures` what its kernels run on ('9.0')."""
+    """The installed torch. `cuda` is its CUDA version, `architectures` are those of its kernels, such as '9.0'."""
 
     version: str
     cuda: str | None
@@ -41,7 +41,7 @@ class Torch:
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A program or library on disk and the version it reports."""
+    """The path and the version of a program or library."""
 
     path: str
     version: str
@@ -49,9 +49,9 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Everything the plan depends on; None is 'not found here'.
+    """Everything that the build plan depends on. None means that the part was not found.
 
-    `flags` are the variables of FLAGS that are set. `cpu` describes the processor where they name the native one.
+    `flags` are the variables of FLAGS that are set. `cpu` describes the processor if they select the native one.
     """
 
     torch: Torch
@@ -75,8 +75,8 @@ class Machine:
 
 
 def detect(environment: Mapping[str, str]) -> Machine:
-    """Look at this Python, its torch, and the compilers and libraries that `environment` leads to."""
-    searched = environment.get("PATH", os.defpath)
+    """Detect this Python, its torch, and the compilers and libraries selected by `environment`."""
+    search_path = environment.get("PATH", os.defpath)
     flags = {name: value for name in FLAGS if (value := environment.get(name))}
     return Machine(
         torch=_torch(),
@@ -87,21 +87,21 @@ def detect(environment: Mapping[str, str]) -> Machine:
         jobs=_jobs(),
         modules=frozenset(name for name in BUILD_MODULES if importlib.util.find_spec(name) is not None),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").is_file(),
-        make=shutil.which("make", path=searched) or shutil.which("gmake", path=searched),
-        compiler=_compiler(environment.get("CXX"), searched),
-        cmake=_cmake(environment.get("HOROVOD_CMAKE"), searched),
-        mpi=_mpi(searched),
-        toolkits=tuple(_toolkits(environment, searched)),
+        make=shutil.which("make", path=search_path) or shutil.which("gmake", path=search_path),
+        compiler=_compiler(environment.get("CXX"), search_path),
+        cmake=_cmake(environment.get("HOROVOD_CMAKE"), search_path),
+        mpi=_mpi(search_path),
+        toolkits=tuple(_toolkits(environment, search_path)),
         nccl=_nccl(environment.get("HOROVOD_NCCL_HOME")),
         flags=flags,
         cpu=_cpu() if any("=native" in value for value in flags.values()) else None,
-        package_manager=next((name for name in PACKAGE_MANAGERS if shutil.which(name, path=searched)), None),
+        package_manager=next((name for name in PACKAGE_MANAGERS if shutil.which(name, path=search_path)), None),
         root=os.geteuid() == 0,
     )
 
 
 def _python_tag() -> str:
-    """As wheels are named, `cp311-cp311`; the second half tells debug and free-threaded builds apart."""
+    """Return the tag in wheel names, such as cp311-cp311. The second half identifies debug and free-threaded builds."""
     abi = str(sysconfig.get_config_var("SOABI")).split("-")[1]
     return f"cp{sys.version_info.major}{sys.version_info.minor}-cp{abi}"
 
@@ -111,7 +111,7 @@ def _torch() -> Torch:
         import torch
     except ImportError as error:
         raise MissingDependencyError(
-            f"Horovod is built for the torch that is installed, and torch cannot be imported: {error}. "
+            f"Horovod is built for the installed torch, but torch cannot be imported: {error}. "
             "Install it first with: pip install torch"
         ) from error
     return Torch(
@@ -124,13 +124,13 @@ def _torch() -> Torch:
 
 
 def _architectures(flags: str | None) -> Iterator[str]:
-    """`sm_75 sm_90 compute_120` -> 7.5, 9.0; taken from torch itself because its public list is empty without a GPU."""
+    """Convert "sm_75 sm_90 compute_120" to 7.5 and 9.0. The public list of torch is empty without a GPU."""
     for digits in re.findall(r"\bsm_(\d+)\b", flags or ""):
         yield f"{digits[:-1]}.{digits[-1]}"
 
 
 def _jobs() -> int:
-    """As many compilers as there are cores for this process, fewer where memory would not hold them."""
+    """Return the number of compiler processes: one per usable core, or fewer if memory is short."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     meminfo = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.is_file() else "")
@@ -138,15 +138,15 @@ def _jobs() -> int:
 
 
 def _cpu() -> str:
-    """Return the architecture and a digest of what the processor can do, for wheels that run on such a one only."""
+    """Return the architecture and a digest of the processor features, for wheels that require the same processor."""
     file = Path("/proc/cpuinfo")
     text = file.read_text() if file.is_file() else platform.processor()
     features = sorted(set(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*$", text, re.MULTILINE))) or [text]
     return f"{platform.machine()} {hashlib.sha256(''.join(features).encode()).hexdigest()[:12]}"
 
 
-def _said(*command: str) -> str:
-    """What a program prints about itself, '' when it cannot be run."""
+def _output_of(*command: str) -> str:
+    """Return the output of a command, or '' if it fails."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -154,40 +154,40 @@ def _said(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _compiler(named: str | None, searched: str) -> Tool | None:
-    """CXX when it is set, else what CMake would take."""
+def _compiler(named: str | None, search_path: str) -> Tool | None:
+    """Return the compiler of CXX if it is set, else the default of CMake."""
     for name in (named,) if named else ("c++", "g++", "clang++"):
-        path = shutil.which(name, path=searched)
-        first_line = _said(path, "--version").partition("\n")[0] if path else ""
+        path = shutil.which(name, path=search_path)
+        first_line = _output_of(path, "--version").partition("\n")[0] if path else ""
         if path and first_line:
             return Tool(path=path, version=first_line)
     return None
 
 
-def _cmake(named: str | None, searched: str) -> Tool | None:
-    """The environment's own cmake (pip's package) before the system's, which is often old."""
-    beside_python = str(Path(sys.executable).parent)
-    path = named or shutil.which("cmake", path=beside_python + os.pathsep + searched)
-    found = re.search(r"cmake version (\S+)", _said(path, "--version")) if path else None
+def _cmake(named: str | None, search_path: str) -> Tool | None:
+    """Return the cmake next to this Python (from pip), or else that on PATH, which is often older."""
+    python_folder = str(Path(sys.executable).parent)
+    path = named or shutil.which("cmake", path=python_folder + os.pathsep + search_path)
+    found = re.search(r"cmake version (\S+)", _output_of(path, "--version")) if path else None
     return Tool(path=path, version=found.group(1)) if path and found else None
 
 
-def _mpi(searched: str) -> Tool | None:
-    path = next((path for name in ("mpicxx", "mpic++") if (path := shutil.which(name, path=searched))), None)
+def _mpi(search_path: str) -> Tool | None:
+    path = next((path for name in ("mpicxx", "mpic++") if (path := shutil.which(name, path=search_path))), None)
     if path is None:
         return None
-    # Open MPI's wrapper knows --showme; MPICH and its descendants (Intel, Cray) name themselves through -v.
-    said = _said(path, "--showme:version") or _said(path, "-v")
-    found = re.search(r"(Open MPI|MPICH|MVAPICH2?|Intel\S* MPI)\D*?(\d+(?:\.\d+)+)", said)
+    # The wrapper of Open MPI supports --showme, and MPICH and derived versions (Intel, Cray) support -v.
+    output = _output_of(path, "--showme:version") or _output_of(path, "-v")
+    found = re.search(r"(Open MPI|MPICH|MVAPICH2?|Intel\S* MPI)\D*?(\d+(?:\.\d+)+)", output)
     return Tool(path=path, version=" ".join(found.groups()) if found else "unknown MPI")
 
 
-def _toolkits(environment: Mapping[str, str], searched: str) -> Iterator[Tool]:
-    """Every CUDA toolkit that is really there, the named ones first.
+def _toolkits(environment: Mapping[str, str], search_path: str) -> Iterator[Tool]:
+    """Yield the complete CUDA toolkits, those named by environment variables first.
 
-    A folder counts only with its own nvcc and headers: an nvcc on PATH can be a wrapper far from its toolkit.
+    A toolkit must contain nvcc and headers, because an nvcc on PATH may be a wrapper outside a toolkit.
     """
-    nvcc = shutil.which("nvcc", path=searched)
+    nvcc = shutil.which("nvcc", path=search_path)
     folders = [environment.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     folders += [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
     folders += ["/usr/local/cuda", *sorted(map(str, Path("/usr/local").glob("cuda-*")), reverse=True)]
@@ -198,13 +198,13 @@ def _toolkits(environment: Mapping[str, str], searched: str) -> Iterator[Tool]:
         if root in seen or not any((header / "cuda_runtime.h").is_file() for header in headers):
             continue
         seen.add(root)
-        found = re.search(r"release (\d+\.\d+)", _said(str(root / "bin" / "nvcc"), "--version"))
+        found = re.search(r"release (\d+\.\d+)", _output_of(str(root / "bin" / "nvcc"), "--version"))
         if found:
             yield Tool(path=str(root), version=found.group(1))
 
 
 def _nccl(named: str | None) -> Tool | None:
-    """The NCCL that torch itself loads (pip's package), so that one process never holds two of them."""
+    """Return the NCCL that torch loads (from pip), so that a process does not load two versions."""
     folders = [named] if named else []
     spec = importlib.util.find_spec("nvidia")
     folders += [f"{entry}/nccl" for entry in (spec.submodule_search_locations or ())] if spec else []

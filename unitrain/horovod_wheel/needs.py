@@ -1,4 +1,4 @@
-"""What a build lacks on this machine, each as one sentence and the line to paste or the flag to drop."""
+"""List the missing requirements of a build, each with the command or option that fixes it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from unitrain.horovod_wheel.machine import Machine, Tool
 
-OLDEST_COMPILER = 10  # the first g++ and clang++ that take -std=c++20
-OLDEST_CMAKE = (3, 18)
-FIRST_PIP_TOOLKIT = 13  # NVIDIA's pip wheels for CUDA 12 lack nvcc itself
+MIN_COMPILER_VERSION = 10  # the first g++ and clang++ with -std=c++20
+MIN_CMAKE_VERSION = (3, 18)
+MIN_PIP_TOOLKIT_VERSION = 13  # NVIDIA's pip wheels for CUDA 12 do not contain nvcc
 
 _PACKAGES = {
     "apt-get": {"compiler": "g++", "make": "make", "mpi": "openmpi-bin libopenmpi-dev", "headers": "python3-dev"},
@@ -19,10 +19,10 @@ _PACKAGES = {
 }
 
 
-def install_line(machine: Machine, part: str) -> str:
-    """The command that installs `part` with this machine's package manager (Debian's where there is none).
+def install_command(machine: Machine, part: str) -> str:
+    """Return the command that installs `part` with the package manager of this machine, by default apt-get.
 
-    Without sudo for root: containers rarely have it.
+    The command has no sudo for root, because containers rarely contain sudo.
     """
     manager = machine.package_manager or "apt-get"
     channel = "-y -c conda-forge " if manager == "conda" else "-y "
@@ -30,83 +30,86 @@ def install_line(machine: Machine, part: str) -> str:
     return f"{sudo}{manager} install {channel}{_PACKAGES[manager][part]}"
 
 
-def fitting_toolkit(machine: Machine) -> Tool | None:
-    """The toolkit of torch's CUDA major version, the same minor preferred; others compile and then fail to load."""
+def find_toolkit(machine: Machine) -> Tool | None:
+    """Return a toolkit with the CUDA major version of torch, preferably the same minor version, or None.
+
+    With other major versions, Horovod compiles but cannot be loaded.
+    """
     cuda = machine.torch.cuda or ""
     same_major = [tool for tool in machine.toolkits if tool.version.split(".")[0] == cuda.split(".")[0]]
     return next((tool for tool in same_major if tool.version == cuda), same_major[0] if same_major else None)
 
 
 def pip_has_toolkit(machine: Machine) -> bool:
-    """Whether NVIDIA's pip wheels hold a whole compiler for torch's CUDA."""
+    """Return whether NVIDIA's pip wheels contain a complete compiler for the CUDA version of torch."""
     cuda = machine.torch.cuda
-    return cuda is not None and int(cuda.split(".")[0]) >= FIRST_PIP_TOOLKIT
+    return cuda is not None and int(cuda.split(".")[0]) >= MIN_PIP_TOOLKIT_VERSION
 
 
-def old_cmake(cmake: Tool) -> bool:
-    """Whether this cmake cannot build for C++20 and today's CUDA."""
-    return tuple(map(int, re.findall(r"\d+", cmake.version)[:2])) < OLDEST_CMAKE
+def is_old_cmake(cmake: Tool) -> bool:
+    """Return whether this cmake is too old for C++20 and current CUDA versions."""
+    return tuple(map(int, re.findall(r"\d+", cmake.version)[:2])) < MIN_CMAKE_VERSION
 
 
 def missing(machine: Machine, *, mpi: bool, cuda: bool) -> Iterator[str]:
-    """Everything that stands between this machine and a build with these parts; nothing when it can start."""
+    """Yield the missing requirements of a build with these parts."""
     if "pip" not in machine.modules:
         yield (
-            f"{machine.python} has no pip, which fetches and builds Horovod. "
+            f"{machine.python} has no pip, which downloads and builds Horovod. "
             f"Add it with: {machine.python} -m ensurepip --upgrade   (in a uv environment: uv pip install pip)"
         )
     if not machine.python_headers:
         yield (
             f"The C headers of {machine.python} (Python.h) were not found. "
-            f"Install them with: {install_line(machine, 'headers')}"
+            f"Install them with: {install_command(machine, 'headers')}"
         )
     yield from _compiler(machine)
     if machine.make is None:
-        yield f"No make was found on PATH. Install it with: {install_line(machine, 'make')}"
+        yield f"No make was found on PATH. Install it with: {install_command(machine, 'make')}"
     if mpi and machine.mpi is None:
         yield (
-            "--with-mpi was asked for, and there is no mpicxx on PATH. "
-            f"Install MPI with: {install_line(machine, 'mpi')}   (on a cluster: module load openmpi), "
-            "or drop --with-mpi: the Gloo controller needs no MPI."
+            "--with-mpi needs mpicxx, which is not on PATH. "
+            f"Install MPI with: {install_command(machine, 'mpi')}   (on a cluster: module load openmpi), "
+            "or omit --with-mpi: the Gloo controller does not need MPI."
         )
     if cuda:
         yield from missing_for_cuda(machine)
 
 
 def _compiler(machine: Machine) -> Iterator[str]:
-    line = install_line(machine, "compiler")
+    line = install_command(machine, "compiler")
     if machine.compiler is None:
         yield f"No C++ compiler was found (CXX, c++, g++ or clang++ on PATH). Install one with: {line}"
         return
     found = re.findall(r"\b(\d+)\.\d+\.\d+\b", machine.compiler.version)
-    if found and int(found[-1]) < OLDEST_COMPILER:
+    if found and int(found[-1]) < MIN_COMPILER_VERSION:
         yield (
-            f"The C++ compiler {machine.compiler.path} is {machine.compiler.version!r}, and torch's headers need "
-            f"C++20: g++ {OLDEST_COMPILER} or newer. Install one with: {line}   (on a cluster: module load gcc), "
-            "then name it: CXX=g++-12 unitrain horovod build"
+            f"The C++ compiler {machine.compiler.path} is {machine.compiler.version!r}, but torch's headers need "
+            f"C++20: g++ {MIN_COMPILER_VERSION} or newer. Install one with: {line}   (on a cluster: module load gcc), "
+            "then select it: CXX=g++-12 unitrain horovod build"
         )
 
 
 def missing_for_cuda(machine: Machine) -> Iterator[str]:
-    """What GPU operations lack here, whether or not they were asked for."""
+    """Yield the missing requirements of GPU operations, also if they were not requested."""
     torch = machine.torch
     if torch.cuda is None:
         yield (
-            f"--with-cuda was asked for, and torch {torch.version} was built without CUDA. "
-            "Install a torch with CUDA (pip install torch), or drop --with-cuda."
+            f"--with-cuda needs a torch with CUDA, but torch {torch.version} was built without CUDA. "
+            "Install a torch with CUDA (pip install torch), or omit --with-cuda."
         )
         return
-    if fitting_toolkit(machine) is None and not pip_has_toolkit(machine):
+    if find_toolkit(machine) is None and not pip_has_toolkit(machine):
         others = ", ".join(f"{tool.version} in {tool.path}" for tool in machine.toolkits) or "none"
         yield (
             f"GPU operations need a CUDA {torch.cuda} toolkit (nvcc and headers), the version torch {torch.version} "
             f"was built for; found: {others}. Install it with: conda install -c nvidia cuda-toolkit={torch.cuda}   (or "
-            f"NVIDIA's package cuda-toolkit-{torch.cuda.replace('.', '-')}), name its folder with "
+            f"NVIDIA's package cuda-toolkit-{torch.cuda.replace('.', '-')}), set its folder with "
             f"CUDA_HOME=/usr/local/cuda-{torch.cuda}, or use --without-cuda for CPU operations."
         )
     if machine.nccl is None:
         yield (
-            f"GPU operations need the headers of NCCL, and none were found beside torch {torch.version}. Install them "
-            f"with: pip install nvidia-nccl-cu{torch.cuda.split('.')[0]}, name a folder with include/ and lib/: "
+            f"GPU operations need the headers of NCCL, which were not found for torch {torch.version}. Install them "
+            f"with: pip install nvidia-nccl-cu{torch.cuda.split('.')[0]}, set a folder with include/ and lib/: "
             "HOROVOD_NCCL_HOME=..., or use --without-cuda for CPU operations."
         )

@@ -1,7 +1,8 @@
-"""The changes that Horovod 0.28.1's sources need, as data, and their strict application.
+"""The changes of the sources of Horovod 0.28.1, as data, and a function that applies them.
 
-`build` changes make it compile with today's torch, CMake, Python and machines without a CUDA toolkit; `mend` changes
-repair behaviour at run time, and `unitrain horovod check` reports whether the installed Horovod has them.
+Changes of kind `build` are needed to compile with current versions of torch, CMake and Python, and without a CUDA
+toolkit. Changes of kind `fix` correct the behavior at run time. `unitrain horovod check` reports whether the installed
+Horovod has them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from unitrain.errors import HorovodBuildError
 
 @dataclass(frozen=True, kw_only=True)
 class Edit:
-    """One replacement in one file of the sources; `before` must occur exactly once."""
+    """A replacement in one source file. `before` must occur exactly once."""
 
     file: str
     before: str
@@ -27,22 +28,22 @@ class Edit:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One reason to touch the sources, with every edit it takes."""
+    """A change of the sources: its reason and its edits."""
 
     name: str
-    kind: Literal["build", "mend"]
+    kind: Literal["build", "fix"]
     reason: str
     edits: tuple[Edit, ...]
 
 
 _CXX_STANDARD = ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)")
-_IF_ASKED = "if(DEFINED HOROVOD_GPU_OPERATIONS)\n    check_language(CUDA)\nendif()\n"
+_CHECK_CUDA_IF_REQUESTED = "if(DEFINED HOROVOD_GPU_OPERATIONS)\n    check_language(CUDA)\nendif()\n"
 
 CHANGES: tuple[Change, ...] = (
     Change(
         name="cxx20",
         kind="build",
-        reason="torch's headers refuse a compiler below C++17, newer ones below C++20; Horovod asks for C++14.",
+        reason="torch's headers require C++17, or C++20 in newer versions, but Horovod selects C++14.",
         edits=(
             Edit(file="CMakeLists.txt", before=_CXX_STANDARD[0], after=_CXX_STANDARD[1]),
             Edit(file="horovod/torch/CMakeLists.txt", before=_CXX_STANDARD[0], after=_CXX_STANDARD[1]),
@@ -51,12 +52,12 @@ CHANGES: tuple[Change, ...] = (
     Change(
         name="no-toolkit",
         kind="build",
-        reason="With a CUDA torch, CMake uses a CUDA toolkit (any it finds, fitting or not) even for CPU operations.",
+        reason="With a CUDA torch, CMake uses any CUDA toolkit that it finds, even for CPU operations.",
         edits=(
             Edit(
                 file="CMakeLists.txt",
                 before="check_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)\n",
-                after=_IF_ASKED + "if(NOT CMAKE_CUDA_COMPILER AND DEFINED HOROVOD_GPU_OPERATIONS)\n",
+                after=_CHECK_CUDA_IF_REQUESTED + "if(NOT CMAKE_CUDA_COMPILER AND DEFINED HOROVOD_GPU_OPERATIONS)\n",
             ),
             Edit(
                 file="cmake/Modules/FindPytorch.cmake",
@@ -69,7 +70,7 @@ CHANGES: tuple[Change, ...] = (
     Change(
         name="no-distutils",
         kind="build",
-        reason="Python 3.12 has no distutils: without it Python.h is not found, and horovodrun does not start.",
+        reason="Python 3.12 does not contain distutils, so Python.h is not found and horovodrun does not start.",
         edits=(
             Edit(
                 file="horovod/torch/CMakeLists.txt",
@@ -86,7 +87,7 @@ CHANGES: tuple[Change, ...] = (
     Change(
         name="any-path",
         kind="build",
-        reason="The build folder's path is read as a regular expression: a '+' in it, and the wheel lacks its library.",
+        reason="The path of the build folder is used as a regular expression. With a '+', the wheel lacks its library.",
         edits=(
             Edit(
                 file="cmake/Utilities.cmake",
@@ -98,7 +99,7 @@ CHANGES: tuple[Change, ...] = (
     Change(
         name="build-record",
         kind="build",
-        reason="The wheel carries what it was built from, so that `unitrain horovod check` can tell later.",
+        reason="The wheel contains a record of its build, which `unitrain horovod check` reads.",
         edits=(
             Edit(
                 file="setup.py",
@@ -109,9 +110,9 @@ CHANGES: tuple[Change, ...] = (
     ),
     Change(
         name="gloo-interface",
-        kind="mend",
-        reason="Process sets, the one of all ranks too, ignore HOROVOD_GLOO_IFACE and advertise what the own host name "
-        "resolves to: several hosts cannot connect where that is 127.0.1.1, Debian's default, or another useless one.",
+        kind="fix",
+        reason="All process sets ignore HOROVOD_GLOO_IFACE and advertise the address of the host's own name. If it is "
+        "127.0.1.1, the default of Debian, several hosts cannot connect.",
         edits=(
             Edit(
                 file="horovod/common/gloo/gloo_context.cc",
@@ -125,9 +126,9 @@ CHANGES: tuple[Change, ...] = (
     ),
     Change(
         name="gloo-stall",
-        kind="mend",
+        kind="fix",
         reason="Under the Gloo controller the list of ranks stays empty (reserve instead of resize), so the stall "
-        "inspector sees nobody missing: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS does nothing and the job hangs for ever.",
+        "inspector finds no missing ranks: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS has no effect and the job hangs.",
         edits=(
             Edit(
                 file="horovod/common/gloo/gloo_controller.cc",
@@ -138,9 +139,9 @@ CHANGES: tuple[Change, ...] = (
     ),
     Change(
         name="gloo-send-buffer",
-        kind="mend",
-        reason="A reducescatter sets the send buffer of its connections to the size of its message, for good: after a "
-        "small one, a broadcast of 16 MB takes 400 times as long as before. Left alone, the kernel sizes it.",
+        kind="fix",
+        reason="A reducescatter permanently sets the send buffers of its connections to the size of its message. After "
+        "a small one, a broadcast of 16 MB takes 400 times as long. With the fix, the kernel chooses the size.",
         edits=(
             Edit(
                 file="third_party/gloo/gloo/transport/tcp/pair.cc",
@@ -151,9 +152,9 @@ CHANGES: tuple[Change, ...] = (
     ),
     Change(
         name="mpi-signals",
-        kind="mend",
-        reason="horovodrun --mpi becomes a shell that waits for mpirun: the SIGTERM that a scheduler sends ends the "
-        "shell alone, and mpirun and all ranks stay behind.",
+        kind="fix",
+        reason="horovodrun --mpi replaces itself by a shell that waits for mpirun. The SIGTERM of a scheduler ends "
+        "only the shell, and mpirun and all ranks continue.",
         edits=(
             Edit(
                 file="horovod/runner/mpi_run.py",
@@ -165,57 +166,57 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
-def mending(changes: tuple[Change, ...] = CHANGES) -> tuple[str, ...]:
-    """The names of the changes that repair run-time behaviour."""
-    return tuple(change.name for change in changes if change.kind == "mend")
+def runtime_fixes(changes: tuple[Change, ...] = CHANGES) -> tuple[str, ...]:
+    """Return the names of the changes that fix behavior at run time."""
+    return tuple(change.name for change in changes if change.kind == "fix")
 
 
 def digest(changes: tuple[Change, ...] = CHANGES) -> str:
-    """A short fingerprint of all edits; another patch set is another wheel."""
+    """Return a short digest of all edits. It is part of the key of a wheel."""
     parts = (part for change in changes for edit in change.edits for part in (edit.file, edit.before, edit.after))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 def apply(source: Path, changes: tuple[Change, ...] = CHANGES) -> tuple[str, ...]:
-    """Change the sources under `source` in place and return the names of the changes that were not in yet.
+    """Change the sources in `source`, and return the names of the changes that were not applied before.
 
-    All or nothing: every edit is tried in memory before the first file is written.
+    Files are written only if all edits succeed.
     """
     texts: dict[str, str] = {}
     applied: list[str] = []
     for change in changes:
-        fresh = [_edited(source, texts, change, edit) for edit in change.edits]
-        if any(fresh):
+        is_new = [_apply_edit(source, texts, change, edit) for edit in change.edits]
+        if any(is_new):
             applied.append(change.name)
     for file, text in texts.items():
         (source / file).write_text(text)
     return tuple(applied)
 
 
-def _edited(source: Path, texts: dict[str, str], change: Change, edit: Edit) -> bool:
-    """Put the edited text of one file into `texts`; False when the edit was in the sources already."""
+def _apply_edit(source: Path, texts: dict[str, str], change: Change, edit: Edit) -> bool:
+    """Store the edited text of a file in `texts`. Return False if the edit was applied before."""
     path = source / edit.file
     if edit.file not in texts and not path.is_file():
         raise HorovodBuildError(
-            f"Change {change.name!r} is for {edit.file}, which the sources in {source} do not have. "
-            "Give it the unpacked sdist of Horovod 0.28.1."
+            f"Change {change.name!r} is for {edit.file}, which does not exist in {source}. "
+            "Use the unpacked sdist of Horovod 0.28.1."
         )
     text = texts.get(edit.file) or path.read_text()
-    # Some `after` texts contain their `before`, so what is in already is taken out before counting.
-    untouched = text.replace(edit.after, "").count(edit.before)
-    if edit.after in text and untouched == 0:
+    # Some `after` texts contain their `before` text, so applied edits are removed before counting.
+    occurrences = text.replace(edit.after, "").count(edit.before)
+    if edit.after in text and occurrences == 0:
         return False
-    if untouched != 1:
+    if occurrences != 1:
         raise HorovodBuildError(
-            f"Change {change.name!r} expects this text once in {edit.file}, and found it {untouched} times: "
+            f"Change {change.name!r} expects this text once in {edit.file}, but it occurs {occurrences} times: "
             f"{edit.before.strip()!r}. Build from the unchanged sdist of Horovod 0.28.1."
         )
     texts[edit.file] = text.replace(edit.before, edit.after)
     return True
 
 
-def shown(change: Change) -> Iterator[str]:
-    """The lines of one change, as a short diff for `--dry-run`."""
+def format_diff(change: Change) -> Iterator[str]:
+    """Yield the lines of a change as a short diff, for `--dry-run`."""
     for edit in change.edits:
         yield f"{edit.file}"
         for line in difflib.ndiff(edit.before.splitlines(), edit.after.splitlines()):

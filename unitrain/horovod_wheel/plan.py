@@ -1,4 +1,4 @@
-"""From a machine and a wish to a `BuildPlan`: plain data that `--dry-run` prints and `build` runs."""
+"""Convert a request and a machine into a `BuildPlan`: plain data that `--dry-run` prints and `build` executes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from unitrain.horovod_wheel.machine import Machine, Tool
 
 HOROVOD = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-# The newest that built it here; an older one is as good.
+# The newest tested versions. Older versions also work.
 TOOLS = {"setuptools": "setuptools>=64,<85", "wheel": "wheel", "packaging": "packaging"}
 CMAKE = "cmake>=3.26,<5"
-# Measured on 2 cores: 238 s of processor time (3 % more with NCCL), and what no second core helps with.
+# Measured on 2 cores: 238 s of CPU time (3 % more with NCCL), and the part that is not parallel.
 PARALLEL_SECONDS, SERIAL_SECONDS = 220.0, 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for; None lets the machine decide."""
+    """The request of the user. None means that the machine decides."""
 
     cache: Path
     mpi: bool | None = None
@@ -36,14 +36,14 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step: a command, or without one the function of that name in `build`; skipped where `unless` exists.
+    """A command, or, if `argv` is empty, the function of that name in `build`. It is skipped if `unless` exists.
 
-    `fills` is a folder that builds with other keys use too: it is locked, emptied before the step, and complete when it
+    `fills` is a folder that builds with other keys share. It is locked and emptied before the step, and complete if it
     contains `unless`, which is created after the step.
     """
 
     name: str
-    says: str
+    description: str
     argv: tuple[str, ...] = ()
     unless: str | None = None
     fills: Path | None = None
@@ -51,13 +51,13 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildPlan:
-    """Everything a build does, decided before it starts; `facts` say what the wheel fits and make up its key."""
+    """All steps and settings of a build. `facts` describe the environment of the wheel and determine its key."""
 
     key: str
     facts: Mapping[str, Any]
     settings: Mapping[str, str]
-    first_on_path: tuple[str, ...]
-    python_path: tuple[str, ...]
+    path_prefix: tuple[str, ...]
+    python_path_prefix: tuple[str, ...]
     folder: Path
     wheel: Path
     sdist: Path
@@ -66,46 +66,46 @@ class BuildPlan:
     build_steps: tuple[Step, ...]
     install_steps: tuple[Step, ...]
     notes: tuple[str, ...]
-    usual_seconds: float
+    typical_seconds: float
 
     @property
     def work(self) -> Path:
-        """The scratch folder of this build, removed when it succeeds."""
+        """The working folder of this build, which is removed after a success."""
         return self.folder / "work"
 
     @property
     def source(self) -> Path:
-        """Where the sdist is unpacked."""
+        """The folder of the unpacked sdist."""
         return self.work / f"horovod-{HOROVOD}"
 
     @property
     def log(self) -> Path:
-        """The whole output of the latest build of this wheel; kept, also when it fails."""
+        """The complete output of the latest build of this wheel."""
         return self.folder / "build.log"
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment of every command: the inherited one, less what would steer the build past the plan."""
+        """Return the environment of every command: `inherited` without variables that would contradict the plan."""
         kept = {name: value for name, value in inherited.items() if name[:8] != "HOROVOD_" and name != "CCL_ROOT"}
-        for name, first in (("PATH", self.first_on_path), ("PYTHONPATH", self.python_path)):
-            if first:
-                kept[name] = os.pathsep.join([*first, *filter(None, [kept.get(name)])])
+        for name, prefix in (("PATH", self.path_prefix), ("PYTHONPATH", self.python_path_prefix)):
+            if prefix:
+                kept[name] = os.pathsep.join([*prefix, *filter(None, [kept.get(name)])])
         return {**kept, **self.settings}
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where wheels are kept: UNITRAIN_CACHE, else XDG_CACHE_HOME/unitrain, else ~/.cache/unitrain; then `horovod`."""
+    """Return the folder `horovod` in UNITRAIN_CACHE, XDG_CACHE_HOME/unitrain or ~/.cache/unitrain."""
     if root := environment.get("UNITRAIN_CACHE"):
         return Path(root).expanduser() / "horovod"
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unitrain" / "horovod"
 
 
-def make(machine: Machine, request: Request) -> BuildPlan:
-    """Decide the whole build, or raise HorovodBuildError with everything that is missing at once."""
+def create_plan(machine: Machine, request: Request) -> BuildPlan:
+    """Return the plan of a build. Raises HorovodBuildError with all missing requirements."""
     mpi = machine.mpi is not None if request.mpi is None else request.mpi
     cuda = _cuda_by_default(machine) if request.cuda is None else request.cuda
     if problems := list(needs.missing(machine, mpi=mpi, cuda=cuda)):
         raise HorovodBuildError("\n".join(problems))
-    toolkit = needs.fitting_toolkit(machine) if cuda else None
+    toolkit = needs.find_toolkit(machine) if cuda else None
     facts = _facts(machine, mpi=mpi, cuda=cuda, toolkit=toolkit)
     key = _key(facts)
     folder = request.cache / key
@@ -114,7 +114,7 @@ def make(machine: Machine, request: Request) -> BuildPlan:
     from_pip = cuda and toolkit is None
     home = str(pip_toolkit / "nvidia" / f"cu{str(machine.torch.cuda).split('.')[0]}") if from_pip else ""
     home = toolkit.path if toolkit else home
-    tools = tuple(_absent_tools(machine))
+    tools = tuple(_missing_tools(machine))
     cmake = str(folder / "work" / "tools" / "cmake" / "data" / "bin" / "cmake")
     wheel = folder / f"horovod-{HOROVOD}-{machine.python_tag}-{machine.platform}.whl"
     sdist = request.cache / "sdist" / f"horovod-{HOROVOD}.tar.gz"
@@ -123,8 +123,8 @@ def make(machine: Machine, request: Request) -> BuildPlan:
         facts=facts,
         settings=_settings(machine, mpi=mpi, home=home, nccl=str(folder / "work" / "nccl"), jobs=jobs)
         | {"HOROVOD_CMAKE": cmake if CMAKE in tools or machine.cmake is None else machine.cmake.path},
-        first_on_path=(f"{home}/bin",) if home else (),
-        python_path=(str(folder / "work" / "tools"),) if tools else (),
+        path_prefix=(f"{home}/bin",) if home else (),
+        python_path_prefix=(str(folder / "work" / "tools"),) if tools else (),
         folder=folder,
         wheel=wheel,
         sdist=sdist,
@@ -133,12 +133,12 @@ def make(machine: Machine, request: Request) -> BuildPlan:
         build_steps=tuple(_build_steps(machine, tools, folder, sdist, pip_toolkit if from_pip else None, cuda)),
         install_steps=tuple(_install_steps(machine, wheel)) if request.install else (),
         notes=tuple(_notes(machine, request, mpi=mpi, cuda=cuda, from_pip=from_pip)),
-        usual_seconds=SERIAL_SECONDS + PARALLEL_SECONDS / jobs,
+        typical_seconds=SERIAL_SECONDS + PARALLEL_SECONDS / jobs,
     )
 
 
 def _cuda_by_default(machine: Machine) -> bool:
-    """GPU operations only where a GPU is to be seen and everything for them is there."""
+    """Return whether a GPU is visible and all requirements of GPU operations are met."""
     return machine.torch.visible_gpus > 0 and not list(needs.missing_for_cuda(machine))
 
 
@@ -156,15 +156,16 @@ def _facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | None) -> 
         "cuda": (toolkit.version if toolkit else f"{torch.cuda} (pip)") if cuda else None,
         "nccl": machine.nccl.version if cuda and machine.nccl else None,
         "architectures": list(torch.architectures) if cuda else [],
-        "mended": list(patches.mending()),
+        # The name of this entry is part of the keys of existing wheels.
+        "mended": list(patches.runtime_fixes()),
         "patches": patches.digest(),
-        # Left out where none is set, so that those wheels keep their keys.
+        # Omitted if none is set, so that the keys of such wheels do not change.
         **({"flags": dict(machine.flags), "cpu": machine.cpu} if machine.flags else {}),
     }
 
 
 def _key(facts: Mapping[str, Any]) -> str:
-    """Readable for whoever looks into the cache, exact through the digest of every fact."""
+    """Return a readable name with a digest of all facts."""
     parts = "-".join([*facts["controllers"], *(["nccl"] if facts["nccl"] else [])])
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     return f"torch{facts['torch']}-{facts['python'].split('-')[0]}-{parts}-{digest}"
@@ -177,11 +178,11 @@ def _settings(machine: Machine, *, mpi: bool, home: str, nccl: str, jobs: int) -
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI": "1",
-        # Found by accident in some toolkits and not in others; the same flags must give the same wheel.
+        # Some toolkits contain NVTX and others do not, but the same facts must give the same wheel.
         "HOROVOD_WITHOUT_NVTX": "1",
-        # CMake 4 refuses the 2.8.12 that the bundled gloo asks for; older ones ignore the variable.
+        # CMake 4 rejects the version 2.8.12 that the bundled gloo requires. Older versions ignore the variable.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-        # Horovod passes make's own arguments to whatever generator is set.
+        # Horovod passes arguments of make to the selected generator.
         "CMAKE_GENERATOR": "Unix Makefiles",
         "CXX": machine.compiler.path if machine.compiler else "",
         "MAKEFLAGS": f"-j{jobs}",
@@ -199,12 +200,12 @@ def _settings(machine: Machine, *, mpi: bool, home: str, nccl: str, jobs: int) -
     return settings
 
 
-def _absent_tools(machine: Machine) -> Iterator[str]:
-    """What the build needs from pip and this Python lacks; it goes into the build's own folder, not the user's."""
+def _missing_tools(machine: Machine) -> Iterator[str]:
+    """Yield the build tools that this Python lacks. They are installed into the working folder of the build."""
     for module, requirement in TOOLS.items():
         if module not in machine.modules:
             yield requirement
-    if machine.cmake is None or needs.old_cmake(machine.cmake):
+    if machine.cmake is None or needs.is_old_cmake(machine.cmake):
         yield CMAKE
 
 
@@ -215,18 +216,20 @@ def _build_steps(
     pip = (machine.python, "-m", "pip", "--disable-pip-version-check", "--no-input")
     if tools:
         argv = (*pip, "install", "--target", str(work / "tools"), *tools)
-        yield Step(name="tools", says="Fetch the build tools this Python lacks, into the build's own folder", argv=argv)
+        yield Step(name="tools", description="Download the missing build tools into the folder of the build", argv=argv)
     exact = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod")
     argv = (*pip, "download", *exact, "--dest", str(sdist.parent), f"horovod=={HOROVOD}")
-    yield Step(name="download", says=f"Fetch the sdist of Horovod {HOROVOD}", argv=argv, unless=str(sdist))
-    yield Step(name="unpack", says=f"Check its sha256 ({SDIST_SHA256[:12]}...) and unpack it")
-    yield Step(name="patch", says=f"Change the sources: {', '.join(change.name for change in patches.CHANGES)}")
+    yield Step(name="download", description=f"Download the sdist of Horovod {HOROVOD}", argv=argv, unless=str(sdist))
+    yield Step(name="unpack", description=f"Check the sha256 ({SDIST_SHA256[:12]}...) of the sdist and unpack it")
+    yield Step(name="patch", description=f"Patch the sources: {', '.join(change.name for change in patches.CHANGES)}")
     if pip_toolkit is not None:
         argv = (*pip, "install", "--target", str(pip_toolkit), f"cuda-toolkit[nvcc,cccl]=={machine.torch.cuda}.*")
-        says = f"Fetch NVIDIA's pip wheels of the CUDA {machine.torch.cuda} compiler (about 100 MB)"
-        yield Step(name="toolkit", says=says, argv=argv, unless=str(pip_toolkit / "complete"), fills=pip_toolkit)
+        description = f"Download NVIDIA's pip wheels of the CUDA {machine.torch.cuda} compiler (about 100 MB)"
+        yield Step(
+            name="toolkit", description=description, argv=argv, unless=str(pip_toolkit / "complete"), fills=pip_toolkit
+        )
     if cuda:
-        yield Step(name="link", says="Link the NCCL that torch uses under the names that CMake looks for")
+        yield Step(name="link", description="Link torch's NCCL with the names that CMake expects")
     argv = (
         *pip,
         "wheel",
@@ -237,30 +240,30 @@ def _build_steps(
         "--wheel-dir",
         str(work / "out"),
     )
-    yield Step(name="wheel", says="Compile and pack the wheel", argv=(*argv, str(work / f"horovod-{HOROVOD}")))
-    yield Step(name="store", says="Put the wheel into the cache")
+    yield Step(name="wheel", description="Compile and pack the wheel", argv=(*argv, str(work / f"horovod-{HOROVOD}")))
+    yield Step(name="store", description="Store the wheel in the cache")
 
 
 def _install_steps(machine: Machine, wheel: Path) -> Iterator[Step]:
     install = (machine.python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install")
     argv = (*install, "--no-deps", "--force-reinstall", str(wheel))
-    yield Step(name="install", says="Install the wheel over any other Horovod", argv=argv)
-    yield Step(name="dependencies", says="Install what it needs and is missing", argv=(*install, str(wheel)))
-    yield Step(name="check", says="Import it and ask what it can do")
+    yield Step(name="install", description="Install the wheel, replacing any other Horovod", argv=argv)
+    yield Step(name="dependencies", description="Install missing dependencies", argv=(*install, str(wheel)))
+    yield Step(name="check", description="Import Horovod and check its capabilities")
 
 
 def _notes(machine: Machine, request: Request, *, mpi: bool, cuda: bool, from_pip: bool) -> Iterator[str]:
-    """Each choice that the machine made instead of the user, and the flag that makes it otherwise."""
+    """Yield the decisions that depend on the machine, with the options that change them."""
     if machine.flags:
         names = " ".join(machine.flags)
-        fit = " The wheel runs on processors like this one only." if machine.cpu else ""
-        yield f"Compiled with {names} of the environment, as another wheel.{fit} To leave them out: unset {names}"
+        fit = " The wheel only runs on processors of this type." if machine.cpu else ""
+        yield f"The build uses the variables {names} and creates a separate wheel.{fit} To ignore them: unset {names}"
     if request.mpi is None and not mpi:
-        yield f"No MPI controller: there is no mpicxx on PATH. To have it: {needs.install_line(machine, 'mpi')}"
+        yield f"No MPI controller: mpicxx is not on PATH. To add it: {needs.install_command(machine, 'mpi')}"
     if from_pip:
-        yield f"No CUDA {machine.torch.cuda} toolkit on this machine: NVIDIA's pip wheels are used for the build alone."
+        yield f"No CUDA {machine.torch.cuda} toolkit on this machine: the build uses NVIDIA's pip wheels."
     if request.cuda is None and not cuda and machine.torch.cuda:
         if machine.torch.visible_gpus == 0:
-            yield "CPU operations only: no GPU is visible here. For GPU nodes that share this wheel: --with-cuda"
+            yield "CPU operations only: no GPU is visible on this host. To build for GPU nodes: --with-cuda"
         else:
             yield from (f"CPU operations only. {reason}" for reason in needs.missing_for_cuda(machine))
