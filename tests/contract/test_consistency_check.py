@@ -25,7 +25,7 @@ EXCHANGES = ("all_reduce", "broadcast", "isend")
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
 def many(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
-    """Yield ranks that exchange sums, as more than MOST_GATHERED ranks do."""
+    """Yield ranks that exchange sums, as more than MAX_GATHERING_RANKS ranks do."""
     with RankGroup(*request.param) as group:
         group.run(as_many_ranks)
         yield group
@@ -34,7 +34,7 @@ def many(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 def as_many_ranks(_: Backend) -> int:
     """Let this process exchange sums from now on, and return how many ranks it would exchange rows with before."""
-    before, consistency.MOST_GATHERED = consistency.MOST_GATHERED, 0
+    before, consistency.MAX_GATHERING_RANKS = consistency.MAX_GATHERING_RANKS, 0
     return before
 
 

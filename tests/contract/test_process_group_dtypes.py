@@ -348,7 +348,7 @@ def uneven_exchange_beyond_the_limit(backend: Backend) -> None:
     process_group.ALLTOALL_BYTES = 100
     splits = [20] * backend.size
     own = torch.zeros(sum(splits))
-    with pytest.raises(UnsupportedError, match=r"Horovod takes at most 100\. Exchange fewer rows"):
+    with pytest.raises(UnsupportedError, match=r"Horovod supports at most 100\. Exchange fewer rows"):
         dist.all_to_all_single(torch.zeros_like(own), own, splits, splits)
 
 

@@ -220,7 +220,7 @@ def test_an_object_of_another_program_is_not_unpickled(tmp_path: Path, monkeypat
     harm = pickle.dumps(Harm(tmp_path / "harm"))
     for forged in (harm + b"p", harm + b"p" + bytes(authentication.SIGNATURE_BYTES), b""):
         content = torch.frombuffer(bytearray(forged), dtype=torch.uint8) if forged else torch.empty(0).to(torch.uint8)
-        with pytest.raises(AuthenticationError, match="is not read: its signature is not valid"):
+        with pytest.raises(AuthenticationError, match="an object with an invalid signature"):
             objects.unpack(content, torch.device("cpu"))
     assert not (tmp_path / "harm").exists()
     monkeypatch.setenv("UNITRAIN_JOB_KEY", authentication.new_key())

@@ -1,9 +1,9 @@
-"""The consistency check before every collective: one exchange of a fingerprint, O(1) per rank.
+"""The consistency check before every collective: an exchange of a fingerprint of its arguments, O(1) per rank.
 
-Up to `MOST_GATHERED` ranks, the exchange is an allgather of short rows, which also carry small tensors, so that these
-are reduced in rank order, bit-equal on every transport. Above, it is a sum of a short vector: the fingerprints of all
-ranks are equal if and only if their variance is zero, and the same sum adds up small floating-point tensors. The
-arguments of all ranks are exchanged only where fingerprints differ.
+Up to `MAX_GATHERING_RANKS`, the exchange is an allgather of short rows. The rows also carry small tensors, which are
+reduced in rank order and are therefore bit-identical on every transport. With more ranks, the exchange is a sum of a
+short vector: the fingerprints of all ranks are equal if and only if their variance is zero. The same sum also adds
+small floating-point tensors. The ranks exchange all arguments only if the fingerprints differ.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from unitrain.monitoring.flight_recorder import CollectiveCall, describe_mismatc
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import all_gather
 
-MOST_GATHERED = 64
-# Of a row: fingerprint, count, and the bytes that it carries, or -1.
-_HEADER = 3
-# What a sum carries at most: together with the rest, one packet.
-_SUMMED = 128
-# Numbers are summed as four parts of 16 bits, so that their sums and sums of squares are exact in float64 for up to
-# 2**21 ranks.
+MAX_GATHERING_RANKS = 64
+# Header of a row: fingerprint, count, and the number of bytes that the row carries, or -1.
+_ROW_HEADER = 3
+# Limit of the elements that a sum carries. With the header, they fit into one packet.
+_MAX_SUMMED_ELEMENTS = 128
+# An integer is summed as four parts of 16 bits, so sums and sums of squares are exact in float64 for 2**21 ranks.
 _PARTS, _PART_BITS = 4, 16
-_TAG = 0x756E69  # of messages between two ranks, none that a user is likely to choose
 _SUM_HEADER = 4 * _PARTS + 1
+_TAG = 0x756E69  # of messages between two ranks; a user is unlikely to choose it
 
 
 class CheckedArguments(NamedTuple):
-    """Result of the exchange. `counts` is every rank's `CollectiveCall.count`, for gathering operations and up
-    to MOST_GATHERED ranks only; `root_count` that of the root.
+    """Result of the exchange.
 
-    If all ranks' tensors were small: their bytes, uint8 [ranks, bytes], padded with zeros, as `contents`, or their sum,
-    float64 [elements], as `total`.
+    `counts` is every rank's `CollectiveCall.count`; with more than MAX_GATHERING_RANKS ranks it is empty except for
+    gathering operations. `root_count` is the count of the root. If all ranks' tensors were small, `contents` is their
+    bytes, uint8 [ranks, bytes], padded with zeros, or `total` is their sum, float64 [elements].
     """
 
     counts: list[int]
@@ -49,17 +48,19 @@ class CheckedArguments(NamedTuple):
 
 
 class ConsistencyCheck:
-    """Counts the collectives that this rank of `backend` calls, and compares each with those of the other ranks.
+    """Compares each collective of this rank with those of the other ranks, and counts them.
 
-    Its exchanges of CPU tensors use `group`, None for the default group.
+    Its exchanges of CPU tensors use `group`, or the default group if that is None.
     """
 
     def __init__(self, backend: Backend, monitor: FailureMonitor, group: dist.ProcessGroup | None = None) -> None:
         self._backend, self._monitor, self._group = backend, monitor, group
         self._calls = 0
-        self._point_to_point = _has_point_to_point(group)
-        # Bounded in sum over ranks; 4 KB hold the statistics of a BatchNorm of 250 channels.
-        self._row_bytes = max(1024, min(4096, 16384 // backend.size))
+        self._is_point_to_point = _supports_point_to_point(group)
+        # Limited in total over ranks. 4 KB hold the statistics of a BatchNorm of 250 channels.
+        self.max_content_bytes = max(1024, min(4096, 16384 // backend.size))
+        # Called on every rank before the error of a mismatch is raised.
+        self.on_mismatch: Callable[[], None] = lambda: None
 
     def leave_group(self) -> None:
         """Release the process group."""
@@ -75,15 +76,14 @@ class ConsistencyCheck:
         check: Callable[[], None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> CheckedArguments:
-        """Return once every rank is about to do the same. All ranks call it.
+        """Return when every rank has called this with consistent arguments. All ranks call it.
 
-        `check` raises what is wrong with the arguments on this rank. With `dtype`, a small `tensor` is transferred in
-        that dtype with the exchange. Raises the lowest such rank's error, or CollectiveMismatchError if the arguments
-        differ, on every rank.
+        `check` raises an error for arguments that are invalid on this rank. With `dtype`, the exchange also transfers
+        a small `tensor` in that dtype. Raises on every rank the error of the lowest rank with invalid arguments, or
+        CollectiveMismatchError if the arguments differ.
         """
         self._backend.check_collective_allowed(operation)
         problem: UnitrainError | None = None
-        call = CollectiveCall(self._calls, operation, refused=True)
         try:
             if check is not None:
                 check()
@@ -91,91 +91,92 @@ class ConsistencyCheck:
             call = CollectiveCall(self._calls, operation, op, root, tensor.dtype if tensor is not None else None, shape)
         except (TensorError, ConfigError) as error:
             problem = error
+            call = CollectiveCall(self._calls, operation, refused=True)
         self._calls += 1
         self._monitor.record(call)
         tensor = None if problem is not None or dtype is None else tensor
-        exchange = self._gathered if self._backend.size <= MOST_GATHERED else self._summed
-        agreed = exchange(call, tensor, dtype)
-        if agreed is None or problem is not None:
-            self._raise_for_all(call, problem)
-        return agreed
+        exchange = self._exchange_rows if self._backend.size <= MAX_GATHERING_RANKS else self._exchange_sums
+        checked = exchange(call, tensor, dtype)
+        if checked is None or problem is not None:
+            self._raise_on_all_ranks(call, problem)
+        return checked
 
     def gather_bytes(self, payload: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Return every rank's `payload`, uint8 [its size], in rank order. All ranks call it, with the `sizes` of
-        all."""
+        """Return every rank's `payload`, uint8 [its size], in rank order. All ranks call it with all ranks' `sizes`."""
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
-        gathered = self._gather(padded)
+        gathered = self._allgather(padded)
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
     def broadcast_bytes(self, payload: Tensor, root: int) -> None:
-        """Make `payload`, uint8 of the same size on every rank, the root's. All ranks call it."""
+        """Set `payload`, uint8 of the same size on every rank, to the root's. All ranks call it."""
         self._wait(dist.broadcast(payload, root, group=self._group, async_op=True))
 
-    def _gathered(
+    def _exchange_rows(
         self, call: CollectiveCall, tensor: Tensor | None, dtype: torch.dtype | None
     ) -> CheckedArguments | None:
-        """Exchange rows; return None where they differ."""
-        content = None if tensor is None or dtype is None else _small(tensor, dtype, self._row_bytes)
-        row = torch.zeros(_HEADER + self._row_bytes // 8, dtype=torch.int64)
+        """Gather a row from every rank. Return None if the fingerprints differ."""
+        content = None if tensor is None or dtype is None else _small_content(tensor, dtype, self.max_content_bytes)
+        row = torch.zeros(_ROW_HEADER + self.max_content_bytes // 8, dtype=torch.int64)
         length = -1 if content is None else content.numel()
-        row[:_HEADER] = torch.tensor([call.fingerprint, call.count, length])
+        row[:_ROW_HEADER] = torch.tensor([call.fingerprint, call.count, length])
         if content is not None:
-            row[_HEADER:].view(torch.uint8)[:length] = content
-        rows = self._gather(row)
-        fingerprints, counts, lengths = rows[:, :_HEADER].t().tolist()
+            row[_ROW_HEADER:].view(torch.uint8)[:length] = content
+        rows = self._allgather(row)
+        fingerprints, counts, lengths = rows[:, :_ROW_HEADER].t().tolist()
         if fingerprints.count(call.fingerprint) < len(fingerprints):
             return None
-        contents = rows[:, _HEADER:].view(torch.uint8)[:, : max(lengths)] if min(lengths) >= 0 else None
+        contents = rows[:, _ROW_HEADER:].view(torch.uint8)[:, : max(lengths)] if min(lengths) >= 0 else None
         return CheckedArguments(counts, counts[max(call.root, 0)], contents)
 
-    def _summed(
+    def _exchange_sums(
         self, call: CollectiveCall, tensor: Tensor | None, dtype: torch.dtype | None
     ) -> CheckedArguments | None:
-        """Exchange sums; return None where fingerprints differ."""
+        """Sum a vector over ranks. Return None if the fingerprints differ."""
         size, rank = self._backend.size, self._backend.rank
-        # Of an object that one rank sends, only that rank knows the bytes, and their sum is that number.
-        counts = call.operation != "broadcast_object" or rank == call.root
-        own = [*_parts(call.fingerprint), *_parts(call.count if counts else 0)]
-        values = None if tensor is None or dtype is None else _summable(tensor, dtype, call.op)
-        vector = torch.zeros(_SUM_HEADER + _SUMMED, dtype=torch.float64)
+        # Only the root knows the number of bytes of its object, so the sum over ranks is that number.
+        has_count = call.operation != "broadcast_object" or rank == call.root
+        own = [*_split_bits(call.fingerprint), *_split_bits(call.count if has_count else 0)]
+        values = None if tensor is None or dtype is None else _small_summands(tensor, dtype, call.op)
+        vector = torch.zeros(_SUM_HEADER + _MAX_SUMMED_ELEMENTS, dtype=torch.float64)
         header = [*own, *(part * part for part in own), values is not None]
         vector[:_SUM_HEADER] = torch.tensor(header, dtype=torch.float64)
         if values is not None:
             vector[_SUM_HEADER : _SUM_HEADER + values.numel()] = values
         self._sum_over_ranks(vector)
-        *sums, carried = vector[:_SUM_HEADER].tolist()
-        same = [
+        *sums, ranks_with_values = vector[:_SUM_HEADER].tolist()
+        is_equal = [
             total == size * part and squares == size * part * part
             for part, total, squares in zip(own, sums, sums[2 * _PARTS :], strict=False)
         ]
-        if not all(same[:_PARTS]):
+        if not all(is_equal[:_PARTS]):
             return None
-        counts_sum = sum(int(part) << _PART_BITS * at for at, part in enumerate(sums[_PARTS : 2 * _PARTS]))
-        every: list[int] = []
+        count_sum = sum(int(part) << _PART_BITS * index for index, part in enumerate(sums[_PARTS : 2 * _PARTS]))
+        counts: list[int] = []
         if call.operation in ("allgather", "allgather_object"):
-            if all(same[_PARTS:]):
-                every = [call.count] * size
+            if all(is_equal[_PARTS:]):
+                counts = [call.count] * size
             else:
-                every = self._gather(torch.tensor([call.count])).view(-1).tolist()
-        total = vector[_SUM_HEADER : _SUM_HEADER + values.numel()] if values is not None and carried == size else None
-        return CheckedArguments(every, counts_sum, total=total)
+                counts = self._allgather(torch.tensor([call.count])).view(-1).tolist()
+        is_complete = values is not None and ranks_with_values == size
+        total = vector[_SUM_HEADER : _SUM_HEADER + values.numel()] if values is not None and is_complete else None
+        return CheckedArguments(counts, count_sum, total=total)
 
     def _sum_over_ranks(self, vector: Tensor) -> None:
-        """Make `vector` its sum over ranks, with the same bits on all of them. All ranks call it.
+        """Replace `vector` by its sum over ranks, bit-identical on all of them. All ranks call it.
 
-        Gloo sums along a ring, so that a result takes 2 N messages one after another. Here it takes log2(N): in each
-        round every rank exchanges its sum so far with one other. What is above the largest power of two is added
-        before, and gets the result afterwards.
+        Gloo sums along a ring, which takes 2 N consecutive messages. This takes log2(N): in each round every rank
+        exchanges its partial sum with one other rank. Ranks above the largest power of two send their vector to a lower
+        rank before, and receive the result afterwards.
         """
-        if not self._point_to_point:
+        if not self._is_point_to_point:
             self._wait(dist.all_reduce(vector, group=self._group, async_op=True))
             return
         rank, size = self._backend.rank, self._backend.size
-        most = 1 << size.bit_length() - 1
-        partner = rank ^ most  # differs in the highest bit
+        power_of_two = 1 << size.bit_length() - 1
+        partner = rank ^ power_of_two  # differs in the highest bit
         received = torch.empty_like(vector)
-        if rank >= most:
+        if rank >= power_of_two:
             self._exchange(partner, send=vector)
             self._exchange(partner, receive=vector)
             return
@@ -183,7 +184,7 @@ class ConsistencyCheck:
             self._exchange(partner, receive=received)
             vector += received
         distance = 1
-        while distance < most:
+        while distance < power_of_two:
             self._exchange(rank ^ distance, send=vector, receive=received)
             vector += received
             distance *= 2
@@ -192,28 +193,29 @@ class ConsistencyCheck:
 
     def _exchange(self, peer: int, *, send: Tensor | None = None, receive: Tensor | None = None) -> None:
         works = [
-            start(tensor, peer, self._group, tag=_TAG)
-            for start, tensor in ((dist.isend, send), (dist.irecv, receive))
+            begin(tensor, peer, self._group, tag=_TAG)
+            for begin, tensor in ((dist.isend, send), (dist.irecv, receive))
             if tensor is not None
         ]
-        for work in works:  # which do not tell that they have ended until they are waited for
+        for work in works:  # Gloo completes these works only in `wait`, so they cannot be polled
             self._monitor.wait_for_ranks(work, polls=False)
 
-    def _raise_for_all(self, call: CollectiveCall, problem: UnitrainError | None) -> NoReturn:
-        """Raise the lowest refused rank's error, or what differs, on every rank. All ranks call it."""
+    def _raise_on_all_ranks(self, call: CollectiveCall, problem: UnitrainError | None) -> NoReturn:
+        """Raise on every rank the error of the lowest rank with invalid arguments, or a mismatch. All ranks call it."""
         payload, _ = pack((call, problem))
-        sizes = self._gather(torch.tensor([payload.numel()])).view(-1).tolist()
-        told = [unpack(part, self._backend.device) for part in self.gather_bytes(payload, sizes)]
-        for _, found in told:
-            if found is not None:
-                raise found
+        sizes = self._allgather(torch.tensor([payload.numel()])).view(-1).tolist()
+        by_rank = [unpack(part, self._backend.device) for part in self.gather_bytes(payload, sizes)]
+        self.on_mismatch()
+        for _, error in by_rank:
+            if error is not None:
+                raise error
         raise CollectiveMismatchError(
-            f"{describe_mismatch([call for call, _ in told])} Call the same collectives in the same order on every "
-            "rank, with the same shape and dtype, and none of them inside `if rank == 0`."
+            f"{describe_mismatch([other for other, _ in by_rank])} Call the same collectives in the same order on "
+            "every rank, with the same shape and dtype, and none of them inside `if rank == 0`."
         )
 
-    def _gather(self, own: Tensor) -> Tensor:
-        """Return every rank's `own`, one-dimensional and of the same length, [ranks, length]."""
+    def _allgather(self, own: Tensor) -> Tensor:
+        """Return every rank's one-dimensional `own`, of the same length on every rank, as [ranks, length]."""
         gathered = own.new_empty(self._backend.size, own.numel())
         if own.numel():
             self._wait(all_gather(gathered.view(-1), own, group=self._group, async_op=True))
@@ -223,25 +225,25 @@ class ConsistencyCheck:
         self._monitor.wait_for_ranks(work, polls=True)
 
 
-def _small(tensor: Tensor, dtype: torch.dtype, most: int) -> Tensor | None:
-    """Return the bytes, uint8, of `tensor` in `dtype` if there are at most so many and they are on the CPU."""
-    if tensor.device.type != "cpu" or tensor.numel() * dtype.itemsize > most:
+def _small_content(tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> Tensor | None:
+    """Return the bytes, uint8, of a CPU `tensor` in `dtype`, or None if there are more than `max_bytes`."""
+    if tensor.device.type != "cpu" or tensor.numel() * dtype.itemsize > max_bytes:
         return None
-    # A copy: one number counts as contiguous at any stride, and as bytes it can be seen only at stride 1.
+    # A copy has unit stride, which a view as bytes requires.
     return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def _summable(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:
-    """Return the elements of `tensor`, float64, if a sum of float64 may reduce them."""
-    if tensor.device.type != "cpu" or tensor.numel() > _SUMMED or not dtype.is_floating_point:
+def _small_summands(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:
+    """Return the elements of a small floating-point `tensor`, float64, if a sum in float64 can reduce them."""
+    if tensor.device.type != "cpu" or tensor.numel() > _MAX_SUMMED_ELEMENTS or not dtype.is_floating_point:
         return None
     return tensor.detach().reshape(-1).double() if op in ("sum", "mean") else None
 
 
-def _has_point_to_point(group: dist.ProcessGroup | None) -> bool:
+def _supports_point_to_point(group: dist.ProcessGroup | None) -> bool:
     return dist.get_backend_config(group).startswith(("gloo", "cpu:gloo"))
 
 
-def _parts(number: int) -> list[int]:
+def _split_bits(number: int) -> list[int]:
     mask = (1 << _PART_BITS) - 1
-    return [number >> _PART_BITS * at & mask for at in range(_PARTS)]
+    return [number >> _PART_BITS * index & mask for index in range(_PARTS)]

@@ -1,4 +1,4 @@
-"""Python objects as bytes and tensors that are sent between ranks."""
+"""Python objects as bytes and tensors that are communicated between ranks."""
 
 from __future__ import annotations
 
@@ -17,47 +17,48 @@ from unitrain.bootstrap.authentication import SIGNATURE_BYTES, has_key, sign, ve
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
 EMPTY_PAYLOAD = torch.empty(0, dtype=torch.uint8)
-# How much of an object's tensors is sent at a time, and so how much more memory it takes.
+# Size of the chunks in which the tensors of an object are broadcast, and so the additional memory.
 CHUNK_BYTES = 2**26
-_PICKLED, _SAVED = b"p", b"t"
-_PURPOSE = "object"
+_PICKLE_FORMAT, _TORCH_FORMAT = b"p", b"t"
+_SIGNATURE_PURPOSE = "object"
 
 
 def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
-    """Return `obj` as uint8 [bytes], or no bytes and what to tell the user when it cannot be pickled."""
+    """Return `obj` as uint8 [bytes] and None, or an empty tensor and the error if it cannot be pickled."""
     file = io.BytesIO()
     try:
         try:
-            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
-            file.write(_PICKLED)
-        except _OnGPUError:
+            _CPUPickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
+            file.write(_PICKLE_FORMAT)
+        except _GPUTensorError:
             file = io.BytesIO()
             torch.save(obj, file)
-            file.write(_SAVED)
-    except Exception as error:  # whatever an object's own __reduce__ raises
+            file.write(_TORCH_FORMAT)
+    except Exception as error:  # an object's __reduce__ may raise anything
         return EMPTY_PAYLOAD, ConfigError(
-            f"A {type(obj).__name__} was given to send to other ranks, and it cannot be pickled: {error}. "
-            "Send plain data: numbers, strings, tensors, and lists and dictionaries of these."
+            f"A {type(obj).__name__} was passed to a collective of objects, but it cannot be pickled: {error}. "
+            "Pass plain data: numbers, strings, tensors, and lists and dictionaries of these."
         )
-    file.write(sign(file.getvalue(), _PURPOSE))
+    file.write(sign(file.getvalue(), _SIGNATURE_PURPOSE))
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8), None
 
 
 def unpack(payload: Tensor, device: torch.device) -> Any:
-    """Return the object that was packed, its tensors of any GPU now on `device`.
+    """Return the packed object, with its GPU tensors on `device`.
 
-    Raises AuthenticationError before it reads an object that no process of this job has packed: unpickling runs code.
+    Raises AuthenticationError, before it unpickles anything, if no process of this job packed the object: unpickling
+    runs code.
     """
     content = payload.numpy().tobytes()
     if has_key():
         content, signature = content[:-SIGNATURE_BYTES], content[-SIGNATURE_BYTES:]
-        if not verify(content, signature, _PURPOSE):
+        if not verify(content, signature, _SIGNATURE_PURPOSE):
             raise AuthenticationError(
-                "An object that this rank received was not sent by a rank of this job, and is not read: its signature "
-                "is not valid. Give all ranks the same UNITRAIN_JOB_KEY, or see which other program can reach the "
-                "job's ports: docs/security.md"
+                "This rank received an object with an invalid signature, which no rank of this job has sent, and does "
+                "not unpickle it. Set the same UNITRAIN_JOB_KEY on all ranks, or find the other program that can reach "
+                "the job's ports: docs/security.md"
             )
-    if content.endswith(_PICKLED):
+    if content.endswith(_PICKLE_FORMAT):
         return pickle.loads(content)
 
     def place(storage: Any, location: str) -> Any:
@@ -66,15 +67,15 @@ def unpack(payload: Tensor, device: torch.device) -> Any:
     return torch.load(io.BytesIO(content[:-1]), map_location=place, weights_only=False)
 
 
-class _OnGPUError(Exception):
-    """A tensor of a GPU was met, which pickle would send as one of the sender's GPU: on the receivers that is a
-    neighbour's, or missing. torch's own format, several times as slow for a small object, can move it."""
+class _GPUTensorError(Exception):
+    """The object contains a GPU tensor. pickle would restore it on the sender's GPU index, which on the receiver
+    belongs to another rank or does not exist. torch.save can map devices, but is several times slower."""
 
 
-class _Pickler(pickle.Pickler):
+class _CPUPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, Tensor) and obj.device.type == "cuda":
-            raise _OnGPUError
+            raise _GPUTensorError
         return None
 
 
@@ -93,81 +94,79 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> 
 
 
 def broadcast_with_tensors(communicator: Communicator, obj: Any) -> Any:
-    """Return rank 0's `obj` on every rank; what other ranks pass is ignored. All ranks call it.
+    """Return rank 0's `obj` on every rank; the objects of other ranks are ignored. All ranks call it.
 
-    The tensors in dictionaries, lists and tuples are sent as tensors, in chunks, so they may be of any size: pickled,
-    they would need as much memory again, several times. Tensors of any GPU are on `communicator.device` afterwards.
+    Tensors in dictionaries, lists and tuples may be of any size: they are broadcast in chunks. Pickling them would need
+    several times their memory. GPU tensors are on `communicator.device` afterwards.
     """
     tensors: list[Tensor] = []
-    first = communicator.rank == 0
-    skeleton = communicator.broadcast_object(_take_out(obj, tensors) if first else None)
-    if not first:
-        obj = _put_in(skeleton, communicator.device, tensors)
+    is_root = communicator.rank == 0
+    skeleton = communicator.broadcast_object(_extract_tensors(obj, tensors) if is_root else None)
+    if not is_root:
+        obj = _insert_tensors(skeleton, communicator.device, tensors)
     contents = [as_bytes(tensor) for tensor in tensors]
     for chunk in _chunks([len(content) for content in contents]):
         parts = [contents[index][place] for index, place in chunk]
-        size = sum(len(part) for part in parts)
-        # One chunk may hold tensors of several devices.
-        payload = torch.empty(size, dtype=torch.uint8, device=communicator.device)
-        places = payload.split([len(part) for part in parts])
-        if first:
-            for place, part in zip(places, parts, strict=True):
-                place.copy_(part)
+        # A chunk may contain tensors of several devices.
+        payload = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=communicator.device)
+        if is_root:
+            for target, part in zip(payload.split([len(part) for part in parts]), parts, strict=True):
+                target.copy_(part)
         received = communicator.broadcast(payload)
-        if not first:
-            for part, place in zip(parts, received.split([len(part) for part in parts]), strict=True):
-                part.copy_(place)
+        if not is_root:
+            for part, source in zip(parts, received.split([len(part) for part in parts]), strict=True):
+                part.copy_(source)
     return obj
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A tensor that was taken out of an object."""
+class _Placeholder:
+    """Stands for a tensor that was extracted from an object."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
 
 
-def _take_out(obj: Any, tensors: list[Tensor]) -> Any:
-    """Return `obj` with places for its tensors, which are added to `tensors`."""
+def _extract_tensors(obj: Any, tensors: list[Tensor]) -> Any:
+    """Return `obj` with placeholders instead of its tensors, and append the tensors to `tensors`."""
     kind = type(obj)
     if kind in (Tensor, torch.nn.Parameter) and obj.layout == torch.strided and not obj.is_quantized:
         tensors.append(obj)
-        return _Place(tuple(obj.shape), obj.dtype, obj.device.type == "cpu")
+        return _Placeholder(tuple(obj.shape), obj.dtype, obj.device.type == "cpu")
     if kind is dict:
-        return {key: _take_out(value, tensors) for key, value in obj.items()}
+        return {key: _extract_tensors(value, tensors) for key, value in obj.items()}
     if kind in (list, tuple):
-        return kind(_take_out(value, tensors) for value in obj)
+        return kind(_extract_tensors(value, tensors) for value in obj)
     return obj
 
 
-def _put_in(obj: Any, device: torch.device, tensors: list[Tensor]) -> Any:
-    """Return `obj` with new tensors, of any values, in their places, which are added to `tensors`."""
-    if isinstance(obj, _Place):
+def _insert_tensors(obj: Any, device: torch.device, tensors: list[Tensor]) -> Any:
+    """Return `obj` with uninitialized tensors instead of its placeholders, and append them to `tensors`."""
+    if isinstance(obj, _Placeholder):
         tensors.append(torch.empty(obj.shape, dtype=obj.dtype, device="cpu" if obj.on_cpu else device))
         return tensors[-1]
     kind = type(obj)
     if kind is dict:
-        return {key: _put_in(value, device, tensors) for key, value in obj.items()}
+        return {key: _insert_tensors(value, device, tensors) for key, value in obj.items()}
     if kind in (list, tuple):
-        return kind(_put_in(value, device, tensors) for value in obj)
+        return kind(_insert_tensors(value, device, tensors) for value in obj)
     return obj
 
 
 def _chunks(sizes: list[int]) -> Iterator[list[tuple[int, slice]]]:
-    """Yield the parts, of tensors of so many bytes, that are sent together."""
+    """Yield the parts, (index of the tensor, bytes of it), that are broadcast together; `sizes` are in bytes."""
     chunk: list[tuple[int, slice]] = []
-    room = CHUNK_BYTES
+    free_bytes = CHUNK_BYTES
     for index, size in enumerate(sizes):
         start = 0
         while start < size:
-            stop = min(size, start + room)
+            stop = min(size, start + free_bytes)
             chunk.append((index, slice(start, stop)))
-            room -= stop - start
+            free_bytes -= stop - start
             start = stop
-            if not room:
+            if not free_bytes:
                 yield chunk
-                chunk, room = [], CHUNK_BYTES
+                chunk, free_bytes = [], CHUNK_BYTES
     if chunk:
         yield chunk

@@ -1,4 +1,13 @@
-"""The way to Horovod's process group for those who use nothing else of unitrain; Horovod is imported by the call."""
+"""Horovod as a process group of torch.distributed.
+
+backend        the backend `horovod`
+process_group  Horovod's collectives as a torch.distributed process group
+work           operations in flight, and their completion
+tensors        tensors and reductions in the forms that Horovod accepts
+runtime        starting Horovod under any launcher
+
+`register_process_group` is for users of torch.distributed without a unitrain backend. It imports Horovod when called.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +15,11 @@ from unitrain.backends import registry
 
 
 def register_process_group() -> None:
-    """Make `torch.distributed.init_process_group("horovod")` work, under any launcher. Every rank calls it, before
-    that.
+    """Make `torch.distributed.init_process_group("horovod")` available, under any launcher. Every rank calls it first.
 
     Under horovodrun and mpirun it also starts Horovod and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-    MASTER_PORT, which torch looks for. Calling it again does nothing. Raises BackendUnavailableError when Horovod is
-    missing, or was built for another torch.
+    MASTER_PORT, which torch reads. Further calls do nothing. Raises BackendUnavailableError if Horovod is missing or
+    was built for another torch.
     """
     registry.load("horovod")
     from unitrain.backends.horovod import process_group

@@ -1,31 +1,34 @@
-"""Horovod, through its process group: everything above the collectives is the ddp backend's own code."""
+"""The backend `horovod`: the code of the ddp backend, on Horovod's process group."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from unitrain.backends import checks
-from unitrain.backends.base import StartOptions
+from unitrain.backends.base import ReduceOp, StartOptions
+from unitrain.backends.horovod import tensors as horovod_tensors
 from unitrain.backends.horovod.process_group import NAME, register_backend
-from unitrain.backends.horovod.runtime import CYCLE, FUSION, meet_with_horovod
+from unitrain.backends.horovod.runtime import CYCLE, FUSION, connect_ranks_and_horovod
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.devices import check_gpus, choose_device
 from unitrain.bootstrap.network import interface_of
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import BackendUnavailableError, ConfigError
+from unitrain.torch_compat import default_process_group
 
 
 class HorovodBackend(ProcessGroupBackend):
-    """Horovod's collectives, moved by Gloo, MPI or NCCL as it was built and started.
+    """Horovod's collectives over Gloo, MPI or NCCL, depending on how Horovod was built and started.
 
-    Horovod itself runs on after `shutdown`, until the process exits, and a later backend finds it running: MPI can be
-    started only once in a process, and horovodrun's rendezvous gives a second start the addresses of the first.
+    Horovod keeps running after `shutdown` until the process exits, and a later backend uses it: MPI can start only once
+    in a process, and horovodrun's rendezvous server would return the addresses of the first start again.
     """
 
     name = "horovod"
@@ -33,19 +36,19 @@ class HorovodBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Raise ConfigError for a transport that this Horovod does not use here and for two ranks on one GPU,
-        BackendUnavailableError for a GPU where this Horovod moves tensors between CPUs only."""
+        """Raise ConfigError for a transport that this Horovod does not use and for two ranks on one GPU, and
+        BackendUnavailableError for a GPU if this Horovod supports CPU tensors only."""
         checks.check_no_group()
         rank_info = options.rank_info
         device = choose_device(options.device, rank_info.local_rank)
         _check_operations(device)
-        rendezvous = meet_with_horovod(rank_info, options.timeout)
+        rendezvous = connect_ranks_and_horovod(rank_info, options.timeout)
         check_gpus(rendezvous, device, options.device)
         transport = _transport(device)
         if options.transport not in (None, transport):
             raise ConfigError(
-                f"Transport {options.transport!r} was asked for, but Horovod moves data by {transport!r} here. "
-                "See what it can do with: unitrain horovod check"
+                f"Transport {options.transport!r} was asked for, but Horovod uses {transport!r} here. "
+                "Leave transport out, or list what this Horovod supports with: unitrain horovod check"
             )
         register_backend()
         dist.init_process_group(
@@ -57,12 +60,63 @@ class HorovodBackend(ProcessGroupBackend):
         )
         return cls(rendezvous, device, transport, _control_group(rendezvous, options.timeout))
 
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        device: torch.device,
+        transport: str,
+        control_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(rendezvous, device, transport, control_group)
+        self._has_control_group = control_group is not None
+        self._check_consistency.on_mismatch = self._start_new_names
+
+    def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        if not self._can_overlap_check(tensor, op):
+            return super().allreduce(tensor, op)
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        # Horovod runs an operation only when all ranks have begun it under the same name, which contains the operation,
+        # dtype and size. So it may begin before the consistency check, and hides the time of the check.
+        work: Any = default_process_group().allreduce([result])
+        try:
+            self._check_consistency("allreduce", tensor, op=op)
+        except BaseException:
+            work.discard()
+            raise
+        self._monitor.wait_for_ranks(work)
+        return self._finish_reduction(result, tensor.dtype, op)
+
+    def _can_overlap_check(self, tensor: Any, op: str) -> bool:
+        """Return whether the arguments of an allreduce are valid, and the tensor is too large for the check to carry.
+
+        Then all ranks whose calls match return the same.
+        """
+        return (
+            isinstance(tensor, Tensor)
+            and tensor.dtype in (torch.float32, torch.float64)
+            and op in ("sum", "mean")
+            and tensor.layout == torch.strided
+            and tensor.device.type == "cpu"
+            and not (tensor.requires_grad and torch.is_grad_enabled())
+            and self._check_consistency.max_content_bytes
+            < tensor.numel() * tensor.element_size()
+            <= horovod_tensors.PIECE_BYTES
+            and self._has_control_group
+            and self.size > 1
+            and not self._is_shut_down
+            and not self._rank_zero_depth
+        )
+
+    def _start_new_names(self) -> None:
+        group: Any = default_process_group()
+        group.start_new_names()
+
 
 def _control_group(rendezvous: Rendezvous, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return a Gloo group of all ranks for what is exchanged before collectives. All ranks call it.
+    """Return a Gloo group of all ranks for consistency checks, or None without Gloo. All ranks call it.
 
-    Horovod looks for work once per cycle, and in the order in which it was issued: an exchange of 1 KB takes it 1 ms,
-    and longer while gradients are being reduced.
+    Horovod starts operations once per cycle, in the order of issue: it exchanges 1 KB in 1 ms, and takes longer while
+    gradients are being reduced.
     """
     if not dist.is_gloo_available():
         return None

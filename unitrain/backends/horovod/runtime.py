@@ -1,4 +1,4 @@
-"""Starting Horovod under any launcher, also under those that know nothing of it."""
+"""Start Horovod under any launcher, including those without support for Horovod."""
 
 from __future__ import annotations
 
@@ -26,36 +26,34 @@ from unitrain.bootstrap.rendezvous import (
 from unitrain.errors import BackendUnavailableError, LauncherMismatchError
 
 CYCLE = Tunable(
-    "HOROVOD_CYCLE_TIME", "ms between two looks of Horovod at what is to be done", "0.5", ("0.1", "1", "2", "5")
+    "HOROVOD_CYCLE_TIME", "ms between two cycles in which Horovod starts operations", "0.5", ("0.1", "1", "2", "5")
 )
-FUSION = Tunable(
-    "HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod puts buckets together", "16777216", ("0", "134217728")
-)
-_ANSWER_SECONDS = 3.0  # a host answers without its processes; one lost packet is sent again after a second
-_servers: list[Any] = []  # rank 0's rendezvous server, kept alive as long as the process
+FUSION = Tunable("HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod fuses buckets", "16777216", ("0", "134217728"))
+_CONNECT_TIMEOUT_SECONDS = 3.0  # the kernel accepts connections; it retransmits a lost packet after a second
+_servers: list[Any] = []  # keeps rank 0's rendezvous server alive until the process exits
 
 
 def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
-    """Initialise Horovod with the launcher's ranks, unless it is. All ranks call it.
+    """Initialize Horovod with the launcher's ranks, unless it is initialized. All ranks call it.
 
-    Raises BackendUnavailableError when this Horovod cannot do that, and LauncherMismatchError when it comes up with
-    other ranks than the launcher's: under torchrun, say, a plain `hvd.init()` makes every rank the only one.
+    Raises BackendUnavailableError if this Horovod does not support the launcher, and LauncherMismatchError if Horovod
+    starts with other ranks than the launcher's: under torchrun, a plain `hvd.init()` makes every rank a job of size 1.
     """
     if not hvd.is_initialized():
-        # Horovod's own 1 ms is as long as a small model's step (benchmarks/step_overhead.py). With its own 128 MiB it
-        # puts whole buckets together that wait for each other, and copies them there and back, which takes longer than
-        # to send them one by one. What is set, Horovod's own tuning leaves alone.
+        # Horovod's default cycle of 1 ms is as long as a step of a small model (benchmarks/step_overhead.py). With its
+        # default threshold of 128 MiB it fuses complete buckets: they wait for each other and are copied twice, which
+        # takes longer than separate transfers. Horovod's autotuning changes only variables that are not set.
         chosen = (CYCLE, FUSION) if environment.setting("HOROVOD_AUTOTUNE") in (None, "0") else ()
         environment.export_defaults(
             {
-                # Horovod's own limit is 30 s, and passing it aborts the process without an exception, or ends Horovod
-                # without saying whom it waited for: unitrain's own limit is to come first.
+                # At its timeout, 30 s by default, Horovod aborts the process or shuts down without naming the missing
+                # ranks. unitrain's timeout must expire first.
                 "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(rendezvous.timeout.total_seconds()) + 5),
                 **{tunable.variable: tunable.default for tunable in chosen},
             }
         )
         if rank_info.launcher not in ("none", "horovodrun", "mpirun"):
-            _lead_to_each_other(rank_info, rendezvous)
+            _serve_horovod_rendezvous(rank_info, rendezvous)
         hvd.init()
     if (hvd.rank(), hvd.size()) != (rank_info.rank, rank_info.size):
         raise LauncherMismatchError(
@@ -66,8 +64,8 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
         )
 
 
-def meet_with_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
-    """Bring the ranks together with Horovod running; under mpirun it is Horovod that brings them together."""
+def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
+    """Connect the ranks and start Horovod. Under mpirun without MASTER_ADDR, the ranks connect through Horovod."""
     if rank_info.launcher != "mpirun" or environment.setting("MASTER_ADDR"):
         rendezvous = connect_ranks(
             rank_info, timeout
@@ -81,10 +79,10 @@ def meet_with_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     return Rendezvous(rank_info, dist.PrefixStore("unitrain", store), host, timeout)
 
 
-def tell_torch_where(rank_info: RankInfo) -> None:
-    """Set the variables that torch's own rendezvous reads, where the launcher has not. All ranks call it.
+def export_torch_variables(rank_info: RankInfo) -> None:
+    """Set the variables that torch's rendezvous reads, unless the launcher has set them. All ranks call it.
 
-    They are agreed over Horovod itself, which horovodrun and mpirun always let start.
+    Under horovodrun and mpirun, the ranks choose the address through Horovod.
     """
     environment.export_defaults(
         {"RANK": str(rank_info.rank), "WORLD_SIZE": str(rank_info.size), "LOCAL_RANK": str(rank_info.local_rank)}
@@ -97,11 +95,11 @@ def tell_torch_where(rank_info: RankInfo) -> None:
     environment.export_defaults({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
 
 
-def _lead_to_each_other(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
-    """Do what horovodrun does for its workers: rank 0 serves the addresses, and every rank is told its place."""
+def _serve_horovod_rendezvous(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
+    """Replace horovodrun: rank 0 starts a rendezvous server for Horovod, and every rank exports its position."""
     if not hvd.gloo_built():
         raise BackendUnavailableError(
-            f"This Horovod was built without Gloo, which it needs where {rank_info.source} said "
+            f"This Horovod was built without Gloo, which it needs if {rank_info.source} sets the ranks: this is "
             f"rank {rank_info.rank} of {rank_info.size}. "
             "Build it with both controllers: unitrain horovod build --force"
         )
@@ -128,7 +126,7 @@ def _lead_to_each_other(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
             "HOROVOD_CROSS_SIZE": str(slot.cross_size),
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": port_text,
-            # Both: a Horovod with MPI built in otherwise asks MPI, which nobody started.
+            # Otherwise a Horovod with MPI would use MPI, which is not running.
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
         }
@@ -138,7 +136,7 @@ def _lead_to_each_other(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
 
 
 def _slot(seats: list[NodePosition], rank: int) -> SlotInfo:
-    """Return a rank's place in Horovod's terms: "cross" counts the ranks with the same local_rank on other hosts."""
+    """Return a rank's position in Horovod's terms. "cross" counts the ranks with the same local_rank on all hosts."""
     own = seats[rank]
     peers = [seat for seat in seats if seat.local_rank == own.local_rank]
     return SlotInfo(
@@ -155,40 +153,38 @@ def _slot(seats: list[NodePosition], rank: int) -> SlotInfo:
 def _store_through_horovod(rank_info: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:
     host, port = _free_address(rank_info)
     served = open_tcp_store(host, port, rank_info, timeout, is_server=True) if rank_info.rank == 0 else None
-    hvd.broadcast_object(None, 0, name="unitrain.served")  # the others connect once rank 0 listens
+    hvd.broadcast_object(None, 0, name="unitrain.served")  # returns when rank 0 listens
     return served or open_tcp_store(host, port, rank_info, timeout, is_server=False), host
 
 
 def _free_address(rank_info: RankInfo) -> tuple[str, int]:
-    """Return an address of rank 0 by which all ranks reach it, and a port that is free there. All ranks call it, with
-    Horovod running."""
+    """Return an address of rank 0 that all ranks can reach, and a free port. All ranks call it; Horovod must be
+    running."""
     if rank_info.rank != 0:
-        return _agreed_address(None)
-    # Which address the others reach is not known yet: this socket listens on all while they try, and takes no data.
+        return _choose_address(None)
+    # The reachable address is not known yet: this socket listens on all addresses, and receives no data.
     with socket.create_server((LOOPBACK if rank_info.local_size == rank_info.size else "", 0)) as free:
-        return _agreed_address(free.getsockname()[1], [LOOPBACK] if rank_info.local_size == rank_info.size else None)
+        return _choose_address(free.getsockname()[1], [LOOPBACK] if rank_info.local_size == rank_info.size else None)
 
 
-def _agreed_address(port: int | None, addresses: list[str] | None = None) -> tuple[str, int]:
-    """Return an address of rank 0, where it listens at `port`, by which all ranks reach it.
+def _choose_address(port: int | None, addresses: list[str] | None = None) -> tuple[str, int]:
+    """Return an address of rank 0 that all ranks can reach, and the port on which rank 0 listens.
 
-    It is one of `addresses`, or of all addresses that rank 0 has, where it does not know which of its networks leads to
-    the others. All ranks call it, with Horovod running, the others without a port.
-
-    Raises LauncherMismatchError where there is none.
+    It is one of `addresses`, by default all addresses of rank 0. All ranks call it; only rank 0 passes a port. Horovod
+    must be running. Raises LauncherMismatchError if no address is reachable from all ranks.
     """
     own = None if port is None else (addresses or own_addresses(), port)
-    addresses, port = hvd.broadcast_object(
-        own, 0, name="unitrain.addresses"
-    )  # unnamed it would hang: type(own) differs
-    reached = hvd.allgather_object(reachable_addresses(addresses, port, _ANSWER_SECONDS), name="unitrain.reached")
+    # Without a name it would hang, because Horovod's default name contains type(own), which differs.
+    addresses, port = hvd.broadcast_object(own, 0, name="unitrain.addresses")
+    reachable = reachable_addresses(addresses, port, _CONNECT_TIMEOUT_SECONDS)
+    reached = hvd.allgather_object(reachable, name="unitrain.reached")
     for address in addresses:
         if all(address in one for one in reached):
             return address, port
     missing = [rank for rank, one in enumerate(reached) if not one] or list(range(1, len(reached)))
     raise LauncherMismatchError(
-        f"Rank 0 has the addresses {', '.join(addresses)}, but "
-        f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} reach it at none that all reach. "
-        "Open the ports between the hosts, or say where to meet: "
+        f"No address of rank 0 ({', '.join(addresses)}) is reachable from all ranks. Check "
+        f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}. "
+        "Open the ports between the hosts, or set the address: "
         "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
     )

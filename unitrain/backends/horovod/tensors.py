@@ -1,4 +1,4 @@
-"""torch's tensors and reductions in the forms that Horovod takes, and back."""
+"""Conversion of torch's tensors and reductions to the forms that Horovod accepts, and back."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unitrain.backends.tensors import as_bytes as as_bytes
 from unitrain.backends.tensors import flatten, from_ordered_keys, has_unit_stride, ordered_keys
 from unitrain.errors import UnsupportedError
 from unitrain.monitoring.flight_recorder import dtype_name
 
-# Horovod keeps counts and offsets of elements, and for an allgather those of bytes, in C's int: from 2^31 on it ends
-# the process or writes elsewhere. Larger tensors are sent in pieces, of which no operation moves more bytes than these.
+# Horovod stores counts and offsets of elements, and of bytes for an allgather, in a C int: from 2^31 on it aborts or
+# writes to wrong addresses. Larger tensors are communicated in pieces of at most this size.
 PIECE_BYTES = 2**29
-# What one alltoall may move, which cannot be sent in pieces: only the two ranks concerned know how much they exchange.
+# Limit of one alltoall. It cannot be divided into pieces, because only two ranks know how much they exchange.
 ALLTOALL_BYTES = 2**31 - 1
 
 _OPS = {
@@ -33,7 +32,7 @@ _OPS = {
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-# Sums and products in a wider integer are exact modulo 2^bits, and so in the narrower one.
+# Sums and products in a wider integer are exact modulo 2^bits of the narrower one.
 _INTEGERS = {
     **dict.fromkeys((torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32), torch.int32),
     **dict.fromkeys((torch.uint32, torch.int64), torch.int64),
@@ -42,10 +41,11 @@ _INT64_MIN = torch.iinfo(torch.int64).min
 
 
 class Reduction(NamedTuple):
-    """How Horovod reduces contiguous values of one dtype; `decode` undoes what `encode` does.
+    """How Horovod reduces contiguous values of one dtype.
 
-    Where `combine` is given, it reduces two tensors in torch: Horovod only gathers the values of all ranks, and `op`,
-    `encode` and `decode` are not used. Where `encode` is None, Horovod reduces the values as they are.
+    Horovod reduces `encode(values)` by `op`, and `decode` is the inverse of `encode`. If `encode` is None, Horovod
+    reduces the values themselves, viewed as `carrier` if that is given. If `combine` is given, Horovod only gathers the
+    values of all ranks, and `combine` reduces two tensors in torch.
     """
 
     op: Any
@@ -55,7 +55,7 @@ class Reduction(NamedTuple):
     combine: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def encoded(self, values: Tensor) -> Tensor:
-        """Return `values`, [elements], as Horovod reduces them: a new tensor, or a view where `encode` is None."""
+        """Return `values`, [elements], as Horovod reduces them: a new tensor, or a view if `encode` is None."""
         if self.encode is not None:
             return self.encode(values)
         return values if self.carrier is None else values.view(self.carrier)
@@ -68,9 +68,9 @@ class Reduction(NamedTuple):
 
 
 def reduction(dtype: torch.dtype, op: Any) -> Reduction:
-    """Return how values of `dtype` are reduced by torch's `op`.
+    """Return the reduction of `dtype` by torch's `op`.
 
-    Raises UnsupportedError for a reduction that Horovod cannot compute exactly, apart from the rounding of `dtype`.
+    Raises UnsupportedError if Horovod cannot compute it exactly, apart from rounding to `dtype`.
     """
     name = next((name for name in (*_OPS, *_BITWISE) if op == getattr(dist.ReduceOp, name)), str(op))
     found = None
@@ -105,12 +105,12 @@ def _floating(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     if name == "PREMUL_SUM":
         factor = getattr(op, "factor", None)
-        if factor is None:  # torch before 2.14 does not tell
+        if factor is None:  # torch before 2.14 does not provide the factor
             return None
         return Reduction(hvd_op, lambda values: torch.mul(values.to(wide), factor), lambda result: result.to(dtype))
     if dtype == wide or (dtype == torch.float16 and name == "SUM"):
         return Reduction(hvd_op)
-    # Also for float16: the sum that an average is made of may overflow, and MPI multiplies no float16.
+    # Also for float16: the sum of an average may overflow, and MPI does not multiply float16.
     return Reduction(hvd_op, lambda values: values.to(wide), lambda result: result.to(dtype))
 
 
@@ -131,7 +131,7 @@ def _complex(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:
 
 
 def _integer(dtype: torch.dtype, name: str) -> Reduction | None:
-    if dtype == torch.bool:  # the sum of booleans is true where any is, as in NCCL
+    if dtype == torch.bool:  # as in NCCL, the sum of booleans is true if any is
         op = hvd.Max if name in ("SUM", "MAX") else hvd.Min
         return Reduction(op, lambda values: values.to(torch.int32), lambda result: result.to(dtype))
     op = _OPS[name]
@@ -163,23 +163,20 @@ def _bitwise(dtype: torch.dtype, name: str) -> Reduction | None:
 
 
 def combined(gathered: Tensor, dtype: torch.dtype, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return the rows of `gathered`, uint8 [size, bytes], combined in the order of ranks as values of `dtype`."""
+    """Return the rows of `gathered`, uint8 [size, bytes], combined in rank order as values of `dtype`."""
     result: Tensor = functools.reduce(combine, (row.view(dtype) for row in gathered))
     return result
 
 
 def pieces(count: int, bytes_each: int) -> Iterator[slice]:
-    """Yield the parts of a tensor of `count` elements that are sent one at a time, the same on every rank."""
-    most = max(1, PIECE_BYTES // max(1, bytes_each))
-    for start in range(0, count, most):
-        yield slice(start, min(start + most, count))
+    """Yield the pieces in which a tensor of `count` elements is communicated, the same on every rank."""
+    max_elements = max(1, PIECE_BYTES // max(1, bytes_each))
+    for start in range(0, count, max_elements):
+        yield slice(start, min(start + max_elements, count))
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """Return the elements of `tensor`, [elements] with stride 1, sharing its memory where it is contiguous.
-
-    Raises UnsupportedError for a sparse tensor.
-    """
+def flatten_dense(tensor: Tensor) -> Tensor:
+    """Return `flatten(tensor)`. Raises UnsupportedError for a sparse tensor."""
     if tensor.layout != torch.strided:
         raise UnsupportedError(
             f"Horovod's process group takes dense tensors, got layout {tensor.layout}. Use tensor.to_dense() first."
@@ -187,10 +184,15 @@ def flat(tensor: Tensor) -> Tensor:
     return flatten(tensor)
 
 
-class Destination:
-    """A tensor that results are written into piece by piece: `elements`, of its dtype, and `bytes`, uint8.
+def dense_bytes(tensor: Tensor) -> Tensor:
+    """Return `tensor` as uint8 [bytes]. Raises UnsupportedError for a sparse tensor."""
+    return flatten_dense(tensor).view(torch.uint8)
 
-    They are its own memory where it is contiguous; else `finish` copies them there, after the last piece.
+
+class Destination:
+    """A tensor to which results are written in pieces: as `elements`, of its dtype, or as `bytes`, uint8.
+
+    Both are the memory of the tensor if it is contiguous. Otherwise `finish` copies them to it after the last piece.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -205,6 +207,6 @@ class Destination:
         return self.elements.view(torch.uint8)
 
     def finish(self) -> None:
-        """Make the tensor complete."""
+        """Complete the tensor."""
         if self._copied:
             self._tensor.copy_(self.elements.view(self._tensor.shape))

@@ -1,8 +1,8 @@
-"""Operations that Horovod is busy with, as torch.distributed `Work`s, and who sees them done.
+"""Horovod's operations in flight as torch.distributed `Work`s, and their completion.
 
-Horovod has no callback: somebody has to ask. Whoever waits asks, in short intervals, because passing the news from
-another thread costs a small model a tenth of its step. A thread that asks now and then is there for futures that are
-waited for in C++.
+Horovod has no completion callbacks, so its handles must be polled. The waiting thread polls, because a notification
+from another thread costs a small model a tenth of its step. A background thread also polls, less often, for futures
+that C++ code waits for.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from unitrain.backends.gradients.end_of_backward import Step, end_of_backward
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.torch_compat import Work, current_backward
 
-_EAGER_SECONDS = 0.005  # with 0.001 a small model's step takes a third longer where operations take 2 ms
-_PATIENT_SECONDS = 0.00005
-_BACKGROUND_SECONDS = 0.001
-_IDLE_LOOKS = 20
+# A wait polls without sleeping for this long. With 0.001, a step of a small model takes a third longer if operations
+# take 2 ms.
+_BUSY_POLL_SECONDS = 0.005
+_POLL_INTERVAL_SECONDS = 0.00005
+_BACKGROUND_POLL_SECONDS = 0.001
+_MAX_IDLE_POLLS = 20  # of the background thread, before it blocks until an operation is added
 
 
 class HorovodWork(Work):
-    """One operation in flight; `wait` and the future end with its result, its error, or a CollectiveTimeoutError."""
+    """An operation. `wait` and the future return its result, or raise its error or CollectiveTimeoutError."""
 
     def __init__(
         self,
@@ -60,13 +62,13 @@ class HorovodWork(Work):
 
     @classmethod
     def completed(cls, result: Any, device: torch.device) -> HorovodWork:
-        """Return a work that has nothing to do."""
+        """Return a completed work."""
         work = cls("", -1, result, device, None, timedelta(), None)
         work._complete(None)
         return work
 
-    def look(self) -> bool:
-        """Tell whether the operation has ended, and if so hand its result on. Only `Completions` calls it."""
+    def poll(self) -> bool:
+        """Return whether the operation has ended, and if so complete this work. Only `Completions` calls it."""
         if self._done:
             return True
         if not hvd.poll(self._handle):
@@ -74,7 +76,9 @@ class HorovodWork(Work):
                 return False
             seconds = self._timeout.total_seconds()
             self._complete(
-                CollectiveTimeoutError(f"Horovod's {self._name} timed out after {seconds:g} s: some ranks never came.")
+                CollectiveTimeoutError(
+                    f"Horovod's {self._name} timed out after {seconds:g} s, because some ranks did not call it."
+                )
             )
             return True
         try:
@@ -89,14 +93,19 @@ class HorovodWork(Work):
             self._complete(None)
         return True
 
+    def discard(self) -> None:
+        """Do not wait for the operation any more, because not all ranks begin it. Horovod keeps it pending."""
+        self._finish = None
+        self._done = True
+
     def _mark_ready(self, output: Any) -> None:
-        """Record when the stream of this thread, which any thread may be, has written the result on a GPU."""
+        """Record an event after the result has been written by the current stream of this thread, on a GPU."""
         if self._device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self._device)
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                tensor.record_stream(stream)  # it may be freed before the stream has copied it
+                tensor.record_stream(stream)  # delays freeing its memory until the stream has copied it
         self._ready = torch.cuda.Event()
         self._ready.record(stream)
 
@@ -115,8 +124,8 @@ class HorovodWork(Work):
             self._completions.wait_for(self, seconds or None)
         if self._error is not None:
             raise self._error
-        if not self._done:  # torch's own works raise too, and who waits does not look at what is returned
-            raise CollectiveTimeoutError(f"Horovod's {self._name} is not done after {seconds:g} s of waiting.")
+        if not self._done:  # torch's own works raise too, and callers ignore the returned value
+            raise CollectiveTimeoutError(f"Horovod's {self._name} is not complete after {seconds:g} s.")
         if self._ready is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
         return True
@@ -138,7 +147,7 @@ class HorovodWork(Work):
 
 
 class JoinedWork(Work):
-    """Operations that torch started as one; it is complete when all of `works` are, and fails if any of them fails."""
+    """Several operations of one collective. It is complete when all `works` are, and fails if any of them fails."""
 
     def __init__(self, works: list[HorovodWork], result: Any) -> None:
         super().__init__()
@@ -148,7 +157,7 @@ class JoinedWork(Work):
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         for work in self._works:
-            left = 0.0 if deadline is None else max(deadline - time.monotonic(), 1e-6)  # 0 is no limit
+            left = 0.0 if deadline is None else max(deadline - time.monotonic(), 1e-6)  # 0 means unlimited
             work.wait(timedelta(seconds=left))
         return True
 
@@ -164,65 +173,65 @@ class JoinedWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             every = torch.futures.collect_all([work.get_future() for work in self._works])
-            self._future = every.then(self._outcome)
+            self._future = every.then(self._result_or_error)
         return self._future
 
     def result(self) -> Any:
         return self._result
 
-    def _outcome(self, _: Any) -> Any:
+    def _result_or_error(self, _: Any) -> Any:
         if (error := self.exception()) is not None:
             raise error
         return self._result
 
 
 def joined(works: list[HorovodWork], result: Any, device: torch.device) -> dist.Work:
-    """Return the work that is complete when all of `works` are, whose future ends with `result`, as theirs do."""
-    if not works:  # nothing to move, and every rank knows
+    """Return one work for all `works`. Its future, like theirs, returns `result`."""
+    if not works:  # empty tensors, on every rank
         return HorovodWork.completed(result, device)
     return works[0] if len(works) == 1 else JoinedWork(works, result)
 
 
 class Completions:
-    """Completes works in the order in which they were added, in whichever thread waits for one."""
+    """Completes works in the order in which they were added, in the thread that waits for one or in the background."""
 
     def __init__(self) -> None:
         self._works: deque[HorovodWork] = deque()
         self._completing = threading.Lock()
         self._completer: int | None = None
-        self._error: Exception | None = None  # the first that any work ended with: Horovod does not recover from one
-        self._backward = -1
+        self._error: Exception | None = None  # of the first work that failed; Horovod does not recover from errors
+        self._last_backward = -1
         self._added = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="unitrain-horovod", daemon=True)
         self._thread.start()
 
     def add(self, work: HorovodWork) -> None:
-        """Take `work` over. During a backward it is also waited for at its end, where its gradients are needed."""
+        """Complete `work` when it ends. The end of a running backward also waits for it."""
         if self._completer == threading.get_ident():
-            # A callback on a completed work goes on with another, and may wait for its future, which only this thread
-            # could complete.
-            _ask(work.look, None)
+            # A callback of a completed work has begun another one, and may wait for its future, which only this thread
+            # can complete.
+            _poll_until(work.poll, None)
             return
         self._works.append(work)
         if not self._added.is_set():
             self._added.set()
         backward = current_backward()
-        if backward not in (-1, self._backward):
-            self._backward = backward
+        if backward not in (-1, self._last_backward):
+            self._last_backward = backward
             end_of_backward.add(Step.COMPLETE_TRANSPORT, self._finish_backward)
 
     def wait_for(self, work: HorovodWork, seconds: float | None) -> None:
         """Return when `work` is complete, or after `seconds`."""
-        own_callback = self._completer == threading.get_ident()
+        is_in_callback = self._completer == threading.get_ident()
 
         def is_done() -> bool:
-            if own_callback:
-                return work.look()
-            self._look()
+            if is_in_callback:
+                return work.poll()
+            self._poll()
             return work.is_completed()
 
-        _ask(is_done, seconds)
+        _poll_until(is_done, seconds)
 
     def stop(self) -> None:
         """Complete all works added so far, and end the thread."""
@@ -231,19 +240,19 @@ class Completions:
         self._thread.join()
 
     def _finish_backward(self) -> None:
-        _ask(lambda: self._look() or not self._works, None)
+        _poll_until(lambda: self._poll() or not self._works, None)
         if self._error is not None:
-            # Here, before DDP looks at its futures: to C++ one that has failed in Python is one with a strange result.
+            # Before DDP reads its futures: C++ code reports a Python error as a result of an unknown type.
             raise self._error
 
-    def _look(self) -> bool:
-        """Complete the works that have ended, up to the first that has not; tell whether none is left."""
+    def _poll(self) -> bool:
+        """Complete the works that have ended, up to the first that has not. Return whether none is left."""
         if not self._completing.acquire(blocking=False):
-            return False  # another thread is at it
+            return False  # another thread is polling
         try:
             self._completer = threading.get_ident()
             while self._works:
-                if not self._works[0].look():
+                if not self._works[0].poll():
                     return False
                 self._error = self._error or self._works.popleft().exception()
             return True
@@ -254,27 +263,27 @@ class Completions:
     def _run(self) -> None:
         idle = 0
         while not (self._stopping and not self._works):
-            if idle > _IDLE_LOOKS:
+            if idle > _MAX_IDLE_POLLS:
                 self._added.clear()
                 if not (self._works or self._stopping):
                     self._added.wait()
             idle = 0 if self._works else idle + 1
-            self._look()
-            time.sleep(_BACKGROUND_SECONDS)
+            self._poll()
+            time.sleep(_BACKGROUND_POLL_SECONDS)
 
 
-def _ask(is_done: Callable[[], bool], seconds: float | None) -> None:
-    """Call `is_done` until it is true, or for `seconds`.
+def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
+    """Call `is_done` until it returns true, or for `seconds`.
 
-    At first without sleeping: a core that falls asleep takes longer to wake than a small operation takes. Then with, so
-    that a long wait leaves the cores to those who are waited for.
+    At first without sleeping, because waking a core takes longer than a small operation. Then with sleeps, so that
+    other processes can use the core.
     """
     started = time.monotonic()
     while not is_done():
         waited = time.monotonic() - started
         if seconds is not None and waited >= seconds:
             return
-        if waited < _EAGER_SECONDS:
+        if waited < _BUSY_POLL_SECONDS:
             os.sched_yield()
         else:
-            time.sleep(_PATIENT_SECONDS)
+            time.sleep(_POLL_INTERVAL_SECONDS)
