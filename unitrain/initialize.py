@@ -1,4 +1,4 @@
-"""Choosing a backend and starting it."""
+"""Choose a backend and start it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from unitrain.backends.base import Backend
 
-_LONGEST_SECONDS = 365 * 24 * 3600  # no timeout at all would be a hang that nobody is told of
+_MAX_TIMEOUT_SECONDS = 365 * 24 * 3600  # without a timeout, a hang would never be reported
 
-# What a launcher's users expect when nothing else is said: the backend that the launcher came with.
-_IMPLIED = {
+# The default backend of each launcher: the one that it was made for.
+_BACKEND_OF_LAUNCHER = {
     "none": "local",
     "torchrun": "ddp",
     "srun": "ddp",
@@ -42,19 +42,23 @@ def init(
     transport: str | None = None,
     timeout_seconds: float = 300.0,
 ) -> Backend:
-    """Join the other ranks that the launcher started and return the backend; use it as a context manager.
+    """Join the other ranks that the launcher started, and return the backend. Use it as a context manager.
 
-    The backend is the argument, else UNITRAIN_BACKEND, else what the launcher implies (torchrun: ddp, horovodrun:
-    horovod), else `local`. `transport` is the argument, else UNITRAIN_TRANSPORT; it and `device` are otherwise chosen
-    from what the machine has. No wait, here or in any later collective, is longer than `timeout_seconds`. All ranks
-    call it, and may do so again once the backend is shut down. Raises UnknownBackendError, BackendUnavailableError,
-    LauncherMismatchError, ConfigError for a second backend beside the first, or CollectiveTimeoutError naming the ranks
-    that did not come.
+    Args:
+        backend: "ddp", "horovod", "local" or the name of an installed backend. The default is UNITRAIN_BACKEND, or else
+            the launcher's backend (torchrun: ddp, horovodrun: horovod), or else "local".
+        device: the device of this rank's tensors. The default depends on the machine.
+        transport: such as "gloo" or "nccl". The default is UNITRAIN_TRANSPORT, or else depends on the device.
+        timeout_seconds: the limit of every wait for other ranks, here and in all later collectives.
+
+    All ranks call it, and may call it again after `shutdown`. Raises UnknownBackendError, BackendUnavailableError,
+    LauncherMismatchError, ConfigError if a backend is in use already, or CollectiveTimeoutError, which names the
+    missing ranks.
     """
     is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
-    if not (is_number and 0 < timeout_seconds <= _LONGEST_SECONDS):
+    if not (is_number and 0 < timeout_seconds <= _MAX_TIMEOUT_SECONDS):
         raise ConfigError(
-            f"timeout_seconds must be a number above 0 and at most {_LONGEST_SECONDS} (a year), got "
+            f"timeout_seconds must be a number above 0 and at most {_MAX_TIMEOUT_SECONDS} (a year), got "
             f"{validation.describe_value(timeout_seconds)}. Use 300 for five minutes."
         )
     fix = "Use unitrain.init(backend='ddp'), or leave it out"
@@ -65,7 +69,7 @@ def init(
     )
     rank_info = environment.detect()
     environment.is_debug_enabled()  # raises for an invalid value, also if the script wraps no model
-    name = backend or environment.setting("UNITRAIN_BACKEND") or _IMPLIED[rank_info.launcher]
+    name = backend or environment.setting("UNITRAIN_BACKEND") or _BACKEND_OF_LAUNCHER[rank_info.launcher]
     backend_class = registry.load(name)
     transport = transport or environment.setting("UNITRAIN_TRANSPORT")
 
@@ -74,11 +78,11 @@ def init(
     end_workers_with_rank()
     started = backend_class.start(StartOptions(rank_info, device, transport, timedelta(seconds=timeout_seconds)))
     if (started.rank, started.size) != (rank_info.rank, rank_info.size):
-        # Otherwise N processes would each train alone and overwrite each other's results, all with exit code 0.
+        # Otherwise N processes would each train alone, overwrite each other's results, and exit with code 0.
         raise LauncherMismatchError(
-            f"{rank_info.source} said rank {rank_info.rank} of {rank_info.size}, but backend {name!r} came up as "
+            f"{rank_info.source} sets rank {rank_info.rank} of {rank_info.size}, but backend {name!r} started as "
             f"rank {started.rank} of {started.size}. "
-            f"Believed was {', '.join(rank_info.evidence) or 'that no launcher has set a variable'}. "
+            f"Detected: {', '.join(rank_info.evidence) or 'no variable of a launcher'}. "
             f"Start it with: unitrain launch --backend {name} -np {rank_info.size} ..."
         )
     supervisor_client.connect(started.rank)

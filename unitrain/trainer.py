@@ -28,8 +28,7 @@ from unitrain.evaluation import Evaluation, LossFunction
 from unitrain.loggers.logger import Logger
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
-from unitrain.modules.compiled import compile_forward
-from unitrain.modules.memory_format import use_channels_last
+from unitrain.modules.acceleration import compile_forward, use_channels_last
 from unitrain.modules.sync_batch_norm import exclude_from_statistics, sync_batch_norm
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor

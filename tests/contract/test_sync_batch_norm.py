@@ -340,7 +340,7 @@ class WithActivation(nn.BatchNorm2d):
         (WithActivation(3), r"^norm is a WithActivation, which has a forward of its own .*BatchNorm1d, 2d or 3d there"),
         (
             nn.LazyBatchNorm2d(),
-            r"^norm is a LazyBatchNorm2d, which does not know its channels yet\. Call the model once",
+            r"^norm is a LazyBatchNorm2d, which has no channels before its first forward\. Call the model once",
         ),
     ],
 )

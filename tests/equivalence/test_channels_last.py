@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.modules.memory_format import use_channels_last
+from unitrain.modules.acceleration import use_channels_last
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))

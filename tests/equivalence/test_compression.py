@@ -458,7 +458,7 @@ def ran(folder: Path) -> Ran:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"rank": 0}, r"PowerSGD\.rank must be a whole number of at least 1, got 0\. Use PowerSGD\(rank=2\)\."),
+        ({"rank": 0}, r"PowerSGD\.rank must be an integer of at least 1, got 0\. Use PowerSGD\(rank=2\)\."),
         ({"rank": 1.5}, "got 1.5"),
         ({"start_step": -1}, r"PowerSGD\.start_step .* at least 0, got -1\. Use PowerSGD\(start_step=1000\)\."),
         ({"seed": True}, "got True"),

@@ -1,4 +1,15 @@
-"""What gradients may be compressed by, as the user says it; rule 7 in `base.py` is what each of these computes."""
+"""The values of `compression=`, and the arithmetic of each, which is the same for every number of ranks.
+
+With N ranks, each gradient g becomes, after its backward:
+
+    "none"              mean(g)
+    "fp16", "bf16"      round(sum(round(g / N))), where `round` converts to the nearest value of the format. Ranks
+                        communicate in the format, and add in float32 in rank order, on every transport. A gradient
+                        beyond the range of fp16 becomes infinite, as in a forward in fp16.
+    PowerSGD            P Q^T, of low rank, for each compressed matrix, and mean(g) for all other gradients.
+
+The gradients that `no_sync` accumulates are compressed once, as a sum. The results are the same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +26,22 @@ CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
 class PowerSGD:
     """Gradients as matrices of low rank, with error feedback (Vogels et al., arXiv 1905.13727, algorithms 1 and 2).
 
-    Each gradient is a matrix g of shape [first dim, all others]. With e, what this rank has not sent yet, and Q, of
-    `rank` columns and equal on all ranks: M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P). The
-    gradient of all ranks becomes P Q^T, and e becomes M - P Q^T. Only the means of e count, never how it is spread, so
-    N ranks do what one with the whole batch would.
+    Each gradient is a matrix g of shape [first dim, product of the others]. Let e be the error, the part of earlier
+    gradients that this rank has not sent, and Q a matrix with `rank` columns, equal on all ranks. A reduction computes
+    M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P). The gradient becomes P Q^T on every rank, and e
+    becomes M - P Q^T. The result depends on the mean of e only, so N ranks compute the same as one rank with the global
+    batch.
 
-    The first `start_step` reductions send gradients whole, and so do always those with fewer than
-    `min_compression_rate` times as many elements as P and Q have together. Without `warm_start` each reduction begins
-    with a new random Q instead of the last one; without `error_feedback` e is 0. A column of Q that is rounding only,
-    as after an M of a lower rank, is replaced by a random one. All random numbers follow from `seed`, the parameter's
-    place in the model and, without `warm_start`, the number of the reduction. It is computed in the gradient's dtype,
-    in float32 for those of half precision, and takes twice the memory of the compressed gradients.
+    The first `start_step` reductions do not compress. Gradients with fewer than `min_compression_rate` times as many
+    elements as P and Q together are never compressed. Without `warm_start`, each reduction begins with a new random Q
+    instead of the last one. Without `error_feedback`, e is 0. A column of Q that is rounding noise, as after an M of
+    lower rank, is replaced by a random column. All random numbers depend on `seed`, the index of the parameter in the
+    model and, without `warm_start`, the number of the reduction. The computation uses the gradient's dtype, or float32
+    for half precision, and takes twice the memory of the compressed gradients.
 
-    A reduction with an inf or nan in any gradient sends nan in its matrix, and leaves every e and Q as they were: such
-    a step is not taken (loss scaling skips it). A gradient that is zero on all ranks stays zero and leaves its e and Q:
-    so does a parameter that none has used. Raises ConfigError for a value that cannot be meant.
+    If any gradient of a backward is inf or nan, its matrix becomes nan, and every e and Q stays the same; loss scaling
+    skips such a step. A gradient that is zero on all ranks, as of an unused parameter, stays zero, and its e and Q stay
+    the same. Raises ConfigError for an invalid value.
     """
 
     rank: int = 2
@@ -40,11 +52,11 @@ class PowerSGD:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("rank", 1), ("start_step", 0), ("seed", 0)):
+        for name, minimum in (("rank", 1), ("start_step", 0), ("seed", 0)):
             value: Any = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ConfigError(
-                    f"PowerSGD.{name} must be a whole number of at least {least}, got {value!r}. "
+                    f"PowerSGD.{name} must be an integer of at least {minimum}, got {value!r}. "
                     f"Use PowerSGD({name}={getattr(PowerSGD, name)})."
                 )
         rate: Any = self.min_compression_rate
@@ -67,13 +79,13 @@ Compression = CompressionName | PowerSGD
 def read_compression(
     compression: Compression, setting: str = "compression"
 ) -> Literal["none", "fp16", "bf16"] | PowerSGD:
-    """Return what `compression` means, with "powersgd" as PowerSGD(). Raises ConfigError for what is none."""
+    """Return `compression`, with "powersgd" replaced by PowerSGD(). Raises ConfigError for an invalid value."""
     if isinstance(compression, PowerSGD):
         return compression
     choices = get_args(CompressionName)
     if compression not in choices:
-        near = did_you_mean(str(compression), choices)
+        suggestion = did_you_mean(str(compression), choices)
         raise ConfigError(
-            f"Unknown {setting} {compression!r}. {near}Available: {', '.join(choices)}, unitrain.PowerSGD(...)."
+            f"Unknown {setting} {compression!r}. {suggestion}Available: {', '.join(choices)}, unitrain.PowerSGD(...)."
         )
     return PowerSGD() if compression == "powersgd" else compression

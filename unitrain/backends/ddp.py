@@ -1,4 +1,4 @@
-"""Native torch.distributed: NCCL between GPUs, Gloo between CPUs."""
+"""The backend `ddp`: torch.distributed, with NCCL between GPUs and Gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _check_transport(transport: str, device: torch.device) -> None:
         )
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     if not built[transport]:
-        have = ", ".join(name for name, there in built.items() if there)
-        raise ConfigError(f"Transport {transport!r} is not built into this torch. Use one of: {have}.")
+        available = ", ".join(name for name, is_built in built.items() if is_built)
+        raise ConfigError(f"Transport {transport!r} is not built into this torch. Use one of: {available}.")
     if transport == "nccl" and device.type != "cuda":
-        raise ConfigError("Transport 'nccl' moves data between GPUs, but this rank computes on the CPU. Use 'gloo'.")
+        raise ConfigError("Transport 'nccl' communicates between GPUs, but this rank computes on the CPU. Use 'gloo'.")

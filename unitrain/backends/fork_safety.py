@@ -1,8 +1,8 @@
-"""Forks, such as those of a DataLoader's workers, beside the threads of torch.distributed.
+"""Prevent deadlocks of forked processes, such as DataLoader workers, caused by the threads of torch.distributed.
 
-Python before 3.11.10 hangs in the new process when another thread was just about to enter the interpreter
-(https://github.com/python/cpython/issues/112275). torch's threads do so when they let go of the tensors of a collective
-that is over, so they are given the moment that this takes.
+With Python before 3.11.10, a forked process hangs if another thread was about to acquire the GIL during the fork
+(https://github.com/python/cpython/issues/112275). torch's threads acquire it when they release the tensors of a
+completed collective, so a fork waits for a moment at which no other thread runs.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import time
 from pathlib import Path
 
 _THREADS = Path("/proc/self/task")
-_REST_SECONDS = 0.0005
-_PATIENCE_SECONDS = 0.05
+_POLL_SECONDS = 0.0005
+_MAX_WAIT_SECONDS = 0.05
 
 
 @functools.cache
 def make_forks_safe() -> None:
-    """Let every later fork of this process wait until no other thread runs, for at most 50 ms, where that is needed."""
+    """Delay every later fork of this process, by at most 50 ms, until no other thread runs. Do nothing for a Python
+    without the defect."""
     if sys.version_info < (3, 11, 10) and hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_await_rest)
+        os.register_at_fork(before=_wait_for_threads)
 
 
-def _await_rest() -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+def _wait_for_threads() -> None:
+    deadline = time.monotonic() + _MAX_WAIT_SECONDS
     while True:
-        # Whoever waits for the interpreter gets in and out again meanwhile.
-        time.sleep(_REST_SECONDS)
-        if not _others_run() or time.monotonic() > deadline:
+        time.sleep(_POLL_SECONDS)  # releases the GIL, so that a thread that waits for it can continue
+        if not _is_any_thread_running() or time.monotonic() > deadline:
             return
 
 
-def _others_run() -> bool:
-    """Whether any other thread of this process is running, or would if it had a core; False where Linux does not tell.
+def _is_any_thread_running() -> bool:
+    """Return whether another thread of this process is running or runnable, or False without Linux's /proc.
 
-    A thread that waits for the interpreter does not count: it has begun to enter, and goes no further during the fork.
+    A thread that is blocked on the GIL does not count: it stays blocked during the fork.
     """
     own = str(threading.get_native_id())
     with contextlib.suppress(OSError):
         for thread in _THREADS.iterdir():
-            with contextlib.suppress(OSError):  # it has just ended
-                # The state follows the name, which stands in brackets and may hold anything.
+            with contextlib.suppress(OSError):  # the thread has ended
+                # The state follows the name, which is in parentheses and may contain any character.
                 if thread.name != own and thread.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "R":
                     return True
     return False

@@ -1,7 +1,7 @@
-"""Backend names and the classes behind them.
+"""Names of backends and their classes.
 
-A package adds a backend through the entry-point group `unitrain.backends`, name -> subclass of `Backend`. Built-in
-names cannot be taken over.
+A package adds a backend by an entry point in the group `unitrain.backends`: a name and a subclass of `Backend`. It
+cannot replace a built-in name.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ BUILT_IN = {
     "local": "unitrain.backends.local:LocalBackend",
 }
 _GROUP = "unitrain.backends"
-_REMEDIES = {"horovod": "Build it for this torch with: unitrain horovod build"}
+_FIXES = {"horovod": "Build it for this torch with: unitrain horovod build"}
 
 
 def available() -> list[str]:
-    """Names of all backends, built in and installed by other packages, sorted; imports none of them."""
+    """Return the sorted names of all built-in and installed backends. Imports none of them."""
     return sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=_GROUP))})
 
 
 def load(name: str) -> type[Backend]:
-    """Import the class behind `name`.
+    """Import and return the class of backend `name`.
 
-    Raises UnknownBackendError for a name that nobody registered and BackendUnavailableError when its library is
-    missing.
+    Raises UnknownBackendError for an unregistered name and BackendUnavailableError if a library is missing.
     """
     entry = _entry(name)
     try:
@@ -40,13 +39,13 @@ def load(name: str) -> type[Backend]:
     except BackendUnavailableError:
         raise
     except ImportError as error:
-        remedy = _REMEDIES.get(name, f"Install the packages that {entry.value.partition(':')[0]!r} needs.")
-        raise BackendUnavailableError(f"Backend {name!r} cannot be loaded: {error}. {remedy}") from error
+        fix = _FIXES.get(name, f"Install the packages that {entry.value.partition(':')[0]!r} needs.")
+        raise BackendUnavailableError(f"Backend {name!r} cannot be loaded: {error}. {fix}") from error
     return loaded
 
 
 def check_backend_name(name: str) -> None:
-    """Raise UnknownBackendError for a name that nobody registered; imports nothing."""
+    """Raise UnknownBackendError for an unregistered name. Imports nothing."""
     _entry(name)
 
 

@@ -1,1 +1,7 @@
-"""What is done to the user's modules beside training them."""
+"""Changes to the user's modules, in place.
+
+sync_batch_norm           BatchNorm over the samples of all ranks
+differentiable_allgather  an allgather with a gradient, for losses over the samples of all ranks
+buffers                   buffers equal to rank 0's
+acceleration              torch.compile, and the channels-last memory format
+"""

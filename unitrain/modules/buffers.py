@@ -1,4 +1,4 @@
-"""Making the buffers of a model (running means and the like) the same on all ranks."""
+"""Make the buffers of a model, such as running means, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unitrain.backends.objects import broadcast_tensors
 
 
 def check_model_and_communicator(function: str, model: Any, communicator: Any) -> None:
-    """Raise ConfigError unless these are a model and the communicator that shares it."""
+    """Raise ConfigError unless `model` is a module and `communicator` is a Communicator."""
     fix = f"Use {function}(model, backend)"
     validation.check_instance(f"{function}(model)", model, nn.Module, "a torch.nn.Module", fix)
     validation.check_instance(f"{function}(communicator)", communicator, Communicator, "a backend", fix)
@@ -21,12 +21,11 @@ def check_model_and_communicator(function: str, model: Any, communicator: Any) -
 def share_buffers(model: nn.Module, communicator: Communicator) -> None:
     """Set every buffer of `model` to rank 0's, in one broadcast. All ranks call it.
 
-    Each rank gathers its own running statistics while it trains, from its own samples, so call it before `model.eval()`
-    and before saving: what shows or stores the model must first decide for one of them. It does not change training:
-    rank 0's statistics stay, no forward in training mode reads those of the other ranks, and buffers that it does read
-    are rank 0's anyway. `model` may be what `distributed_model` returned or what it was given; parameters are left
-    alone.
+    Call it before `model.eval()` and before saving: during training, the running statistics of each rank follow the
+    samples of that rank. It does not change training: rank 0's statistics stay the same, a forward in training mode
+    does not read the statistics, and the buffers that it reads are rank 0's already. `model` is the module that
+    `distributed_model` returned or the one passed to it. Parameters do not change.
     """
     check_model_and_communicator("share_buffers", model, communicator)
-    # Through `data`, because this is no write of a forward, which the wrapped model looks for.
+    # Writing `data` does not count as a write by a forward, which the distributed model searches for.
     broadcast_tensors(communicator, [buffer.data for buffer in model.buffers()])

@@ -6,35 +6,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from unitrain.backends.base import Communicator
+from unitrain.torch_compat import disable_compile
 
 
-@_disable_dynamo  # a compiled model calls the collectives between the parts that are compiled
+@disable_compile  # a compiled model calls collectives between its compiled parts
 def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Concatenate every rank's `tensor` along dim 0, in rank order, with a gradient for every rank's tensor.
 
     All ranks call it, with tensors that may differ in dim 0, and run a backward through the result. The backward sums
     the gradients of the result over ranks, by one allreduce, and returns this rank's rows of the sum: the gradient of
     the sum of all ranks' losses. Because `distributed_model` then takes the mean over ranks, parameters get the
-    gradient of the mean of the ranks' losses, as without an allgather. No loss is multiplied by the number of ranks;
-    the following two are both equal to one process that computes the loss of the whole batch:
+    gradient of the mean of the ranks' losses, as without an allgather. Do not multiply the loss by the number of ranks.
+    Both of the following equal one process that computes the loss of the global batch:
 
     - every rank computes the same loss of all gathered samples;
-    - every rank computes the mean loss of its own samples, compared with all gathered ones. Where ranks have unequal
+    - every rank computes the mean loss of its own samples, compared with all gathered ones. If ranks have unequal
       numbers of samples, weight it like any other loss: by `samples * size / step_samples`.
 
-    A dummy batch, of a rank without samples in this step, must not take part in others' losses: gather
-    `tensor[:part.samples]`, as in examples/contrastive.py, or use data that is divided evenly.
+    The dummy batch of a rank without samples must not contribute to the losses of other ranks: gather
+    `tensor[:part.samples]`, as in examples/contrastive.py, or use data that is sharded evenly.
 
-    With grad mode enabled, the result requires grad even where this rank's tensor does not, for example because the
-    rank has no samples, so that every rank takes part in the backward. Integers, and tensors in torch.no_grad(), are
-    gathered by `communicator.allgather`. Use the result in the same order relative to other collectives on every rank.
+    With grad mode enabled, the result requires grad even if this rank's tensor does not, for example because the rank
+    has no samples, so that every rank takes part in the backward. `communicator.allgather` gathers integers, and
+    tensors in torch.no_grad(). Every rank must use the result in the same order relative to other collectives.
     Gradients of gradients are supported.
 
-    Raises TensorError for a tensor that no collective takes, and CollectiveMismatchError when ranks differ in dtype, in
-    shape apart from dim 0, or in grad mode.
+    Raises TensorError for a tensor that collectives do not support, and CollectiveMismatchError if ranks differ in
+    dtype, in shape apart from dim 0, or in grad mode.
     """
     if not (isinstance(tensor, Tensor) and tensor.is_floating_point() and torch.is_grad_enabled()):
         return communicator.allgather(tensor)
@@ -46,7 +46,7 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
 
 
 class _Allgather(torch.autograd.Function):
-    """Gather tensors; `anchor` requires grad, so that there is a backward on every rank."""
+    """Gather tensors. `anchor` requires grad, so that every rank runs a backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, communicator: Communicator, counts: list[int]) -> Tensor:
@@ -60,13 +60,13 @@ class _Allgather(torch.autograd.Function):
 
 
 class _OwnRowsOfSum(torch.autograd.Function):
-    """Sum a tensor of all ranks' rows over ranks, and return this rank's rows: the transpose of an allgather."""
+    """Sum a tensor of all ranks' rows over ranks, and return this rank's rows. It is the transpose of an allgather."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, communicator: Communicator, counts: list[int]) -> Tensor:
         ctx.communicator, ctx.counts = communicator, counts
         first = sum(counts[: communicator.rank])
-        # A reducescatter takes equal parts only, and takes longer on CPUs.
+        # A reducescatter supports equal parts only, and is slower on CPUs.
         return communicator.allreduce(gradient, "sum").narrow(0, first, counts[communicator.rank]).clone()
 
     @staticmethod

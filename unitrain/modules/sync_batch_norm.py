@@ -1,7 +1,7 @@
-"""BatchNorm with the mean and variance of all ranks' samples, on CPUs and GPUs and on every backend.
+"""BatchNorm with the mean and variance of the samples of all ranks, on CPUs and GPUs and on every backend.
 
-Sergey Ioffe and Christian Szegedy, Batch Normalization (arXiv 1502.03167), with the batch of a micro-step over all
-ranks. Each layer takes one allreduce in forward and one in backward.
+Sergey Ioffe and Christian Szegedy, Batch Normalization (arXiv 1502.03167), applied to the micro-batches of all ranks.
+Each layer takes one allreduce in forward and one in backward.
 """
 
 from __future__ import annotations
@@ -13,58 +13,59 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from unitrain.backends.base import Communicator
 from unitrain.errors import CollectiveMismatchError, ModelError
 from unitrain.modules.buffers import check_model_and_communicator
+from unitrain.torch_compat import BatchNormBase, buffers_by_name, disable_compile
 
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
-    """Let every BatchNorm of `model` normalise over the samples of all ranks, and return that same `model`.
+    """Let every BatchNorm of `model` normalize over the samples of all ranks, and return the same `model`.
 
-    The layers stay the same objects, with their parameters, buffers, hooks and names in `state_dict`; so optimizers
-    and checkpoints stay valid, also those of the model without it. From then on every rank calls the layers in the same
-    order while they train, with any number of samples; also each micro-step of an accumulated step has statistics of
-    its own. In eval mode nothing is communicated. Call it on every rank, before training; one rank alone computes what
-    it did before. Raises ModelError for a layer that has a forward of its own, or a group of some of the ranks.
+    The layers stay the same objects, with their parameters, buffers, hooks and names in `state_dict`, so optimizers and
+    checkpoints stay valid, including checkpoints of the model without synchronization. From then on, every rank calls
+    the layers in the same order in training mode, with any number of samples. If gradients are accumulated, each
+    micro-batch has separate statistics. In eval mode, and with one rank, nothing is communicated.
+
+    Call it on every rank, before training. Raises ModelError for a layer that overrides `forward`, and for a layer with
+    a process group.
     """
     check_model_and_communicator("sync_batch_norm", model, communicator)
     layers: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncedForward)
+        if isinstance(module, BatchNormBase) and not isinstance(module, SyncedForward)
     }
     for name, layer in layers.items():
         _check(name or "the model itself", layer)
     statistics = SharedStatistics(communicator, tuple(layers))
     for number, layer in enumerate(layers.values()):
-        # What torch's own has to do with the wrapped model is no longer so.
+        # torch's SyncBatchNorm becomes a BatchNorm, because its forward depends on torch.distributed.
         kind: Any = BatchNorm if isinstance(layer, nn.SyncBatchNorm) else type(layer)
-        layer.__class__ = _synced(kind)
+        layer.__class__ = _synchronized_class(kind)
         layer.shared_statistics, layer.number = statistics, number
     return model
 
 
 @contextmanager
 def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
-    """Inside it, this rank's samples are in no statistics of `model`, neither in forward nor in backward.
+    """Exclude this rank's samples from the statistics of `model` inside this context, in forward and backward.
 
-    It is for a rank that has no samples and borrows some, because the others wait for its gradients. Buffers that the
-    forward writes, such as those of a BatchNorm of this rank alone, have their values again at the end.
+    A rank without samples uses it for a dummy batch, because other ranks wait for its gradients. Buffers that the
+    forward writes, such as those of a BatchNorm without synchronization, are restored at the end.
     """
     shared = {module.shared_statistics for module in model.modules() if isinstance(module, SyncedForward)}
-    # Layers that take part in statistics of all ranks follow those of the other ranks' samples.
-    own = [m for m in model.modules() if not (isinstance(m, SyncedForward) and not m.shared_statistics.alone)]
-    before = [
-        (module._buffers, name, buffer, buffer.detach().clone())
-        for module in own
-        for name, buffer in module._buffers.items()
+    # Synchronized layers keep their buffers, which follow the samples of the other ranks.
+    local = [m for m in model.modules() if not (isinstance(m, SyncedForward) and not m.shared_statistics.is_local)]
+    saved = [
+        (buffers_by_name(module), name, buffer, buffer.detach().clone())
+        for module in local
+        for name, buffer in buffers_by_name(module).items()
         if buffer is not None
     ]
     for statistics in shared:
@@ -74,27 +75,27 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for statistics in shared:
             statistics.counts = True
-        # After the backward, which may need what the forward has written.
-        for buffers, name, buffer, value in before:
+        # The context ends after the backward, which may need the written values.
+        for buffers, name, buffer, value in saved:
             buffers[name] = buffer
-            if not torch.equal(buffer, value):  # a copy of a constant would look like a write
+            if not torch.equal(buffer, value):  # writing an equal value would count as a write
                 buffer.detach().copy_(value)
 
 
 class SharedStatistics:
-    """What all layers of a model share: who the other ranks are, and whether this rank's samples count.
+    """State that all synchronized layers of a model share: the communicator, and whether this rank's samples count.
 
-    Copies of the model share it too; a model that is unpickled is alone, and normalises like any other.
+    Copies of the model share it too. An unpickled model has no communicator, and normalizes over local samples.
     """
 
     def __init__(self, communicator: Communicator | None, names: tuple[str, ...]) -> None:
         self.communicator, self.names = communicator, names
-        self.counts = True
-        self._numbers: dict[tuple[int, torch.device], Tensor] = {}
+        self.counts = True  # whether this rank's samples are included
+        self._constants: dict[tuple[int, torch.device], Tensor] = {}
 
     @property
-    def alone(self) -> bool:
-        """Whether there is no other rank."""
+    def is_local(self) -> bool:
+        """Whether there are no other ranks."""
         return self.communicator is None or self.communicator.size == 1
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -102,46 +103,55 @@ class SharedStatistics:
         assert self.communicator is not None
         return self.communicator.allreduce(tensor, "sum")
 
-    def gather(self, mean: Tensor, squares: Tensor, count: int, number: int, *, check: bool) -> tuple[Tensor, ...]:
-        """Return mean and variance, float64 [channels], and number, float64 [], of the values that count on all ranks.
+    def reduce(
+        self, mean: Tensor, squares: Tensor, count: int, number: int, *, check: bool
+    ) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Return the mean and variance, float64 [channels], and the number of values per channel, over all ranks.
 
-        `mean` and `squares`, the sum of squared distances from it, are of this rank's `count` values per channel.
-        `check` says that it may wait for the device, to find out that the ranks are in different layers or have fewer
-        than two values, which is an error on all of them.
+        `mean` and `squares`, the sum of squared deviations from the mean, are of this rank's `count` values per channel
+        in layer `number`. With `check`, the host waits for the device and raises an error, on every rank, if ranks call
+        different layers or have fewer than two values. The number of values is a float on CPUs.
         """
         if not self.counts:
             count = 0
-        # Ranks that are in different layers of the same width would mix their statistics unawares: unless the numbers
-        # of all are equal, the mean of their squares is more than the square of their mean.
-        constants = self._on_device(number, mean.device)
-        # 0 * nan is nan, so what does not count is not multiplied by 0.
-        own = torch.cat([mean * count, squares + mean.square() * count]) if count else mean.new_zeros(2 * len(mean))
-        total = self.sum(torch.cat([own, mean.new_full((1,), count), constants]))
-        means, second, (values, numbers, number_squares) = total.tensor_split((len(mean), 2 * len(mean)))
+        # Layers of the same width on different ranks would mix their statistics without an error. The numbers of all
+        # ranks are equal if and only if the mean of their squares is the square of their mean.
+        if mean.device.type == "cpu":
+            constants = [torch.tensor([count, number, number**2], dtype=torch.float64)]
+        else:
+            constants = [mean.new_full((1,), count), self._number_on_device(number, mean.device)]
+        # Values that do not count are not multiplied by 0, because 0 * nan is nan.
+        own = [mean * count, squares + mean.square() * count] if count else [mean.new_zeros(2 * len(mean))]
+        total = self.sum(torch.cat([*own, *constants]))
+        tail = total[2 * len(mean) :]
+        values: Tensor | float = tail[0]
         if check:
-            self._check(number, *torch.stack([values, numbers, number_squares]).tolist())
-        means = means / values
-        return means, (second / values - means.square()).clamp_min(0), values
+            self._check(number, *tail.tolist())
+        if mean.device.type == "cpu":  # a GPU divides by a float less accurately, by its reciprocal
+            values = float(values)
+        mean, second_moment = (total[: 2 * len(mean)] / values).view(2, -1).unbind()
+        return mean, (second_moment - mean.square()).clamp_min(0), values
 
-    def _on_device(self, number: int, device: torch.device) -> Tensor:
-        """Return a layer's number and its square, float64 [2]. They are kept, because to copy them to a GPU is to wait
-        for all that is queued there."""
-        if (kept := self._numbers.get((number, device))) is None:
-            kept = self._numbers[number, device] = torch.tensor([number, number**2], dtype=torch.float64, device=device)
-        return kept
+    def _number_on_device(self, number: int, device: torch.device) -> Tensor:
+        """Return a layer's number and its square, float64 [2]. They are cached, because copying them to a GPU waits for
+        all queued kernels."""
+        if (cached := self._constants.get((number, device))) is None:
+            cached = torch.tensor([number, number**2], dtype=torch.float64, device=device)
+            self._constants[number, device] = cached
+        return cached
 
     def _check(self, number: int, values: float, numbers: float, number_squares: float) -> None:
         assert self.communicator is not None
         name = self.names[number]
         if number_squares * self.communicator.size != numbers**2:
             raise CollectiveMismatchError(
-                f"This rank is in BatchNorm {name!r} while others are in another one, so their statistics would be "
-                "mixed. Let every rank call the same layers in the same order, or leave sync_batch_norm out."
+                f"This rank calls BatchNorm {name!r} while another rank calls a different one, so their statistics "
+                "would be mixed. Let every rank call the same layers in the same order, or leave sync_batch_norm out."
             )
         if values < 2:
             raise ModelError(
-                f"BatchNorm {name!r} got {values:g} values per channel over all ranks, and a variance takes two. "
-                "Use a larger batch, or model.eval() to normalise by the running statistics."
+                f"BatchNorm {name!r} got {values:g} values per channel over all ranks, but a variance needs two. "
+                "Use a larger batch, or model.eval() to normalize by the running statistics."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedStatistics:
@@ -151,110 +161,111 @@ class SharedStatistics:
         return SharedStatistics, (None, self.names)
 
 
-class BatchNorm(_BatchNorm):
-    """Takes any number of dimensions from two on, as torch's SyncBatchNorm does, which becomes one of these."""
+class BatchNorm(BatchNormBase):
+    """BatchNorm for inputs of two or more dimensions. It replaces torch's SyncBatchNorm, which accepts the same."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ModelError(
-                f"BatchNorm takes [samples, channels, ...], got shape {list(input.shape)}. Add the samples: x[None]."
+                f"BatchNorm takes [samples, channels, ...], got shape {list(input.shape)}. "
+                "Add a dimension of samples: x[None]."
             )
 
 
 class SyncedForward:
-    """The forward that `sync_batch_norm` gives to a layer, by making its class a subclass of this and of its own."""
+    """The synchronized forward. `sync_batch_norm` changes the class of a layer to a subclass of this and its class."""
 
     shared_statistics: SharedStatistics
     number: int
-    plain: type[nn.Module]
-    keeps_statistics = True  # its buffers are not read in training mode
-    _seen = False
+    plain: type[nn.Module]  # the class without synchronization
+    keeps_statistics = True  # a forward in training mode does not read its buffers
+    _was_checked = False
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        """Normalise `input`, [samples, channels, ...]; in training over all ranks, which all call it."""
-        if not self.training or self.shared_statistics.alone:
-            output: Tensor = _BatchNorm.forward(self, input)
+        """Normalize `input`, [samples, channels, ...], in training mode over all ranks, which all call it."""
+        if not self.training or self.shared_statistics.is_local:
+            output: Tensor = BatchNormBase.forward(self, input)
             return output
         self._check_input_dim(input)
-        return _normalise_over_ranks(self, input)
+        return _normalize_over_ranks(self, input)
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # The class has been made here, under a name that pickle does not find.
+        # pickle cannot find a class that was created at run time.
         return _restore, (self.plain,), self.__getstate__()
 
 
 @functools.cache
-def _synced(kind: Any) -> Any:
+def _synchronized_class(kind: Any) -> Any:
     return type(f"Synced{kind.__name__}", (SyncedForward, kind), {"plain": kind})
 
 
 def _restore(kind: Any) -> Any:
-    synced = _synced(kind)
-    return synced.__new__(synced)
+    synchronized = _synchronized_class(kind)
+    return synchronized.__new__(synchronized)
 
 
-def _check(name: str, layer: _BatchNorm) -> None:
+def _check(name: str, layer: BatchNormBase) -> None:
     kind = type(layer)
     if isinstance(layer, LazyModuleMixin):
         raise ModelError(
-            f"{name} is a {kind.__name__}, which does not know its channels yet. "
+            f"{name} is a {kind.__name__}, which has no channels before its first forward. "
             "Call the model once, model(inputs), before sync_batch_norm."
         )
-    if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+    if kind.forward not in (BatchNormBase.forward, nn.SyncBatchNorm.forward):
         raise ModelError(
-            f"{name} is a {kind.__name__}, which has a forward of its own that statistics of all ranks do not fit "
-            "into. Build the model with BatchNorm1d, 2d or 3d there, or leave sync_batch_norm out."
+            f"{name} is a {kind.__name__}, which overrides forward, so sync_batch_norm cannot synchronize it. "
+            "Build the model with BatchNorm1d, 2d or 3d there, or leave sync_batch_norm out."
         )
     if getattr(layer, "process_group", None) is not None:
         raise ModelError(
-            f"{name} is a SyncBatchNorm with a process_group, and here statistics are those of all ranks. "
+            f"{name} is a SyncBatchNorm with a process_group, but sync_batch_norm uses all ranks. "
             "Leave process_group out, or leave sync_batch_norm out."
         )
 
 
-@_disable_dynamo  # a compiled model calls the collectives between the parts that are compiled
-def _normalise_over_ranks(layer: Any, x: Tensor) -> Tensor:
+@disable_compile  # a compiled model calls collectives between its compiled parts
+def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
     shared: SharedStatistics = layer.shared_statistics
     with torch.no_grad():
         mean, squares, count = _moments(x)
-        # On a GPU, only where it can matter: it waits for all that is queued.
-        check = x.device.type == "cpu" or count < 2 or not layer._seen
-        layer._seen = True
-        mean, variance, values = shared.gather(mean, squares, count, layer.number, check=check)
+        # On a GPU a check waits for all queued kernels, so it runs in the first forward and for tiny batches only.
+        check = x.device.type == "cpu" or count < 2 or not layer._was_checked
+        layer._was_checked = True
+        mean, variance, values = shared.reduce(mean, squares, count, layer.number, check=check)
         if layer.track_running_stats:
-            _follow(layer, mean, variance * (values / (values - 1)))
-        dtype = _computed_in(x)
+            _update_running_statistics(layer, mean, variance * (values / (values - 1)))
+        dtype = _computation_dtype(x)
         mean, variance = mean.to(dtype), variance.to(dtype)
-    output: Tensor = _Normalise.apply(x, layer.weight, layer.bias, mean, variance, values, layer.eps, shared)
+    output: Tensor = _Normalize.apply(x, layer.weight, layer.bias, mean, variance, values, layer.eps, shared)
     return output
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return mean and sum of squared distances from it, float64 [channels], and the number of values per channel."""
+    """Return mean and sum of squared deviations, float64 [channels], and the number of values per channel."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     count = x.numel() // x.shape[1]
     if not count:
-        nothing = x.new_zeros(x.shape[1], dtype=torch.float64)
-        return nothing, nothing, 0
-    # The differences are exact where it matters, near the mean, so only the sums need float64: five times as fast as
-    # computing all of it there, and as exact.
+        zeros = x.new_zeros(x.shape[1], dtype=torch.float64)
+        return zeros, zeros, 0
+    # Differences are exact near the mean, so only the sums need float64. That is five times faster than computing
+    # everything in float64, and as accurate.
     mean = x.mean(dims, dtype=torch.float64)
-    near = mean.to(_computed_in(x))
-    squares = (x - _spread(near, x)).square_().sum(dims, dtype=torch.float64)
+    near = mean.to(_computation_dtype(x))
+    squares = (x - _broadcastable(near, x)).square_().sum(dims, dtype=torch.float64)
     return mean, squares - count * (mean - near).square(), count
 
 
-def _follow(layer: Any, mean: Tensor, variance: Tensor) -> None:
-    """Move the running statistics towards those of the batch, as BatchNorm does."""
+def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor) -> None:
+    """Update the running statistics by those of the batch, like BatchNorm."""
     layer.num_batches_tracked.add_(1)
-    # In float64: 1.0 / an integer tensor would be float32. To read the number would wait for the device.
+    # In float64, because 1.0 / an integer tensor is float32. Reading the number would wait for the device.
     momentum = 1.0 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
-    for running, found in ((layer.running_mean, mean), (layer.running_var, variance)):
-        running.mul_(1 - momentum).add_(found.to(running.dtype) * momentum)
+    for running, statistic in ((layer.running_mean, mean), (layer.running_var, variance)):
+        running.mul_(1 - momentum).add_(statistic.to(running.dtype) * momentum)
 
 
-class _Normalise(torch.autograd.Function):
-    """Normalise by the given statistics, whose gradient in backward is that of all ranks' samples."""
+class _Normalize(torch.autograd.Function):
+    """Normalize by the statistics of all ranks' samples. The gradient of the statistics is summed over ranks."""
 
     @staticmethod
     def forward(
@@ -264,47 +275,47 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         variance: Tensor,
-        values: Tensor,
+        values: Tensor | float,
         eps: float,
         shared: SharedStatistics,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, variance, values)
-        ctx.eps, ctx.shared, ctx.counts = eps, shared, shared.counts
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.eps, ctx.shared, ctx.counts, ctx.values = eps, shared, shared.counts, values
         ctx.dtypes = [None if one is None else one.dtype for one in (weight, bias)]
         weight, bias = (None if one is None else one.to(mean.dtype) for one in (weight, bias))
-        # Kernels of eval mode normalise by what they are given.
+        # In eval mode, the kernel normalizes by the given statistics.
         return nn.functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, variance, values = ctx.saved_tensors
+        x, weight, mean, variance = ctx.saved_tensors
         weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        # Of constant statistics: for x, and the sums over this rank of gradient * normalised x and of gradient.
+        # The gradient of x for constant statistics, and this rank's sums of gradient * normalized x and of gradient.
         if x.numel():
             constant = torch.ops.aten.native_batch_norm_backward
             dx, dweight, dbias = constant(
                 gradient, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
             )
-        else:  # a kernel that divides by zero
+        else:  # the kernel would divide by zero
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-        means = ctx.shared.sum(torch.cat([dweight, dbias]).double()) / values
+        means = ctx.shared.sum(torch.cat([dweight, dbias]).double()) / ctx.values
         if ctx.counts:
             slope, offset = means.view(2, -1).unbind()
             scale = (variance.double() + ctx.eps).rsqrt()
             slope, offset = slope * scale * scale * weight, offset * scale * weight
-            through = (x - _spread(mean, x)).mul_(_spread(slope.to(mean.dtype), x))
-            dx = (dx - through.add_(_spread(offset.to(mean.dtype), x))).to(x.dtype)
+            through = (x - _broadcastable(mean, x)).mul_(_broadcastable(slope.to(mean.dtype), x))
+            dx = (dx - through.add_(_broadcastable(offset.to(mean.dtype), x))).to(x.dtype)
         of_weight, of_bias = (
             None if dtype is None else one.to(dtype) for one, dtype in zip((dweight, dbias), ctx.dtypes, strict=True)
         )
         return dx, of_weight, of_bias, None, None, None, None, None
 
 
-def _computed_in(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in _HALF else x.dtype
+def _computation_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in _HALF_DTYPES else x.dtype
 
 
-def _spread(channels: Tensor, x: Tensor) -> Tensor:
-    """Return a view of `channels` that broadcasts over x."""
+def _broadcastable(channels: Tensor, x: Tensor) -> Tensor:
+    """Return `channels`, [channels], as a view that broadcasts over x."""
     return channels.view(1, -1, *[1] * (x.dim() - 2))

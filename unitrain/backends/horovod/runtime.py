@@ -57,7 +57,7 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
         hvd.init()
     if (hvd.rank(), hvd.size()) != (rank_info.rank, rank_info.size):
         raise LauncherMismatchError(
-            f"{rank_info.source} said rank {rank_info.rank} of {rank_info.size}, but Horovod came up as "
+            f"{rank_info.source} sets rank {rank_info.rank} of {rank_info.size}, but Horovod started as "
             f"rank {hvd.rank()} of {hvd.size()}. "
             f"Do not call hvd.init() yourself; start with: unitrain launch --backend horovod "
             f"-np {rank_info.size} ..."

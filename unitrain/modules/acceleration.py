@@ -1,0 +1,50 @@
+"""Faster execution of the user's model: torch.compile, and the channels-last memory format. Both change it in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.torch_compat import is_compiled
+
+
+def compile_forward(*models: nn.Module | None, mode: bool | str) -> None:
+    """Compile the forward of each of `models` with torch.compile, in `mode` unless that is True.
+
+    Compilation runs with the first batch. A batch of another size triggers a second compilation, for any size. Models
+    that are compiled already do not change.
+    """
+    for model in models:
+        if model is not None and not is_compiled(model):
+            model.compile(mode=None if mode is True else mode)
+
+
+def use_channels_last(model: nn.Module) -> None:
+    """Convert 4-d parameters and buffers of `model`, and from now on its 4-d floating-point inputs, to channels last.
+
+    The memory format is [samples, height, width, channels], in which convolutions are faster on most devices. Shapes,
+    names and values do not change, and parameters stay the same objects.
+    """
+    model.to(memory_format=torch.channels_last)
+    if _convert_inputs not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
+
+
+def _convert_inputs(_: nn.Module, inputs: Any, kwargs: Any) -> Any:
+    return _to_channels_last(inputs), _to_channels_last(kwargs)
+
+
+def _to_channels_last(value: Any) -> Any:
+    """Return `value` with its 4-d floating-point tensors in channels last, in lists, tuples and dictionaries too."""
+    if isinstance(value, Tensor):
+        is_image = value.dim() == 4 and value.is_floating_point()
+        return value.contiguous(memory_format=torch.channels_last) if is_image else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_to_channels_last, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_to_channels_last, value))
+    if isinstance(value, dict):
+        return {key: _to_channels_last(part) for key, part in value.items()}
+    return value
