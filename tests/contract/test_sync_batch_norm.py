@@ -252,10 +252,10 @@ def check_errors(backend: Backend) -> None:
     """What is wrong is the same error on every rank, and they can go on."""
     model = unitrain.sync_batch_norm(Branches(), backend)
     with pytest.raises(
-        CollectiveMismatchError, match=rf"This rank is in BatchNorm 'branches\.{backend.rank % 2}' while"
+        CollectiveMismatchError, match=rf"This rank calls BatchNorm 'branches\.{backend.rank % 2}' while"
     ):
         model(torch.randn(5, 4), backend.rank % 2)
-    with pytest.raises(ModelError, match=r"BatchNorm 'branches\.0' got 1 values per channel over all ranks, and a var"):
+    with pytest.raises(ModelError, match=r"BatchNorm 'branches\.0' got 1 values per channel over all ranks, but a var"):
         model(torch.randn(1 if backend.rank == 0 else 0, 4), 0)
     model.eval()
     if backend.rank == 0:  # communicates nothing
