@@ -64,7 +64,7 @@ class EndOfBackward:
     def add(self, step: Step, function: Callable[[], None]) -> None:
         """Call `function` in `step` at the end of the running backward, or of the one whose last steps are running.
 
-        The first call in a backward must precede the last bucket, after which DDP queues a callback of its own.
+        The first call in a backward must precede the last bucket, after which DDP queues its callback.
         """
         backward = current_backward()
         sequence = self._sequences.get(backward)

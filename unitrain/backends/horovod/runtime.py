@@ -67,9 +67,8 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
 def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Connect the ranks and start Horovod. Under mpirun without MASTER_ADDR, the ranks connect through Horovod."""
     if rank_info.launcher != "mpirun" or environment.setting("MASTER_ADDR"):
-        rendezvous = connect_ranks(
-            rank_info, timeout
-        )  # first, because Horovod aborts the process when it waits for ranks in vain
+        # Before Horovod starts, because Horovod aborts the process if ranks are missing.
+        rendezvous = connect_ranks(rank_info, timeout)
         start_horovod(rank_info, rendezvous)
         return rendezvous
     raise_descriptor_limit(rank_info)
