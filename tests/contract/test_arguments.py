@@ -459,9 +459,7 @@ def test_calls_after_shutdown_are_refused(backend: str, size: int) -> None:
     with RankGroup(backend, size) as group:
         for texts in group.run(calls_after_shutdown):
             for name, text in texts.items():
-                assert text.startswith(
-                    f"{name} was called after the backend was shut down. Call it inside of the block"
-                )
+                assert text.startswith(f"{name} was called after the backend was shut down. Call it inside the block")
 
 
 @pytest.mark.parametrize("name", ["history.jsonl", "steps.jsonl", "run.jsonl"])

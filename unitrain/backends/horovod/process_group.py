@@ -233,7 +233,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         sent = [dense_bytes(part) for part in inputs]
         targets = [Destination(part) for part in outputs]
         received = torch.empty(sum(len(target.bytes) for target in targets), dtype=torch.uint8, device=inputs[0].device)
-        target = Destination(received)
+        all_received = Destination(received)
 
         def finish() -> None:
             for target, part in zip(targets, received.split([len(one.bytes) for one in targets]), strict=True):
@@ -241,7 +241,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
                 target.finish()
 
         payload = torch.cat(sent).view(-1, 1)
-        works = self._exchange(payload, [len(part) for part in sent], target, outputs, finish)
+        works = self._exchange(payload, [len(part) for part in sent], all_received, outputs, finish)
         return joined(works, outputs, inputs[0].device)
 
     def barrier(self, opts: Any = None) -> HorovodWork:
