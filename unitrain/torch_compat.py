@@ -1,7 +1,7 @@
 """Private functions of torch that unitrain uses, and public ones that torch renamed.
 
-Each entry names the torch versions that it was checked against. No other module of unitrain/backends, unitrain/modules
-or unitrain/optim uses a private name of torch.
+Each entry names the torch versions that it was checked against. No module of unitrain/backends or unitrain/modules uses
+a private name of torch directly, except that `ddp.py` imports torch._dynamo early.
 """
 
 from __future__ import annotations
@@ -124,6 +124,11 @@ def without_compile(model: nn.Module) -> nn.Module:
 def is_compiled(model: nn.Module) -> bool:
     """Return whether `torch.compile(model)` returned `model`, or `model.compile()` was called. 2.14."""
     return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+
+
+def has_forward_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
+    """Return whether `hook` is registered as a forward pre-hook of `module`. 2.14."""
+    return hook in module._forward_pre_hooks.values()
 
 
 def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unitrain.torch_compat import is_compiled
+from unitrain.torch_compat import has_forward_pre_hook, is_compiled
 
 
 def compile_forward(*models: nn.Module | None, mode: bool | str) -> None:
@@ -28,7 +28,7 @@ def use_channels_last(model: nn.Module) -> None:
     names and values do not change, and parameters stay the same objects.
     """
     model.to(memory_format=torch.channels_last)
-    if _convert_inputs not in model._forward_pre_hooks.values():
+    if not has_forward_pre_hook(model, _convert_inputs):
         model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from unitrain.backends.base import Backend
 from unitrain.backends.gradients.reference import synchronize_gradients
-from unitrain.errors import ModelError
+from unitrain.errors import CollectiveMismatchError, ModelError, TensorError
 from unitrain.testing.cases import contract, raises
 from unitrain.testing.models import backward, build, gradients
 
@@ -74,3 +74,30 @@ def a_mean_overflows_only_if_the_sum_does(backend: Backend) -> None:
     for elements in (1, 5000):
         mean = backend.allreduce(torch.full((elements,), largest / backend.size), "mean")
         assert mean.isfinite().all()
+
+
+@contract
+def collectives_of_large_tensors_work_after_a_mismatch(backend: Backend) -> None:
+    """A backend may begin a large allreduce before the ranks have compared its arguments."""
+    is_last, several = backend.rank == backend.size - 1, backend.size > 1
+    ones = torch.ones(100_000)
+    mismatches = [
+        lambda: backend.allreduce(torch.ones(100_001 if is_last else 100_000), "sum"),
+        lambda: backend.allreduce(ones, "product" if is_last else "sum"),
+        lambda: backend.allreduce(ones, "mean" if is_last else "sum"),
+        lambda: backend.allreduce(ones.double() if is_last else ones, "sum"),
+        lambda: backend.broadcast(ones) if is_last else backend.allreduce(ones, "sum"),
+        lambda: backend.barrier() if is_last else backend.allreduce(ones, "sum"),
+    ]
+    for mismatch in mismatches:
+        if several:
+            raises(CollectiveMismatchError, "called different collectives", mismatch)
+        assert torch.equal(backend.allreduce(ones, "sum"), ones * backend.size)
+    invalid = torch.ones(100_000, requires_grad=is_last)
+    raises(TensorError, "requires grad", lambda: backend.allreduce(invalid, "sum"))
+    model = build()
+    distributed = backend.distributed_model(model)
+    for step in range(3):
+        model.zero_grad()
+        backward(distributed, backend.rank, step)
+        assert torch.equal(backend.allreduce(ones, "mean"), ones)

@@ -52,7 +52,7 @@ class Step(IntEnum):
 
 
 class EndOfBackward:
-    """Runs the steps at the end of each backward. It is the only object that queues callbacks with autograd.
+    """Runs the steps at the end of each backward. No other object of a backend queues callbacks with autograd.
 
     A backward that runs inside another one has a sequence of steps by itself.
     """
