@@ -8,6 +8,6 @@ flight_recorder     history of this rank's recent collectives and backwards
 rank_status         RankStatus: where a rank is and what it waits for, as data; and its text
 stack_inspection    user's line, DataLoader worker and function that a stack shows
 loop_counters       numbers of backwards and steps, compared between ranks
-peer_connection     connection that tells an orderly exit of the peer from a crash
+peer_connection     connection that distinguishes an orderly exit of the peer from a crash
 supervisor_client   a rank's connection to the `unitrain launch` that restarts its job
 """

@@ -157,7 +157,10 @@ class _PendingConnection:
 
         Raises OSError, ValueError or AuthenticationError if it does not belong to a rank of this job.
         """
-        part = self._connection.recv(self._num_missing - len(self._received))
+        try:
+            part = self._connection.recv(self._num_missing - len(self._received))
+        except BlockingIOError:  # select may report a socket without data as ready
+            return None
         if not part:
             raise ConnectionError("the connection was closed")
         self._received += part

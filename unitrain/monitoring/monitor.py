@@ -90,7 +90,7 @@ class FailureMonitor:
             raise cause from error
 
     def raise_model_error(self) -> None:
-        """Raise the ModelError with which another rank has failed, if this rank knows of one."""
+        """Raise the ModelError with which another rank has failed, if its report has arrived."""
         if self._watchdog is not None and (error := self._watchdog.model_error()) is not None:
             raise error
 

@@ -1,4 +1,4 @@
-"""Connection between two processes of a job that tells an orderly exit of the peer from a crash.
+"""Connection between two processes of a job that distinguishes an orderly exit of the peer from a crash.
 
 The operating system closes the connections of a process when it ends for any reason. A process that ends in order
 sends a final message before. Used between ranks for the liveness check, and between ranks and the supervisor.
