@@ -193,7 +193,11 @@ class Trainer:
         config = self.config
         self._check_data("fit", train_data=train_data, **_by_argument(val_data))
         shard = open_training_data(
-            train_data, self.backend, config, elastic=self._run.is_elastic, kept=self._run.stored_batch_size
+            train_data,
+            self.backend,
+            config,
+            elastic=self._run.is_elastic,
+            elastic_batch_size=self._run.stored_batch_size,
         )
         self._train_batch_size = shard.batch_size
         named = _validation_sets(val_data)

@@ -150,7 +150,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     ),
     (
         a_global_batch_that_does_not_divide,
-        "global_batch_size 7 does not divide by 2 ranks x batch_size 2 = 4",
+        "global_batch_size 7 is not divisible by 2 ranks x batch_size 2 = 4",
         "global_batch_size=4 or 8",
     ),
     (empty_dataset, "empty", ""),

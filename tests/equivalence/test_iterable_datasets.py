@@ -690,7 +690,7 @@ def test_a_shared_stream_that_is_not_the_same_is_warned_of(group: RankGroup, wor
     assert others == [[]] * (group.size - 1)
     assert len(first) == (group.size > 1)
     for message in first:
-        assert "Listed does not begin alike on every rank" in message
+        assert "Listed does not start with the same item on every rank" in message
         assert "TrainConfig(stream='own')" in message
 
 
@@ -774,23 +774,23 @@ def rates_of_whole_ones(rank: int) -> tuple[Any, dict[str, Any]]:
 
 
 ERRORS: list[tuple[Callable[[int], Any], str]] = [
-    (fails, r"^DataError: The training data failed on rank 1: OSError: the file is gone\. Mend the dataset"),
+    (fails, r"^DataError: The training data failed on rank 1: OSError: the file is gone\. Fix the dataset"),
     (
         fails_in_a_worker,
         r"^DataError: The training data failed on rank 0: OSError: Caught OSError in DataLoader worker",
     ),
-    (empty, r"^DataError: Listed ended before the first step of epoch 1: it yielded nothing, .* Let its __iter__"),
+    (empty, r"^DataError: Listed ended before the first step of epoch 1: it yielded no item, .* Let its __iter__"),
     (exhausted, r"^DataError: OneShot ended before the first step of epoch 2"),
-    (too_little_for_a_step, r"^DataError: Listed ended before the first step of epoch 1: .* too little for a step"),
+    (too_little_for_a_step, r"^DataError: Listed ended before the first step of epoch 1: .* fewer than a global batch"),
     (
         indices_on_one_rank,
-        r"^DataError: The training data has a length on some ranks, but comes in turn on ranks \[1.*\]\.",
+        r"^DataError: The training data has a length on some ranks, but is a stream on ranks \[1.*\]\.",
     ),
     (different_batch_sizes, r"^DataError: The training data differs between ranks in batch_size: \[2, 3.*Use batch_"),
-    (no_tensor, r"^DataError: The samples of a batch that the dataset has made .* there is none in this list\. Yield"),
+    (no_tensor, r"^DataError: The first dimension of the first tensor .* in this list it is missing\. Yield"),
     (no_batch_size, r"^ConfigError: A Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),
     (two_batch_sizes, r"^ConfigError: A batch size of 2 was asked for, but .* batch_size=1\. Leave one of them out"),
-    (global_batch_of_whole_ones, r"^ConfigError: TrainConfig.global_batch_size 12 cannot be kept, because Batches"),
+    (global_batch_of_whole_ones, r"^ConfigError: TrainConfig.global_batch_size 12 is not possible, because Batches"),
     (rates_of_whole_ones, r"^ConfigError: TrainConfig.lr_scaling 'linear' needs the number of samples per step"),
 ]
 ONLY_BETWEEN_RANKS = (fails, too_little_for_a_step, indices_on_one_rank, different_batch_sizes)

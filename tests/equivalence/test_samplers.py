@@ -328,8 +328,8 @@ def test_dropping_the_last_batch_of_a_sampler() -> None:
 def test_the_number_of_steps_is_what_the_sampler_says() -> None:
     assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch() == 4
     assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch(12) == 3
-    assert TrainingShard(loader(wrapped, 1), LOCAL, accumulate=3).steps_in_epoch() == 3
-    assert TrainingShard(loader(wrapped, 1), LOCAL, accumulate=3, uneven="drop").steps_in_epoch() == 2
+    assert TrainingShard(loader(wrapped, 1), LOCAL, gradient_accumulation_steps=3).steps_in_epoch() == 3
+    assert TrainingShard(loader(wrapped, 1), LOCAL, gradient_accumulation_steps=3, uneven="drop").steps_in_epoch() == 2
     assert TrainingShard(loader(buckets, 1), LOCAL).steps_in_epoch() is None
 
 
@@ -338,7 +338,11 @@ def test_whole_batches_are_cut_up_between_ranks(uneven: Any) -> None:
     for size, accumulate, count in itertools.product((1, 2, 3), (1, 2, 3), range(1, 14)):
         bounds = [0, *itertools.accumulate(range(1, count + 1))]
         parts = [
-            list(micro_batches_of_sampler(bounds, 0, accumulate=accumulate, rank=rank, size=size, uneven=uneven))
+            list(
+                micro_batches_of_sampler(
+                    bounds, 0, gradient_accumulation_steps=accumulate, rank=rank, size=size, uneven=uneven
+                )
+            )
             for rank in range(size)
         ]
         assert len({len(mine) for mine in parts}) == 1
@@ -356,7 +360,7 @@ def test_whole_batches_are_cut_up_between_ranks(uneven: Any) -> None:
         if len(steps) > 1:
             rest = list(
                 micro_batches_of_sampler(
-                    bounds, steps[0].step_end, accumulate=accumulate, rank=0, size=size, uneven=uneven
+                    bounds, steps[0].step_end, gradient_accumulation_steps=accumulate, rank=0, size=size, uneven=uneven
                 )
             )
             assert [part[1:4] for part in rest if uneven != "pad"] == [
@@ -411,17 +415,17 @@ ERRORS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (
         distributed,
         {},
-        "DataError: DistributedSampler shares the data out over ranks, which is not needed here: every DataLoader is "
-        "shared out exactly. Leave it out, and write DataLoader(dataset, batch_size=32, shuffle=True).",
+        "DataError: DistributedSampler shards the data by rank, but unitrain shards every DataLoader itself. "
+        "Leave the sampler out: DataLoader(dataset, batch_size=32, shuffle=True).",
     ),
-    (distributed_within, {}, "DataError: DistributedSampler shares the data out over ranks, which is not needed here"),
-    (broken, {}, "DataError: Broken failed in epoch 1: KeyError: 'weights'. Mend the DataLoader's sampler."),
+    (distributed_within, {}, "DataError: DistributedSampler shards the data by rank, but"),
+    (broken, {}, "DataError: Broken failed in epoch 1: KeyError: 'weights'. Fix the DataLoader's sampler."),
     (empty, {}, "DataError: list yields nothing in epoch 1. Let it yield at least one sample each time"),
     (once_only, {}, "DataError: OnceOnly yields nothing in epoch 2. Let it yield"),
     (
         too_few_batches,
         {"uneven": "drop", "gradient_accumulation_steps": 2},
-        "DataError: BatchSampler makes 1 batches, fewer than the",
+        "DataError: BatchSampler yields 1 batches, fewer than the",
     ),
     (too_few_batches, {"batch_size": 2}, "ConfigError: A batch size of 2 was asked for, but the DataLoader was built"),
     (too_few_batches, {"global_batch_size": 12}, "ConfigError: TrainConfig.global_batch_size 12 cannot be kept, beca"),
@@ -449,7 +453,7 @@ def test_what_goes_wrong_is_told_on_every_rank(
 
 
 def test_a_sampler_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "_MOST", 1000)
+    monkeypatch.setattr(samplers, "MAX_DRAWN_KEYS", 1000)
     share = TrainingShard(DataLoader(Opaque(), batch_size=4, sampler=Endless()), LOCAL)
     with pytest.raises(DataError, match=r"^Endless has not ended after 1,000 elements, .* Let its __iter__ end"):
         share.micro_batches(0)

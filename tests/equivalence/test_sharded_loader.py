@@ -330,7 +330,7 @@ def check_errors(backend: Backend) -> None:
             ConfigError, "ShardedLoader(shuffle=...) differs", data, backend, batch_size=2, shuffle=backend.rank == 0
         )
         other = TensorDataset(*tensors(7 + backend.rank))
-        refused(DataError, "not the same number of samples", other, backend, batch_size=2)
+        refused(DataError, "the same number of samples", other, backend, batch_size=2)
 
     evaluation = unitrain.ShardedLoader(data, backend, batch_size=2, shuffle=False)
     training = unitrain.ShardedLoader(data, backend, batch_size=2)

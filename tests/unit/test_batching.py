@@ -14,22 +14,44 @@ def test_two_give_the_third() -> None:
     for size, batch_size, accumulate in itertools.product(range(1, 5), (1, 3, 8), (1, 2, 5)):
         whole = size * batch_size * accumulate
         expected = BatchSizes(batch_size, accumulate)
-        assert derive_batch_sizes(size, batch_size=batch_size, accumulate=accumulate, whole=None) == expected
-        assert derive_batch_sizes(size, batch_size=batch_size, accumulate=None, whole=whole) == expected
-        assert derive_batch_sizes(size, batch_size=None, accumulate=accumulate, whole=whole) == expected
-        assert derive_batch_sizes(size, batch_size=batch_size, accumulate=accumulate, whole=whole) == expected
+        assert (
+            derive_batch_sizes(
+                size, batch_size=batch_size, gradient_accumulation_steps=accumulate, global_batch_size=None
+            )
+            == expected
+        )
+        assert (
+            derive_batch_sizes(size, batch_size=batch_size, gradient_accumulation_steps=None, global_batch_size=whole)
+            == expected
+        )
+        assert (
+            derive_batch_sizes(size, batch_size=None, gradient_accumulation_steps=accumulate, global_batch_size=whole)
+            == expected
+        )
+        assert (
+            derive_batch_sizes(
+                size, batch_size=batch_size, gradient_accumulation_steps=accumulate, global_batch_size=whole
+            )
+            == expected
+        )
 
 
 def test_what_is_not_said_is_one_micro_step() -> None:
-    assert derive_batch_sizes(4, batch_size=8, accumulate=None, whole=None) == BatchSizes(8, 1)
-    assert derive_batch_sizes(4, batch_size=None, accumulate=None, whole=256) == BatchSizes(64, 1)
-    assert derive_batch_sizes(4, batch_size=None, accumulate=None, whole=None) == BatchSizes(None, 1)
+    assert derive_batch_sizes(4, batch_size=8, gradient_accumulation_steps=None, global_batch_size=None) == BatchSizes(
+        8, 1
+    )
+    assert derive_batch_sizes(
+        4, batch_size=None, gradient_accumulation_steps=None, global_batch_size=256
+    ) == BatchSizes(64, 1)
+    assert derive_batch_sizes(
+        4, batch_size=None, gradient_accumulation_steps=None, global_batch_size=None
+    ) == BatchSizes(None, 1)
 
 
 @pytest.mark.parametrize(
     ("size", "batch_size", "accumulate", "whole", "message"),
     [
-        (3, 16, None, 100, r"size 100 does not divide by 3 ranks x batch_size 16 = 48\. Use .*=96 or 144\."),
+        (3, 16, None, 100, r"size 100 is not divisible by 3 ranks x batch_size 16 = 48\. Use .*=96 or 144\."),
         (3, None, 2, 100, r"3 ranks x gradient_accumulation_steps 2 = 6\. Use global_batch_size=96 or 102\.$"),
         (4, None, None, 3, r"divide by 4 ranks x gradient_accumulation_steps 1 = 4\. Use global_batch_size=4\.$"),
         (2, 8, 2, 64, r"64 is not 2 ranks x batch_size 8 x grad.*steps 2\. Leave out grad.*, which is then 4, or"),
@@ -39,12 +61,12 @@ def test_what_does_not_fit_is_told_with_what_would(
     size: int, batch_size: int | None, accumulate: int | None, whole: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        derive_batch_sizes(size, batch_size=batch_size, accumulate=accumulate, whole=whole)
+        derive_batch_sizes(size, batch_size=batch_size, gradient_accumulation_steps=accumulate, global_batch_size=whole)
 
 
 def test_an_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
     for size, first, batch_size, accumulate in itertools.product(range(1, 6), range(1, 6), (1, 3, 8), (None, 1, 2)):
-        asked = {"batch_size": batch_size, "accumulate": accumulate, "whole": None}
+        asked = {"batch_size": batch_size, "gradient_accumulation_steps": accumulate, "global_batch_size": None}
         began = elastic_batch_sizes(first, None, **asked)
         whole = first * batch_size * (accumulate or 1)
         assert began == BatchSizes(batch_size, accumulate or 1, whole)
@@ -59,12 +81,15 @@ def test_an_elastic_job_may_begin_with_a_global_batch_that_its_ranks_do_not_divi
     assert elastic_batch_sizes(3, None, **alone) == BatchSizes(3, 1, 8)
     assert elastic_batch_sizes(1, ElasticBatchSize(3, 8), **alone) == BatchSizes(3, 3, 8)
     # A script that makes its own batches smaller for more ranks means the same.
-    assert elastic_batch_sizes(1, ElasticBatchSize(4, 8), batch_size=8, accumulate=None, whole=None) == BatchSizes(
-        8, 1, 8
-    )
+    assert elastic_batch_sizes(
+        1, ElasticBatchSize(4, 8), batch_size=8, gradient_accumulation_steps=None, global_batch_size=None
+    ) == BatchSizes(8, 1, 8)
 
 
 def test_whole_batches_keep_it_as_nearly_as_they_can() -> None:
-    asked = {"batch_size": 4, "accumulate": None, "whole": None, "whole_batches": True}
-    found = {size: elastic_batch_sizes(size, ElasticBatchSize(4, 16), **asked).accumulate for size in (1, 2, 3, 4, 8)}
+    asked = {"batch_size": 4, "accumulate": None, "whole": None, "full_batches_only": True}
+    found = {
+        size: elastic_batch_sizes(size, ElasticBatchSize(4, 16), **asked).gradient_accumulation_steps
+        for size in (1, 2, 3, 4, 8)
+    }
     assert found == {1: 4, 2: 2, 3: 1, 4: 1, 8: 1}

@@ -73,7 +73,11 @@ def test_every_position_goes_to_one_rank_in_the_step_of_its_block(size: int, bat
     block = size * batch * accumulate
     for length in lengths(size, batch, accumulate):
         parts = [
-            list(micro_batches_of_samples(0, length, batch_size=batch, accumulate=accumulate, rank=rank, size=size))
+            list(
+                micro_batches_of_samples(
+                    0, length, batch_size=batch, gradient_accumulation_steps=accumulate, rank=rank, size=size
+                )
+            )
             for rank in range(size)
         ]
         assert len({len(mine) for mine in parts}) == 1, "ranks take different numbers of micro-steps"
@@ -99,7 +103,7 @@ def test_a_share_is_empty_only_where_it_cannot_be_helped_and_never_on_rank_0(
         for rank in range(size):
             totals: dict[int, int] = {}
             for part in micro_batches_of_samples(
-                0, length, batch_size=batch, accumulate=accumulate, rank=rank, size=size
+                0, length, batch_size=batch, gradient_accumulation_steps=accumulate, rank=rank, size=size
             ):
                 totals[part.step_end] = totals.get(part.step_end, 0) + part.samples
                 if part.samples == 0:
@@ -114,7 +118,9 @@ def test_the_samples_of_a_step_do_not_depend_on_how_the_global_batch_is_made_up(
     def steps(size: int, batch: int, accumulate: int) -> list[set[int]]:
         taken: dict[int, set[int]] = {}
         for rank in range(size):
-            for part in micro_batches_of_samples(0, 50, batch_size=batch, accumulate=accumulate, rank=rank, size=size):
+            for part in micro_batches_of_samples(
+                0, 50, batch_size=batch, gradient_accumulation_steps=accumulate, rank=rank, size=size
+            ):
                 taken.setdefault(part.step_end, set()).update(taken_by(part))
         return list(taken.values())
 
@@ -126,7 +132,7 @@ def test_steps_that_the_ranks_do_not_divide_are_as_even_as_they_can_be(size: int
     taken: dict[int, list[list[int]]] = {}
     for rank in range(size):
         for part in micro_batches_of_samples(
-            0, 50, batch_size=batch, accumulate=accumulate, rank=rank, size=size, whole=8
+            0, 50, batch_size=batch, gradient_accumulation_steps=accumulate, rank=rank, size=size, global_batch_size=8
         ):
             assert len(taken_by(part)) <= batch
             taken.setdefault(part.step_end, []).append(list(taken_by(part)))
@@ -168,7 +174,7 @@ def test_the_batches_of_each_rank_are_those_of_a_distributed_sampler(size: int, 
     dataset = tensors(3 * size * 2 * accumulate)
     for rank in range(size):
         share = TrainingShard(
-            dataset, rank_of(rank, size), batch_size=3, accumulate=accumulate, seed=5, shuffle=shuffle
+            dataset, rank_of(rank, size), batch_size=3, gradient_accumulation_steps=accumulate, seed=5, shuffle=shuffle
         )
         sampler = DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=5)
         for epoch in (0, 1, 4):
@@ -360,14 +366,14 @@ class OwnIteration(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (Stream(), r"^Got data of type Stream, which has no __len__ and __getitem__ to share out\."),
+        (Stream(), r"^Got data of type Stream, which does not have __len__ and __getitem__\."),
         (DataLoader(Stream(), batch_size=2), r"^Got data of type Stream"),
-        (iter([1]), r"^Got data of type list_iterator, which has no __len__ and __getitem__ to share out\."),
-        (OwnIteration(Numbers(5), batch_size=2), r"^A DataLoader with an iteration of its own, in OwnIteration"),
+        (iter([1]), r"^Got data of type list_iterator, which does not have __len__ and __getitem__\."),
+        (OwnIteration(Numbers(5), batch_size=2), r"^OwnIteration is a DataLoader with a custom __iter__"),
         (Numbers(0), r"^The training data is empty\. Give a dataset with at least one sample\.$"),
         (
             Numbers(3),
-            r"^The training data has 3 samples, fewer than the 4 ranks that share them\. Start at most 3 ranks",
+            r"^The training data has 3 samples, fewer than the 4 ranks\. Start at most 3 ranks",
         ),
     ],
 )
@@ -392,7 +398,7 @@ def test_a_batch_size_is_demanded_and_must_not_contradict() -> None:
 
 
 def test_ranks_with_different_data_are_told_so() -> None:
-    with pytest.raises(DataError, match=r"has not the same number of samples on every rank: \[10, 12\]\."):
+    with pytest.raises(DataError, match=r"does not have the same number of samples on every rank: \[10, 12\]\."):
         TrainingShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
-    with pytest.raises(DataError, match=r"^The evaluation data has not the same number"):
+    with pytest.raises(DataError, match=r"^The evaluation data does not have the same number"):
         EvaluationShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)

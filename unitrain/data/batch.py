@@ -1,4 +1,4 @@
-"""A batch on its way from the loader to the model, whatever it is made of."""
+"""Functions for batches of any structure: moving, copying, mapping and counting samples."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from unitrain.errors import DataError
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor on `device`, in containers of its own types; what is not known is kept.
+    """Return `batch` with every tensor on `device`, in containers of the same types.
 
-    It goes through lists, tuples, named tuples, mappings and dataclasses, and leaves it to objects that have a method
-    `to` to move themselves. Batches are made on the CPU, so where that is the device they are returned as they are.
+    Lists, tuples, named tuples, mappings and dataclasses are traversed; other objects are moved by their method `to`,
+    if they have one, and otherwise returned unchanged. Batches are made on the CPU, so they are returned unchanged if
+    `device` is the CPU.
     """
     if device.type == "cpu":
         return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to") and not isinstance(batch, type):
-        # Before the containers: a PackedSequence is a tuple of which one part must stay on the CPU.
-        return _moved(batch, device)
+        # Checked before containers: a PackedSequence is a tuple with one part that must stay on the CPU.
+        return _move_object(batch, device)
     return map_parts(lambda _, part: to_device(part, device), batch)
 
 
 def copy_batch(batch: Any) -> Any:
-    """Return `batch` with a copy of every tensor and array, in containers of its own types.
+    """Return `batch` with a copy of every tensor and array, in containers of the same types.
 
-    Other objects are copied by their method `clone` if they have one, and otherwise kept.
+    Other objects are copied by their method `clone`, if they have one, and otherwise returned unchanged.
     """
     if isinstance(batch, Tensor):
         clone = batch.clone()
@@ -48,55 +49,57 @@ def copy_batch(batch: Any) -> Any:
     return map_parts(lambda _, part: copy_batch(part), batch)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], whole: Any) -> Any:
-    """Return `whole` with what `function` makes of each tensor that `map_parts` comes to."""
+def map_tensors(function: Callable[[Tensor], Tensor], container: Any) -> Any:
+    """Return `container` with `function` applied to each tensor that `map_parts` reaches."""
     return (
-        function(whole) if isinstance(whole, Tensor) else map_parts(lambda _, part: map_tensors(function, part), whole)
+        function(container)
+        if isinstance(container, Tensor)
+        else map_parts(lambda _, part: map_tensors(function, part), container)
     )
 
 
-def map_parts(function: Callable[[str, Any], Any], whole: Any) -> Any:
-    """Return `whole` with each part replaced by what `function` makes of (how Python reaches it, such as "[0]", it).
+def map_parts(function: Callable[[str, Any], Any], container: Any) -> Any:
+    """Return `container` with each part replaced by `function(path, part)`, where path is an expression such as "[0]".
 
-    Parts are the items of lists, tuples and mappings and the fields of named tuples and dataclasses; a mapping that
-    cannot be written to becomes a dictionary. Anything else is returned itself.
+    Parts are the items of lists, tuples and mappings and the fields of named tuples and dataclasses. A read-only
+    mapping becomes a dictionary. Any other object is returned unchanged.
     """
     clone: Any
-    if is_dataclass(whole) and not isinstance(whole, type):
-        parts = {field.name: function(f".{field.name}", getattr(whole, field.name)) for field in fields(whole)}
-        # A copy, because __init__ may want other things than the fields; frozen ones do not allow setattr.
-        clone = copy.copy(whole)
-        put = object.__setattr__ if type(whole).__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
+    if is_dataclass(container) and not isinstance(container, type):
+        parts = {field.name: function(f".{field.name}", getattr(container, field.name)) for field in fields(container)}
+        # A copy, because __init__ may have other parameters than the fields. Frozen dataclasses reject setattr.
+        clone = copy.copy(container)
+        put = object.__setattr__ if type(container).__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
         for name, part in parts.items():
             put(clone, name, part)
         return clone
-    if isinstance(whole, tuple) and (names := getattr(whole, "_fields", None)):
-        make: Any = type(whole)
-        return make._make(function(f".{name}", part) for name, part in zip(names, whole, strict=True))
-    if isinstance(whole, (list, tuple)):
-        return type(whole)([function(f"[{index}]", part) for index, part in enumerate(whole)])
-    if isinstance(whole, Mapping):
-        mapped = {key: function(f"[{key!r}]", part) for key, part in whole.items()}
-        if type(whole) is dict or not isinstance(whole, MutableMapping):
+    if isinstance(container, tuple) and (names := getattr(container, "_fields", None)):
+        make: Any = type(container)
+        return make._make(function(f".{name}", part) for name, part in zip(names, container, strict=True))
+    if isinstance(container, (list, tuple)):
+        return type(container)([function(f"[{index}]", part) for index, part in enumerate(container)])
+    if isinstance(container, Mapping):
+        mapped = {key: function(f"[{key!r}]", part) for key, part in container.items()}
+        if type(container) is dict or not isinstance(container, MutableMapping):
             return mapped
-        clone = copy.copy(whole)  # with what its type has beside the items, such as a default
+        clone = copy.copy(container)  # keeps attributes such as a defaultdict's factory
         clone.update(mapped)
         return clone
-    return whole
+    return container
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _move_object(batch: Any, device: torch.device) -> Any:
     try:
         moved = batch.to(device, non_blocking=True)
-    except TypeError:  # most take the device only
+    except TypeError:  # most such methods take only the device
         moved = batch.to(device)
-    return batch if moved is None else moved  # some move themselves and return nothing
+    return batch if moved is None else moved  # some move themselves in place and return None
 
 
 class CountedBatch(NamedTuple):
-    """A batch, the number of items that it was made of, and the number of samples that it holds.
+    """A batch, the number of items that it was collated from, and the number of samples that it holds.
 
-    The two differ where a `collate_fn` leaves items out.
+    They differ if a `collate_fn` leaves out items.
     """
 
     items: int
@@ -105,24 +108,24 @@ class CountedBatch(NamedTuple):
 
 
 class CountingCollate:
-    """A `collate_fn` that returns the batch of the user's own as `CountedBatch`."""
+    """A `collate_fn` that returns the batch of the user's `collate_fn` as `CountedBatch`."""
 
     def __init__(self, collate: Any) -> None:
         self.collate = collate
 
     def __call__(self, items: Sequence[Any]) -> CountedBatch:
-        given = list(items)  # the user's own may change the list
+        given = list(items)  # the user's collate_fn may change the list
         batch = self.collate(items)
         return CountedBatch(len(given), infer_sample_count(batch, given), batch)
 
 
 def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
-    """Return how many samples `batch` holds, which a `collate_fn` made of `items`; 0 for None.
+    """Return the number of samples in `batch`, which a `collate_fn` made from `items`; 0 for None.
 
-    A list of samples holds its length. Anything else is taken for columns: the parts of a tuple, list, mapping or
-    dataclass, or one tensor. The number of items is returned where any column has that length, and where the batch does
-    not show another number: that takes columns which all agree on a length, that of a tensor's first dimension or of a
-    list. Columns in which the samples are the second dimension hold the number of items.
+    A list of samples has its length. Any other batch consists of columns: the parts of a tuple, list, mapping or
+    dataclass, or one tensor. If all columns agree on a length (of a tensor's first dimension, or of a list), and none
+    of them has the length of `items`, that is the number of samples; otherwise it is the number of items. The latter
+    also applies to columns whose second dimension is the sample.
     """
     if batch is None:
         return 0
@@ -143,13 +146,13 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
     return count if not common or count in common or _samples_come_second(columns, count, item) else common[0]
 
 
-def _parts(whole: Any) -> Iterator[Any] | None:
-    """Return the parts of a container, None for anything else."""
-    if isinstance(whole, Mapping):
-        return iter(whole.values())
-    if is_dataclass(whole) and not isinstance(whole, type):
-        return (getattr(whole, field.name) for field in fields(whole))
-    return iter(whole) if isinstance(whole, (list, tuple)) else None
+def _parts(container: Any) -> Iterator[Any] | None:
+    """Return the parts of a container, None for any other object."""
+    if isinstance(container, Mapping):
+        return iter(container.values())
+    if is_dataclass(container) and not isinstance(container, type):
+        return (getattr(container, field.name) for field in fields(container))
+    return iter(container) if isinstance(container, (list, tuple)) else None
 
 
 def _length(column: Any) -> int | None:
@@ -159,15 +162,15 @@ def _length(column: Any) -> int | None:
 
 
 def _lengths(column: Any) -> list[int]:
-    """Return the numbers of samples that `column` can be of: its own length, and those on which its parts agree."""
-    own, parts = _length(column), _parts(column)
+    """Return the possible numbers of samples in `column`: its own length, and those that its parts have in common."""
+    length_here, parts = _length(column), _parts(column)
     inner = [found for part in parts or () if (found := _lengths(part))]
     common = [length for length in (inner[0] if inner else ()) if all(length in found for found in inner)]
-    return common if own is None else [own, *common]
+    return common if length_here is None else [length_here, *common]
 
 
 def _has_layout_of(part: Any, item: Any) -> bool:
-    """Return whether `part` of a batch may be a sample such as `item`, and not a column of samples."""
+    """Return whether `part` of a batch may be a sample like `item`, and not a column of samples."""
     if isinstance(part, (Tensor, np.ndarray)):
         return isinstance(item, (Tensor, np.ndarray)) and part.ndim == item.ndim
     if type(part) is not type(item):
@@ -179,7 +182,7 @@ def _has_layout_of(part: Any, item: Any) -> bool:
 
 
 def _samples_come_second(columns: list[Any], count: int, item: Any) -> bool:
-    """Return whether the second dimension of all tensors is that of the samples, as in [time, samples, features]."""
+    """Return whether the second dimension of all tensors is the sample, as in [time, samples, features]."""
     tensors = [leaf for column in columns for leaf in _leaves(column) if isinstance(leaf, Tensor) and leaf.ndim]
     shapes = {tuple(leaf.shape) for leaf in _leaves(item) if isinstance(leaf, (Tensor, np.ndarray))}
     return bool(tensors) and all(
@@ -188,19 +191,19 @@ def _samples_come_second(columns: list[Any], count: int, item: Any) -> bool:
 
 
 def count_batch_samples(batch: Any) -> int:
-    """Return the first dimension of the first tensor in `batch`, whatever it is nested in. Raises DataError."""
+    """Return the first dimension of the first tensor in `batch`, at any depth. Raises DataError if there is none."""
     tensor = next((leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)), None)
     if tensor is None or tensor.dim() == 0:
-        found = "there is none" if tensor is None else "has no dimension"
+        found = "is missing" if tensor is None else "has no dimension"
         raise DataError(
-            f"The samples of a batch that the dataset has made are counted by its first tensor, which {found} in "
-            f"this {type(batch).__name__}. Yield batches such as (inputs, targets), of tensors [samples, ...]."
+            f"The first dimension of the first tensor in a batch counts its samples, but in this "
+            f"{type(batch).__name__} it {found}. Yield batches such as (inputs, targets), of tensors [samples, ...]."
         )
     return len(tensor)
 
 
 def fingerprint(item: Any) -> int:
-    """Return a number that is the same for items with the same tensors, arrays, numbers and strings."""
+    """Return a number that is equal for items with equal tensors, arrays, numbers and strings."""
     number = 0
     for leaf in _leaves(item):
         if isinstance(leaf, Tensor):
@@ -213,11 +216,11 @@ def fingerprint(item: Any) -> int:
     return number
 
 
-def _leaves(whole: Any) -> list[Any]:
+def _leaves(container: Any) -> list[Any]:
     found: list[Any] = []
 
     def visit(_: str, part: Any) -> Any:
         found.extend(_leaves(part))
         return part
 
-    return [whole] if map_parts(visit, whole) is whole else found
+    return [container] if map_parts(visit, container) is container else found

@@ -1,4 +1,4 @@
-"""Batch sizes in one language: global_batch_size = batch_size x ranks x gradient_accumulation_steps."""
+"""Batch sizes of a run: global_batch_size = batch_size x ranks x gradient_accumulation_steps."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from unitrain.errors import ConfigError
 
 
 class BatchSizes(NamedTuple):
-    """Samples per rank and micro-step (None where nothing says how many), and micro-steps per step.
+    """Samples per rank and micro-batch, None if the data decides it, and micro-batches per step.
 
-    `whole` is the global batch size where it is not their product: the ranks then share it out as evenly as they can.
+    `global_batch_size` is given if it is not their product: each step is then sharded as evenly as possible.
     """
 
     batch_size: int | None
-    accumulate: int
-    whole: int | None = None
+    gradient_accumulation_steps: int
+    global_batch_size: int | None = None
 
 
 class ElasticBatchSize(NamedTuple):
-    """How large the steps of an elastic job were when it began: samples per rank and micro-step, and in all."""
+    """Batch sizes with which an elastic job began: samples per rank and micro-batch, and samples per step over all
+    ranks."""
 
     batch_size: int
-    whole: int
+    global_batch_size: int
 
 
 def resolve_batch_sizes(
@@ -35,90 +36,114 @@ def resolve_batch_sizes(
     communicator: Communicator,
     *,
     batch_size: int | None,
-    accumulate: int | None,
-    whole: int | None,
+    gradient_accumulation_steps: int | None,
+    global_batch_size: int | None,
     elastic: bool = False,
-    kept: ElasticBatchSize | None = None,
-    whole_batches: bool = False,
+    elastic_batch_size: ElasticBatchSize | None = None,
+    full_batches_only: bool = False,
 ) -> BatchSizes:
-    """Return `derive_batch_sizes` for `data`, of which a DataLoader has a batch size of its own. All ranks call it.
+    """Return the batch sizes of training on `data`. All ranks call it.
 
-    The batch size is the one to ask of the data: for a DataLoader what the user asked for beside. For an elastic job it
-    is `elastic_batch_sizes`, unless the data decides the size of its batches; then `whole` is a ConfigError on all
-    ranks.
+    The `batch_size` of the result is the argument to open the data with: for a DataLoader the user's setting, which
+    must agree with the loader's own. For an elastic job, `elastic_batch_size` is the one with which it began, if this
+    is not the beginning. Raises ConfigError, on all ranks, if the sizes contradict each other, or for a
+    `global_batch_size` if the data decides the size of its batches.
     """
 
     def derive() -> BatchSizes:
         own = data.batch_size if isinstance(data, DataLoader) else batch_size
-        if isinstance(data, DataLoader) and own is None and whole is not None:
+        if isinstance(data, DataLoader) and own is None and global_batch_size is not None:
             maker = data.dataset if data.batch_sampler is None else data.batch_sampler
             raise ConfigError(
-                f"TrainConfig.global_batch_size {whole} cannot be kept, because {type(maker).__name__} decides how "
-                "large a batch is. Leave it out, and use gradient_accumulation_steps for larger steps."
+                f"TrainConfig.global_batch_size {global_batch_size} is not possible, because {type(maker).__name__} "
+                "decides the size of each batch. Leave it out, and use gradient_accumulation_steps for larger steps."
             )
-        asked = {"batch_size": own or batch_size, "accumulate": accumulate, "whole": whole}
-        if elastic and (own or whole):
-            derived = elastic_batch_sizes(communicator.size, kept, **asked, whole_batches=whole_batches)
+        settings = {
+            "batch_size": own or batch_size,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "global_batch_size": global_batch_size,
+        }
+        if elastic and (own or global_batch_size):
+            batch_sizes = elastic_batch_sizes(
+                communicator.size, elastic_batch_size, **settings, full_batches_only=full_batches_only
+            )
         else:
-            derived = derive_batch_sizes(communicator.size, **asked)
-        return derived._replace(batch_size=batch_size) if isinstance(data, DataLoader) else derived
+            batch_sizes = derive_batch_sizes(communicator.size, **settings)
+        return batch_sizes._replace(batch_size=batch_size) if isinstance(data, DataLoader) else batch_sizes
 
     return call_on_all_ranks(communicator, derive)
 
 
 def elastic_batch_sizes(
     size: int,
-    kept: ElasticBatchSize | None,
+    elastic_batch_size: ElasticBatchSize | None,
     *,
     batch_size: int | None,
-    accumulate: int | None,
-    whole: int | None,
-    whole_batches: bool = False,
+    gradient_accumulation_steps: int | None,
+    global_batch_size: int | None,
+    full_batches_only: bool = False,
 ) -> BatchSizes:
-    """Return the batching of an elastic job on `size` ranks: its global batch is the one `kept` since it began, or
-    where this is its beginning what is asked for, whatever it divides by.
+    """Return the batch sizes of an elastic job on `size` ranks, which keep the global batch size that it began with.
 
-    No rank has more samples in a micro-step than `batch_size`, or than it had then. With `whole_batches` each has as
-    many, and the global batch is as near as that allows. One of `batch_size` and `whole` is given.
+    `elastic_batch_size` is None at the beginning; one of `batch_size` and `global_batch_size` is then given. No rank
+    has more samples in a micro-batch than `batch_size`, or than at the beginning. With `full_batches_only` every rank
+    has exactly as many, and the global batch size is approximated.
     """
-    parts = size * (accumulate or 1)
-    if kept is None:
-        kept = ElasticBatchSize(batch_size or -(-(whole or 1) // parts), whole or parts * (batch_size or 1))
-    most = batch_size or kept.batch_size
-    if whole_batches:
-        return BatchSizes(most, max(1, round(kept.whole / (size * most))), kept.whole)
-    return BatchSizes(most, -(-kept.whole // (size * most)), kept.whole)
-
-
-def derive_batch_sizes(size: int, *, batch_size: int | None, accumulate: int | None, whole: int | None) -> BatchSizes:
-    """Return the batching on `size` ranks; `whole` is the global batch size.
-
-    Two of the three give the third; `whole` alone is split over the ranks, and `batch_size` alone is not accumulated.
-    Raises ConfigError where they do not fit together.
-    """
-    if whole is None:
-        return BatchSizes(batch_size, accumulate or 1)
-    if batch_size is None:
-        parts = size * (accumulate or 1)
-        if whole % parts:
-            _refuse(whole, parts, f"{size} ranks x gradient_accumulation_steps {accumulate or 1}")
-        return BatchSizes(whole // parts, accumulate or 1)
-    if whole % (size * batch_size):
-        _refuse(whole, size * batch_size, f"{size} ranks x batch_size {batch_size}")
-    needed = whole // (size * batch_size)
-    if accumulate not in (None, needed):
-        raise ConfigError(
-            f"TrainConfig.global_batch_size {whole} is not {size} ranks x batch_size {batch_size} x "
-            f"gradient_accumulation_steps "
-            f"{accumulate}. Leave out gradient_accumulation_steps, which is then {needed}, or global_batch_size."
+    micro_batches = size * (gradient_accumulation_steps or 1)
+    if elastic_batch_size is None:
+        elastic_batch_size = ElasticBatchSize(
+            batch_size or -(-(global_batch_size or 1) // micro_batches),
+            global_batch_size or micro_batches * (batch_size or 1),
         )
-    return BatchSizes(batch_size, needed)
+    max_batch_size = batch_size or elastic_batch_size.batch_size
+    if full_batches_only:
+        return BatchSizes(
+            max_batch_size,
+            max(1, round(elastic_batch_size.global_batch_size / (size * max_batch_size))),
+            elastic_batch_size.global_batch_size,
+        )
+    return BatchSizes(
+        max_batch_size,
+        -(-elastic_batch_size.global_batch_size // (size * max_batch_size)),
+        elastic_batch_size.global_batch_size,
+    )
 
 
-def _refuse(whole: int, parts: int, product: str) -> NoReturn:
-    below = whole // parts * parts
-    choices = f"{below} or {below + parts}" if below else str(parts)
+def derive_batch_sizes(
+    size: int, *, batch_size: int | None, gradient_accumulation_steps: int | None, global_batch_size: int | None
+) -> BatchSizes:
+    """Return the batch sizes on `size` ranks.
+
+    Two of the three determine the third. `global_batch_size` alone is divided by the ranks; `batch_size` alone is not
+    accumulated. Raises ConfigError if they contradict each other.
+    """
+    if global_batch_size is None:
+        return BatchSizes(batch_size, gradient_accumulation_steps or 1)
+    if batch_size is None:
+        micro_batches = size * (gradient_accumulation_steps or 1)
+        if global_batch_size % micro_batches:
+            _refuse(
+                global_batch_size,
+                micro_batches,
+                f"{size} ranks x gradient_accumulation_steps {gradient_accumulation_steps or 1}",
+            )
+        return BatchSizes(global_batch_size // micro_batches, gradient_accumulation_steps or 1)
+    if global_batch_size % (size * batch_size):
+        _refuse(global_batch_size, size * batch_size, f"{size} ranks x batch_size {batch_size}")
+    steps_needed = global_batch_size // (size * batch_size)
+    if gradient_accumulation_steps not in (None, steps_needed):
+        raise ConfigError(
+            f"TrainConfig.global_batch_size {global_batch_size} is not {size} ranks x batch_size {batch_size} x "
+            f"gradient_accumulation_steps {gradient_accumulation_steps}. Leave out gradient_accumulation_steps, which "
+            f"is then {steps_needed}, or global_batch_size."
+        )
+    return BatchSizes(batch_size, steps_needed)
+
+
+def _refuse(global_batch_size: int, micro_batches: int, product: str) -> NoReturn:
+    below = global_batch_size // micro_batches * micro_batches
+    choices = f"{below} or {below + micro_batches}" if below else str(micro_batches)
     raise ConfigError(
-        f"TrainConfig.global_batch_size {whole} does not divide by {product} = {parts}. "
+        f"TrainConfig.global_batch_size {global_batch_size} is not divisible by {product} = {micro_batches}. "
         f"Use global_batch_size={choices}."
     )

@@ -1,4 +1,4 @@
-"""Ranks whose numbers of batches are unequal, or unknown, kept in the same steps."""
+"""Alignment of ranks that have unequal or unknown numbers of batches: all of them make the same steps."""
 
 from __future__ import annotations
 
@@ -17,221 +17,245 @@ from unitrain.data.order import MicroBatch
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators
 
-# How many batches a rank holds at most while the ranks agree on their sizes, if its workers have prepared so many.
-_AHEAD = 8
-# What a rank says of a batch that it does not have, instead of its items.
+# The most batches that a rank keeps while the ranks exchange their sizes, if its workers have prefetched as many.
+_MAX_WINDOW = 8
+# Sent instead of the number of items where a rank has no batch.
 NO_BATCH = -1
-# What it says of the batch that it could stand in with.
-_NO_SPARE, _SPARE, _FAILED = range(3)
+# Whether a rank has a batch that can serve as a dummy batch.
+_HAS_NO_DUMMY, _HAS_DUMMY, _HAS_FAILED = range(3)
 
 
-def common_prefetch_count(prepared: int, communicator: Communicator) -> int:
-    """Return `ahead` for StepAligner where the workers of each rank prepare so many batches. All ranks call it.
+def common_prefetch_count(prefetched: int, communicator: Communicator) -> int:
+    """Return how many batches the workers of every rank prefetch, at most 8: the `ahead` of StepAligner. All ranks call
+    it.
 
-    Batches that workers have prepared anyway are held no longer for that; without workers none is made early.
+    StepAligner may keep batches that are prefetched anyway. Without workers no batch is loaded before it is needed.
     """
-    everywhere: list[int] = communicator.allgather_object(prepared)
-    return min(_AHEAD, *everywhere)
+    everywhere: list[int] = communicator.allgather_object(prefetched)
+    return min(_MAX_WINDOW, *everywhere)
 
 
 class StepAligner:
-    """Lets all ranks take the same steps over the batches that each of them has. All ranks use it alike.
+    """Makes all ranks take the same steps over their batches, with dummy batches for ranks that have none left.
 
-    A batch weighs as much as the samples that it holds, which may be fewer than the items that it was made of.
-    The ranks tell each other the sizes of their next batches, for at most `ahead` micro-steps at a time, but for one
-    step at least, and hold these batches meanwhile: copies of them, with `copies`, where the next batch may overwrite
-    the memory of the one before. With `full`, a step of fewer items ends the epoch.
+    A batch counts by its samples, which may be fewer than the items that it was collated from. The ranks exchange the
+    sizes of their next batches for at most `ahead` micro-batches at a time, and at least one step, and keep these
+    batches in the meantime. With `copies_batches` they keep copies, for datasets that overwrite the memory of a batch
+    with the next one. With `min_step_items`, a step with fewer items ends the epoch. All ranks make the same calls.
     """
 
     def __init__(
         self,
         communicator: Communicator,
         *,
-        accumulate: int,
+        gradient_accumulation_steps: int,
         uneven: Uneven,
         ahead: int,
-        full: int | None,
-        copies: bool,
+        min_step_items: int | None,
+        copies_batches: bool,
     ) -> None:
-        self._communicator, self._accumulate, self._uneven, self._full = communicator, accumulate, uneven, full
-        self._steps = max(1, ahead // accumulate)
-        self._copies = copies and self._steps * accumulate > 1
+        self._communicator, self._gradient_accumulation_steps, self._uneven, self._min_step_items = (
+            communicator,
+            gradient_accumulation_steps,
+            uneven,
+            min_step_items,
+        )
+        self._steps = max(1, ahead // gradient_accumulation_steps)
+        self._copies_batches = copies_batches and self._steps * gradient_accumulation_steps > 1
         self.ended = False
-        # A batch that was trained on, here or on another rank: it stands in for those that this rank does not have.
-        self._spare: CountedBatch | None = None
+        # A batch that was trained on, on this or another rank.
+        self._dummy_batch: CountedBatch | None = None
         self._error: DataError | None = None
 
     def micro_batches(
-        self, batches: Callable[[], Generator[CountedBatch]], *, start: int, stride: int, passed: int
+        self, batches: Callable[[], Generator[CountedBatch]], *, start: int, stride: int, skipped: int
     ) -> Generator[tuple[Any, MicroBatch]]:
-        """Yield (batch, its slice) for each of this rank's micro-steps, until the epoch ends for all ranks.
+        """Yield (batch, micro-batch) for each micro-batch of this rank until the epoch ends on all ranks.
 
-        `batches` begins this rank's batches, of which as many as `passed` micro-steps took are passed over. `start` is
-        the position after these, and `stride` how far a micro-step goes. Raises DataError on every rank when the
-        batches of any cannot be had.
+        `batches` starts this rank's iteration, of which as many batches as `skipped` micro-batches used are skipped.
+        `start` is the position after these, and `stride` the number of positions per micro-batch. Raises DataError on
+        every rank if any rank cannot load its batches.
         """
-        # An error of another rank leaves its traceback, and with it what is iterated over, to the garbage collector.
-        with closing(batches()) as own, closing(_endless(batches)) as again:
+        # The traceback of an error would keep the iterators, and their workers, alive until a garbage collection.
+        with closing(batches()) as batches_here, closing(_repeat(batches)) as repeated:
             self._error = None
-            self._pass_over(own, again, passed)
-            window, per_step = self._steps * self._accumulate, self._accumulate * stride
-            over = False
-            while not over:
-                held: list[CountedBatch | None] = [None] * window
-                self._fill(held, range(window), own)
-                items, samples = self._agree(held)
-                steps, over = plan_steps(items, self._accumulate, self._uneven, self._full)
-                lacking = [at for step in steps for at in step if any(counts[at] == NO_BATCH for counts in items)]
-                if self._uneven == "pad" and lacking:
-                    self._fill(held, [at for at in lacking if held[at] is None], again)
-                    items, samples = self._agree(held)
+            self._skip_batches(batches_here, repeated, skipped)
+            window_length, per_step = (
+                self._steps * self._gradient_accumulation_steps,
+                self._gradient_accumulation_steps * stride,
+            )
+            is_finished = False
+            while not is_finished:
+                window: list[CountedBatch | None] = [None] * window_length
+                self._fetch(window, range(window_length), batches_here)
+                items, samples = self._exchange_counts(window)
+                steps, is_finished = plan_steps(
+                    items, self._gradient_accumulation_steps, self._uneven, self._min_step_items
+                )
+                missing = [
+                    index for step in steps for index in step if any(counts[index] == NO_BATCH for counts in items)
+                ]
+                if self._uneven == "pad" and missing:
+                    self._fetch(window, [index for index in missing if window[index] is None], repeated)
+                    items, samples = self._exchange_counts(window)
                 for step in steps:
                     end = start + per_step
-                    slices = [MicroBatch(slice(start, end), 0, 0, end, False) for _ in step]
-                    yield from self._step(held, step, slices, samples)
+                    micro_batches = [MicroBatch(slice(start, end), 0, 0, end, False) for _ in step]
+                    yield from self._step(window, step, micro_batches, samples)
                     start = end
 
-    def planned(
-        self, batches: Callable[[], Generator[CountedBatch]], slices: Iterator[MicroBatch], *, begun: bool
+    def align_planned(
+        self, batches: Callable[[], Generator[CountedBatch]], micro_batches: Iterator[MicroBatch], *, has_started: bool
     ) -> Generator[tuple[Any, MicroBatch]]:
-        """Yield (batch, its slice) for each of this rank's micro-steps, which were planned by the number of items.
+        """Yield (batch, micro-batch) for each of `micro_batches`, which were planned by the number of items.
 
-        A slice has the samples that the batches hold. Micro-steps in which no rank has a sample are left out, and
-        `ended` is true when none is left. Raises DataError on every rank when the batches of any cannot be had, or when
-        none of an epoch, unless it was `begun` before, holds a sample.
+        The yielded micro-batches have the numbers of samples that the batches hold. Micro-batches without a sample on
+        any rank are left out; `ended` becomes True when none is left. Raises DataError on every rank if any rank cannot
+        load its batches, or if an epoch has no sample, unless it `has_started` before.
         """
-        with closing(batches()) as own:
+        with closing(batches()) as batches_here:
             self._error, self.ended = None, False
-            while places := list(_whole_steps(slices, self._steps)):
-                held: list[CountedBatch | None] = [None] * len(places)
-                self._fill(held, range(len(places)), own)
-                for at, (part, taken) in enumerate(zip(places, held, strict=True)):
-                    if taken is not None and not part.samples:  # another rank trains on the sample of this one
-                        held[at] = taken._replace(samples=0)
-                _, samples = self._agree(held)
-                ends = [0, *(at + 1 for at, part in enumerate(places) if part.ends_step)]
-                for first, after in pairwise(ends):
-                    for taken_step in self._step(held, range(first, after), places[first:after], samples):
-                        begun = True
-                        yield taken_step
-        if not begun:
+            while indices := list(_take_steps(micro_batches, self._steps)):
+                window: list[CountedBatch | None] = [None] * len(indices)
+                self._fetch(window, range(len(indices)), batches_here)
+                for index, (micro_batch, counted) in enumerate(zip(indices, window, strict=True)):
+                    if (
+                        counted is not None and not micro_batch.samples
+                    ):  # a dummy batch: another rank trains on its sample
+                        window[index] = counted._replace(samples=0)
+                _, samples = self._exchange_counts(window)
+                ends = [0, *(index + 1 for index, micro_batch in enumerate(indices) if micro_batch.ends_step)]
+                for begin, end in pairwise(ends):
+                    for item in self._step(window, range(begin, end), indices[begin:end], samples):
+                        has_started = True
+                        yield item
+        if not has_started:
             raise DataError(
-                "The training data has no sample in a whole epoch: collate_fn returned nothing but empty batches. "
+                "The training data has no sample in an entire epoch: collate_fn returned only empty batches. "
                 "Let it keep at least one sample."
             )
         self.ended = True
 
     def _step(
         self,
-        held: list[CountedBatch | None],
+        window: list[CountedBatch | None],
         step: Sequence[int],
-        slices: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         samples: list[list[int]],
     ) -> Iterator[tuple[Any, MicroBatch]]:
-        """Yield the micro-steps of one step, for which this rank has `held[at]` for each place `at` of `step`."""
-        live = [at for at in step if any(counts[at] > 0 for counts in samples)]
-        total = sum(max(0, counts[at]) for counts in samples for at in live)
-        for at, part in zip(step, slices, strict=True):
-            if at not in live:
-                held[at] = None
+        """Yield the micro-batches of one step, whose batches on this rank are `window[index]` for each `index` of
+        `step`."""
+        nonempty = [index for index in step if any(counts[index] > 0 for counts in samples)]
+        total = sum(max(0, counts[index]) for counts in samples for index in nonempty)
+        for index, micro_batch in zip(step, micro_batches, strict=True):
+            if index not in nonempty:
+                window[index] = None
                 continue
-            _, own, batch = held[at] or CountedBatch(0, 0, None)
-            held[at] = None  # from now on only the loop holds it
-            if not own and self._spare is not None:
-                batch = self._spare.batch
-            yield batch, part._replace(samples=own, step_samples=total, ends_step=at == live[-1])
+            _, samples_here, batch = window[index] or CountedBatch(0, 0, None)
+            window[index] = None  # so that only the training loop refers to the batch
+            if not samples_here and self._dummy_batch is not None:
+                batch = self._dummy_batch.batch
+            yield batch, micro_batch._replace(samples=samples_here, step_samples=total, ends_step=index == nonempty[-1])
 
-    def _pass_over(self, own: Iterator[CountedBatch], again: Iterator[CountedBatch], passed: int) -> None:
-        """Pass over what an interrupted run has trained on, and what it has repeated."""
-        # What is drawn in this process meanwhile was drawn before the interruption, and is not drawn once more.
+    def _skip_batches(
+        self, batches_here: Iterator[CountedBatch], repeated: Iterator[CountedBatch], skipped: int
+    ) -> None:
+        """Skip the batches that an interrupted run has trained on, also those that it has repeated."""
+        # The interrupted run has drawn these random numbers already: the global generators must not advance again.
         with IsolatedGenerators(0):
-            done = self._fill([None] * passed, range(passed), own, keep=False)
+            fetched = self._fetch([None] * skipped, range(skipped), batches_here, keep=False)
             if self._uneven == "pad":
-                self._fill([None] * passed, range(passed - done), again, keep=False)
+                self._fetch([None] * skipped, range(skipped - fetched), repeated, keep=False)
 
-    def _fill(
+    def _fetch(
         self,
-        held: list[CountedBatch | None],
-        places: Iterable[int],
+        window: list[CountedBatch | None],
+        indices: Iterable[int],
         batches: Iterator[CountedBatch],
         *,
         keep: bool = True,
     ) -> int:
-        """Put the next batches into `places` and return how many there were; what goes wrong is told by `_agree`."""
-        done = 0
+        """Put the next batches at `indices` of `window` and return how many there were. `_exchange_counts` raises the
+        errors."""
+        fetched = 0
         try:
-            for at, taken in zip(places, batches, strict=False):
+            for index, counted in zip(indices, batches, strict=False):
                 if keep:
-                    held[at] = taken = taken._replace(batch=copy_batch(taken.batch)) if self._copies else taken
-                done += 1
-                if taken.samples:
-                    self._spare = taken
+                    window[index] = counted = (
+                        counted._replace(batch=copy_batch(counted.batch)) if self._copies_batches else counted
+                    )
+                fetched += 1
+                if counted.samples:
+                    self._dummy_batch = counted
         except DataError as error:
             self._error = error
-        except Exception as error:  # whatever it is, the other ranks would wait for this one
+        except Exception as error:  # reported by `_exchange_counts`: the other ranks are about to call it
             self._error = DataError(
                 f"The training data failed on rank {self._communicator.rank}: {type(error).__name__}: {error}. "
-                "Mend the dataset, or what makes batches of it."
+                "Fix the dataset, or its collate_fn."
             )
             self._error.__cause__ = error
-        return done
+        return fetched
 
-    def _agree(self, held: list[CountedBatch | None]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the items of the batches of every rank, and their samples; OUT where it has none."""
-        state = _FAILED if self._error is not None else _NO_SPARE if self._spare is None else _SPARE
-        items = [NO_BATCH if taken is None else taken.items for taken in held]
-        samples = [NO_BATCH if taken is None else taken.samples for taken in held]
-        here = [state, *items, *samples]
-        # On the CPU, where every backend gathers too: on a GPU the host would wait for all that is queued there.
-        gathered = self._communicator.allgather(torch.tensor(here))
-        table: list[list[int]] = gathered.view(self._communicator.size, len(here)).tolist()
-        states = [counts.pop(0) for counts in table]
-        if _FAILED in states:
+    def _exchange_counts(self, window: list[CountedBatch | None]) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the numbers of items and of samples of every rank's batches, [ranks][window]; NO_BATCH where it has
+        none."""
+        state = _HAS_FAILED if self._error is not None else _HAS_NO_DUMMY if self._dummy_batch is None else _HAS_DUMMY
+        items = [NO_BATCH if counted is None else counted.items for counted in window]
+        samples = [NO_BATCH if counted is None else counted.samples for counted in window]
+        counts = [state, *items, *samples]
+        # On the CPU, because reading a result from a GPU would wait for all work queued there.
+        gathered = self._communicator.allgather(torch.tensor(counts))
+        counts_of_ranks: list[list[int]] = gathered.view(self._communicator.size, len(counts)).tolist()
+        states = [counts.pop(0) for counts in counts_of_ranks]
+        if _HAS_FAILED in states:
             error, self._error = self._error, None
             raise_on_all_ranks(self._communicator, error)
-        if _NO_SPARE in states and _SPARE in states:
-            # Seldom, and once in a run: for a rank that has had no batch of its own to stand in with.
-            lent = self._communicator.broadcast_object(self._spare, root=states.index(_SPARE))
-            self._spare = self._spare or lent
-        return [counts[: len(held)] for counts in table], [counts[len(held) :] for counts in table]
+        if _HAS_NO_DUMMY in states and _HAS_DUMMY in states:
+            # At most once in a run, for a rank that has never had a batch.
+            received = self._communicator.broadcast_object(self._dummy_batch, root=states.index(_HAS_DUMMY))
+            self._dummy_batch = self._dummy_batch or received
+        return [counts[: len(window)] for counts in counts_of_ranks], [
+            counts[len(window) :] for counts in counts_of_ranks
+        ]
 
 
-def _whole_steps(slices: Iterator[MicroBatch], steps: int) -> Iterator[MicroBatch]:
-    """Yield the slices of the next `steps` steps, fewer at the end."""
-    for part in slices:
-        yield part
-        steps -= part.ends_step
+def _take_steps(micro_batches: Iterator[MicroBatch], steps: int) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of the next `steps` steps, fewer at the end."""
+    for micro_batch in micro_batches:
+        yield micro_batch
+        steps -= micro_batch.ends_step
         if not steps:
             return
 
 
 def plan_steps(
-    table: list[list[int]], accumulate: int, uneven: Uneven, full: int | None
+    counts_of_ranks: list[list[int]], gradient_accumulation_steps: int, uneven: Uneven, min_step_items: int | None
 ) -> tuple[list[list[int]], bool]:
-    """Return the places in `table` that each step takes, and whether the epoch ends with these steps.
+    """Return the indices of the window that each step uses, and whether the epoch ends with these steps.
 
-    `table` has the items of the next batches of each rank, OUT where it has none. A place is taken where any rank has
-    items, so a step may have fewer places than micro-steps, even none.
+    `counts_of_ranks` has the numbers of items of each rank's next batches, NO_BATCH where it has none. An index is used
+    if any rank has items there, so a step may use fewer indices than micro-batches, even none.
     """
     steps: list[list[int]] = []
-    for first in range(0, len(table[0]), accumulate):
-        places = range(first, first + accumulate)
-        total = sum(max(0, counts[at]) for counts in table for at in places)
-        if uneven == "drop" and any(counts[at] == NO_BATCH for counts in table for at in places):
+    for begin in range(0, len(counts_of_ranks[0]), gradient_accumulation_steps):
+        indices = range(begin, begin + gradient_accumulation_steps)
+        total = sum(max(0, counts[index]) for counts in counts_of_ranks for index in indices)
+        if uneven == "drop" and any(counts[index] == NO_BATCH for counts in counts_of_ranks for index in indices):
             return steps, True
-        if full is not None and total < full:
+        if min_step_items is not None and total < min_step_items:
             return steps, True
-        steps.append([at for at in places if any(counts[at] > 0 for counts in table)])
-        if all(counts[places[-1]] == NO_BATCH for counts in table):
+        steps.append([index for index in indices if any(counts[index] > 0 for counts in counts_of_ranks)])
+        if all(counts[indices[-1]] == NO_BATCH for counts in counts_of_ranks):
             return steps, True
     return steps, False
 
 
-def _endless(batches: Callable[[], Generator[CountedBatch]]) -> Generator[CountedBatch]:
-    """Yield what `batches` begins, over and over, as long as that is anything."""
+def _repeat(batches: Callable[[], Generator[CountedBatch]]) -> Generator[CountedBatch]:
+    """Yield the batches of one iteration after another, until an iteration is empty."""
     found = True
     while found:
         found = False
-        for taken in batches():
+        for counted in batches():
             found = True
-            yield taken
+            yield counted

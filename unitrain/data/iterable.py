@@ -1,4 +1,4 @@
-"""Data that comes in turn, item after item: which of it is this rank's and worker's, and how it is fetched."""
+"""Streams (data without indices): selection of the items of each rank and worker, and loading of batches."""
 
 from __future__ import annotations
 
@@ -15,21 +15,29 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import StreamKind
 from unitrain.data.batch import CountedBatch, CountingCollate, count_batch_samples, fingerprint
-from unitrain.data.loading import Data, check_same_data, fetch, per_rank_batch_size, prefetched_batches, worker_settings
+from unitrain.data.loading import (
+    Data,
+    check_same_data,
+    count_prefetched_batches,
+    fetch,
+    per_rank_batch_size,
+    worker_settings,
+)
 from unitrain.data.samplers import custom_sampler, seed_epoch
 from unitrain.data.workers import WorkerInit
 from unitrain.randomness import IsolatedGenerators, Stream, derive_seed
 
 
 class StreamSource:
-    """This rank's batches of data without indices, epoch after epoch.
+    """This rank's batches of a stream, for any number of epochs.
 
-    A shared stream is dealt out item by item: item i goes to rank i % size, and each worker gathers the batches that
-    the loader fetches from it. So the items of a step are those that one process would take, in any number of ranks
-    and workers, and at the end no rank has more than one item more than another. Each of them passes over the whole
-    stream; with `batch_size` None its items are whole batches, and those of other ranks are not loaded where the
-    dataset has indices after all. With `every_item`, `drop_last` of a DataLoader is not applied.
-    Raises DataError and ConfigError as `Source` does.
+    The items of a shared stream are assigned to the ranks in turn: item i belongs to rank i % size, and each worker
+    collates the batches that the loader fetches from it. The items of a step are therefore those that one process would
+    take, for any number of ranks and workers, and at the end no rank has more than one item more than another. Every
+    rank and worker iterates over the entire stream. If `batch_size` is None, the items are batches; if the dataset
+    loads them by index, other ranks' batches are not loaded. With `every_item`, `drop_last` is ignored.
+
+    Raises DataError and ConfigError like `IndexedSource`.
     """
 
     def __init__(
@@ -38,7 +46,7 @@ class StreamSource:
         *,
         rank: int,
         size: int,
-        kind: StreamKind,
+        stream_kind: StreamKind,
         batch_size: int | None,
         num_workers: int,
         pin_memory: bool,
@@ -52,54 +60,63 @@ class StreamSource:
         self.drop_last = (data.drop_last if isinstance(data, DataLoader) else drop_last) and not every_item
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
         self.name = type(dataset).__name__
-        items, load = dataset, None
+        items, load_item = dataset, None
         if isinstance(data, DataLoader) and not isinstance(dataset, IterableDataset):
-            # The dataset makes a batch of each index, so the stream is that of the indices.
-            items, load, kind = custom_sampler(data), dataset.__getitem__, "shared"
-        self.kind: StreamKind = kind
+            # The dataset makes a batch of each index: the stream consists of the indices.
+            items, load_item, stream_kind = custom_sampler(data), dataset.__getitem__, "shared"
+        self.stream_kind: StreamKind = stream_kind
         self._rank, self._seed = rank, seed
         self._generator = torch.Generator()
         collate = data.collate_fn if isinstance(data, DataLoader) else default_collate
         self._batches = _Batches(
-            items, load, collate, self.batch_size, self.drop_last, rank=rank, size=size, kind=kind, seed=seed
+            items,
+            load_item,
+            collate,
+            self.batch_size,
+            self.drop_last,
+            rank=rank,
+            size=size,
+            stream_kind=stream_kind,
+            seed=seed,
         )
         self._loader = _loader(data, self._batches, num_workers, pin_memory, self._generator)
-        # The fingerprint of the first item that the last batch's worker saw of a shared stream.
+        # Fingerprint of the first item of a shared stream, as read by the worker of the last batch.
         self.first_item: int | None = None
-        # How many positions a micro-step of all ranks takes: items of a shared stream, one of the rank's own batches.
-        self.stride = size * (self.batch_size or 1) if kind == "shared" else 1
+        # Number of positions per micro-batch: items of all ranks for a shared stream, otherwise 1.
+        self.stride = size * (self.batch_size or 1) if stream_kind == "shared" else 1
 
     @property
     def workers(self) -> int:
-        """The number of processes that fetch batches."""
+        """The number of processes that load batches."""
         return self._loader.num_workers
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether no code of the user's runs in this process to make a batch, which may then be made early."""
+        """Whether no user code runs in this process to make a batch, so that it may be made early."""
         return self.workers > 0
 
     @property
     def may_reuse_memory(self) -> bool:
-        """Whether the next batch may overwrite the memory of this one, as a stream of batches may do in this process.
+        """Whether the next batch may overwrite the memory of this one, as a dataset that yields batches in this process
+        may do.
 
-        Batches of workers, and those that torch stacks from items, have memory of their own.
+        Batches from workers, and those that torch collates from items, have their own memory.
         """
         return self.workers == 0 and (self.batch_size is None or self._batches.collate is not default_collate)
 
     @property
-    def prepared(self) -> int:
-        """How many batches the workers have ready, or are about to."""
-        return prefetched_batches(self._loader)
+    def prefetched_batches(self) -> int:
+        """The number of batches that the workers load in advance."""
+        return count_prefetched_batches(self._loader)
 
     def batches(self, epoch: int, start: int = 0) -> Generator[CountedBatch]:
-        """Yield each batch, of a shared stream from item `start` on; what is before is passed over by count."""
+        """Yield each batch of an epoch. For a shared stream, skip the first `start` items."""
         self._batches.begin(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, Stream.WORKERS, epoch, self._rank))
-        with closing(fetch(self._loader)) as made:
-            for counted, first_item in made:
+        with closing(fetch(self._loader)) as batches_of_workers:
+            for counted_batches, first_item in batches_of_workers:
                 self.first_item = first_item
-                yield counted
+                yield counted_batches
 
 
 def open_stream(
@@ -108,7 +125,7 @@ def open_stream(
     *,
     batch_size: int | None,
     num_workers: int,
-    kind: StreamKind,
+    stream_kind: StreamKind,
     seed: int,
     setting: str,
     owner: str,
@@ -116,9 +133,9 @@ def open_stream(
     drop_last: bool = False,
     every_item: bool = False,
 ) -> StreamSource:
-    """Return this rank's `StreamSource`. Raises DataError, on all ranks, where they would not deal `data` out alike.
+    """Return this rank's `StreamSource`. Raises DataError, on all ranks, if their settings differ.
 
-    `what` it is begins the sentence. All ranks call it.
+    `what` is the subject of error messages. All ranks call it.
     """
     source = call_on_all_ranks(
         communicator,
@@ -126,7 +143,7 @@ def open_stream(
             data,
             rank=communicator.rank,
             size=communicator.size,
-            kind=kind,
+            stream_kind=stream_kind,
             batch_size=batch_size,
             num_workers=num_workers,
             pin_memory=communicator.device.type == "cuda",
@@ -137,70 +154,70 @@ def open_stream(
             every_item=every_item,
         ),
     )
-    alike: dict[str, Any] = {"stream": source.kind, "seed": seed}
-    if source.kind == "shared":
-        # Each rank knows which items are its own from how many the others take.
-        alike |= {"batch_size": source.batch_size, "drop_last": source.drop_last}
-    check_same_data(what, communicator, None, alike)
+    settings: dict[str, Any] = {"stream": source.stream_kind, "seed": seed}
+    if source.stream_kind == "shared":
+        # These settings determine the items of each rank.
+        settings |= {"batch_size": source.batch_size, "drop_last": source.drop_last}
+    check_same_data(what, communicator, None, settings)
     return source
 
 
-# A batch, and the fingerprint of the first item that was seen.
-_Made = tuple[CountedBatch, int | None]
+# A batch, and the fingerprint of the first item of the stream.
+_FingerprintedBatch = tuple[CountedBatch, int | None]
 
 
-class _Batches(IterableDataset[_Made]):
-    """The batches of one rank that are made by the worker, or process, which iterates it."""
+class _Batches(IterableDataset[_FingerprintedBatch]):
+    """Iterable over the batches of one rank that the current worker, or process, collates."""
 
     def __init__(
         self,
         items: Iterable[Any],
-        load: Callable[[Any], Any] | None,
+        load_item: Callable[[Any], Any] | None,
         collate: Callable[[Any], Any],
         batch_size: int | None,
         drop_last: bool,
         *,
         rank: int,
         size: int,
-        kind: StreamKind,
+        stream_kind: StreamKind,
         seed: int,
     ) -> None:
-        self._items, self._load, self.collate = items, load, collate
+        self._items, self._load, self.collate = items, load_item, collate
         self._batch_size, self._drop_last = batch_size, drop_last
-        self._rank, self._size, self._kind, self._seed = rank, size, kind, seed
+        self._rank, self._size, self._kind, self._seed = rank, size, stream_kind, seed
         self._first_item: int | None = None
-        # Persistent workers keep the copy that they were started with, and see no more than shared memory.
+        # Persistent workers have a copy of this object; only shared memory reaches them.
         self._epoch_and_start = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def begin(self, epoch: int, start: int) -> None:
-        """Say what the next iteration is of."""
+        """Set the epoch and start of the next iteration."""
         self._epoch_and_start.copy_(torch.tensor([epoch, start]))
 
-    def __iter__(self) -> Iterator[_Made]:
+    def __iter__(self) -> Iterator[_FingerprintedBatch]:
         epoch, start = map(int, self._epoch_and_start.tolist())
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if self._kind == "shared":
             seed = derive_seed(self._seed, Stream.SHARED, epoch)
-            batches = self._dealt(start, worker, workers)
+            batches = self._strided_batches(start, worker, workers)
         else:
             seed = derive_seed(self._seed, Stream.WORKERS, epoch, self._rank, worker)
-            batches = self._own()
+            batches = self._own_batches()
         generators = IsolatedGenerators(seed)
         with generators:
             seed_epoch(self._items, seed=seed, epoch=epoch)
         while True:
-            # Only what the stream draws is drawn from its own generators: what ranks and workers draw for the batches
-            # that are theirs must not change what comes next in a stream that is the same for all.
+            # Only the stream uses these generators: random numbers that a rank or worker draws to load or collate its
+            # own batches must not change the rest of a stream that is the same everywhere.
             with generators:
                 items = next(batches, None)
             if items is None:
                 return
             if self._load is not None:
                 items = [self._load(item) for item in items]
-            yield self._made(items), self._first_item
+            yield self._collate(items), self._first_item
 
-    def _made(self, items: list[Any]) -> CountedBatch:
+    def _collate(self, items: list[Any]) -> CountedBatch:
         if self._batch_size is None:
             batch = self.collate(items[0])
             samples = 0 if batch is None else count_batch_samples(batch)
@@ -209,46 +226,47 @@ class _Batches(IterableDataset[_Made]):
             return CountedBatch(len(items), len(items), self.collate(items))
         return CountingCollate(self.collate)(items)
 
-    def _dealt(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
-        """Yield the items of each batch that is this rank's and worker's, of a stream that is the same everywhere."""
-        stream: Iterator[Any] = _alone(self._items)
-        _skip(stream, start)
+    def _strided_batches(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
+        """Yield the items of each batch of this rank and worker, from a stream that is the same everywhere."""
+        stream: Iterator[Any] = _iterate_outside_worker(self._items)
+        _skip_items(stream, start)
         first = list(islice(stream, 1))
         self._first_item = fingerprint(first)
         stream = chain(first, stream)
         length = self._batch_size or 1
         for micro_step in count():
-            # Nothing is kept of the items of other ranks, nor of those of other workers.
+            # Items of other ranks and workers are not kept.
             if micro_step % workers != worker:
-                _skip(stream, self._size * length)
+                _skip_items(stream, self._size * length)
                 continue
-            _skip(stream, self._rank)
-            # Nothing is read after the last item of the batch before the caller has made the batch: a stream may yield
-            # the same memory again with other content.
+            _skip_items(stream, self._rank)
+            # The item after the batch is not read before the caller has collated the batch: a stream may yield the same
+            # memory with other content.
             if not (items := list(islice(stream, 0, self._size * (length - 1) + 1, self._size))):
                 return
             yield items
-            _skip(stream, self._size - 1 - self._rank)
+            _skip_items(stream, self._size - 1 - self._rank)
 
-    def _own(self) -> Iterator[list[Any]]:
-        """Yield the items of each batch of a stream that is this worker's own."""
+    def _own_batches(self) -> Iterator[list[Any]]:
+        """Yield the items of each batch of a stream that belongs to this rank and worker."""
         stream, length = iter(self._items), self._batch_size or 1
         while items := list(islice(stream, length)):
             if len(items) == length or not self._drop_last:
                 yield items
 
 
-def _skip(stream: Iterator[Any], items: int) -> None:
+def _skip_items(stream: Iterator[Any], items: int) -> None:
     for _ in islice(stream, items):
         pass
 
 
-def _alone(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield `items` of which nobody takes a part of its own for being in a worker, as datasets learn to do."""
-    with _no_worker():
+def _iterate_outside_worker(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield `items` while hiding from the dataset that it is in a worker, so that it does not shard itself by
+    workers."""
+    with _hide_worker_info():
         stream = iter(items)
     while True:
-        with _no_worker():
+        with _hide_worker_info():
             try:
                 item = next(stream)
             except StopIteration:
@@ -257,7 +275,7 @@ def _alone(items: Iterable[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def _no_worker() -> Iterator[None]:
+def _hide_worker_info() -> Iterator[None]:
     info, worker_module._worker_info = worker_module._worker_info, None
     try:
         yield
@@ -265,7 +283,7 @@ def _no_worker() -> Iterator[None]:
         worker_module._worker_info = info
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
@@ -277,4 +295,4 @@ def _loader(
         if isinstance(data, DataLoader)
         else {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": WorkerInit(workers=num_workers)}
     )
-    return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=generator, **settings)
+    return DataLoader(batches, batch_size=None, collate_fn=_identity, generator=generator, **settings)

@@ -1,4 +1,4 @@
-"""Training data that comes in turn, as steps that all ranks take together."""
+"""Training on streams: data without indices, in steps that all ranks take together."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingStream(TrainingData):
-    """This rank's part of an iterable dataset, or of one that makes whole batches. All ranks make it together.
+    """This rank's shard of an iterable dataset, or of a dataset that makes batches. All ranks create it.
 
-    `stream` and `uneven` are as in TrainConfig. How long an epoch is shows when it is over; a `__len__` is not asked.
-    A position counts the items of a shared stream, so that a run can go on with another number of ranks, workers or
-    samples per batch; of streams that are the ranks' own, micro-steps. What comes before it is passed over by count, so
-    a run that goes on in the middle of an epoch waits for that, and repeats exactly what repeats with its seed.
+    `stream` and `uneven` are settings of TrainConfig. The length of an epoch is unknown until it ends; `__len__` of the
+    dataset is not used. A position counts items for a shared stream, so a run can resume with another number of ranks,
+    workers or samples per batch; otherwise it counts micro-batches. Items before the position are read and skipped:
+    resuming within an epoch takes that time, and is exact if the stream repeats with the seed.
 
-    Raises, on all ranks, DataError where the data cannot be shared out, ends before its first step, or fails;
-    ConfigError for a missing or contradicting batch size.
+    Raises, on all ranks, DataError if the data cannot be sharded, ends before its first step or fails; ConfigError for
+    a batch size that is missing or contradictory.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class TrainingStream(TrainingData):
         communicator: Communicator,
         *,
         batch_size: int | None = None,
-        accumulate: int | None = None,
+        gradient_accumulation_steps: int | None = None,
         global_batch_size: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
@@ -46,95 +46,100 @@ class TrainingStream(TrainingData):
         uneven: Uneven = "weight",
         drop_last: bool = False,
         elastic: bool = False,
-        kept: ElasticBatchSize | None = None,
+        elastic_batch_size: ElasticBatchSize | None = None,
         owner: str = "TrainConfig",
     ) -> None:
         self._owner = owner
-        batching = resolve_batch_sizes(
+        batch_sizes = resolve_batch_sizes(
             data,
             communicator,
             batch_size=batch_size,
-            accumulate=accumulate,
-            whole=global_batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            global_batch_size=global_batch_size,
             elastic=elastic,
-            kept=kept,
-            whole_batches=True,
+            elastic_batch_size=elastic_batch_size,
+            full_batches_only=True,
         )
         self._source = source = open_stream(
             data,
             communicator,
-            batch_size=batching.batch_size,
+            batch_size=batch_sizes.batch_size,
             num_workers=num_workers,
-            kind=stream,
+            stream_kind=stream,
             seed=seed,
             setting="batch_size",
             owner=owner,
             what="The training data",
             drop_last=drop_last,
         )
-        check_same_data("The training data", communicator, None, {"uneven": uneven, "accumulate": batching.accumulate})
+        check_same_data(
+            "The training data",
+            communicator,
+            None,
+            {"uneven": uneven, "gradient_accumulation_steps": batch_sizes.gradient_accumulation_steps},
+        )
         sizes: list[int | None] = communicator.allgather_object(source.batch_size)
         self.batch_size = source.batch_size
         self.global_batch_size = None
         if all(sizes):
-            self.global_batch_size = sum(size or 0 for size in sizes) * batching.accumulate
-        if batching.whole not in (None, self.global_batch_size) and communicator.rank == 0:
+            self.global_batch_size = sum(size or 0 for size in sizes) * batch_sizes.gradient_accumulation_steps
+        if batch_sizes.global_batch_size not in (None, self.global_batch_size) and communicator.rank == 0:
             _log.warning(
-                "The steps of this job are to be of %d samples, but on %d ranks they are of %d: whole batches of a "
-                "stream come no nearer. Use numbers of ranks that divide it.",
-                *(batching.whole, communicator.size, self.global_batch_size),
+                "This job began with steps of %d samples, but on %d ranks they have %d: a stream can only be divided "
+                "into full batches. Use numbers of ranks that divide the global batch size.",
+                *(batch_sizes.global_batch_size, communicator.size, self.global_batch_size),
             )
         self._communicator = communicator
-        full = self.global_batch_size if source.drop_last and source.kind == "shared" else None
+        full = self.global_batch_size if source.drop_last and source.stream_kind == "shared" else None
         self._aligner = StepAligner(
             communicator,
-            accumulate=batching.accumulate,
+            gradient_accumulation_steps=batch_sizes.gradient_accumulation_steps,
             uneven=uneven,
-            ahead=common_prefetch_count(source.prepared, communicator),
-            full=full,
-            copies=source.may_reuse_memory,
+            ahead=common_prefetch_count(source.prefetched_batches, communicator),
+            min_step_items=full,
+            copies_batches=source.may_reuse_memory,
         )
         self._steps = _Steps(source, self._aligner, communicator, 0, 0, owner)
 
     @property
     def order_settings(self) -> dict[str, Any]:
-        """What decides, beside the seed, which sample is at a position of an epoch."""
-        if self._source.kind == "shared":
+        """The settings that, with the seed, determine which sample is at a position of an epoch."""
+        if self._source.stream_kind == "shared":
             return {"stream": "shared", "of batches": self._source.batch_size is None}
         return {"stream": "own", "ranks": self._communicator.size, "workers": self._source.workers}
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether a batch may be fetched before it is asked for: nothing else would change."""
+        """Whether a batch may be loaded before it is requested, without any other effect."""
         return self._source.can_prefetch
 
     @property
     def can_overlap_prefetch(self) -> bool:
-        """Return False: the ranks agree on what comes in turn."""
+        """Return False: loading a step of a stream communicates."""
         return False
 
     def steps_in_epoch(self, start: int = 0) -> int | None:
-        """Return None: an IterableDataset's `__len__` need not be true, least of all of one rank."""
+        """Return None: `__len__` of an IterableDataset may be wrong, in particular for one rank."""
         return None
 
     def samples_in_epoch(self) -> int | None:
-        """Return None, for the same reason."""
+        """Return None, like `steps_in_epoch`."""
         return None
 
     def count_batches(self) -> int | None:
-        """Return None, for the same reason."""
+        """Return None, like `steps_in_epoch`."""
         return None
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
-        """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
+        """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`."""
         self._steps = _Steps(self._source, self._aligner, self._communicator, epoch, start, self._owner)
         return self._steps
 
     def is_epoch_finished(self, position: int) -> bool:
-        """Whether no step follows after `position`; it ends the epoch's iteration, and the workers of that.
+        """Whether no step follows `position`. Ends the epoch's iteration and its workers.
 
-        To find out, the next step is fetched. If there is one, a resumed run fetches it again, so the random numbers
-        that were drawn for it in this process are given back.
+        It loads the next step to find out. If there is one, a resumed run loads it again, so the random numbers that
+        loading it drew in this process are restored.
         """
         over = False
         if self._steps.position <= position:
@@ -151,52 +156,52 @@ class TrainingStream(TrainingData):
 
 
 class _Steps(Iterator[tuple[Any, MicroBatch]]):
-    """The micro-steps of one epoch; `position` is where those that were taken end.
+    """Iterator over the micro-batches of one epoch; `position` is the end of the last one that was yielded.
 
-    It does not hold itself: where it is left by an error, its workers end with the last reference to it, and not when
-    the garbage collector comes by, in the middle of something else.
+    It has no reference to itself, so an error that ends the loop ends its workers immediately, without a garbage
+    collection.
     """
 
     def __init__(
         self, source: StreamSource, aligner: StepAligner, communicator: Communicator, epoch: int, start: int, owner: str
     ) -> None:
         self._source, self._communicator, self._epoch, self._owner = source, communicator, epoch, owner
-        shared = source.kind == "shared"
-        self._begun, self._looks, self.position = start > 0, shared and epoch == 0, start
+        shared = source.stream_kind == "shared"
+        self._has_started, self._checks_first_items, self.position = start > 0, shared and epoch == 0, start
         self._steps = aligner.micro_batches(
             lambda: source.batches(epoch, start if shared else 0),
             start=start,
             stride=source.stride,
-            passed=0 if shared else start,
+            skipped=0 if shared else start,
         )
 
     def __next__(self) -> tuple[Any, MicroBatch]:
-        taken = next(self._steps, None)
-        if taken is None and not self._begun:
+        item = next(self._steps, None)
+        if item is None and not self._has_started:
             raise DataError(
-                f"{self._source.name} ended before the first step of epoch {self._epoch + 1}: it yielded nothing, or "
-                "too little for a step that is to be whole. Let its __iter__ begin anew each time it is called, and "
-                "give it more items, or use a smaller batch_size."
+                f"{self._source.name} ended before the first step of epoch {self._epoch + 1}: it yielded no item, or "
+                "with drop_last fewer than a global batch. Let its __iter__ return a new iterator in each call, and "
+                "yield more items or use a smaller batch_size."
             )
-        if taken is None:
+        if item is None:
             raise StopIteration
-        if self._looks:
-            self._looks = False
-            self._look_at_first_items()
-        self._begun, self.position = True, taken[1].step_end
-        return taken
+        if self._checks_first_items:
+            self._checks_first_items = False
+            self._check_first_items()
+        self._has_started, self.position = True, item[1].step_end
+        return item
 
     def close(self) -> None:
-        """Let go of what is held, and end the workers."""
+        """Release the batches and end the workers."""
         self._steps.close()
 
-    def _look_at_first_items(self) -> None:
-        """Warn of a stream that is not the same everywhere, when every rank that has a batch has its first."""
+    def _check_first_items(self) -> None:
+        """Log a warning if a shared stream does not start with the same item on every rank."""
         first_items = set(self._communicator.allgather_object(self._source.first_item)) - {None}
         if len(first_items) > 1 and self._communicator.rank == 0:
             _log.warning(
-                "%s does not begin alike on every rank, but %s.stream 'shared' deals out one stream: unless "
-                "only an augmentation differs, samples are lost or taken twice. "
+                "%s does not start with the same item on every rank, but %s.stream 'shared' shards one stream: unless "
+                "only an augmentation differs, samples are lost or repeated. "
                 "Use %s for a dataset that shards itself.",
                 *(self._source.name, self._owner, call_of(self._owner, "stream='own'")),
             )

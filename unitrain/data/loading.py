@@ -1,4 +1,4 @@
-"""Fetching batches by index from what the user hands over: a Dataset, or a DataLoader whose settings are kept."""
+"""Loading of batches by index from a Dataset or a DataLoader, whose settings are kept."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from unitrain.errors import ConfigError, DataError
 Data = Dataset[Any] | DataLoader[Any]
 
 
-class Source:
-    """A dataset that can be asked for any batch by its indices.
+class IndexedSource:
+    """A dataset from which batches are loaded by index.
 
-    Where it `counts`, a batch may hold fewer samples than it was asked for; `counted` then serves instead of `batches`.
+    `batch_size` is per rank; `shuffle` and `drop_last` are the user's settings for the training order. `sampler` is the
+    custom sampler of a DataLoader, or its batch_sampler, which makes the batches, if the batch size is None. If
+    `may_drop_samples`, batches can hold fewer samples than indices: use `counted_batches` instead of `batches`.
+    `setting` of `owner` is where the user passes the batch size.
 
-    `batch_size` is per rank, `shuffle` and `drop_last` are what the user asked of the training order. `sampler` is what
-    a DataLoader has to decide it, if that is not one of torch's plain ones; without a batch size it makes whole
-    batches. Raises DataError for data that has no indices to share out, ConfigError for a batch size that is missing or
-    not the DataLoader's; `setting` is where TrainConfig has it.
+    Raises DataError for data without indices, ConfigError for a batch size that is missing or contradicts the
+    DataLoader's.
     """
 
     def __init__(
@@ -63,52 +64,52 @@ class Source:
         self.shuffle = shuffle
         self.drop_last: bool = data.drop_last if isinstance(data, DataLoader) else drop_last
         self.length = _length(data)
-        # Workers are seeded from it when they start, so that their augmentations repeat; the global one is spared.
+        # Seeds the workers when they start, so that augmentations are reproducible; leaves the global generator alone.
         self._generator = torch.Generator()
         self._indices = _Indices()
-        # A `collate_fn` of the user's own may leave samples out.
-        self.counts = isinstance(data, DataLoader) and data.collate_fn is not default_collate
+        # A custom collate_fn may leave out samples.
+        self.may_drop_samples = isinstance(data, DataLoader) and data.collate_fn is not default_collate
         self._loader = _loader(data, self._indices, num_workers, pin_memory, self._generator)
         self._tensors = _tensors(dataset) if self._is_plain() else None
 
     @property
-    def prepared(self) -> int:
-        """How many batches the workers have ready, or are about to."""
-        return prefetched_batches(self._loader)
+    def prefetched_batches(self) -> int:
+        """The number of batches that the workers load in advance."""
+        return count_prefetched_batches(self._loader)
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether no code of the user's runs in this process to make a batch, which may then be made early.
+        """Whether no user code runs in this process to make a batch, so that it may be made early.
 
-        Early it would draw its random numbers before what the model draws in the step before, and leave generators
-        ahead of the step that a checkpoint is of.
+        User code that runs early would draw random numbers before those that the model draws in the preceding step, and
+        the generators in a checkpoint would be ahead of its step.
         """
         return self._tensors is not None or self._loader.num_workers > 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell a dataset that asks for it the epoch; workers that persist have a copy, which does not hear of it."""
+        """Pass the epoch to a dataset that has `set_epoch`. Persistent workers do not receive it: they have a copy."""
         if hasattr(self._loader.dataset, "set_epoch"):
             self._loader.dataset.set_epoch(epoch)
 
     def batches(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> Iterator[Any]:
-        """Yield the batch of samples order[part] for each part of `positions`, none of which is empty.
+        """Yield the batch of samples order[positions] for each of `positions`, none of which is empty.
 
-        An order that is a list has keys that are no integers.
-
-        Workers that start now, as all do that do not persist, are seeded with `worker_seed`; a loader's generator has
-        no say. Persistent workers are those of the first call, and go on with the random numbers that they had.
+        An order is a list if its keys are not integers. Workers that start now, which are all except persistent ones,
+        are seeded with `worker_seed`; the generator of the user's DataLoader has no effect. Persistent workers are
+        those of the first call and continue with their random numbers.
         """
         if self._tensors is not None and isinstance(order, Tensor):
             return self._gather(*self._tensors, order, positions)
-        assert not self.counts
+        assert not self.may_drop_samples
         self._begin(order, positions, worker_seed)
         return iter(self._loader)
 
-    def counted(
+    def counted_batches(
         self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int
     ) -> Generator[CountedBatch]:
-        """Yield what `batches` yields, with the number of samples in it. The workers end with the generator."""
-        if self.counts:
+        """Yield the batches of `batches` with their numbers of items and samples. The workers end with the
+        generator."""
+        if self.may_drop_samples:
             self._begin(order, positions, worker_seed)
             with closing(fetch(self._loader)) as made:
                 yield from made
@@ -124,18 +125,19 @@ class Source:
         self._indices.batches = (part.tolist() if isinstance(part, Tensor) else part for part in taken)
 
     def _is_plain(self) -> bool:
-        """Whether nothing of the user's runs between the dataset and the batch."""
-        return self._loader.num_workers == 0 and not self.counts
+        """Return whether no user code runs between the dataset and the batch."""
+        return self._loader.num_workers == 0 and not self.may_drop_samples
 
     def _gather(
         self, tensors: tuple[Tensor, ...], subset: Tensor | None, order: Tensor, positions: Iterator[slice]
     ) -> Iterator[Any]:
-        """Index whole batches at once: stacking them sample by sample would cost more than a small model's step.
+        """Yield each batch by indexing the tensors once: stacking single samples would cost more than the step of a
+        small model.
 
-        Each batch is memory of its own. A view into a larger block would be cheaper still, but where it begins decides
-        how some kernels round, and a resumed run would no longer repeat the uninterrupted one bit for bit.
+        Each batch has its own memory. A view into a larger tensor would be cheaper, but its alignment influences the
+        rounding of some kernels, so a resumed run would not be bit-identical to an uninterrupted one.
         """
-        if self.sampler is not None:  # which may count from the end
+        if self.sampler is not None:  # it may yield negative indices
             order = _from_start(order, self.length)
         order = (order if subset is None else subset[order]).to(tensors[0].device)
         pin = self._loader.pin_memory and order.device.type == "cpu"
@@ -146,7 +148,7 @@ class Source:
 
 
 class _Indices(Sampler[list[int]]):
-    """A batch sampler that passes on what it is given for the next epoch."""
+    """Batch sampler that yields the indices that it is assigned for the next epoch."""
 
     batches: Iterator[list[int]] = iter(())
 
@@ -177,24 +179,24 @@ def _loader(
 
 
 def fetch(loader: DataLoader[Any]) -> Generator[Any]:
-    """Yield the batches of `loader`; its workers end with the generator, except persistent ones."""
+    """Yield the batches of `loader`. Its workers end with the generator, unless they are persistent."""
     fetched = iter(loader)
     try:
         yield from fetched
     finally:
-        # Left to the garbage collector, as an error's traceback leaves it, each worker would take five seconds.
+        # If a traceback keeps the iterator alive, the garbage collector would take five seconds for each worker.
         if loader.num_workers and not loader.persistent_workers:
             fetched._shutdown_workers()  # type: ignore[attr-defined]
 
 
-def prefetched_batches(loader: DataLoader[Any]) -> int:
-    """Return how many batches the workers of `loader` have ready, or are about to."""
+def count_prefetched_batches(loader: DataLoader[Any]) -> int:
+    """Return the number of batches that the workers of `loader` load in advance."""
     return loader.num_workers * (loader.prefetch_factor or 0)
 
 
 def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return how `loader` runs its workers and hands over their batches, as arguments of another DataLoader."""
-    # in_order is left at its default: the batches must come in the order in which they were planned.
+    """Return the settings of `loader` for workers and memory, as arguments of another DataLoader."""
+    # Without in_order: batches must be yielded in the planned order.
     return {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
@@ -207,10 +209,10 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """Return the tensors behind a TensorDataset, or a Subset of one with its indices; None for anything else.
+    """Return the tensors of a TensorDataset, or of a Subset of one with its indices; None for any other dataset.
 
-    Also None where only indexing sample by sample gives the result, or the error, of the Subset itself: for indices out
-    of range, and for indices that are not integers, such as booleans.
+    Also None if only a Subset itself gives the right result or error: for indices that are out of range or not
+    integers.
     """
     if type(dataset) is Subset:
         inner = _tensors(dataset.dataset)
@@ -226,12 +228,13 @@ def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
 
 
 def _subset_indices(indices: Any, length: int) -> Tensor | None:
-    """Return the indices of a Subset of `length` samples, all from 0 on; None unless they are integers in range."""
+    """Return the indices of a Subset of `length` samples, counted from the start; None unless they are integers in
+    range."""
     try:
         found = torch.as_tensor(indices)
     except (TypeError, ValueError, RuntimeError):
         return None
-    # torch takes uint8 and bool for masks.
+    # torch interprets uint8 and bool as masks.
     if found.dim() != 1 or found.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
         return None
     found = found.to("cpu", torch.int64)
@@ -239,21 +242,21 @@ def _subset_indices(indices: Any, length: int) -> Tensor | None:
 
 
 def _from_start(indices: Tensor, length: int) -> Tensor:
-    """Return `indices` with those that count from the end of `length` samples replaced by the same from the start."""
+    """Return `indices` with negative ones replaced by the equivalent non-negative ones."""
     return torch.where(indices < 0, indices + length, indices)
 
 
 def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner: str) -> int | None:
-    """Return how many samples a batch of `data` has: those of a DataLoader, if it is one, else `batch_size`.
+    """Return the batch size of `data`: that of a DataLoader, otherwise `batch_size`.
 
-    None where the DataLoader's dataset or batch_sampler makes whole batches. Raises DataError for a DataLoader that
-    cannot be taken apart; ConfigError for a size that is missing, or asked for beside a DataLoader's own.
+    None if the DataLoader's dataset or batch_sampler makes the batches. Raises DataError for a DataLoader with a custom
+    `__iter__`; ConfigError for a batch size that is missing or given in addition to a DataLoader's.
     """
     if isinstance(data, DataLoader):
         if type(data).__iter__ is not DataLoader.__iter__:
             raise DataError(
-                f"A DataLoader with an iteration of its own, in {type(data).__name__}.__iter__, cannot be shared out "
-                "exactly. Use DataLoader(dataset, batch_size=32, shuffle=True), or move what it does into the dataset."
+                f"{type(data).__name__} is a DataLoader with a custom __iter__, which cannot be sharded exactly. "
+                "Use DataLoader(dataset, batch_size=32, shuffle=True), and move the code of __iter__ into the dataset."
             )
         if batch_size not in (None, data.batch_size):
             found = (
@@ -273,33 +276,33 @@ def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner:
 
 
 def call_of(owner: str, arguments: str) -> str:
-    """Return the call in which the user passes `arguments` to `owner`, TrainConfig or ShardedLoader, for a message."""
+    """Return the call in which users pass `arguments` to `owner`, TrainConfig or ShardedLoader, for messages."""
     return f"{owner}({'' if owner == 'TrainConfig' else 'data, backend, '}{arguments})"
 
 
 def is_stream(data: Any) -> bool:
-    """Whether `data` has no indices that could be shared out, or those of batches whose sizes nobody knows before."""
+    """Return whether `data` has no indices to shard, or only indices of batches of unknown size."""
     if isinstance(data, DataLoader):
         return is_stream(data.dataset) or (data.batch_size is None and data.batch_sampler is None)
-    # Those of Hugging Face are no subclass of torch's. What is its own iterator can be passed over only once.
-    alike = hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not hasattr(data, "__next__")
-    return isinstance(data, IterableDataset) or alike
+    # Hugging Face's are not subclasses of torch's. An iterator, unlike an iterable, can be iterated only once.
+    is_iterable = hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not hasattr(data, "__next__")
+    return isinstance(data, IterableDataset) or is_iterable
 
 
 def _length(data: Data) -> int:
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
     if is_stream(data) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"Got data of type {type(dataset).__name__}, which has no __len__ and __getitem__ to share out. "
+            f"Got data of type {type(dataset).__name__}, which does not have __len__ and __getitem__. "
             "Give a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader."
         )
     return len(dataset)
 
 
 def check_same_data(what: str, communicator: Communicator, length: int | None, settings: Mapping[str, Any]) -> None:
-    """Raise DataError on every rank where `length` or one of `settings` is not the same on all, or length is 0.
+    """Raise DataError, on every rank, if `length` or one of `settings` differs between ranks, or if length is 0.
 
-    `what` is the subject of the sentence, and `length` None for data without one. All ranks call it.
+    `what` is the subject of the message. `length` is None for data without a length. All ranks call it.
     """
     own = (length, dict(settings))
     everywhere: list[tuple[int | None, dict[str, Any]]] = gather_if_different(communicator, own) or [own]
@@ -307,12 +310,12 @@ def check_same_data(what: str, communicator: Communicator, length: int | None, s
     if None in lengths and any(length is not None for length in lengths):
         ranks = [rank for rank, length in enumerate(lengths) if length is None]
         raise DataError(
-            f"{what} has a length on some ranks, but comes in turn on ranks {ranks}. Give every rank the same data."
+            f"{what} has a length on some ranks, but is a stream on ranks {ranks}. Give every rank the same data."
         )
     if len(set(lengths)) > 1:
         raise DataError(
-            f"{what} has not the same number of samples on every rank: {lengths}. "
-            "Give every rank the whole dataset; it is shared out here."
+            f"{what} does not have the same number of samples on every rank: {lengths}. "
+            "Give every rank the complete dataset: it is sharded by unitrain."
         )
     for name, value in everywhere[0][1].items():
         values = [found[name] for _, found in everywhere]

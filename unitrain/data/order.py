@@ -1,4 +1,4 @@
-"""The order of an epoch and how it is cut up: pure functions of seed, epoch and position."""
+"""Order of an epoch and its division into micro-batches, as pure functions of seed, epoch and position."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ StrideUnit = Literal["samples", "batches"]
 
 
 class MicroBatch(NamedTuple):
-    """What one rank takes in one micro-step: these `positions` of the epoch's order.
+    """The part of an epoch that one rank takes in one micro-batch.
 
-    `samples` is how many of them count: all, or 0 for a rank that has no share and only stands in. `step_samples`
-    counts those of all ranks and micro-steps of the same optimizer step, which ends before position `step_end`.
+    `positions` are indices into the order of the epoch. `samples` is how many samples count: all of them, or 0 for a
+    dummy batch. `step_samples` counts the samples of all ranks in the optimizer step that this micro-batch belongs to;
+    the step ends before position `step_end`.
     """
 
     positions: slice
@@ -29,10 +30,10 @@ class MicroBatch(NamedTuple):
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """Return the indices of one epoch over all ranks, int64 [length]: a pure function of its arguments.
+    """Return the indices of one epoch over all ranks, int64 [length].
 
-    The order is that of torch's DistributedSampler with the same `seed`, after `set_epoch(epoch)`, so that a port of a
-    script that uses it trains on the same batches.
+    The order is that of torch's DistributedSampler with the same `seed` after `set_epoch(epoch)`, so a script that is
+    ported from it trains on the same batches.
     """
     if not shuffle:
         return torch.arange(length)
@@ -40,43 +41,51 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
 
 
 def micro_batches_of_samples(
-    start: int, end: int, *, batch_size: int, accumulate: int, rank: int, size: int, whole: int | None = None
+    start: int,
+    end: int,
+    *,
+    batch_size: int,
+    gradient_accumulation_steps: int,
+    rank: int,
+    size: int,
+    global_batch_size: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-steps over the positions from `start` to `end` of an epoch's order.
+    """Yield this rank's micro-batches over the positions from `start` to `end` of an epoch's order.
 
-    Each step takes the next size * batch_size * accumulate positions, or `whole` of them where it is fewer, so the
-    samples of a step depend on this and not on the number of ranks. They are taken in as few micro-steps as hold them,
-    as those that are left to the last step are. The positions of a micro-step go to the ranks in turn, as with torch's
-    DistributedSampler, so no rank has more than one sample more than another; a rank gets none in a micro-step only
-    when there are too few for every rank to have one. All ranks have the same number of micro-steps.
+    Each step takes the next size * batch_size * gradient_accumulation_steps positions, or `global_batch_size` if given,
+    so the samples of a step depend on that number only, not on the number of ranks. A step has as few micro-batches as
+    possible, the same number on every rank. In each micro-batch, the ranks take every size-th position, as with
+    DistributedSampler, so their numbers of samples differ by at most 1. If there are fewer samples than ranks, the
+    ranks without a sample get a dummy batch.
     """
-    per_micro_step = size * batch_size
-    whole = whole or per_micro_step * accumulate
-    for block in range(start, end, whole):
-        total = min(whole, end - block)
-        micro_steps = -(-total // per_micro_step)
+    samples_per_micro_batch = size * batch_size
+    global_batch_size = global_batch_size or samples_per_micro_batch * gradient_accumulation_steps
+    for step_start in range(start, end, global_batch_size):
+        total = min(global_batch_size, end - step_start)
+        micro_steps = -(-total // samples_per_micro_batch)
         base, extra = divmod(total, micro_steps * size)
-        first = block
+        first = step_start
         for micro_step in range(micro_steps):
             after = first + base * size + min(max(0, extra - micro_step * size), size)
             samples = len(range(first + rank, after, size))
-            # A rank without samples must still run forward and backward, or the others would wait for its gradients.
-            # It borrows the step's first sample, which rank 0 trains on anyway, so it brings in no nan of its own.
-            positions = slice(first + rank, after, size) if samples else slice(block, block + 1)
-            yield MicroBatch(positions, samples, total, block + total, micro_step == micro_steps - 1)
+            # A rank without samples must still run forward and backward, because the others wait for its gradients.
+            # Its dummy batch is the first sample of the step, which rank 0 trains on, so it adds no NaN.
+            positions = slice(first + rank, after, size) if samples else slice(step_start, step_start + 1)
+            yield MicroBatch(positions, samples, total, step_start + total, micro_step == micro_steps - 1)
             first = after
 
 
 def micro_batches_of_sampler(
-    bounds: Sequence[int], start: int, *, accumulate: int, rank: int, size: int, uneven: Uneven
+    bounds: Sequence[int], start: int, *, gradient_accumulation_steps: int, rank: int, size: int, uneven: Uneven
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-steps over batches that are whole: batch i has the positions bounds[i] to bounds[i + 1].
+    """Yield this rank's micro-batches over the batches of a batch_sampler: batch i has the positions bounds[i] to
+    bounds[i + 1].
 
-    In each micro-step every rank takes the next batch, from position `start` on, where a batch begins. What becomes of
-    the last step, where there are too few for all ranks, is said by `uneven` as in TrainConfig.
+    In each micro-batch, each rank takes the next batch; the first one begins at position `start`. `uneven` decides
+    about a last step with too few batches for all ranks, as in TrainConfig.
     """
     count = len(bounds) - 1
-    per_step = size * accumulate
+    per_step = size * gradient_accumulation_steps
     for first in range(bisect_left(bounds, start), count, per_step):
         after = min(first + per_step, count)
         if uneven == "drop" and after < first + per_step:
@@ -99,9 +108,10 @@ def _length_of(bounds: Sequence[int], batch: int) -> int:
 
 
 def strided_order(lengths: Sequence[Tensor]) -> Tensor:
-    """Return where the rows of a dealt order are when those of each rank follow those of the one before, int64 [rows].
+    """Return the index of each row in the order in which the ranks took turns, int64 [rows].
 
-    `lengths` has, for each rank, the rows of what it was dealt, int64. Row i of the order is at result[i].
+    `lengths` has, for each rank, the numbers of rows that it took in each turn, int64. Rows are indexed in rank order:
+    all rows of rank 0, then those of rank 1.
     """
     size = len(lengths)
     turns = [torch.arange(len(own)) * size + rank for rank, own in enumerate(lengths)]

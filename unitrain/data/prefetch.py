@@ -1,4 +1,4 @@
-"""Batches one ahead: copied to a GPU while the current one is computed with, or fetched while gradients travel."""
+"""Prefetching of one batch: copied to a GPU during the current step, or loaded while gradients are reduced."""
 
 from __future__ import annotations
 
@@ -11,115 +11,115 @@ import torch
 
 from unitrain.data.batch import to_device
 
-PartT = TypeVar("PartT")
+InfoT = TypeVar("InfoT")
 ItemT = TypeVar("ItemT")
-Item = tuple[Any, PartT]
+Item = tuple[Any, InfoT]
 
 
 class Prefetcher:
-    """Brings batches to `device`: on a GPU one ahead, elsewhere as they are asked for, or while gradients travel.
+    """Moves batches to `device`, with one batch prefetched if possible.
 
-    One ahead means one batch more in memory. Copies are asynchronous from pinned memory only. What is fetched while
-    gradients travel is fetched inside of `fetching`.
+    On a GPU, the next batch is copied while the current one is computed with, which needs memory for one more batch;
+    copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded while gradients are reduced,
+    inside the context manager `fetching()`.
     """
 
     def __init__(
         self, device: torch.device, fetching: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         self._device, self._fetching = device, fetching
-        # Weakly: whoever iterates holds it, and where that ends with an error, workers are to end at once.
-        self._latest: weakref.ref[PrefetchedIterator[Any]] | None = None
-        # One for all epochs: memory that was allocated on a stream is reused on that stream only.
+        # A weak reference: if the training loop ends with an error, the iterator's workers must end immediately.
+        self._iterator_reference: weakref.ref[PrefetchedIterator[Any]] | None = None
+        # One stream for all epochs, because the allocator reuses memory only on the stream that allocated it.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, items: Iterable[Item[PartT]], *, ahead: bool, overlapped: bool = False) -> Iterator[Item[PartT]]:
-        """Yield each of `items`, pairs of a batch and what belongs to it, with its batch on the device.
+    def __call__(self, items: Iterable[Item[InfoT]], *, ahead: bool, overlapped: bool = False) -> Iterator[Item[InfoT]]:
+        """Yield each of `items`, pairs (batch, info), with the batch on the device.
 
-        Without `ahead` none is fetched before it is asked for; but with `overlapped`, on the CPU, `overlapped_work`
-        fetches the next one.
+        `ahead` allows prefetching on a GPU. `overlapped` lets `overlapped_work` load the next batch on the CPU.
         """
         if self._device.type == "cpu":
             if not overlapped:
                 return iter(items)
-            coming = PrefetchedIterator(iter(items))
-            self._latest = weakref.ref(coming)
-            return coming
+            prefetched = PrefetchedIterator(iter(items))
+            self._iterator_reference = weakref.ref(prefetched)
+            return prefetched
         if self._stream is None or not ahead:
-            return ((to_device(batch, self._device), part) for batch, part in items)
+            return ((to_device(batch, self._device), info) for batch, info in items)
         return prefetch_one(iter(items), self._begin_copy, self._await_copy)
 
     def overlapped_work(self) -> tuple[Callable[[], None], ...]:
-        """Return what fetches the next batch, to be called when all gradients are on their way; nothing where that is
-        not asked for."""
-        return () if self._latest is None else (self._fetch,)
+        """Return the functions to call while gradients are reduced: one that loads the next batch, or none."""
+        return () if self._iterator_reference is None else (self._fetch_next,)
 
-    def _fetch(self) -> None:
-        coming = None if self._latest is None else self._latest()
-        if coming is not None:
+    def _fetch_next(self) -> None:
+        prefetched = None if self._iterator_reference is None else self._iterator_reference()
+        if prefetched is not None:
             with self._fetching():
-                coming.fetch()
+                prefetched.fetch()
 
-    def _begin_copy(self, item: Item[PartT]) -> Item[PartT]:
-        """Copy on the side stream, beside what the current stream goes on to compute."""
+    def _begin_copy(self, item: Item[InfoT]) -> Item[InfoT]:
+        """Start to copy a batch on the side stream, concurrently with the current stream."""
         assert self._stream is not None
-        batch, part = item
-        # The copy may get the memory of an earlier batch that is no longer referenced here but still read there: what
-        # is computed so far must be done by then. So no tensor needs record_stream, which could not be called for those
-        # in objects that move themselves, and would keep memory back for as long as the host is ahead of the GPU.
+        batch, info = item
+        # The copy may be allocated in the memory of an earlier batch that queued kernels still read, so it waits for
+        # them. The alternative, record_stream, cannot be called for tensors inside objects that move themselves, and
+        # would delay the reuse of memory while the host is ahead of the GPU.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            return to_device(batch, self._device), part
+            return to_device(batch, self._device), info
 
     def _await_copy(self) -> None:
-        """Let the current stream, not the host, wait for the copies begun so far."""
+        """Make the current stream, not the host, wait for the copies."""
         assert self._stream is not None
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
-    """`items`, of which the next one can be fetched before it is asked for. What that raises is raised in its turn."""
+    """Iterator over `items` whose next item can be loaded in advance. An error is raised when that item is
+    requested."""
 
     def __init__(self, items: Iterator[ItemT]) -> None:
         self._items = items
         self._fetched: list[ItemT] = []
-        self._problem: Exception | None = None
+        self._error: Exception | None = None
 
     def fetch(self) -> None:
-        """Fetch the next one, unless it is there already."""
-        if not self._fetched and self._problem is None:
+        """Load the next item, unless it is loaded already."""
+        if not self._fetched and self._error is None:
             try:
                 self._fetched = _first(self._items)
             except Exception as error:
-                self._problem = error
+                self._error = error
 
     def __next__(self) -> ItemT:
         if self._fetched:
-            return self._fetched.pop()  # no reference stays here while it is in use
-        if self._problem is not None:
-            raise self._problem
+            return self._fetched.pop()  # keep no reference while the batch is in use
+        if self._error is not None:
+            raise self._error
         return next(self._items)
 
 
 def prefetch_one(
-    items: Iterator[Item[PartT]], begin: Callable[[Item[PartT]], Item[PartT]], arrive: Callable[[], None]
-) -> Iterator[Item[PartT]]:
-    """Yield what `begin` makes of each of `items`, begun when the one before it is about to be yielded.
+    items: Iterator[Item[InfoT]], begin_copy: Callable[[Item[InfoT]], Item[InfoT]], wait_for_copies: Callable[[], None]
+) -> Iterator[Item[InfoT]]:
+    """Yield the result of `begin_copy` for each of `items`, started before the preceding item is yielded.
 
-    `arrive` is called between the two: all that was begun is then to be ready. An error of `items` or `begin` is raised
-    in its turn, when what came before it has been yielded.
+    `wait_for_copies` is called in between. An error of `items` or `begin_copy` is raised after the preceding item was
+    yielded.
     """
-    problem: Exception | None = None
-    coming = [begin(item) for item in _first(items)]
-    while coming:
-        arrive()
-        current, coming = coming, []
+    error_to_raise: Exception | None = None
+    prefetched = [begin_copy(item) for item in _first(items)]
+    while prefetched:
+        wait_for_copies()
+        current, prefetched = prefetched, []
         try:
-            coming = [begin(item) for item in _first(items)]
+            prefetched = [begin_copy(item) for item in _first(items)]
         except Exception as error:
-            problem = error
-        yield current.pop()  # no reference stays here while it is in use
-    if problem is not None:
-        raise problem
+            error_to_raise = error
+        yield current.pop()  # keep no reference while the batch is in use
+    if error_to_raise is not None:
+        raise error_to_raise
 
 
 def _first(items: Iterator[ItemT]) -> list[ItemT]:

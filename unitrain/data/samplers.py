@@ -1,4 +1,4 @@
-"""Samplers of the user's own: their order is drawn once per epoch, by rank 0, under a seed of the run and the epoch."""
+"""Custom samplers of a DataLoader: rank 0 draws their order once per epoch, with a seed derived from the run's seed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators, Stream, derive_seed
 
-# An order is drawn whole. No sampler that ends is longer, and one that never ends must not be waited for.
-_MOST = 50_000_000
+# Limits the keys of an epoch, which are all drawn at once, so that a sampler that never ends raises an error.
+MAX_DRAWN_KEYS = 50_000_000
 
 
 def custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
-    """Return what decides the order of `loader` beside shuffling, a sampler or a batch_sampler; None for nothing.
+    """Return the sampler or batch_sampler that determines the order of `loader`; None for a default sampler.
 
-    Raises DataError for a sampler that shares the data out itself.
+    Raises DataError for a sampler that shards the data itself.
     """
     sampler: Iterable[Any] = loader.sampler if loader.batch_size is not None else loader.batch_sampler or loader.sampler
-    for part in _parts(sampler):
+    for part in _nested_samplers(sampler):
         if isinstance(part, DistributedSampler) or hasattr(part, "num_replicas"):
             raise DataError(
-                f"{type(part).__name__} shares the data out over ranks, which is not needed here: every DataLoader is "
-                "shared out exactly. Leave it out, and write DataLoader(dataset, batch_size=32, shuffle=True)."
+                f"{type(part).__name__} shards the data by rank, but unitrain shards every DataLoader itself. "
+                "Leave the sampler out: DataLoader(dataset, batch_size=32, shuffle=True)."
             )
     if loader.batch_size is None:
         return sampler
@@ -39,14 +39,14 @@ def custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
 
 
 def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
-    """Return whether `sampler` yields each index of `dataset` once, as those that a DataLoader makes by itself do.
+    """Return whether `sampler` yields each index of `dataset` once, like the samplers that a DataLoader creates.
 
-    The type alone does not tell: either sampler can be made over another data source, which may have fewer samples.
+    The type does not suffice: a SequentialSampler or RandomSampler may have been created for data with fewer samples.
     """
     if type(sampler) not in (SequentialSampler, RandomSampler):
         return False
     source: Any = sampler.data_source  # type: ignore[attr-defined]
-    # A DataLoader makes these samplers over its dataset, which for some kinds of data has no length.
+    # A DataLoader creates these samplers for its dataset, which may not have a length.
     if source is not dataset and not (hasattr(dataset, "__len__") and len(source) == len(dataset)):
         return False
     if isinstance(sampler, RandomSampler):
@@ -55,33 +55,35 @@ def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
 
 
 class DrawnOrder(NamedTuple):
-    """An epoch's order: a tensor of indices, or a list where they are no integers; and the bounds of its batches.
+    """Order of an epoch: a tensor of indices, or a list of keys that are not integers; and the bounds of its batches.
 
-    Batch i has the positions bounds[i] to bounds[i + 1]; None where it was samples that were drawn.
+    Batch i has the positions bounds[i] to bounds[i + 1]. `bounds` is None if the sampler yields samples.
     """
 
     order: Tensor | list[Any]
     bounds: list[int] | None
 
 
-def draw_order(sampler: Iterable[Any], communicator: Communicator, *, whole: bool, seed: int, epoch: int) -> DrawnOrder:
-    """Return what `sampler` yields in `epoch`, `whole` batches or samples: rank 0's, on every rank. All ranks call it.
+def draw_order(
+    sampler: Iterable[Any], communicator: Communicator, *, yields_batches: bool, seed: int, epoch: int
+) -> DrawnOrder:
+    """Return the order that `sampler` yields on rank 0 in `epoch`, on every rank. All ranks call it.
 
-    A function of seed and epoch for samplers that draw from torch's, numpy's or Python's global generators or from a
-    torch.Generator that they hold, and for those that go by `set_epoch`. Raises DataError on every rank when the
-    sampler fails, does not end or yields nothing.
+    With `yields_batches` it is a batch_sampler. The order is a function of seed and epoch for samplers that use the
+    global generators of torch, numpy or Python, that have a torch.Generator as attribute, or that have `set_epoch`.
+    Raises DataError on every rank if the sampler fails, does not end or yields nothing.
     """
 
-    def on_rank_zero() -> DrawnOrder | None:
-        return _draw(sampler, whole, seed, epoch) if communicator.rank == 0 else None
+    def draw_on_rank_zero() -> DrawnOrder | None:
+        return _draw_keys(sampler, yields_batches, seed, epoch) if communicator.rank == 0 else None
 
-    drawn: DrawnOrder = communicator.broadcast_object(call_on_all_ranks(communicator, on_rank_zero))
-    return drawn
+    order: DrawnOrder = communicator.broadcast_object(call_on_all_ranks(communicator, draw_on_rank_zero))
+    return order
 
 
 def seed_epoch(items: Iterable[Any], *, seed: int, epoch: int) -> None:
-    """Tell `items`, a dataset or sampler, and the samplers it is made of, the epoch; seed the generators they hold."""
-    for part in _parts(items):
+    """Pass the epoch to `items`, a dataset or sampler, and its nested samplers, and seed their generators."""
+    for part in _nested_samplers(items):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
         for value in getattr(part, "__dict__", {}).values():
@@ -89,35 +91,35 @@ def seed_epoch(items: Iterable[Any], *, seed: int, epoch: int) -> None:
                 value.manual_seed(seed)
 
 
-def _draw(sampler: Iterable[Any], whole: bool, seed: int, epoch: int) -> DrawnOrder:
-    name, own_seed = type(sampler).__name__, derive_seed(seed, Stream.SAMPLER, epoch)
+def _draw_keys(sampler: Iterable[Any], yields_batches: bool, seed: int, epoch: int) -> DrawnOrder:
+    name, epoch_seed = type(sampler).__name__, derive_seed(seed, Stream.SAMPLER, epoch)
     bounds: list[int] | None = None
     try:
-        with IsolatedGenerators(own_seed):
-            seed_epoch(sampler, seed=own_seed, epoch=epoch)
-            keys = list(islice(sampler, _MOST + 1))
-        ended = len(keys) <= _MOST
-        if whole:
+        with IsolatedGenerators(epoch_seed):
+            seed_epoch(sampler, seed=epoch_seed, epoch=epoch)
+            keys = list(islice(sampler, MAX_DRAWN_KEYS + 1))
+        ended = len(keys) <= MAX_DRAWN_KEYS
+        if yields_batches:
             batches = [list(batch) for batch in keys]
             bounds = [0, *running_sums(len(batch) for batch in batches if batch)]
             keys = list(chain.from_iterable(batches))
     except Exception as error:
         raise DataError(
-            f"{name} failed in epoch {epoch + 1}: {type(error).__name__}: {error}. Mend the DataLoader's sampler."
+            f"{name} failed in epoch {epoch + 1}: {type(error).__name__}: {error}. Fix the DataLoader's sampler."
         ) from error
     if not ended:
         raise DataError(
-            f"{name} has not ended after {_MOST:,} elements, and the order of an epoch is drawn whole. "
+            f"{name} has not ended after {MAX_DRAWN_KEYS:,} elements, but all keys of an epoch are drawn at once. "
             "Let its __iter__ end: it is iterated again in each epoch."
         )
     if not keys:
         raise DataError(
             f"{name} yields nothing in epoch {epoch + 1}. Let it yield at least one sample each time it is iterated."
         )
-    return DrawnOrder(_as_order(keys), bounds)
+    return DrawnOrder(_to_order(keys), bounds)
 
 
-def _as_order(keys: list[Any]) -> Tensor | list[Any]:
+def _to_order(keys: list[Any]) -> Tensor | list[Any]:
     if all(isinstance(key, int | np.integer) for key in keys):
         return torch.tensor(keys, dtype=torch.int64)
     if all(isinstance(key, Tensor) and key.dim() == 0 and not key.is_floating_point() for key in keys):
@@ -125,8 +127,8 @@ def _as_order(keys: list[Any]) -> Tensor | list[Any]:
     return keys
 
 
-def _parts(sampler: Any) -> Iterator[Any]:
-    """Yield `sampler` and the samplers that it holds, as a BatchSampler does."""
+def _nested_samplers(sampler: Any) -> Iterator[Any]:
+    """Yield `sampler` and the samplers among its attributes, as a BatchSampler has one."""
     waiting, seen = [sampler], set()
     while waiting:
         part = waiting.pop()

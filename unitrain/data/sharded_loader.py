@@ -107,7 +107,7 @@ class ShardedLoader:
             data,
             backend,
             batch_size=batch_size,
-            accumulate=gradient_accumulation_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
             seed=seed,
             shuffle=True,
             drop_last=drop_last,

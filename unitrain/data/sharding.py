@@ -1,4 +1,4 @@
-"""This rank's exact share of a dataset: every sample once, in an order that depends on nothing but seed and epoch."""
+"""This rank's exact shard of data for training and evaluation, in an order that depends only on seed and epoch."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from unitrain.data.batch_size import ElasticBatchSize, resolve_batch_sizes
 from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.iterable_training import TrainingStream
-from unitrain.data.loading import Data, Source, call_of, check_same_data, is_stream
+from unitrain.data.loading import Data, IndexedSource, call_of, check_same_data, is_stream
 from unitrain.data.order import MicroBatch, StrideUnit, epoch_order, micro_batches_of_sampler, micro_batches_of_samples
 from unitrain.data.samplers import DrawnOrder, draw_order
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import DataError
 from unitrain.randomness import Stream, derive_seed
 
-# How many micro-steps are planned at a time.
-_PLANNED = 256
+# Number of micro-batches that are planned at a time.
+_MICRO_BATCHES_PER_CHUNK = 256
 
 
 class TrainingShard(TrainingData):
-    """This rank's part of training data that has indices. All ranks make it together.
+    """This rank's shard of training data that has indices. All ranks create it.
 
-    The order is that of the epoch, or what rank 0 draws from a DataLoader's own sampler. From its own batch_sampler
-    each rank takes the next batch of each micro-step, whole; what becomes of a last step with too few of them for all
-    ranks is said by `uneven`, as in TrainConfig. Raises, on all ranks, DataError for data that is empty, too small to
-    give every rank a sample, not the same size everywhere, or without indices to share out, and where the ranks would
-    not cut it up alike; ConfigError for a missing or contradicting batch size.
+    The order is that of `epoch_order`, or the one that rank 0 draws from a DataLoader's sampler. With a batch_sampler,
+    each rank takes the next batch in each micro-batch, and `uneven` decides about the last step, as in TrainConfig.
+    `owner` is the public class that error messages name.
+
+    Raises, on all ranks, DataError for data that is empty, has fewer samples than there are ranks (unless
+    `allow_empty_ranks`), differs between ranks or does not have indices; ConfigError for a batch size that is missing
+    or contradictory.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class TrainingShard(TrainingData):
         communicator: Communicator,
         *,
         batch_size: int | None = None,
-        accumulate: int | None = None,
+        gradient_accumulation_steps: int | None = None,
         global_batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -55,27 +57,31 @@ class TrainingShard(TrainingData):
         uneven: Uneven = "weight",
         drop_last: bool = False,
         elastic: bool = False,
-        kept: ElasticBatchSize | None = None,
+        elastic_batch_size: ElasticBatchSize | None = None,
         allow_empty_ranks: bool = False,
         owner: str = "TrainConfig",
     ) -> None:
         self._owner = owner
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
-        batching = resolve_batch_sizes(
+        batch_sizes = resolve_batch_sizes(
             data,
             communicator,
             batch_size=batch_size,
-            accumulate=accumulate,
-            whole=global_batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            global_batch_size=global_batch_size,
             elastic=elastic,
-            kept=kept,
+            elastic_batch_size=elastic_batch_size,
         )
-        self._seed, self._accumulate, self._uneven = seed, batching.accumulate, uneven
-        self._source = source = _open(
+        self._seed, self._gradient_accumulation_steps, self._uneven = (
+            seed,
+            batch_sizes.gradient_accumulation_steps,
+            uneven,
+        )
+        self._source = source = _open_source(
             data,
             communicator,
-            batch_size=batching.batch_size,
+            batch_size=batch_sizes.batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
             num_workers=num_workers,
@@ -84,164 +90,189 @@ class TrainingShard(TrainingData):
         )
         self.batch_size = source.batch_size
         self._sampler_name = None if source.sampler is None else type(source.sampler).__name__
-        # What decides which samples a rank takes: where it differs, ranks would take the same ones, or wait for ever.
-        alike: dict[str, Any] = {
+        # If these settings differed, ranks would take the same samples or different numbers of steps.
+        compared: dict[str, Any] = {
             "batch_size": source.batch_size,
             "shuffle": source.shuffle,
             "drop_last": source.drop_last,
         }
-        alike |= {"sampler": self._sampler_name, "accumulate": self._accumulate, "seed": seed}
-        check_same_data("The training data", communicator, source.length, alike)
-        micro_steps = self._size * self._accumulate
-        self._whole = batching.whole
-        self.global_batch_size = None if source.batch_size is None else self._whole or source.batch_size * micro_steps
+        compared |= {
+            "sampler": self._sampler_name,
+            "gradient_accumulation_steps": self._gradient_accumulation_steps,
+            "seed": seed,
+        }
+        check_same_data("The training data", communicator, source.length, compared)
+        micro_steps = self._size * self._gradient_accumulation_steps
+        self._requested_global_batch_size = batch_sizes.global_batch_size
+        self.global_batch_size = (
+            None if source.batch_size is None else self._requested_global_batch_size or source.batch_size * micro_steps
+        )
         if source.sampler is None:
             if source.length < self._size and not allow_empty_ranks:
                 raise DataError(
-                    f"The training data has {source.length} samples, fewer than the {self._size} ranks that share "
-                    f"them. Start at most {source.length} ranks, or give more data."
+                    f"The training data has {source.length} samples, fewer than the {self._size} ranks. "
+                    f"Start at most {source.length} ranks, or give more data."
                 )
-            self._end_of(source.length)
+            self._find_epoch_end(source.length)
         self._end = 0
         self._aligner: StepAligner | None = None
-        # On one rank its collate_fn may be torch's, as of a DataLoader of other data.
-        if any(communicator.allgather_object(source.counts)):
+        # Ranks may have different collate_fns.
+        if any(communicator.allgather_object(source.may_drop_samples)):
             self._aligner = StepAligner(
                 communicator,
-                accumulate=self._accumulate,
+                gradient_accumulation_steps=self._gradient_accumulation_steps,
                 uneven=uneven,
-                ahead=common_prefetch_count(source.prepared, communicator),
-                full=None,
-                copies=source.prepared == 0,
+                ahead=common_prefetch_count(source.prefetched_batches, communicator),
+                min_step_items=None,
+                copies_batches=source.prefetched_batches == 0,
             )
 
     @property
     def order_settings(self) -> dict[str, Any]:
-        """What decides, beside the seed, which sample is at a position of an epoch."""
+        """The settings that, with the seed, determine which sample is at a position of an epoch."""
         order = {"length": self._source.length, "shuffle": self._source.shuffle, "sampler": self._sampler_name}
         # Earlier versions drew another permutation.
         return {**order, "permutation": "of DistributedSampler"} if self._source.shuffle else order
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether a batch may be fetched before it is asked for: nothing else would change."""
+        """Whether a batch may be loaded before it is requested, without any other effect."""
         return self._source.can_prefetch
 
     @property
     def can_overlap_prefetch(self) -> bool:
-        """Whether it may be fetched so while gradients travel, and there are any: no rank asks another for it."""
+        """Whether a batch may be loaded while gradients are reduced: there are other ranks, and loading does not
+        communicate."""
         return self._size > 1 and self._source.can_prefetch and self._aligner is None
 
     def steps_in_epoch(self, start: int = 0) -> int | None:
-        """Return the number of optimizer steps from position `start` to the end of an epoch, 0 past it."""
+        """Return the number of optimizer steps from position `start` to the end of an epoch, 0 after the end."""
         length: int | None = self._source.length
         if self._source.sampler is not None:
-            length = _length(self._source.sampler)
+            length = _sampler_length(self._source.sampler)
         if length is None or (self.global_batch_size is None and start):
             return None
         if self.global_batch_size is None:
-            per_step = self._size * self._accumulate
+            per_step = self._size * self._gradient_accumulation_steps
             return length // per_step if self._uneven == "drop" else -(-length // per_step)
-        return max(0, -(-(self._end_of(length) - start) // self.global_batch_size))
+        return max(0, -(-(self._find_epoch_end(length) - start) // self.global_batch_size))
 
     def samples_in_epoch(self) -> int | None:
-        """Return how many samples an epoch has; None with a batch_sampler, or a sampler without a length."""
+        """Return the number of samples in an epoch; None with a batch_sampler, or a sampler without a length."""
         source = self._source
         if source.sampler is None:
-            return self._end_of(source.length)
-        length = None if source.batch_size is None else _length(source.sampler)
-        return None if length is None else self._end_of(length)
+            return self._find_epoch_end(source.length)
+        length = None if source.batch_size is None else _sampler_length(source.sampler)
+        return None if length is None else self._find_epoch_end(length)
 
     def count_batches(self) -> int | None:
-        """Return how many micro-batches each rank has in one epoch; None with a sampler without a length."""
+        """Return the number of micro-batches of each rank in one epoch; None with a sampler without a length."""
         source, size = self._source, self._size
-        length = source.length if source.sampler is None else _length(source.sampler)
+        length = source.length if source.sampler is None else _sampler_length(source.sampler)
         if length is None:
             return None
         if source.batch_size is not None:
-            return -(-self._end_of(length) // (size * source.batch_size))
-        per_step = size * self._accumulate
-        return length // per_step * self._accumulate if self._uneven == "drop" else -(-length // size)
+            return -(-self._find_epoch_end(length) // (size * source.batch_size))
+        per_step = size * self._gradient_accumulation_steps
+        return length // per_step * self._gradient_accumulation_steps if self._uneven == "drop" else -(-length // size)
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
-        """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on."""
-        order, planned = self._plan(epoch, start)
+        """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`."""
+        order, micro_batches_of_epoch = self._plan_epoch(epoch, start)
         worker_seed = derive_seed(self._seed, Stream.WORKERS, epoch, self._rank)
         self._source.set_epoch(epoch)
-        # A few hundred are planned at a time: one by one, each would take several times as long, because the steps in
-        # between fill the caches. Workers fetch batches ahead of the loop, so positions and slices are read apart.
-        slices, ahead = tee(chain.from_iterable(iter(lambda: list(islice(planned, _PLANNED)), [])))
-        positions = map(itemgetter(0), ahead)
+        # Planning single micro-batches takes several times as long, because the steps in between evict the caches.
+        # Workers prefetch batches, so they read the positions before the loop reads the micro-batches.
+        micro_batches, unread = tee(
+            chain.from_iterable(iter(lambda: list(islice(micro_batches_of_epoch, _MICRO_BATCHES_PER_CHUNK)), []))
+        )
+        positions = map(itemgetter(0), unread)
         if self._aligner is not None:
             source = self._source
-            return self._aligner.planned(lambda: source.counted(order, positions, worker_seed), slices, begun=start > 0)
-        return zip(self._source.batches(order, positions, worker_seed), slices, strict=True)
+            return self._aligner.align_planned(
+                lambda: source.counted_batches(order, positions, worker_seed), micro_batches, has_started=start > 0
+            )
+        return zip(self._source.batches(order, positions, worker_seed), micro_batches, strict=True)
 
     def is_epoch_finished(self, position: int) -> bool:
         """Whether no step follows after `position`."""
         return position >= self._end or (self._aligner is not None and self._aligner.ended)
 
     def end_epoch(self) -> None:
-        pass  # the workers end with the iterator, to which nothing here refers
+        pass  # the workers end with the iterator, which is not referenced here
 
-    def _plan(self, epoch: int, start: int) -> tuple[Tensor | list[Any], Iterator[MicroBatch]]:
-        """Return the order of an epoch, and this rank's micro-steps over it; note where it ends."""
+    def _plan_epoch(self, epoch: int, start: int) -> tuple[Tensor | list[Any], Iterator[MicroBatch]]:
+        """Return the order of an epoch and this rank's micro-batches in it. Sets the end of the epoch."""
         source, bounds = self._source, None
         order: Tensor | list[Any]
         if source.sampler is None:
             order = epoch_order(source.length, seed=self._seed, epoch=epoch, shuffle=source.shuffle)
         else:
             order, bounds = draw_order(
-                source.sampler, self._communicator, whole=source.batch_size is None, seed=self._seed, epoch=epoch
+                source.sampler,
+                self._communicator,
+                yields_batches=source.batch_size is None,
+                seed=self._seed,
+                epoch=epoch,
             )
-        place = {"accumulate": self._accumulate, "rank": self._rank, "size": self._size}
+        place = {
+            "gradient_accumulation_steps": self._gradient_accumulation_steps,
+            "rank": self._rank,
+            "size": self._size,
+        }
         if bounds is not None:
-            self._end = self._end_of_batches(bounds, start)
+            self._end = self._find_sampler_epoch_end(bounds, start)
             return order, micro_batches_of_sampler(bounds, start, uneven=self._uneven, **place)
-        self._end = self._end_of(len(order))
+        self._end = self._find_epoch_end(len(order))
         assert source.batch_size is not None
         return order, micro_batches_of_samples(
-            start, self._end, batch_size=source.batch_size, whole=self._whole, **place
+            start, self._end, batch_size=source.batch_size, global_batch_size=self._requested_global_batch_size, **place
         )
 
-    def _end_of(self, length: int) -> int:
-        """Return where an epoch of `length` samples ends."""
+    def _find_epoch_end(self, length: int) -> int:
+        """Return the position at which an epoch of `length` samples ends."""
         whole = self.global_batch_size
-        # drop_last is the user's wish to train on whole batches only, which are the global ones here.
+        # drop_last asks for full batches only: here, full global batches.
         if not self._source.drop_last or whole is None:
             return length
         if length < whole:
             raise DataError(
                 f"The training data has {length} samples, fewer than one global batch of {whole} "
                 f"({self._size} ranks x batch_size {self.batch_size} x "
-                f"gradient_accumulation_steps {self._accumulate}), "
+                f"gradient_accumulation_steps {self._gradient_accumulation_steps}), "
                 "and the DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
             )
         return length - length % whole
 
-    def _end_of_batches(self, bounds: list[int], start: int) -> int:
-        """Return where an epoch ends that goes on from `start`, of batches that are taken whole."""
+    def _find_sampler_epoch_end(self, bounds: list[int], start: int) -> int:
+        """Return the position at which an epoch ends that continues at `start`, for the batches of a batch_sampler."""
         if self._uneven != "drop":
             return bounds[-1]
-        count, first, per_step = len(bounds) - 1, bisect_left(bounds, start), self._size * self._accumulate
+        count, first, per_step = (
+            len(bounds) - 1,
+            bisect_left(bounds, start),
+            self._size * self._gradient_accumulation_steps,
+        )
         if count < per_step:
             weight = call_of(self._owner, "uneven='weight'")
             raise DataError(
-                f"{self._sampler_name} makes {count} batches, fewer than the {per_step} of a step ({self._size} ranks "
-                f"x gradient_accumulation_steps {self._accumulate}), and {self._owner}.uneven 'drop' drops the "
-                f"rest. Use {weight}."
+                f"{self._sampler_name} yields {count} batches, fewer than the {per_step} of a step ({self._size} ranks "
+                f"x gradient_accumulation_steps {self._gradient_accumulation_steps}), and {self._owner}.uneven 'drop' "
+                f"drops the rest. Use {weight}."
             )
         return bounds[first + (count - first) // per_step * per_step]
 
 
 class EvaluationShard:
-    """This rank's part of data that is evaluated, in its own order; empty on some ranks when there are few samples.
+    """This rank's shard of evaluation data: a contiguous part in the order of the data, empty if there are too few
+    samples.
 
-    All ranks make it together; iterating communicates nothing. `drop_last` of a DataLoader is not applied: every sample
-    counts. What a sampler yields is drawn once, so that each evaluation is of the same samples. Data that comes in turn
-    begins anew each time, with the same random numbers; it is dealt out, or on each rank its own, as `stream` says.
-    With `limit_batches`, each rank has that many batches at most.
-    Raises DataError, on all ranks, for data that is empty, not the same size everywhere, or cannot be shared out.
+    Every sample is evaluated, also with `drop_last` of a DataLoader. A sampler is drawn once, so each evaluation has
+    the same samples. A stream starts again each time, with the same random numbers; its items are taken in turn, or are
+    the rank's own, according to `stream`. `limit_batches` is the largest number of batches per rank.
+
+    All ranks create it; iterating does not communicate. Raises DataError, on all ranks, for data that is empty, differs
+    between ranks or cannot be sharded.
     """
 
     def __init__(
@@ -259,14 +290,14 @@ class EvaluationShard:
         what, rank, size = "The evaluation data", communicator.rank, communicator.size
         setting = "eval_batch_size" if owner == "TrainConfig" else "batch_size"
         self._rank = rank
-        self._source: Source | StreamSource
+        self._source: IndexedSource | StreamSource
         if is_stream(data):
             self._source = open_stream(
                 data,
                 communicator,
                 batch_size=batch_size,
                 num_workers=num_workers,
-                kind=stream,
+                stream_kind=stream,
                 seed=0,
                 setting=setting,
                 owner=owner,
@@ -274,7 +305,7 @@ class EvaluationShard:
                 every_item=True,
             )
             return
-        self._source = source = _open(
+        self._source = source = _open_source(
             data,
             communicator,
             batch_size=batch_size,
@@ -288,46 +319,48 @@ class EvaluationShard:
         check_same_data(what, communicator, source.length, {"sampler": sampler})
         self._order, bounds = DrawnOrder(torch.arange(source.length), None)
         if source.sampler is not None:
-            whole = source.batch_size is None
-            self._order, bounds = draw_order(source.sampler, communicator, whole=whole, seed=0, epoch=0)
+            self._order, bounds = draw_order(
+                source.sampler, communicator, yields_batches=source.batch_size is None, seed=0, epoch=0
+            )
         if bounds is not None:
             batches = [slice(*ends) for ends in pairwise(bounds)]
-            self._parts = batches[rank * len(batches) // size : (rank + 1) * len(batches) // size]
+            self._slices = batches[rank * len(batches) // size : (rank + 1) * len(batches) // size]
         else:
             first, last = (place * len(self._order) // size for place in (rank, rank + 1))
             step = source.batch_size or 1
-            self._parts = [slice(at, min(at + step, last)) for at in range(first, last, step)]
+            self._slices = [slice(at, min(at + step, last)) for at in range(first, last, step)]
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per batch; None where the data or a batch_sampler makes whole batches."""
+        """Samples per batch; None if the data or a batch_sampler decides it."""
         return self._source.batch_size
 
     def count_batches(self) -> int | None:
-        """Return how many batches this rank has; None for a stream."""
-        return None if isinstance(self._source, StreamSource) else len(self._parts[: self._limit])
+        """Return the number of batches of this rank; None for a stream."""
+        return None if isinstance(self._source, StreamSource) else len(self._slices[: self._limit])
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether a batch may be fetched before it is asked for: nothing else would change."""
+        """Whether a batch may be loaded before it is requested, without any other effect."""
         return self._source.can_prefetch
 
     @property
     def stride_unit(self) -> StrideUnit | None:
-        """What each rank in turn has one of; None where each has a part of the order, or all of its own."""
-        if not isinstance(self._source, StreamSource) or self._source.kind == "own":
+        """What the ranks take in turn, samples or batches of a shared stream; None if each rank has a contiguous
+        part."""
+        if not isinstance(self._source, StreamSource) or self._source.stream_kind == "own":
             return None
         return "batches" if self._source.batch_size is None else "samples"
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number of samples in it), except batches without a sample."""
-        with closing(self._counted()) as batches:
+        """Yield (batch, number of samples), without batches that have no sample."""
+        with closing(self._counted_batches()) as batches:
             yield from ((batch, samples) for _, samples, batch in batches if samples)
 
     def complete_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number of samples in it), which may be 0. Raises DataError, on this rank alone, where a sample
-        is missing."""
-        with closing(self._counted()) as batches:
+        """Yield (batch, number of samples), which may be 0. Raises DataError, on this rank only, if a sample is missing
+        from a batch."""
+        with closing(self._counted_batches()) as batches:
             for items, samples, batch in batches:
                 if samples != items:
                     raise DataError(
@@ -337,12 +370,12 @@ class EvaluationShard:
                     )
                 yield batch, samples
 
-    def _counted(self) -> Generator[CountedBatch]:
+    def _counted_batches(self) -> Generator[CountedBatch]:
         if isinstance(self._source, StreamSource):
             with closing(self._source.batches(epoch=0)) as batches:
                 yield from islice(batches, self._limit)
         else:
-            yield from self._source.counted(self._order, iter(self._parts[: self._limit]), worker_seed=0)
+            yield from self._source.counted_batches(self._order, iter(self._slices[: self._limit]), worker_seed=0)
 
 
 def open_training_data(
@@ -351,12 +384,12 @@ def open_training_data(
     config: TrainConfig,
     *,
     elastic: bool = False,
-    kept: ElasticBatchSize | None = None,
+    elastic_batch_size: ElasticBatchSize | None = None,
 ) -> TrainingData:
-    """Return this rank's part of `data`, with indices or without, as `config` asks for it. All ranks call it.
+    """Return this rank's shard of `data` with the settings of `config`. All ranks call it.
 
-    An elastic job keeps its global batch on however many ranks there are: the one `kept` since it began.
-    Raises what TrainingShare and TrainingStream raise.
+    An elastic job keeps its global batch size on any number of ranks: `elastic_batch_size`, if this is not its
+    beginning. Raises the errors of TrainingShard and TrainingStream.
     """
     return create_training_shard(
         data,
@@ -364,13 +397,13 @@ def open_training_data(
         shuffle=config.shuffle,
         stream=config.stream,
         batch_size=config.batch_size,
-        accumulate=config.gradient_accumulation_steps,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
         global_batch_size=config.global_batch_size,
         seed=config.seed,
         num_workers=config.num_workers,
         uneven=config.uneven,
         elastic=elastic,
-        kept=kept,
+        elastic_batch_size=elastic_batch_size,
     )
 
 
@@ -393,12 +426,12 @@ def create_training_shard(
     return TrainingShard(data, communicator, shuffle=shuffle, allow_empty_ranks=allow_empty_ranks, **settings)
 
 
-def _open(data: Data, communicator: Communicator, **settings: Any) -> Source:
+def _open_source(data: Data, communicator: Communicator, **settings: Any) -> IndexedSource:
     pin_memory = communicator.device.type == "cuda"
-    return call_on_all_ranks(communicator, lambda: Source(data, pin_memory=pin_memory, **settings))
+    return call_on_all_ranks(communicator, lambda: IndexedSource(data, pin_memory=pin_memory, **settings))
 
 
-def _length(sampler: Any) -> int | None:
-    with suppress(TypeError, NotImplementedError, AttributeError):  # it has none, or says so in its own way
+def _sampler_length(sampler: Any) -> int | None:
+    with suppress(TypeError, NotImplementedError, AttributeError):  # raised by samplers without a length
         return len(sampler)
     return None

@@ -1,4 +1,4 @@
-"""What the loop asks of training data, whether it has indices or comes in turn."""
+"""Interface of training data to the training loop, for data with indices and for streams."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from unitrain.data.order import MicroBatch
 
 
 class TrainingData(ABC):
-    """This rank's part of the training data, epoch after epoch. All ranks use it alike.
+    """This rank's shard of the training data, for any number of epochs. All ranks make the same calls.
 
-    `batch_size` counts samples per rank and micro-step, `global_batch_size` those of a step: None where neither is
-    known before the batches are.
+    `batch_size` counts samples per rank and micro-batch, `global_batch_size` samples per step over all ranks; None if
+    they are not known in advance.
     """
 
     batch_size: int | None
@@ -22,41 +22,43 @@ class TrainingData(ABC):
     @property
     @abstractmethod
     def order_settings(self) -> dict[str, Any]:
-        """What decides, beside the seed, which sample is at a position of an epoch."""
+        """The settings that, with the seed, determine which sample is at a position of an epoch."""
 
     @property
     @abstractmethod
     def can_prefetch(self) -> bool:
-        """Whether a batch may be fetched before it is asked for: nothing else would change."""
+        """Whether a batch may be loaded before it is requested, without any other effect."""
 
     @property
     @abstractmethod
     def can_overlap_prefetch(self) -> bool:
-        """Whether it may be fetched so while gradients travel, and there are any: no rank asks another for it."""
+        """Whether a batch may be loaded while gradients are reduced: there are other ranks, and loading does not
+        communicate."""
 
     @abstractmethod
     def steps_in_epoch(self, start: int = 0) -> int | None:
-        """Return how many optimizer steps there are from position `start` on; None where nobody knows.
+        """Return the number of optimizer steps from position `start` to the end of an epoch; None if it is unknown.
 
-        With a sampler it is what that says of itself. It is for showing, not for deciding.
+        With a sampler, it is based on the sampler's `__len__`. Use it for display only.
         """
 
     @abstractmethod
     def samples_in_epoch(self) -> int | None:
-        """Return how many samples all ranks take together in one epoch; None where nobody knows.
+        """Return the number of samples of all ranks in one epoch; None if it is unknown.
 
-        With a sampler it is what that says of itself. It is for showing, not for deciding.
+        With a sampler, it is based on the sampler's `__len__`. Use it for display only.
         """
 
     @abstractmethod
     def count_batches(self) -> int | None:
-        """Return how many micro-batches each rank has in one epoch; None where nobody knows."""
+        """Return the number of micro-batches of each rank in one epoch; None if it is unknown. Use it for display
+        only."""
 
     @abstractmethod
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
-        """Yield (batch, its slice) for each of this rank's micro-steps in one epoch, from position `start` on.
+        """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`.
 
-        All ranks call it, and take as many. Raises DataError, on every rank.
+        All ranks call it, and yield the same number of micro-batches. Raises DataError, on every rank.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What the workers of a DataLoader do before they begin, and how they report what they are doing."""
+"""DataLoader workers: signal handling, termination with their rank, and reports of their activity."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch import Tensor
 from unitrain.monitoring.stack_inspection import call_site
 from unitrain.processes import end_with_parent
 
-# What schedulers send to every process of a job before they take its machine.
-_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+# Signals that schedulers send to every process of a job before they preempt it.
+_PREEMPTION_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _EXIT_SECONDS, _EXIT_INTERVAL_SECONDS = 5.0, 0.1
 _REPORT_SECONDS = 1.0
 _REPORT_BYTES = 512
@@ -28,16 +28,16 @@ _REPORT_BYTES = 512
 
 @dataclass(frozen=True)
 class WorkerInit:
-    """A `worker_init_fn`: leaves what a scheduler sends to the whole job to the rank, then calls the user's own.
+    """A `worker_init_fn` that leaves a scheduler's signals to the rank, then calls the user's function.
 
-    Without it such a signal would end the workers, and with them the epoch, before the ranks have agreed on a step to
-    stop at. A second SIGTERM ends a worker: the rank sends them to workers that are stuck.
+    Schedulers send signals to every process of a job. A worker that ended at once would end the epoch before the ranks
+    have agreed on the step to stop at. The second SIGTERM ends a worker: the rank sends it to workers that hang.
 
-    A worker ends with its rank, however that ends. A thread in each of `workers` workers reports what the worker is
-    doing once a second, for the message about a rank that waits for a batch.
+    A worker also ends when its rank ends, for whatever reason. In each of `workers` workers, a thread reports the
+    activity once per second, for the error message of a rank that times out while it waits for a batch.
     """
 
-    own: Callable[[int], None] | None = None
+    user_init: Callable[[int], None] | None = None
     workers: int = 0
     _reports: Tensor = field(init=False, repr=False, compare=False)
 
@@ -48,48 +48,52 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         end_with_parent()
-        for notice in _NOTICES:
+        for notice in _PREEMPTION_SIGNALS:
             if signal.getsignal(notice) == signal.SIG_DFL:
                 signal.signal(notice, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _first_notice)
+        signal.signal(signal.SIGTERM, _ignore_first_signal)
         if worker < self.workers:
             report = self._reports[worker]
             report.zero_()
             threading.Thread(target=_report, args=(report,), name="unitrain worker report", daemon=True).start()
-        if self.own is not None:
-            self.own(worker)
+        if self.user_init is not None:
+            self.user_init(worker)
 
-    def doing(self, worker: int) -> str:
-        """Return what `worker` was doing at most a second ago, as the rest of "worker 1 ..."; "" if that is unknown."""
+    def describe_activity(self, worker: int) -> str:
+        """Return the activity of `worker` at most a second ago, to follow "worker 1 "; "" if it is unknown."""
         if worker >= self.workers:
             return ""
         return bytes(self._reports[worker].tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def _report(report: Tensor) -> None:
-    """Write what this worker is doing into `report`, again and again."""
-    since: tuple[int, str, float] | None = None
+    """Write this worker's activity into `report` once per second."""
+    previous: tuple[int, str, float] | None = None
     while True:
-        since, text = _doing(since)
+        previous, text = _describe_activity(previous)
         content = text.encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES, b"\0")
         report.copy_(torch.tensor(list(content), dtype=torch.uint8))
         time.sleep(_REPORT_SECONDS)
 
 
-def _doing(since: tuple[int, str, float] | None) -> tuple[tuple[int, str, float] | None, str]:
-    """Return what this worker loads, in which call and since when, and that in words; `since` is the result before."""
+def _describe_activity(previous: tuple[int, str, float] | None) -> tuple[tuple[int, str, float] | None, str]:
+    """Return the fetch that this worker is in, as (call, items, start time), and a description of it.
+
+    `previous` is the first result of the preceding call, from which the start time is taken.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    fetched = None if frame is None else _fetched(frame)
+    fetched = None if frame is None else _find_fetch(frame)
     if frame is None or fetched is None:
         return None, ""
     call, what = id(fetched[0]), fetched[1]
-    if since is None or since[:2] != (call, what):
-        since = call, what, time.monotonic()
-    return since, f"has been loading {what} for {time.monotonic() - since[2]:.0f} s ({call_site(frame)})"
+    if previous is None or previous[:2] != (call, what):
+        previous = call, what, time.monotonic()
+    return previous, f"has been loading {what} for {time.monotonic() - previous[2]:.0f} s ({call_site(frame)})"
 
 
-def _fetched(frame: FrameType) -> tuple[FrameType, str] | None:
-    """Return the frame in which the worker fetches a batch, and what it fetches; None if it does not."""
+def _find_fetch(frame: FrameType) -> tuple[FrameType, str] | None:
+    """Return the frame in which the worker fetches a batch, and a description of the items; None if it is not
+    fetching."""
     inner: FrameType | None = None
     current: FrameType | None = frame
     while current is not None:
@@ -106,7 +110,7 @@ def _fetched(frame: FrameType) -> tuple[FrameType, str] | None:
     return None
 
 
-def _first_notice(number: int, frame: FrameType | None) -> None:
+def _ignore_first_signal(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
 
 
@@ -116,12 +120,12 @@ def _end_workers_at_exit() -> None:
 
 
 def _end_workers() -> None:
-    """Send SIGTERM to the daemon processes of this one until they have ended, and SIGKILL after a while.
+    """Send SIGTERM to the daemon processes of this process until they have ended, and SIGKILL after five seconds.
 
-    At exit, multiprocessing sends it once and then waits without a limit, which is too little for a worker. One that
-    hangs in C code does not handle it at all.
+    multiprocessing sends SIGTERM once at exit and then waits without a limit. The first SIGTERM does not end a worker,
+    and a worker that hangs in C code does not handle any.
     """
-    # torch's handler raises an error in this process when a worker ends by a signal.
+    # torch's handler raises an error in this process if a worker is ended by a signal.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     deadline = time.monotonic() + _EXIT_SECONDS
     while time.monotonic() < deadline:
