@@ -1,4 +1,4 @@
-"""What a model is worth on data, the exact means over all samples of all ranks; and what it predicts for them."""
+"""Evaluation of a model on all ranks: exact means of the loss and the metrics, and predictions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LossFunction = Callable[[Any, Any], LossOutput]
 
 
 class Evaluation:
-    """Evaluates `model`, the user's own, in eval mode and with rank 0's buffers. All ranks use it alike.
+    """Evaluates the user's `model` in eval mode, with rank 0's buffers. All ranks make the same calls.
 
-    Ranks have different shares, even none, so an error that one of them finds is raised on all.
+    Ranks have different shards, which may be empty, so an error on one rank is raised on all.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class Evaluation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The results that there will be."""
+        """The names of the results."""
         return ("loss", *self._metrics.names)
 
-    def evaluate(self, share: EvaluationShard) -> dict[str, float]:
+    def evaluate(self, shard: EvaluationShard) -> dict[str, float]:
         """Return the mean of the loss and of every metric over all samples, the same on every rank."""
         device = self._communicator.device
         losses = Means(("loss",), device)
 
-        def evaluate_own() -> None:
+        def evaluate_shard() -> None:
             self._metrics.reset()
-            for batch, samples in self._batches(share, share):
+            for batch, samples in self._batches(shard, shard):
                 with self._precision.autocast():
                     output, target = self._forward(self._model, batch)
                     loss = read_loss(self._loss_fn(output, target))
@@ -66,15 +66,15 @@ class Evaluation:
             self._metrics.flush()
 
         with self._evaluating():
-            call_on_all_ranks(self._communicator, evaluate_own)
+            call_on_all_ranks(self._communicator, evaluate_shard)
         return {**losses.reduce(self._communicator), **self._metrics.compute()}
 
-    def predict(self, share: EvaluationShard) -> Any:
-        """Return the model's outputs for all samples, in the dataset's order, the same on every rank."""
+    def predict(self, shard: EvaluationShard) -> Any:
+        """Return the model's outputs for all samples, in the order of the dataset, the same on every rank."""
         outputs = Outputs()
 
-        def predict_own() -> None:
-            for batch, samples in self._batches(share, share.complete_batches()):
+        def predict_shard() -> None:
+            for batch, samples in self._batches(shard, shard.complete_batches()):
                 if not samples:
                     outputs.add_empty()
                     continue
@@ -83,21 +83,21 @@ class Evaluation:
                 outputs.add(output, samples)
 
         with self._evaluating():
-            call_on_all_ranks(self._communicator, predict_own)
-        return outputs.gather(self._communicator, share.stride_unit)
+            call_on_all_ranks(self._communicator, predict_shard)
+        return outputs.gather(self._communicator, shard.stride_unit)
 
-    def _batches(self, share: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
-        return self._prefetch(batches, ahead=share.can_prefetch)
+    def _batches(self, shard: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
+        return self._prefetch(batches, ahead=shard.can_prefetch)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         share_buffers(self._model, self._communicator)
-        modes = [(module, module.training) for module in self._model.modules()]
+        modes_before = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            # Also a run that is validated in the middle of an epoch, where it stops, goes on as if it had not been.
+            # Evaluation must not change the random numbers of training, also within an epoch.
             with preserve_generators(self._communicator.device), torch.no_grad():
                 yield
         finally:
-            for module, training in modes:  # one by one: the user may keep a part in eval mode while training
+            for module, training in modes_before:  # each one: parts of a model may be in eval mode during training
                 module.training = training

@@ -1,4 +1,4 @@
-"""The outputs of all ranks on all samples, put together in the dataset's order."""
+"""Collection of the outputs of all ranks for all samples, in the order of the data."""
 
 from __future__ import annotations
 
@@ -14,149 +14,151 @@ from unitrain.data.batch import map_parts
 from unitrain.data.order import StrideUnit, strided_order
 from unitrain.errors import DataError, ModelError
 
-# How much of an output is gathered at a time, over all ranks: it bounds what that takes on the device.
-_PIECE_BYTES = 1 << 26
+# Limits the memory that gathering takes on the device: an output is gathered in pieces of this size over all ranks.
+_MAX_GATHERED_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What must be the same of an output in every batch and on every rank: its `place`, and how a sample looks."""
+class _OutputSpec:
+    """Properties of an output that must be equal in every batch and on every rank: its path, shape per sample and
+    dtype."""
 
-    place: str
+    path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"{self.place}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{self.path}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
 class Outputs:
-    """Collects the outputs of one rank, batch by batch, and gathers those of all.
+    """Collects the outputs of this rank, batch by batch, on the CPU, and gathers those of all ranks.
 
-    An output is a tensor whose first dimension is the sample, or lists, tuples, named tuples, mappings and dataclasses
-    of such, nested at will, and None. They are kept on the CPU.
+    An output is a tensor whose first dimension is the sample, None, or any nesting of these in lists, tuples, named
+    tuples, mappings and dataclasses.
     """
 
     def __init__(self) -> None:
         self._layout: Any = None
-        self._kinds: list[_Kind] = []
+        self._specs: list[_OutputSpec] = []
         self._batches: list[list[Tensor]] = []
         self._samples: list[int] = []
 
     def add_empty(self) -> None:
-        """Take note of a batch without a sample, for which there is no output."""
+        """Record a batch without a sample, for which the model is not called."""
         self._samples.append(0)
 
     def add(self, output: Any, samples: int) -> None:
-        """Take the output of a batch of `samples`.
+        """Add the output of a batch of `samples`.
 
-        Raises ModelError for what cannot be put together: an output without a first dimension of `samples`, anything
-        but tensors, and what differs from the batches before.
+        Raises ModelError if it cannot be concatenated: it contains anything but tensors, its first dimension is not
+        `samples`, or it differs from earlier batches.
         """
         tensors: list[Tensor] = []
-        kinds: list[_Kind] = []
+        specs: list[_OutputSpec] = []
 
-        def take(place: str, part: Any) -> Any:
+        def read_part(path: str, part: Any) -> Any:
             if part is None:
                 return None
             if isinstance(part, Tensor):
-                tensors.append(_on_cpu(place, part, samples))
-                kinds.append(_Kind(place, tuple(part.shape[1:]), part.dtype))
-                return kinds[-1]
-            taken = map_parts(lambda step, inner: take(place + step, inner), part)
-            if taken is part:
+                tensors.append(_copy_to_cpu(path, part, samples))
+                specs.append(_OutputSpec(path, tuple(part.shape[1:]), part.dtype))
+                return specs[-1]
+            copied = map_parts(lambda step, inner: read_part(path + step, inner), part)
+            if copied is part:
                 raise ModelError(
-                    f"predict collects tensors, and {place} is a {type(part).__name__}. "
-                    "Leave it out of what forward returns, or make it a tensor with one row per sample."
+                    f"predict collects tensors, and {path} is a {type(part).__name__}. "
+                    "Do not return it from forward, or make it a tensor with one row per sample."
                 )
-            return taken
+            return copied
 
-        layout = take("output", output)
-        if self._batches and kinds != self._kinds:
-            raise ModelError(_disagreement("batches", self._kinds, kinds))
-        self._layout, self._kinds = layout, kinds
+        layout = read_part("output", output)
+        if self._batches and specs != self._specs:
+            raise ModelError(_disagreement("batches", self._specs, specs))
+        self._layout, self._specs = layout, specs
         self._batches.append(tensors)
         self._samples.append(samples)
 
     def gather(self, communicator: Communicator, stride_unit: StrideUnit | None = None) -> Any:
-        """Return the outputs of all ranks in rank order, nested as they were, on the CPU of every rank.
+        """Return the outputs of all ranks in rank order, with their nesting, on the CPU of every rank.
 
-        Samples or batches that the ranks took in turn (`stride_unit`) are put back into the order of the data.
-        All ranks call it; one without a batch takes part. Raises ModelError, on all ranks, where their outputs differ.
+        Samples or batches that the ranks took in turn (`stride_unit`) are put back into the order of the data. All
+        ranks call it, also those without a batch. Raises ModelError, on all ranks, if their outputs differ.
         """
-        rows = self._samples if self._kinds or not self._batches else []
-        lengths_here = rows if stride_unit == "batches" else [sum(rows)]
-        here = (bool(self._batches), self._kinds, self._layout, lengths_here)
-        everywhere: list[tuple[bool, list[_Kind], Any, list[int]]] = communicator.allgather_object(here)
-        found = [(kinds, layout) for has_batches, kinds, layout, _ in everywhere if has_batches]
+        rows = self._samples if self._specs or not self._batches else []
+        rows = rows if stride_unit == "batches" else [sum(rows)]
+        summary = (bool(self._batches), self._specs, self._layout, rows)
+        summaries: list[tuple[bool, list[_OutputSpec], Any, list[int]]] = communicator.allgather_object(summary)
+        found = [(specs, layout) for has_batches, specs, layout, _ in summaries if has_batches]
         if not found:
-            raise DataError("There is no sample to predict for. Give data with at least one sample.")
-        kinds, layout = found[0]
+            raise DataError("predict got data without a sample. Give data with at least one sample.")
+        specs, layout = found[0]
         for other, _ in found:
-            if other != kinds:
-                raise ModelError(_disagreement("ranks", kinds, other))
-        lengths = [lengths for _, _, _, lengths in everywhere]
-        counts = [sum(own) for own in lengths]
-        whole = [self._gathered(index, kind, counts, communicator) for index, kind in enumerate(kinds)]
+            if other != specs:
+                raise ModelError(_disagreement("ranks", specs, other))
+        lengths = [lengths for _, _, _, lengths in summaries]
+        counts = [sum(lengths_of_rank) for lengths_of_rank in lengths]
+        outputs = [self._gather_output(index, spec, counts, communicator) for index, spec in enumerate(specs)]
         if stride_unit is not None:
-            order = strided_order(
-                [torch.tensor(own if stride_unit == "batches" else [1] * sum(own)) for own in lengths]
-            )
-            whole = [output[order] for output in whole]
+            turns = lengths if stride_unit == "batches" else [[1] * count for count in counts]
+            order = strided_order([torch.tensor(lengths_of_rank) for lengths_of_rank in turns])
+            outputs = [output[order] for output in outputs]
         self._batches.clear()
         self._samples.clear()
-        return _filled(layout, iter(whole))
+        return _fill_layout(layout, iter(outputs))
 
-    def _gathered(self, index: int, kind: _Kind, counts: list[int], communicator: Communicator) -> Tensor:
-        """Return one output of all samples, of which each rank has as many as `counts` says."""
-        own = [batch[index] for batch in self._batches]
+    def _gather_output(self, index: int, spec: _OutputSpec, counts: list[int], communicator: Communicator) -> Tensor:
+        """Return one output for all samples; rank i has counts[i] of them."""
+        batches_here = [batch[index] for batch in self._batches]
         for batch in self._batches:
-            batch[index] = torch.empty(0)  # what is in `mine` is not kept twice
-        mine = torch.cat(own) if own else torch.empty(0, *kind.shape, dtype=kind.dtype)
-        del own
-        whole = torch.empty(sum(counts), *kind.shape, dtype=kind.dtype)
-        width = math.prod(kind.shape) * kind.dtype.itemsize
-        if width == 0:
-            return whole
-        # As bytes, every dtype travels, those too that collectives do not carry.
-        source, target = (tensor.reshape(-1).view(torch.uint8).reshape(-1, width) for tensor in (mine, whole))
+            batch[index] = torch.empty(0)  # so that memory does not hold the rows twice
+        rows_here = torch.cat(batches_here) if batches_here else torch.empty(0, *spec.shape, dtype=spec.dtype)
+        del batches_here
+        outputs = torch.empty(sum(counts), *spec.shape, dtype=spec.dtype)
+        row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
+        if row_bytes == 0:
+            return outputs
+        # As bytes, because collectives do not support every dtype.
+        source, target = (
+            tensor.reshape(-1).view(torch.uint8).reshape(-1, row_bytes) for tensor in (rows_here, outputs)
+        )
         starts = [sum(counts[:rank]) for rank in range(communicator.size)]
-        step = max(1, _PIECE_BYTES // (width * communicator.size))
+        step = max(1, _MAX_GATHERED_BYTES // (row_bytes * communicator.size))
         for first in range(0, max(counts), step):
             gathered = communicator.allgather(source[first : first + step].to(communicator.device)).cpu()
-            taken = 0
+            copied = 0
             for start, count in zip(starts, counts, strict=True):
                 length = min(max(0, count - first), step)
-                target[start + first : start + first + length] = gathered[taken : taken + length]
-                taken += length
-        return whole
+                target[start + first : start + first + length] = gathered[copied : copied + length]
+                copied += length
+        return outputs
 
 
-def _on_cpu(place: str, tensor: Tensor, samples: int) -> Tensor:
+def _copy_to_cpu(path: str, tensor: Tensor, samples: int) -> Tensor:
     if tensor.layout != torch.strided:
-        raise ModelError(f"predict collects dense tensors, and {place} has layout {tensor.layout}. Use .to_dense().")
+        raise ModelError(f"predict collects dense tensors, and {path} has layout {tensor.layout}. Use .to_dense().")
     if tensor.dim() == 0 or len(tensor) != samples:
         raise ModelError(
-            f"predict collects tensors with one row per sample, and {place} has shape {list(tensor.shape)} for a batch "
-            f"of {samples}. Leave it out of what forward returns, or bring the samples to the first dimension."
+            f"predict collects tensors with one row per sample, and {path} has shape {list(tensor.shape)} for a batch "
+            f"of {samples}. Do not return it from forward, or make the sample its first dimension."
         )
-    # A copy, also on the CPU: a part of a larger tensor would keep the whole of it.
+    # A copy, also on the CPU: a view would keep its base tensor in memory.
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _disagreement(between: str, one: list[_Kind], other: list[_Kind]) -> str:
+def _disagreement(between: str, one: list[_OutputSpec], other: list[_OutputSpec]) -> str:
     first, second = (
-        ", ".join(str(kind) for kind in kinds if kind not in others) or "nothing more"
-        for kinds, others in ((one, other), (other, one))
+        ", ".join(str(spec) for spec in specs if spec not in others) or "no other output"
+        for specs, others in ((one, other), (other, one))
     )
     return (
-        f"predict puts the outputs of all samples together, but they differ between {between}: {first} (per sample) "
-        f"and {second}. Let forward return the same for every batch, for example padded to one length."
+        f"predict concatenates the outputs of all samples, but they differ between {between}: {first} (per sample) and "
+        f"{second}. Let forward return the same shapes for every batch, for example padded to one length."
     )
 
 
-def _filled(layout: Any, tensors: Any) -> Any:
-    """Return `layout` with each kind of output replaced by the next of `tensors`."""
-    if isinstance(layout, _Kind):
+def _fill_layout(layout: Any, tensors: Any) -> Any:
+    """Return `layout` with each output specification replaced by the next of `tensors`."""
+    if isinstance(layout, _OutputSpec):
         return next(tensors)
-    return map_parts(lambda _, part: _filled(part, tensors), layout)
+    return map_parts(lambda _, part: _fill_layout(part, tensors), layout)

@@ -1,4 +1,4 @@
-"""Random numbers: seeds that follow from the run's seed, and the state of this process's generators."""
+"""Random numbers: seeds derived from the run's seed, and the state of this process's generators."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 
-class Stream(IntEnum):
-    """What a derived seed is for, so that two uses never share their numbers."""
+class SeedPurpose(IntEnum):
+    """Purpose of a derived seed: seeds for different purposes are independent."""
 
     WORKERS = 2
     RANK = 3
@@ -22,13 +22,13 @@ class Stream(IntEnum):
     SAMPLER = 5
 
 
-def derive_seed(seed: int, stream: Stream, *path: int) -> int:
-    """Return 63 well mixed bits that depend on nothing but the arguments, which are all at least 0."""
+def derive_seed(seed: int, stream: SeedPurpose, *path: int) -> int:
+    """Return a 63-bit seed that depends only on the arguments, all of which are at least 0."""
     return int(np.random.SeedSequence([seed, stream, *path]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch (every device), numpy and Python in this process."""
+    """Seed the generators of torch (all devices), numpy and Python in this process."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -36,18 +36,19 @@ def seed_generators(seed: int) -> None:
 
 def capture_generators(device: torch.device) -> dict[str, Any]:
     """Return the state of the generators of torch (CPU and `device`), numpy and Python, in types that load safely."""
-    legacy: dict[str, Any] = np.random.get_state(legacy=False)
+    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        # torch.load(weights_only=True) takes tensors and plain numbers, and no numpy array.
-        "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
+        # torch.load(weights_only=True) accepts tensors and plain numbers, but not numpy arrays.
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
         "python": random.getstate(),
     }
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `capture_generators` returned; a state captured without a GPU leaves the GPU's generator alone."""
+    """Restore the result of `capture_generators`. A state that was captured without a GPU does not change the GPU's
+    generator."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -58,7 +59,7 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def preserve_generators(device: torch.device) -> Iterator[None]:
-    """Afterwards the generators of this process go on as if nothing had been drawn inside."""
+    """Restore the generators of this process at the end, as if no number had been drawn inside."""
     state = capture_generators(device)
     try:
         yield
@@ -67,28 +68,28 @@ def preserve_generators(device: torch.device) -> Iterator[None]:
 
 
 class IsolatedGenerators:
-    """Random numbers of torch's CPU, numpy and Python that begin with `seed`, apart from the rest of the process.
+    """Separate random numbers of torch (CPU), numpy and Python that start with `seed`.
 
-    Inside `with` the global generators are these; outside they go on as if nobody had drawn in between.
+    Inside `with`, the global generators produce these numbers. Afterwards they continue as if no number had been drawn.
     """
 
     def __init__(self, seed: int) -> None:
-        outer = _global_states()
+        outer_states = _global_states()
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        self._own = _global_states()
-        _set_global_states(outer)
+        self._states = _global_states()
+        _set_global_states(outer_states)
 
     def __enter__(self) -> None:
-        self._outer = _global_states()
-        _set_global_states(self._own)
+        self._outer_states = _global_states()
+        _set_global_states(self._states)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._own = _global_states()
-        _set_global_states(self._outer)
+        self._states = _global_states()
+        _set_global_states(self._outer_states)
 
 
 _States = tuple[torch.Tensor, Any, Any]

@@ -215,7 +215,7 @@ class TrainingRun:
             randomness.restore_generators(self._generators, self._backend.device)
         elif not self._is_seeded:
             path = (self.progress.step, self._backend.rank)
-            randomness.seed_generators(randomness.derive_seed(self._config.seed, randomness.Stream.RANK, *path))
+            randomness.seed_generators(randomness.derive_seed(self._config.seed, randomness.SeedPurpose.RANK, *path))
         self._generators, self._is_seeded = None, True
         self._data, self._history_error = data, None
         self._store_batch_size(data)

@@ -353,7 +353,7 @@ def test_what_cannot_be_put_together_is_named() -> None:
     with pytest.raises(
         ModelError,
         match=r"^predict collects tensors with one row per sample, and output\['loss'\] has shape \[\] for a "
-        r"batch of 2\. Leave it out of what forward returns, or bring",
+        r"batch of 2\. Do not return it from forward, or make",
     ):
         predict(mean)
     with pytest.raises(ModelError, match=r"and output\[1\]\.index has shape \[3, 2\] for a batch of 2\."):

@@ -36,7 +36,7 @@ from unitrain.data import samplers
 from unitrain.data.order import micro_batches_of_sampler
 from unitrain.data.sharding import EvaluationShard, TrainingShard
 from unitrain.errors import DataError
-from unitrain.randomness import IsolatedGenerators, Stream, derive_seed
+from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -126,7 +126,7 @@ BATCH_SAMPLERS = (buckets, wrapped)
 
 def drawn(sampler: Any, epoch: int) -> list[Any]:
     """What `sampler` yields in an epoch, in plain torch under the seed that the run derives."""
-    seed = derive_seed(SEED, Stream.SAMPLER, epoch)
+    seed = derive_seed(SEED, SeedPurpose.SAMPLER, epoch)
     with IsolatedGenerators(seed):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
@@ -249,7 +249,7 @@ def evaluated(backend: Backend, make: Callable[[], Any], workers: int) -> list[l
 @pytest.mark.parametrize("make", [weighted, subset, replaced, fewer, fewer_drawn, first, buckets, wrapped])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_the_sampler_yields_is_evaluated_once(group: RankGroup, make: Callable[[], Any], workers: int) -> None:
-    sampler, seed = make(), derive_seed(0, Stream.SAMPLER, 0)
+    sampler, seed = make(), derive_seed(0, SeedPurpose.SAMPLER, 0)
     with IsolatedGenerators(seed):
         if getattr(sampler, "generator", None) is not None:
             sampler.generator.manual_seed(seed)
@@ -275,7 +275,7 @@ def predicted(backend: Backend, make: Callable[[], Any]) -> list[int]:
 
 @pytest.mark.parametrize("make", [fewer, first])
 def test_predictions_are_for_what_the_sampler_yields(group: RankGroup, make: Callable[[], Any]) -> None:
-    with IsolatedGenerators(derive_seed(0, Stream.SAMPLER, 0)):
+    with IsolatedGenerators(derive_seed(0, SeedPurpose.SAMPLER, 0)):
         expected = list(make())
     assert group.run(predicted, make) == [expected] * group.size
 

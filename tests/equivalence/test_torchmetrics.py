@@ -285,7 +285,7 @@ def test_what_cannot_be_used_is_the_same_error_on_every_rank(group: RankGroup) -
     assert compute[1].startswith("MetricError: Metric 'compute' gives a tensor of shape [2, 2], and a result is ")
     assert confusion[1].startswith("MetricError: Metric 'confusion' gives a tensor of shape [3, 3], ")
     assert running[1].startswith("ConfigError: Metric 'running' is torchmetrics' Running, ")
-    assert several[1].startswith("ConfigError: Two metrics give a result called 'several_squared'. ")
+    assert several[1].startswith("ConfigError: Two metrics have a result named 'several_squared'. ")
     assert fine == ("fine", "")
 
 

@@ -25,7 +25,7 @@ from unitrain.data.loading import (
 )
 from unitrain.data.samplers import custom_sampler, seed_epoch
 from unitrain.data.workers import WorkerInit
-from unitrain.randomness import IsolatedGenerators, Stream, derive_seed
+from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 
 
 class StreamSource:
@@ -112,7 +112,7 @@ class StreamSource:
     def batches(self, epoch: int, start: int = 0) -> Generator[CountedBatch]:
         """Yield each batch of an epoch. For a shared stream, skip the first `start` items."""
         self._batches.begin(epoch, start)
-        self._generator.manual_seed(derive_seed(self._seed, Stream.WORKERS, epoch, self._rank))
+        self._generator.manual_seed(derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank))
         with closing(fetch(self._loader)) as batches_of_workers:
             for counted_batches, first_item in batches_of_workers:
                 self.first_item = first_item
@@ -198,10 +198,10 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if self._kind == "shared":
-            seed = derive_seed(self._seed, Stream.SHARED, epoch)
+            seed = derive_seed(self._seed, SeedPurpose.SHARED, epoch)
             batches = self._strided_batches(start, worker, workers)
         else:
-            seed = derive_seed(self._seed, Stream.WORKERS, epoch, self._rank, worker)
+            seed = derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank, worker)
             batches = self._own_batches()
         generators = IsolatedGenerators(seed)
         with generators:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import DataError
-from unitrain.randomness import IsolatedGenerators, Stream, derive_seed
+from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 
 # Limits the keys of an epoch, which are all drawn at once, so that a sampler that never ends raises an error.
 MAX_DRAWN_KEYS = 50_000_000
@@ -92,7 +92,7 @@ def seed_epoch(items: Iterable[Any], *, seed: int, epoch: int) -> None:
 
 
 def _draw_keys(sampler: Iterable[Any], yields_batches: bool, seed: int, epoch: int) -> DrawnOrder:
-    name, epoch_seed = type(sampler).__name__, derive_seed(seed, Stream.SAMPLER, epoch)
+    name, epoch_seed = type(sampler).__name__, derive_seed(seed, SeedPurpose.SAMPLER, epoch)
     bounds: list[int] | None = None
     try:
         with IsolatedGenerators(epoch_seed):

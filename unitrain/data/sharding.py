@@ -25,7 +25,7 @@ from unitrain.data.order import MicroBatch, StrideUnit, epoch_order, micro_batch
 from unitrain.data.samplers import DrawnOrder, draw_order
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import DataError
-from unitrain.randomness import Stream, derive_seed
+from unitrain.randomness import SeedPurpose, derive_seed
 
 # Number of micro-batches that are planned at a time.
 _MICRO_BATCHES_PER_CHUNK = 256
@@ -179,7 +179,7 @@ class TrainingShard(TrainingData):
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`."""
         order, micro_batches_of_epoch = self._plan_epoch(epoch, start)
-        worker_seed = derive_seed(self._seed, Stream.WORKERS, epoch, self._rank)
+        worker_seed = derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank)
         self._source.set_epoch(epoch)
         # Planning single micro-batches takes several times as long, because the steps in between evict the caches.
         # Workers prefetch batches, so they read the positions before the loop reads the micro-batches.

@@ -15,14 +15,14 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import TensorError
 
-# How many batches wait to be added up: enough to make it cheap per batch, few enough to hold.
-_WAITING = 100
+# Limits the batches that are kept until they are summed: many make summing cheap, few save memory.
+_MAX_PENDING_BATCHES = 100
 
 
 class Means:
-    """Means of named values over all samples of all ranks, however unevenly these are shared out.
+    """Means of named values over all samples of all ranks, for any distribution of the samples over ranks.
 
-    Sums are kept in float64 on `device` and counts on the host, so that `add` never waits for the device.
+    Sums are kept in float64 on `device` and counts on the host, so `add` does not wait for the device.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
@@ -33,63 +33,63 @@ class Means:
         self._tokens: Tensor
         self.clear()
 
-    def add(self, values: Iterable[Tensor | float], samples: int, *, owned: bool = False) -> None:
-        """Count one batch: per name either its mean over the batch's `samples`, or a tensor [samples] of their values.
+    def add(self, values: Iterable[Tensor | float], samples: int, *, is_owned: bool = False) -> None:
+        """Add one batch: for each name the mean over the batch's `samples`, or a tensor [samples] of values.
 
-        Tensors are copied, because their owner may change them later, unless they are `owned` by this object.
-
-        A tensor of any other shape is a TensorError, raised here or when the numbers are asked for.
+        Tensors are copied, because the caller may overwrite them, unless `is_owned`. A tensor of another shape raises a
+        TensorError, here or later.
         """
         if samples:
-            taken = [value if owned and isinstance(value, Tensor) else kept(value) for value in values]
-            self._waiting.append((samples, taken))
-            if len(self._waiting) == _WAITING:
+            copies = [value if is_owned and isinstance(value, Tensor) else detached_copy(value) for value in values]
+            self._pending.append((samples, copies))
+            if len(self._pending) == _MAX_PENDING_BATCHES:
                 self.flush()
 
-    def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None, *, owned: bool = False) -> None:
-        """Count the one value of one batch: the mean over its `samples`, or, with a `count`, the sum over so many
-        tokens. `owned` is as in `add`.
+    def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None, *, is_owned: bool = False) -> None:
+        """Add the single value of one batch: the mean over its `samples`; or, with a `count`, the sum over that many
+        tokens.
+
+        `is_owned` is as in `add`.
         """
         if count is None:
-            self.add((loss,), samples, owned=owned)
+            self.add((loss,), samples, is_owned=is_owned)
         elif samples:
             (total,) = self._sums
             self._sums = [total + loss.detach()]
             self._tokens = self._tokens + count
 
     def flush(self) -> None:
-        """Add up what waits. A TensorError that `add` has put off is raised now, on this rank alone."""
-        self._sums, self._samples = self._added_up()
-        self._waiting.clear()
+        """Sum the pending batches. Raises a TensorError that `add` has deferred, on this rank only."""
+        self._sums, self._samples = self._sum_pending()
+        self._pending.clear()
 
     def local_sums(self) -> Tensor:
-        """Return this rank's sum of each name and then its number of samples, or tokens, float64 [names + 1].
+        """Return this rank's sum for each name, followed by its number of samples or tokens, float64 [names + 1].
 
-        What was collected stays, and later sums are what they would have been without this call.
+        It does not change the state: later sums are bit-identical to those without this call.
         """
-        sums, samples = self._added_up()
+        sums, samples = self._sum_pending()
         return torch.stack([*sums, self._tokens + samples])
 
     def totals(self, communicator: Communicator) -> tuple[list[float], float]:
-        """Return the sum of each name and the number of samples, or tokens, over all ranks. All ranks call it."""
+        """Return the sum for each name and the number of samples or tokens over all ranks. All ranks call it."""
         *sums, counted = communicator.allreduce(self.local_sums().detach(), op="sum").tolist()
         return sums, counted
 
     def clear(self) -> None:
-        """Start again without any batch."""
-        self._waiting: list[tuple[int, list[Tensor]]] = []
+        """Discard all batches."""
+        self._pending: list[tuple[int, list[Tensor]]] = []
         self._sums = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in self.names]
         self._samples = 0
         self._tokens = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank has collected, in host memory, for `load_state`. Values must be one number per batch.
+        """Return this rank's batches, in host memory, for `load_state`. Values must be one number per batch.
 
-        Batches that are not added up yet are kept one by one: then the sums after `load_state` are bit for bit what
-        they would have been without it.
+        Pending batches are kept separately, so that sums after `load_state` are bit-identical to those without it.
         """
-        samples = [samples for samples, _ in self._waiting]
-        values = [torch.stack([value.to(self._device) for value in values]) for _, values in self._waiting]
+        samples = [samples for samples, _ in self._pending]
+        values = [torch.stack([value.to(self._device) for value in values]) for _, values in self._pending]
         return {
             "sums": torch.stack(self._sums).cpu(),
             "samples": self._samples,
@@ -99,35 +99,36 @@ class Means:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned on some rank."""
+        """Continue from the result of `state` on some rank."""
         self._sums = list(state["sums"].to(self._device).unbind())
         self._samples, self._tokens = state["samples"], state["tokens"].to(self._device)
         rows = [] if state["waiting"] is None else state["waiting"].to(self._device).unbind()
-        self._waiting = [(n, list(row.unbind())) for n, row in zip(state["waiting_samples"], rows, strict=True)]
+        self._pending = [(n, list(row.unbind())) for n, row in zip(state["waiting_samples"], rows, strict=True)]
 
     def load_sum(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Continue from the sum of what `state` returned on several ranks."""
+        """Continue from the sum of the results of `state` on several ranks."""
         self.clear()
         others = Means(self.names, self._device)
         for state in states:
             others.load_state(state)
-            sums, samples = others._added_up()
-            self._sums = [total + more for total, more in zip(self._sums, sums, strict=True)]
+            sums, samples = others._sum_pending()
+            self._sums = [total + addend for total, addend in zip(self._sums, sums, strict=True)]
             self._samples += samples
             self._tokens = self._tokens + others._tokens
 
     def reduce(self, communicator: Communicator) -> dict[str, float]:
-        """Return the mean of each name over all ranks (nan without any sample), and start again. All ranks call it."""
+        """Return the mean of each name over all ranks, nan without a sample, and discard all batches. All ranks call
+        it."""
         sums, samples = self.totals(communicator)
         self.clear()
         means = [total / samples if samples else float("nan") for total in sums]
         return dict(zip(self.names, means, strict=True))
 
-    def _added_up(self) -> tuple[list[Tensor], int]:
-        # Nearly all batches are equally long, so a hundred of them are one stack, one sum and one addition: much less
-        # than an addition after every batch, and nothing has to be copied to the device.
+    def _sum_pending(self) -> tuple[list[Tensor], int]:
+        # Nearly all batches have the same size, so a hundred of them take one stack, one sum and one addition, instead
+        # of an addition per batch, and no count is copied to the device.
         sums, counted = self._sums, self._samples
-        for samples, batches in groupby(self._waiting, key=itemgetter(0)):
+        for samples, batches in groupby(self._pending, key=itemgetter(0)):
             rows = [values for _, values in batches]
             sums = [
                 total.add(_sum(name, values, samples))
@@ -153,10 +154,11 @@ class MeanMetric:
         self._means = Means(("The value",), backend.device)
 
     def update(self, value: Tensor | float, count: Tensor | float = 1) -> None:
-        """Add the mean `value` of `count` samples, tokens or pixels on this rank; or a tensor of `count` values.
+        """Add the mean `value` of `count` samples, tokens or pixels of this rank; or a tensor of `count` values.
 
         It neither communicates nor waits for the device. A `count` of 0 adds nothing. Raises TensorError for a count
-        that is negative or not a single number, and for a value of another shape, for this at the latest in `compute`.
+        that is not a single number of at least 0, and for a value of another shape; the latter may be deferred to
+        `compute`.
         """
         if isinstance(count, Tensor):
             if count.dim() or (count.device.type == "cpu" and not 0 <= float(count) < math.inf):
@@ -172,13 +174,13 @@ class MeanMetric:
             self._means.add_loss(value * count, 1, count)
 
     def compute(self) -> float:
-        """Return the mean over all ranks, the same on every rank; nan without any value. All ranks call it."""
+        """Return the mean over all ranks, the same on every rank; nan without a value. All ranks call it."""
         call_on_all_ranks(self._backend, self._means.flush)
         (total,), count = self._means.totals(self._backend)
         return total / count if count else math.nan
 
     def reset(self) -> None:
-        """Forget all values of this rank."""
+        """Discard the values of this rank."""
         self._means.clear()
 
 
@@ -189,16 +191,16 @@ def _invalid_count(found: object) -> str:
     )
 
 
-def kept(value: Tensor | float) -> Tensor:
-    """Return `value` as a tensor that its owner does not change later."""
+def detached_copy(value: Tensor | float) -> Tensor:
+    """Return `value` as a detached tensor that the caller does not overwrite."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float64)
-    # The result of a differentiable operation is a new tensor; anything else may be memory that is used again.
+    # The result of a differentiable operation is a new tensor; other memory may be overwritten.
     return value.detach() if value.requires_grad else value.detach().clone()
 
 
 def _sum(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:
-    """Return the sum over all samples of some batches of `samples` each, float64."""
+    """Return the sum over all samples of several batches of `samples` each, float64."""
     shape = values[0].shape
     if shape not in ((), (samples,)):
         raise TensorError(

@@ -1,4 +1,4 @@
-"""What the user measures: functions of a batch, and metrics of torchmetrics, side by side."""
+"""Metrics of the Trainer: functions of a batch and torchmetrics objects."""
 
 from __future__ import annotations
 
@@ -18,55 +18,55 @@ Metric = Callable[[Any, Any], Tensor | float]
 
 
 class UserMetrics:
-    """The metrics of a run by their names. All ranks use it alike, and all see the same numbers.
+    """The metrics of a run by name. All ranks make the same calls and get the same results.
 
-    A function's result is its mean over all samples. A torchmetrics object may have several results: those of metric
-    "f1" are then "f1_" with the key or position of each; a MetricCollection in the place of all metrics names them
-    itself. Raises ConfigError for two results of one name.
+    The result of a function is its mean over all samples. A torchmetrics object can have several results: those of a
+    metric "f1" are named "f1_" followed by their key or index. A MetricCollection that is passed instead of a
+    dictionary names its results itself. Raises ConfigError if two results have the same name.
     """
 
     def __init__(self, metrics: Mapping[str, Metric] | nn.Module, communicator: Communicator) -> None:
-        everything: dict[str, Any] = dict(metrics) if isinstance(metrics, Mapping) else {"": metrics}
-        self._functions = {name: metric for name, metric in everything.items() if not is_torchmetric(metric)}
-        stateful = {name: metric for name, metric in everything.items() if is_torchmetric(metric)}
-        self._stateful = TorchMetrics(stateful, communicator) if stateful else None
-        self._communicator, self._order = communicator, tuple(everything)
+        metrics_by_name: dict[str, Any] = dict(metrics) if isinstance(metrics, Mapping) else {"": metrics}
+        self._functions = {name: metric for name, metric in metrics_by_name.items() if not is_torchmetric(metric)}
+        torchmetrics = {name: metric for name, metric in metrics_by_name.items() if is_torchmetric(metric)}
+        self._torchmetrics = TorchMetrics(torchmetrics, communicator) if torchmetrics else None
+        self._communicator, self._order = communicator, tuple(metrics_by_name)
         self._means: Means
-        names: Mapping[str, tuple[str, ...]] = {} if self._stateful is None else self._stateful.names
-        self.names = _apart([found for name in self._order for found in names.get(name, (name,))])
+        names: Mapping[str, tuple[str, ...]] = {} if self._torchmetrics is None else self._torchmetrics.names
+        self.names = _check_unique_names([result for name in self._order for result in names.get(name, (name,))])
 
     def reset(self) -> None:
-        """Forget what was added before."""
+        """Discard all batches."""
         self._means = Means(tuple(self._functions), self._communicator.device)
-        if self._stateful is not None:
-            self._stateful.reset()
+        if self._torchmetrics is not None:
+            self._torchmetrics.reset()
 
     def update(self, output: Any, target: Any, samples: int) -> None:
-        """Measure one batch of so many samples."""
+        """Add a batch of `samples` samples."""
         self._means.add([metric(output, target) for metric in self._functions.values()], samples)
-        if self._stateful is not None:
-            self._stateful.update(output, target)
+        if self._torchmetrics is not None:
+            self._torchmetrics.update(output, target)
 
     def flush(self) -> None:
-        """Add up what waits. An error that `update` has put off is raised now, on this rank alone."""
+        """Sum the pending batches. Raises errors that `update` has deferred, on this rank only."""
         self._means.flush()
 
     def compute(self) -> dict[str, float]:
-        """Return every result over all that was added on all ranks, in the order of the metrics. All ranks call it."""
+        """Return every result over the batches of all ranks, in the order of the metrics. All ranks call it."""
         means = self._means.reduce(self._communicator) if self._functions else {}
-        found = {name: {name: mean} for name, mean in means.items()}
-        if self._stateful is not None:
-            found |= self._stateful.compute()
-        results = [result for name in self._order for result in found[name].items()]
-        _apart([name for name, _ in results])
+        results_by_metric = {name: {name: mean} for name, mean in means.items()}
+        if self._torchmetrics is not None:
+            results_by_metric |= self._torchmetrics.compute()
+        results = [result for name in self._order for result in results_by_metric[name].items()]
+        _check_unique_names([name for name, _ in results])
         return dict(results)
 
 
-def _apart(names: list[str]) -> tuple[str, ...]:
-    """Return `names`. Raises ConfigError where one comes twice."""
+def _check_unique_names(names: list[str]) -> tuple[str, ...]:
+    """Return `names`. Raises ConfigError if two are equal."""
     for name, times in Counter(names).items():
         if times > 1:
             raise ConfigError(
-                f"Two metrics give a result called {name!r}. Give one of them another name in Trainer(metrics={{...}})."
+                f"Two metrics have a result named {name!r}. Give one of them another name in Trainer(metrics={{...}})."
             )
     return tuple(names)
