@@ -282,8 +282,8 @@ def test_what_cannot_be_used_is_the_same_error_on_every_rank(group: RankGroup) -
         f"Metric 'broken', a torchmetrics Failing, could not be updated with a batch on rank {last}: ValueError: "
         "target is wrong. "
     )
-    assert compute[1].startswith("MetricError: Metric 'compute' gives a tensor of shape [2, 2], and a result is ")
-    assert confusion[1].startswith("MetricError: Metric 'confusion' gives a tensor of shape [3, 3], ")
+    assert compute[1].startswith("MetricError: Metric 'compute' returns a tensor of shape [2, 2], but a result is ")
+    assert confusion[1].startswith("MetricError: Metric 'confusion' returns a tensor of shape [3, 3], ")
     assert running[1].startswith("ConfigError: Metric 'running' is torchmetrics' Running, ")
     assert several[1].startswith("ConfigError: Two metrics have a result named 'several_squared'. ")
     assert fine == ("fine", "")
