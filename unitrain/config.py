@@ -41,9 +41,9 @@ class TrainConfig:
     limit_train_steps: int | None = None
     """End each epoch after this many optimizer steps."""
     limit_val_batches: int | None = None
-    """Validate on at most this many batches per rank."""
+    """Validate on the samples of at most this many batches, the same samples for any number of ranks."""
     dry_run: bool = False
-    """Check a script: train one step and validate one batch per rank, without checkpoints and logs."""
+    """Check a script: train one step and validate one batch, without checkpoints and logs."""
     preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
     """Signals that stop the run if it has an `output_dir`. When any rank receives one, all ranks stop at the same step
     within about two seconds, save a checkpoint, and exit with code 75. A second signal more than three seconds later
@@ -307,7 +307,7 @@ CHECKPOINT_SETTINGS = (
 
 
 def for_dry_run(config: TrainConfig) -> TrainConfig:
-    """Return `config` with one validation batch per rank and without output."""
+    """Return `config` with one validation batch and without output."""
     return replace(
         config,
         limit_val_batches=1,

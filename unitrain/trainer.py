@@ -18,6 +18,7 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
 from unitrain.config import TrainConfig, check_same_config, for_dry_run
+from unitrain.data.batch_size import evaluation_batch_sizes
 from unitrain.data.loading import Data, check_is_dataset
 from unitrain.data.order import MicroBatch
 from unitrain.data.prefetch import Prefetcher
@@ -410,8 +411,15 @@ class Trainer:
 
     def _evaluation_shard(self, data: Data, limit_batches: int | None = None) -> EvaluationShard:
         config = self.config
-        # A DataLoader has its own batch size. By default a Dataset is evaluated with the batch size of training.
-        batch_size = None if isinstance(data, DataLoader) else config.eval_batch_size or self._train_batch_size
+        batch_size = limit_batch_size = None
+        if not isinstance(data, DataLoader):  # a DataLoader has its own batch size
+            batch_size, limit_batch_size = evaluation_batch_sizes(
+                config.eval_batch_size or config.batch_size,
+                config.global_batch_size,
+                config.gradient_accumulation_steps,
+                self._train_batch_size,
+                self.backend.size,
+            )
         return EvaluationShard(
             data,
             self.backend,
@@ -419,6 +427,7 @@ class Trainer:
             num_workers=config.num_workers,
             stream=config.stream,
             limit_batches=limit_batches,
+            limit_batch_size=limit_batch_size,
         )
 
     def _build_planned_scheduler(self, shard: TrainingData) -> None:

@@ -81,3 +81,38 @@ def test_saving_evaluating_and_resuming_change_nothing(ranks: RankGroup, tmp_pat
     # DDP forms buckets anew after the first backward, also of a resumed run: three ranks then round differently.
     tolerance = 1e-9 if ranks.size > 2 else 0.0
     assert resumed == pytest.approx(found["undisturbed"], rel=tolerance, abs=tolerance)
+
+
+class Scaled(nn.Module):
+    """A layer whose buffer is an expanded view: its elements share memory."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(4, 2).double()
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((1, 1), scale).double().expand(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x) * self.scale[0]
+        return output
+
+
+def train_scaled(backend: Backend) -> tuple[list[float], list[float]]:
+    model = Scaled(1.0 + backend.rank)
+    config = TrainConfig(max_steps=2, batch_size=2, ema_decay=0.9, progress="off")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config)
+    data = TensorDataset(torch.ones(8, 4).double(), torch.ones(8, 2).double())
+    trainer.fit(data, data)
+    assert trainer.averaged_model is not None
+    assert torch.equal(trainer.averaged_model.scale, model.scale)  # type: ignore[arg-type]
+    return model.scale.flatten().tolist(), model.linear.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("ddp", 2), ("horovod", 2)])
+def test_a_buffer_that_is_an_expanded_view_becomes_that_of_rank_0(backend: str, size: int) -> None:
+    with RankGroup(backend, size) as group:
+        results = group.run(train_scaled)
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == [1.0] * 6

@@ -248,7 +248,14 @@ def test_epochs_end_after_the_steps_that_they_are_limited_to(tmp_path: Path) -> 
         assert parts == whole
 
 
-def test_evaluated_batches_are_limited_per_rank() -> None:
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_evaluation_before_training_divides_the_global_batch(accumulation: int | None) -> None:
+    made = trainer(gradient_accumulation_steps=accumulation)
+    validation = data(7, seed=2)
+    assert made.evaluate(validation)["loss"] == pytest.approx(loss_of(made.model, validation), rel=1e-5)
+
+
+def test_evaluated_batches_are_limited() -> None:
     counted: list[int] = []
 
     def count(output: Tensor, target: Tensor) -> Tensor:

@@ -73,7 +73,11 @@ def test_an_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
         found = elastic_batch_sizes(size, ElasticBatchSize(batch_size, whole), **asked)
         assert (found.batch_size, found.whole) == (batch_size, whole)
         # As few micro-steps as hold it with no more samples on a rank than before.
-        assert (found.accumulate - 1) * size * batch_size < whole <= found.accumulate * size * batch_size
+        assert (
+            (found.gradient_accumulation_steps - 1) * size * batch_size
+            < whole
+            <= found.gradient_accumulation_steps * size * batch_size
+        )
 
 
 def test_an_elastic_job_may_begin_with_a_global_batch_that_its_ranks_do_not_divide() -> None:

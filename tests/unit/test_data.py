@@ -402,3 +402,34 @@ def test_ranks_with_different_data_are_told_so() -> None:
         TrainingShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
     with pytest.raises(DataError, match=r"^The evaluation data does not have the same number"):
         EvaluationShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
+
+
+class CountingStream(IterableDataset[tuple[Tensor, int]]):
+    """The samples of `Numbers`, as a stream."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return iter(Numbers(self.length)[index] for index in range(self.length))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_limited_evaluation_has_the_same_samples_for_any_number_of_ranks(size: int) -> None:
+    buckets = DataLoader(Numbers(20), batch_sampler=[[0, 1, 2], [3], [4, 5], [6, 7]])
+    batches = DataLoader(CountingStream(20), batch_size=4)
+    for data, settings in (
+        (tensors(20), {"batch_size": 4}),
+        (tensors(20), {"batch_size": -(-4 // size), "limit_batch_size": 4}),
+        (DataLoader(Numbers(20), batch_size=4), {}),
+        (buckets, {}),
+        (CountingStream(20), {"batch_size": 4}),
+        (batches, {}),
+    ):
+        evaluated = [
+            int(index)
+            for rank in range(size)
+            for batch, _ in EvaluationShard(data, rank_of(rank, size), limit_batches=2, **settings)  # type: ignore[arg-type]
+            for index in batch[1]
+        ]
+        assert sorted(evaluated) == list(range(4 if data is buckets else 8))

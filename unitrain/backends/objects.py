@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.tensors import as_bytes
+from unitrain.backends.tensors import as_bytes, copy_into
 from unitrain.bootstrap.authentication import SIGNATURE_BYTES, has_key, sign, verify
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
@@ -90,7 +90,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> 
         return
     for tensor, piece in zip(tensors, torch.split(shared, [piece.numel() for piece in pieces]), strict=True):
         # The clone is aligned, so that it can be viewed as any dtype.
-        tensor.detach().copy_(piece.clone().view(tensor.dtype).reshape(tensor.shape))
+        copy_into(tensor.detach(), piece.clone().view(tensor.dtype).reshape(tensor.shape))
 
 
 def broadcast_with_tensors(communicator: Communicator, obj: Any) -> Any:

@@ -36,6 +36,18 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flatten(tensor).view(torch.uint8)
 
 
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copy `source` into `target`, of the same shape, also if `target` is an expanded view.
+
+    Elements of an expanded view share memory, so torch refuses to write to them. Here each memory location is written
+    once.
+    """
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
+
+
 def needs_keys(dtype: torch.dtype, op: str) -> bool:
     """Return whether the reduction `op` of `dtype` must be computed on ordered keys."""
     return op in ("min", "max") and dtype.is_floating_point

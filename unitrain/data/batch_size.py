@@ -140,6 +140,25 @@ def derive_batch_sizes(
     return BatchSizes(batch_size, steps_needed)
 
 
+def evaluation_batch_sizes(
+    batch_size: int | None,
+    global_batch_size: int | None,
+    gradient_accumulation_steps: int | None,
+    train_batch_size: int | None,
+    size: int,
+) -> tuple[int | None, int | None]:
+    """Return the samples per rank and batch of an evaluation, and the samples per batch by which it is limited.
+
+    `batch_size` is the user's setting. Without it, evaluation batches are as large as micro-batches of training:
+    `train_batch_size`, if it is known, or a rank's part of the global batch. The limit counts batches of all ranks, so
+    that it does not depend on their number.
+    """
+    if batch_size is not None or global_batch_size is None:
+        return batch_size or train_batch_size, None
+    batch_size_of_all = -(-global_batch_size // (gradient_accumulation_steps or 1))
+    return train_batch_size or -(-batch_size_of_all // size), batch_size_of_all
+
+
 def _refuse(global_batch_size: int, micro_batches: int, product: str) -> NoReturn:
     below = global_batch_size // micro_batches * micro_batches
     choices = f"{below} or {below + micro_batches}" if below else str(micro_batches)

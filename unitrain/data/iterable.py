@@ -55,6 +55,8 @@ class StreamSource:
         owner: str,
         drop_last: bool,
         every_item: bool,
+        limit_batches: int | None,
+        limit_batch_size: int | None,
     ) -> None:
         self.batch_size = per_rank_batch_size(data, batch_size, setting, owner)
         self.drop_last = (data.drop_last if isinstance(data, DataLoader) else drop_last) and not every_item
@@ -68,6 +70,11 @@ class StreamSource:
         self._rank, self._seed = rank, seed
         self._generator = torch.Generator()
         collate = data.collate_fn if isinstance(data, DataLoader) else default_collate
+        # A limit counts batches of all ranks for a shared stream, otherwise batches of this rank.
+        self._limit_batches = limit_batches if stream_kind == "own" else None
+        max_items = None
+        if limit_batches is not None and stream_kind == "shared":
+            max_items = limit_batches * (1 if self.batch_size is None else limit_batch_size or self.batch_size)
         self._batches = _Batches(
             items,
             load_item,
@@ -78,6 +85,7 @@ class StreamSource:
             size=size,
             stream_kind=stream_kind,
             seed=seed,
+            max_items=max_items,
         )
         self._loader = _loader(data, self._batches, num_workers, pin_memory, self._generator)
         # Fingerprint of the first item of a shared stream, as read by the worker of the last batch.
@@ -114,9 +122,9 @@ class StreamSource:
         self._batches.begin(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank))
         with closing(fetch(self._loader)) as batches_of_workers:
-            for counted_batches, first_item in batches_of_workers:
+            for batch, first_item in islice(batches_of_workers, self._limit_batches):
                 self.first_item = first_item
-                yield counted_batches
+                yield batch
 
 
 def open_stream(
@@ -132,6 +140,8 @@ def open_stream(
     what: str,
     drop_last: bool = False,
     every_item: bool = False,
+    limit_batches: int | None = None,
+    limit_batch_size: int | None = None,
 ) -> StreamSource:
     """Return this rank's `StreamSource`. Raises DataError, on all ranks, if their settings differ.
 
@@ -152,6 +162,8 @@ def open_stream(
             owner=owner,
             drop_last=drop_last,
             every_item=every_item,
+            limit_batches=limit_batches,
+            limit_batch_size=limit_batch_size,
         ),
     )
     settings: dict[str, Any] = {"stream": source.stream_kind, "seed": seed}
@@ -181,7 +193,9 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         size: int,
         stream_kind: StreamKind,
         seed: int,
+        max_items: int | None,
     ) -> None:
+        self._max_items = max_items
         self._items, self._load, self.collate = items, load_item, collate
         self._batch_size, self._drop_last = batch_size, drop_last
         self._rank, self._size, self._kind, self._seed = rank, size, stream_kind, seed
@@ -232,7 +246,7 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         _skip_items(stream, start)
         first = list(islice(stream, 1))
         self._first_item = fingerprint(first)
-        stream = chain(first, stream)
+        stream = islice(chain(first, stream), self._max_items)
         length = self._batch_size or 1
         for micro_step in count():
             # Items of other ranks and workers are not kept.

@@ -269,7 +269,11 @@ class EvaluationShard:
 
     Every sample is evaluated, also with `drop_last` of a DataLoader. A sampler is drawn once, so each evaluation has
     the same samples. A stream starts again each time, with the same random numbers; its items are taken in turn, or are
-    the rank's own, according to `stream`. `limit_batches` is the largest number of batches per rank.
+    the rank's own, according to `stream`.
+
+    With `limit_batches`, only the first samples of the data are evaluated, as many as there are in that number of
+    batches of `limit_batch_size` (by default `batch_size`): the same samples for any number of ranks. For streams of
+    the ranks' own it is the number of batches per rank.
 
     All ranks create it; iterating does not communicate. Raises DataError, on all ranks, for data that is empty, differs
     between ranks or cannot be sharded.
@@ -284,9 +288,9 @@ class EvaluationShard:
         num_workers: int = 0,
         stream: StreamKind = "shared",
         limit_batches: int | None = None,
+        limit_batch_size: int | None = None,
         owner: str = "TrainConfig",
     ) -> None:
-        self._limit = limit_batches
         what, rank, size = "The evaluation data", communicator.rank, communicator.size
         setting = "eval_batch_size" if owner == "TrainConfig" else "batch_size"
         self._rank = rank
@@ -303,6 +307,8 @@ class EvaluationShard:
                 owner=owner,
                 what=what,
                 every_item=True,
+                limit_batches=limit_batches,
+                limit_batch_size=limit_batch_size,
             )
             return
         self._source = source = _open_source(
@@ -323,11 +329,13 @@ class EvaluationShard:
                 source.sampler, communicator, yields_batches=source.batch_size is None, seed=0, epoch=0
             )
         if bounds is not None:
-            batches = [slice(*ends) for ends in pairwise(bounds)]
+            batches = [slice(*ends) for ends in pairwise(bounds)][:limit_batches]
             self._slices = batches[rank * len(batches) // size : (rank + 1) * len(batches) // size]
         else:
-            first, last = (place * len(self._order) // size for place in (rank, rank + 1))
-            step = source.batch_size or 1
+            length, step = len(self._order), source.batch_size or 1
+            if limit_batches is not None:
+                length = min(length, limit_batches * (limit_batch_size or step))
+            first, last = (place * length // size for place in (rank, rank + 1))
             self._slices = [slice(at, min(at + step, last)) for at in range(first, last, step)]
 
     @property
@@ -337,7 +345,7 @@ class EvaluationShard:
 
     def count_batches(self) -> int | None:
         """Return the number of batches of this rank; None for a stream."""
-        return None if isinstance(self._source, StreamSource) else len(self._slices[: self._limit])
+        return None if isinstance(self._source, StreamSource) else len(self._slices)
 
     @property
     def can_prefetch(self) -> bool:
@@ -373,9 +381,9 @@ class EvaluationShard:
     def _counted_batches(self) -> Generator[CountedBatch]:
         if isinstance(self._source, StreamSource):
             with closing(self._source.batches(epoch=0)) as batches:
-                yield from islice(batches, self._limit)
+                yield from batches
         else:
-            yield from self._source.counted_batches(self._order, iter(self._slices[: self._limit]), worker_seed=0)
+            yield from self._source.counted_batches(self._order, iter(self._slices), worker_seed=0)
 
 
 def open_training_data(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from unitrain.backends.tensors import copy_into
 from unitrain.errors import ModelError
 
 
@@ -79,7 +80,7 @@ class WeightAverage:
     @torch.no_grad()
     def _copy_buffers(self) -> None:
         for copied, buffer in zip(self.model.buffers(), self._source.buffers(), strict=True):
-            copied.copy_(buffer)
+            copy_into(copied, buffer)
 
 
 def _has_mean(tensor: Tensor) -> bool:
