@@ -53,7 +53,7 @@ def test_what_is_not_said_is_one_micro_step() -> None:
     [
         (3, 16, None, 100, r"size 100 is not divisible by 3 ranks x batch_size 16 = 48\. Use .*=96 or 144\."),
         (3, None, 2, 100, r"3 ranks x gradient_accumulation_steps 2 = 6\. Use global_batch_size=96 or 102\.$"),
-        (4, None, None, 3, r"divide by 4 ranks x gradient_accumulation_steps 1 = 4\. Use global_batch_size=4\.$"),
+        (4, None, None, 3, r"divisible by 4 ranks x gradient_accumulation_steps 1 = 4\. Use global_batch_size=4\.$"),
         (2, 8, 2, 64, r"64 is not 2 ranks x batch_size 8 x grad.*steps 2\. Leave out grad.*, which is then 4, or"),
     ],
 )  # fmt: skip
@@ -71,7 +71,7 @@ def test_an_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
         whole = first * batch_size * (accumulate or 1)
         assert began == BatchSizes(batch_size, accumulate or 1, whole)
         found = elastic_batch_sizes(size, ElasticBatchSize(batch_size, whole), **asked)
-        assert (found.batch_size, found.whole) == (batch_size, whole)
+        assert (found.batch_size, found.global_batch_size) == (batch_size, whole)
         # As few micro-steps as hold it with no more samples on a rank than before.
         assert (
             (found.gradient_accumulation_steps - 1) * size * batch_size
@@ -81,7 +81,7 @@ def test_an_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
 
 
 def test_an_elastic_job_may_begin_with_a_global_batch_that_its_ranks_do_not_divide() -> None:
-    alone = {"batch_size": None, "accumulate": None, "whole": 8}
+    alone = {"batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": 8}
     assert elastic_batch_sizes(3, None, **alone) == BatchSizes(3, 1, 8)
     assert elastic_batch_sizes(1, ElasticBatchSize(3, 8), **alone) == BatchSizes(3, 3, 8)
     # A script that makes its own batches smaller for more ranks means the same.
@@ -91,7 +91,7 @@ def test_an_elastic_job_may_begin_with_a_global_batch_that_its_ranks_do_not_divi
 
 
 def test_whole_batches_keep_it_as_nearly_as_they_can() -> None:
-    asked = {"batch_size": 4, "accumulate": None, "whole": None, "full_batches_only": True}
+    asked = {"batch_size": 4, "gradient_accumulation_steps": None, "global_batch_size": None, "full_batches_only": True}
     found = {
         size: elastic_batch_sizes(size, ElasticBatchSize(4, 16), **asked).gradient_accumulation_steps
         for size in (1, 2, 3, 4, 8)
