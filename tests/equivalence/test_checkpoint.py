@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import resource
 import shutil
 import subprocess
@@ -623,3 +624,22 @@ def test_the_history_forgets_a_run_that_left_no_checkpoint(tmp_path: Path, resum
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3]
     trainer(tmp_path, max_epochs=2, resume=resume).fit(samples())
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", [files.MODEL, files.TRAINING, files.MANIFEST])
+def test_a_checkpoint_file_that_is_a_fifo_is_damage_and_does_not_block(tmp_path: Path, name: str) -> None:
+    files.write(tmp_path / "step-000000001", {"weight": torch.zeros(2)}, {"step": 1}, {"step": 1})
+    path = tmp_path / "step-000000001" / name
+    path.unlink()
+    os.mkfifo(path)
+    assert files.damage(tmp_path / "step-000000001") is not None
+
+
+def test_unfinished_checkpoints_that_are_files_or_links_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "file").write_text("kept")
+    (tmp_path / ".step-000000001.unfinished").write_text("")
+    (tmp_path / ".step-000000002.unfinished").symlink_to(tmp_path / "user")
+    files.remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["user"]
+    assert (tmp_path / "user" / "file").read_text() == "kept"

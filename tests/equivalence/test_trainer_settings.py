@@ -217,7 +217,7 @@ def test_several_validation_sets_have_results_of_their_own() -> None:
         config=unitrain.TrainConfig(max_epochs=1, batch_size=8, scheduler_interval="epoch", progress="off"),
         scheduler=ReduceLROnPlateau(optimizer),
     )
-    with pytest.raises(ConfigError, match=r"Name the result: TrainConfig\(monitor='val_clean_loss'\)"):
+    with pytest.raises(ConfigError, match=r"Select one: TrainConfig\(monitor='val_clean_loss'\)"):
         plateau.fit(data(), {"clean": clean, "noisy": noisy})
 
 

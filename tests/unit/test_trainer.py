@@ -459,7 +459,7 @@ def test_progress_can_be_a_bar(capfd: pytest.CaptureFixture[str], monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", [display._Lines, display._Bar])
-def test_progress_fits_80_columns(kind: type[display._Shown]) -> None:
+def test_progress_fits_80_columns(kind: type[display._TimedDisplay]) -> None:
     screen = io.StringIO()
     shown = kind(Console(file=screen, force_terminal=True, width=80, color_system=None))
     shown.interval_seconds = -1.0
