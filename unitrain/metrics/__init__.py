@@ -1,1 +1,7 @@
-"""Numbers that are exact over ranks."""
+"""Exact means and metrics over ranks.
+
+means         weighted means; the public MeanMetric
+running_loss  mean training loss since the last sync point and over an epoch
+user_metrics  metrics of the Trainer: functions and torchmetrics objects
+torchmetrics  exact merging of torchmetrics states
+"""
