@@ -65,15 +65,15 @@ def fail_or_sleep(backend: Backend, failing: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failing", "seconds", "told"), [(0, 60.0, "1 s after that failure"), (2, 2.0, "after 2 s")], ids=["fails", "none"]
+    ("failing", "seconds", "limit"), [(0, 60.0, "1 s after that failure"), (2, 2.0, "after 2 s")], ids=["fails", "none"]
 )
 def test_an_error_of_a_group_states_the_waiting_time(
-    failing: int, seconds: float, told: str, monkeypatch: pytest.MonkeyPatch
+    failing: int, seconds: float, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unitrain.testing.ranks._LAST_WORDS_SECONDS", 1.0)
+    monkeypatch.setattr("unitrain.testing.ranks._AFTER_FAILURE_SECONDS", 1.0)
     with RankGroup("ddp", 2) as group, pytest.raises(RankError) as caught:
         group.run(fail_or_sleep, failing, timeout_seconds=seconds)
-    assert f"Rank 1 was still busy {told}:" in str(caught.value)
+    assert f"Rank 1 was still busy {limit}:" in str(caught.value)
 
 
 def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int) -> tuple[str, float]:
