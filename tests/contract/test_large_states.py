@@ -72,7 +72,7 @@ def send(backend: Backend, chunk_bytes: int) -> tuple[int, int]:
     assert_equal(received, state())
     if backend.rank == 0:
         assert received is sent
-        pickled = len(pack(objects._take_out(sent, []))[0])
+        pickled = len(pack(objects._extract_tensors(sent, []))[0])
     return broadcasts, pickled
 
 

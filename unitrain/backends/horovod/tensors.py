@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
+from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints that it is missing)
 from torch import Tensor
 
 from unitrain.backends.tensors import flatten, from_ordered_keys, has_unit_stride, ordered_keys
