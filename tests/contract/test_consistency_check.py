@@ -113,7 +113,9 @@ def test_many_ranks_exchange_one_vector(many: RankGroup) -> None:
     sent = {1: [0], 2: [1, 1], 3: [2, 1, 1]}[many.size]  # the third adds its part to the first's
     for count, told in zip(sent, many.run(exchanges_of), strict=True):
         sum_over_ranks = count * [vector]
-        assert told == [sum_over_ranks] * 3 + [[*sum_over_ranks, ("all_reduce", 40_000)]]
+        # Horovod's allreduce begins before the check, without a function of torch.distributed.
+        data = [] if many.backend == "horovod" else [("all_reduce", 40_000)]
+        assert told == [sum_over_ranks] * 3 + [[*sum_over_ranks, *data]]
 
 
 def test_the_sum_over_any_number_of_ranks() -> None:

@@ -54,7 +54,7 @@ def test_sync_batch_norm_waits_for_the_device_in_no_forward_after_the_first() ->
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)).to(DEVICE)
     unitrain.sync_batch_norm(model, Ranks())
     for layer in (model[1], model[3]):
-        layer._seen = True  # the check of a layer's first forward reads what it has summed
+        layer._was_checked = True  # the check of a layer's first forward reads what it has summed
     for expected in (2, 0, 0):  # once per layer
         with CopiesFromHost() as copies:
             model(torch.randn(5, 3, 8, 8, device=DEVICE)).sum().backward()
