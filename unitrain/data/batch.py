@@ -20,8 +20,8 @@ from unitrain.errors import DataError
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor on `device`, in containers of the same types.
 
-    Lists, tuples, named tuples, mappings and dataclasses are traversed; other objects are moved by their method `to`,
-    if they have one, and otherwise returned unchanged. Batches are made on the CPU, so they are returned unchanged if
+    Lists, tuples, named tuples, mappings and dataclasses are traversed; other objects are moved by their method `to` if
+    they have one, and are returned unchanged otherwise. Batches are made on the CPU, so they are returned unchanged if
     `device` is the CPU.
     """
     if device.type == "cpu":
@@ -29,7 +29,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to") and not isinstance(batch, type):
-        # Checked before containers: a PackedSequence is a tuple with one part that must stay on the CPU.
+        # This check precedes that for containers: a PackedSequence is a tuple, and one of its parts must stay on the
+        # CPU.
         return _move_object(batch, device)
     return map_parts(lambda _, part: to_device(part, device), batch)
 
@@ -37,7 +38,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def copy_batch(batch: Any) -> Any:
     """Return `batch` with a copy of every tensor and array, in containers of the same types.
 
-    Other objects are copied by their method `clone`, if they have one, and otherwise returned unchanged.
+    Other objects are copied by their method `clone` if they have one, and are returned unchanged otherwise.
     """
     if isinstance(batch, Tensor):
         clone = batch.clone()
@@ -67,7 +68,8 @@ def map_parts(function: Callable[[str, Any], Any], container: Any) -> Any:
     clone: Any
     if is_dataclass(container) and not isinstance(container, type):
         parts = {field.name: function(f".{field.name}", getattr(container, field.name)) for field in fields(container)}
-        # A copy, because __init__ may have other parameters than the fields. Frozen dataclasses reject setattr.
+        # Copy the object instead of calling __init__, whose parameters may differ from the fields. Frozen dataclasses
+        # reject setattr.
         clone = copy.copy(container)
         put = object.__setattr__ if type(container).__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
         for name, part in parts.items():
@@ -93,13 +95,13 @@ def _move_object(batch: Any, device: torch.device) -> Any:
         moved = batch.to(device, non_blocking=True)
     except TypeError:  # most such methods take only the device
         moved = batch.to(device)
-    return batch if moved is None else moved  # some move themselves in place and return None
+    return batch if moved is None else moved  # some methods move the object in place and return None
 
 
 class CountedBatch(NamedTuple):
-    """A batch, the number of items that it was collated from, and the number of samples that it holds.
+    """A batch, the number of items from which it was collated, and the number of samples in it.
 
-    They differ if a `collate_fn` leaves out items.
+    The numbers differ if a `collate_fn` leaves out items.
     """
 
     items: int
@@ -120,12 +122,12 @@ class CountingCollate:
 
 
 def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
-    """Return the number of samples in `batch`, which a `collate_fn` made from `items`; 0 for None.
+    """Return the number of samples in `batch`, which a `collate_fn` collated from `items`. It is 0 if `batch` is None.
 
-    A list of samples has its length. Any other batch consists of columns: the parts of a tuple, list, mapping or
-    dataclass, or one tensor. If all columns agree on a length (of a tensor's first dimension, or of a list), and none
-    of them has the length of `items`, that is the number of samples; otherwise it is the number of items. The latter
-    also applies to columns whose second dimension is the sample.
+    If the batch is a list of samples, the number is its length. Any other batch consists of columns: the parts of a
+    tuple, list, mapping or dataclass, or one tensor. If all columns agree on a length (of a tensor's first dimension,
+    or of a list), and none of them has the length of `items`, that is the number of samples; otherwise it is the number
+    of items. The latter also applies to columns whose second dimension is the sample.
     """
     if batch is None:
         return 0
@@ -162,7 +164,7 @@ def _length(column: Any) -> int | None:
 
 
 def _lengths(column: Any) -> list[int]:
-    """Return the possible numbers of samples in `column`: its own length, and those that its parts have in common."""
+    """Return the possible numbers of samples in `column`: its length, and the lengths that its parts have in common."""
     length_here, parts = _length(column), _parts(column)
     inner = [found for part in parts or () if (found := _lengths(part))]
     common = [length for length in (inner[0] if inner else ()) if all(length in found for found in inner)]
@@ -170,7 +172,8 @@ def _lengths(column: Any) -> list[int]:
 
 
 def _has_layout_of(part: Any, item: Any) -> bool:
-    """Return whether `part` of a batch may be a sample like `item`, and not a column of samples."""
+    """Return whether `part` of a batch may be one sample with the structure of `item`, instead of a column of
+    samples."""
     if isinstance(part, (Tensor, np.ndarray)):
         return isinstance(item, (Tensor, np.ndarray)) and part.ndim == item.ndim
     if type(part) is not type(item):
@@ -182,7 +185,7 @@ def _has_layout_of(part: Any, item: Any) -> bool:
 
 
 def _samples_come_second(columns: list[Any], count: int, item: Any) -> bool:
-    """Return whether the second dimension of all tensors is the sample, as in [time, samples, features]."""
+    """Return whether the second dimension of all tensors indexes the samples, as in [time, samples, features]."""
     tensors = [leaf for column in columns for leaf in _leaves(column) if isinstance(leaf, Tensor) and leaf.ndim]
     shapes = {tuple(leaf.shape) for leaf in _leaves(item) if isinstance(leaf, (Tensor, np.ndarray))}
     return bool(tensors) and all(

@@ -13,9 +13,10 @@ from unitrain.errors import ConfigError
 
 
 class BatchSizes(NamedTuple):
-    """Samples per rank and micro-batch, None if the data decides it, and micro-batches per step.
+    """Samples per rank and micro-batch (None if the data determines it), and micro-batches per step.
 
-    `global_batch_size` is given if it is not their product: each step is then sharded as evenly as possible.
+    `global_batch_size` is set only if it differs from the product of both and the number of ranks; each step is then
+    sharded as evenly as possible.
     """
 
     batch_size: int | None
@@ -45,9 +46,9 @@ def resolve_batch_sizes(
     """Return the batch sizes of training on `data`. All ranks call it.
 
     The `batch_size` of the result is the argument to open the data with: for a DataLoader the user's setting, which
-    must agree with the loader's own. For an elastic job, `elastic_batch_size` is the one with which it began, if this
-    is not the beginning. Raises ConfigError, on all ranks, if the sizes contradict each other, or for a
-    `global_batch_size` if the data decides the size of its batches.
+    must agree with that of the loader. If an elastic job was restarted, `elastic_batch_size` is the batch size of its
+    first attempt. Raises ConfigError, on all ranks, if the sizes contradict each other, or if `global_batch_size` is
+    set although the data determines the size of its batches.
     """
 
     def derive() -> BatchSizes:
@@ -83,11 +84,11 @@ def elastic_batch_sizes(
     global_batch_size: int | None,
     full_batches_only: bool = False,
 ) -> BatchSizes:
-    """Return the batch sizes of an elastic job on `size` ranks, which keep the global batch size that it began with.
+    """Return the batch sizes of an elastic job on `size` ranks, which keep the global batch size of the first attempt.
 
-    `elastic_batch_size` is None at the beginning; one of `batch_size` and `global_batch_size` is then given. No rank
-    has more samples in a micro-batch than `batch_size`, or than at the beginning. With `full_batches_only` every rank
-    has exactly as many, and the global batch size is approximated.
+    `elastic_batch_size` is None in the first attempt; one of `batch_size` and `global_batch_size` is then set. No rank
+    has more samples in a micro-batch than `batch_size`, or than in the first attempt. With `full_batches_only` every
+    rank has exactly that many, and the global batch size is approximated.
     """
     micro_batches = size * (gradient_accumulation_steps or 1)
     if elastic_batch_size is None:
@@ -114,8 +115,8 @@ def derive_batch_sizes(
 ) -> BatchSizes:
     """Return the batch sizes on `size` ranks.
 
-    Two of the three determine the third. `global_batch_size` alone is divided by the ranks; `batch_size` alone is not
-    accumulated. Raises ConfigError if they contradict each other.
+    Two of the three determine the third. If only `global_batch_size` is set, it is divided by the number of ranks; if
+    only `batch_size` is set, gradients are not accumulated. Raises ConfigError if they contradict each other.
     """
     if global_batch_size is None:
         return BatchSizes(batch_size, gradient_accumulation_steps or 1)
@@ -147,7 +148,7 @@ def evaluation_batch_sizes(
     train_batch_size: int | None,
     size: int,
 ) -> tuple[int | None, int | None]:
-    """Return the samples per rank and batch of an evaluation, and the samples per batch by which it is limited.
+    """Return the samples per rank and batch of an evaluation, and the samples per batch that limit_batches counts.
 
     `batch_size` is the user's setting. Without it, evaluation batches are as large as micro-batches of training:
     `train_batch_size`, if it is known, or a rank's part of the global batch. The limit counts batches of all ranks, so

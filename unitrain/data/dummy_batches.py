@@ -1,4 +1,4 @@
-"""Alignment of ranks that have unequal or unknown numbers of batches: all of them make the same steps."""
+"""Alignment of ranks that have unequal or unknown numbers of batches: all ranks take the same steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from unitrain.data.order import MicroBatch
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators
 
-# The most batches that a rank keeps while the ranks exchange their sizes, if its workers have prefetched as many.
+# Maximum number of batches that a rank keeps while the ranks exchange batch sizes, if its workers have prefetched that
+# many.
 _MAX_WINDOW = 8
-# Sent instead of the number of items where a rank has no batch.
+# Sent instead of the number of items by a rank without a batch.
 NO_BATCH = -1
-# Whether a rank has a batch that can serve as a dummy batch.
+# Sent to state whether a rank has a batch that can serve as a dummy batch.
 _HAS_NO_DUMMY, _HAS_DUMMY, _HAS_FAILED = range(3)
 
 
 def common_prefetch_count(prefetched: int, communicator: Communicator) -> int:
-    """Return how many batches the workers of every rank prefetch, at most 8: the `ahead` of StepAligner. All ranks call
-    it.
+    """Return the number of batches that the workers of every rank prefetch, at most 8: the argument `ahead` of
+    StepAligner. All ranks call it.
 
     StepAligner may keep batches that are prefetched anyway. Without workers no batch is loaded before it is needed.
     """
@@ -38,10 +39,11 @@ def common_prefetch_count(prefetched: int, communicator: Communicator) -> int:
 class StepAligner:
     """Makes all ranks take the same steps over their batches, with dummy batches for ranks that have none left.
 
-    A batch counts by its samples, which may be fewer than the items that it was collated from. The ranks exchange the
-    sizes of their next batches for at most `ahead` micro-batches at a time, and at least one step, and keep these
-    batches in the meantime. With `copies_batches` they keep copies, for datasets that overwrite the memory of a batch
-    with the next one. With `min_step_items`, a step with fewer items ends the epoch. All ranks make the same calls.
+    Batches are counted by samples, which may be fewer than the items from which a batch was collated. The ranks
+    exchange the sizes of their next batches for at most `ahead` micro-batches at a time, and at least one step, and
+    keep these batches in the meantime. With `copies_batches` they keep copies, for datasets that overwrite the memory
+    of a batch with the next one. With `min_step_items`, a step with fewer items ends the epoch. All ranks make the same
+    calls.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class StepAligner:
         self._steps = max(1, ahead // gradient_accumulation_steps)
         self._copies_batches = copies_batches and self._steps * gradient_accumulation_steps > 1
         self.ended = False
-        # A batch that was trained on, on this or another rank.
+        # A batch that this rank or another one was trained on.
         self._dummy_batch: CountedBatch | None = None
         self._error: DataError | None = None
 
@@ -72,7 +74,7 @@ class StepAligner:
     ) -> Generator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each micro-batch of this rank until the epoch ends on all ranks.
 
-        `batches` starts this rank's iteration, of which as many batches as `skipped` micro-batches used are skipped.
+        `batches` starts this rank's iteration; its first batches, those of `skipped` micro-batches, are skipped.
         `start` is the position after these, and `stride` the number of positions per micro-batch. Raises DataError on
         every rank if any rank cannot load its batches.
         """
@@ -109,9 +111,9 @@ class StepAligner:
     ) -> Generator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of `micro_batches`, which were planned by the number of items.
 
-        The yielded micro-batches have the numbers of samples that the batches hold. Micro-batches without a sample on
-        any rank are left out; `ended` becomes True when none is left. Raises DataError on every rank if any rank cannot
-        load its batches, or if an epoch has no sample, unless it `has_started` before.
+        The yielded micro-batches count the samples in the batches. Micro-batches without a sample on any rank are left
+        out; `ended` becomes True when none is left. Raises DataError on every rank if any rank cannot load its batches,
+        or if an epoch has no sample and `has_started` is False.
         """
         with closing(batches()) as batches_here:
             self._error, self.ended = None, False
@@ -160,8 +162,8 @@ class StepAligner:
     def _skip_batches(
         self, batches_here: Iterator[CountedBatch], repeated: Iterator[CountedBatch], skipped: int
     ) -> None:
-        """Skip the batches that an interrupted run has trained on, also those that it has repeated."""
-        # The interrupted run has drawn these random numbers already: the global generators must not advance again.
+        """Skip the batches on which an interrupted run was trained, including repeated ones."""
+        # The interrupted run has already drawn these random numbers, so the global generators must not advance again.
         with IsolatedGenerators(0):
             fetched = self._fetch([None] * skipped, range(skipped), batches_here, keep=False)
             if self._uneven == "pad":
@@ -175,7 +177,7 @@ class StepAligner:
         *,
         keep: bool = True,
     ) -> int:
-        """Put the next batches at `indices` of `window` and return how many there were. `_exchange_counts` raises the
+        """Load the next batches into `indices` of `window` and return their number. `_exchange_counts` raises the
         errors."""
         fetched = 0
         try:
@@ -198,7 +200,7 @@ class StepAligner:
         return fetched
 
     def _exchange_counts(self, window: list[CountedBatch | None]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the numbers of items and of samples of every rank's batches, [ranks][window]; NO_BATCH where it has
+        """Return the numbers of items and of samples of every rank's batches, [ranks][window]; NO_BATCH if the rank has
         none."""
         state = _HAS_FAILED if self._error is not None else _HAS_NO_DUMMY if self._dummy_batch is None else _HAS_DUMMY
         items = [NO_BATCH if counted is None else counted.items for counted in window]
@@ -234,8 +236,8 @@ def plan_steps(
 ) -> tuple[list[list[int]], bool]:
     """Return the indices of the window that each step uses, and whether the epoch ends with these steps.
 
-    `counts_of_ranks` has the numbers of items of each rank's next batches, NO_BATCH where it has none. An index is used
-    if any rank has items there, so a step may use fewer indices than micro-batches, even none.
+    `counts_of_ranks` has the numbers of items in each rank's next batches, NO_BATCH if the rank has none. An index is
+    used if any rank has items at it, so a step may use fewer indices than micro-batches, or none.
     """
     steps: list[list[int]] = []
     for begin in range(0, len(counts_of_ranks[0]), gradient_accumulation_steps):

@@ -32,8 +32,8 @@ class StreamSource:
     """This rank's batches of a stream, for any number of epochs.
 
     The items of a shared stream are assigned to the ranks in turn: item i belongs to rank i % size, and each worker
-    collates the batches that the loader fetches from it. The items of a step are therefore those that one process would
-    take, for any number of ranks and workers, and at the end no rank has more than one item more than another. Every
+    collates the batches that the loader fetches from it. A step therefore has the items that one process would take,
+    for any number of ranks and workers, and at the end the numbers of items of two ranks differ by at most 1. Every
     rank and worker iterates over the entire stream. If `batch_size` is None, the items are batches; if the dataset
     loads them by index, other ranks' batches are not loaded. With `every_item`, `drop_last` is ignored.
 
@@ -64,7 +64,7 @@ class StreamSource:
         self.name = type(dataset).__name__
         items, load_item = dataset, None
         if isinstance(data, DataLoader) and not isinstance(dataset, IterableDataset):
-            # The dataset makes a batch of each index: the stream consists of the indices.
+            # The dataset returns a batch for each index, so the stream consists of indices.
             items, load_item, stream_kind = custom_sampler(data), dataset.__getitem__, "shared"
         self.stream_kind: StreamKind = stream_kind
         self._rank, self._seed = rank, seed
@@ -100,15 +100,15 @@ class StreamSource:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether no user code runs in this process to make a batch, so that it may be made early."""
+        """Whether batches are made without user code in this process, so that a batch may be made early."""
         return self.workers > 0
 
     @property
     def may_reuse_memory(self) -> bool:
-        """Whether the next batch may overwrite the memory of this one, as a dataset that yields batches in this process
-        may do.
+        """Whether the next batch may overwrite the memory of this one, as it may if a dataset yields batches in this
+        process.
 
-        Batches from workers, and those that torch collates from items, have their own memory.
+        Batches from workers, and batches that torch collates from items, are in separate memory.
         """
         return self.workers == 0 and (self.batch_size is None or self._batches.collate is not default_collate)
 
@@ -143,7 +143,7 @@ def open_stream(
     limit_batches: int | None = None,
     limit_batch_size: int | None = None,
 ) -> StreamSource:
-    """Return this rank's `StreamSource`. Raises DataError, on all ranks, if their settings differ.
+    """Return this rank's `StreamSource`. Raises DataError, on all ranks, if the settings differ between ranks.
 
     `what` is the subject of error messages. All ranks call it.
     """
@@ -179,7 +179,7 @@ _FingerprintedBatch = tuple[CountedBatch, int | None]
 
 
 class _Batches(IterableDataset[_FingerprintedBatch]):
-    """Iterable over the batches of one rank that the current worker, or process, collates."""
+    """Iterable over the batches of one rank that the current worker, or the process without workers, collates."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
             seed_epoch(self._items, seed=seed, epoch=epoch)
         while True:
             # Only the stream uses these generators: random numbers that a rank or worker draws to load or collate its
-            # own batches must not change the rest of a stream that is the same everywhere.
+            # batches must not change the rest of a stream that is the same on every rank.
             with generators:
                 items = next(batches, None)
             if items is None:
@@ -241,7 +241,7 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         return CountingCollate(self.collate)(items)
 
     def _strided_batches(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
-        """Yield the items of each batch of this rank and worker, from a stream that is the same everywhere."""
+        """Yield the items of each batch of this rank and worker, from a stream that is the same on every rank."""
         stream: Iterator[Any] = _iterate_outside_worker(self._items)
         _skip_items(stream, start)
         first = list(islice(stream, 1))
@@ -275,8 +275,7 @@ def _skip_items(stream: Iterator[Any], items: int) -> None:
 
 
 def _iterate_outside_worker(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield `items` while hiding from the dataset that it is in a worker, so that it does not shard itself by
-    workers."""
+    """Yield `items` with torch's worker info hidden from the dataset, so that it does not shard itself over workers."""
     with _hide_worker_info():
         stream = iter(items)
     while True:

@@ -26,7 +26,7 @@ class TrainingStream(TrainingData):
     `stream` and `uneven` are settings of TrainConfig. The length of an epoch is unknown until it ends; `__len__` of the
     dataset is not used. A position counts items for a shared stream, so a run can resume with another number of ranks,
     workers or samples per batch; otherwise it counts micro-batches. Items before the position are read and skipped:
-    resuming within an epoch takes that time, and is exact if the stream repeats with the seed.
+    resuming within an epoch takes the time to read them, and is exact if the same seed gives the same stream.
 
     Raises, on all ranks, DataError if the data cannot be sharded, ends before its first step or fails; ConfigError for
     a batch size that is missing or contradictory.
@@ -110,12 +110,12 @@ class TrainingStream(TrainingData):
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether a batch may be loaded before it is requested, without any other effect."""
+        """Whether a batch may be loaded before it is requested, without side effects."""
         return self._source.can_prefetch
 
     @property
     def can_overlap_prefetch(self) -> bool:
-        """Return False: loading a step of a stream communicates."""
+        """Return False, because loading a step of a stream calls collectives."""
         return False
 
     def steps_in_epoch(self, start: int = 0) -> int | None:

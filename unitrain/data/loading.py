@@ -35,9 +35,9 @@ class IndexedSource:
     """A dataset from which batches are loaded by index.
 
     `batch_size` is per rank; `shuffle` and `drop_last` are the user's settings for the training order. `sampler` is the
-    custom sampler of a DataLoader, or its batch_sampler, which makes the batches, if the batch size is None. If
-    `may_drop_samples`, batches can hold fewer samples than indices: use `counted_batches` instead of `batches`.
-    `setting` of `owner` is where the user passes the batch size.
+    custom sampler of a DataLoader, or, if the batch size is None, its batch_sampler. If `may_drop_samples`, batches can
+    hold fewer samples than indices: use `counted_batches` instead of `batches`. `setting` is the parameter of `owner`
+    for the batch size, for error messages.
 
     Raises DataError for data without indices, ConfigError for a batch size that is missing or contradicts the
     DataLoader's.
@@ -79,7 +79,7 @@ class IndexedSource:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether no user code runs in this process to make a batch, so that it may be made early.
+        """Whether batches are made without user code in this process, so that a batch may be made early.
 
         User code that runs early would draw random numbers before those that the model draws in the preceding step, and
         the generators in a checkpoint would be ahead of its step.
@@ -92,11 +92,11 @@ class IndexedSource:
             self._loader.dataset.set_epoch(epoch)
 
     def batches(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> Iterator[Any]:
-        """Yield the batch of samples order[positions] for each of `positions`, none of which is empty.
+        """Yield the batch of samples order[positions] for each non-empty entry of `positions`.
 
-        An order is a list if its keys are not integers. Workers that start now, which are all except persistent ones,
-        are seeded with `worker_seed`; the generator of the user's DataLoader has no effect. Persistent workers are
-        those of the first call and continue with their random numbers.
+        An order is a list if its keys are not integers. New workers are seeded with `worker_seed`; the generator of the
+        user's DataLoader has no effect. Persistent workers start in the first call and continue their random number
+        streams afterwards.
         """
         if self._tensors is not None and isinstance(order, Tensor):
             return self._gather(*self._tensors, order, positions)
@@ -107,8 +107,8 @@ class IndexedSource:
     def counted_batches(
         self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int
     ) -> Generator[CountedBatch]:
-        """Yield the batches of `batches` with their numbers of items and samples. The workers end with the
-        generator."""
+        """Yield the batches of `batches` with their numbers of items and samples. The workers end when the generator is
+        closed."""
         if self.may_drop_samples:
             self._begin(order, positions, worker_seed)
             with closing(fetch(self._loader)) as made:
@@ -125,7 +125,7 @@ class IndexedSource:
         self._indices.batches = (part.tolist() if isinstance(part, Tensor) else part for part in taken)
 
     def _is_plain(self) -> bool:
-        """Return whether no user code runs between the dataset and the batch."""
+        """Return whether batches are collated without user code."""
         return self._loader.num_workers == 0 and not self.may_drop_samples
 
     def _gather(
@@ -148,7 +148,7 @@ class IndexedSource:
 
 
 class _Indices(Sampler[list[int]]):
-    """Batch sampler that yields the indices that it is assigned for the next epoch."""
+    """Batch sampler that yields the indices assigned to it for the next epoch."""
 
     batches: Iterator[list[int]] = iter(())
 
@@ -179,7 +179,7 @@ def _loader(
 
 
 def fetch(loader: DataLoader[Any]) -> Generator[Any]:
-    """Yield the batches of `loader`. Its workers end with the generator, unless they are persistent."""
+    """Yield the batches of `loader`. Its workers end when the generator is closed, unless they are persistent."""
     fetched = iter(loader)
     try:
         yield from fetched
@@ -196,7 +196,7 @@ def count_prefetched_batches(loader: DataLoader[Any]) -> int:
 
 def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the settings of `loader` for workers and memory, as arguments of another DataLoader."""
-    # Without in_order: batches must be yielded in the planned order.
+    # in_order is not copied, because batches must be yielded in the planned order.
     return {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
@@ -211,8 +211,8 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
 def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
     """Return the tensors of a TensorDataset, or of a Subset of one with its indices; None for any other dataset.
 
-    Also None if only a Subset itself gives the right result or error: for indices that are out of range or not
-    integers.
+    Also return None if the indices of a Subset are out of range or not integers; the Subset itself then gives the right
+    result or error.
     """
     if type(dataset) is Subset:
         inner = _tensors(dataset.dataset)
@@ -284,7 +284,8 @@ def is_stream(data: Any) -> bool:
     """Return whether `data` has no indices to shard, or only indices of batches of unknown size."""
     if isinstance(data, DataLoader):
         return is_stream(data.dataset) or (data.batch_size is None and data.batch_sampler is None)
-    # Hugging Face's are not subclasses of torch's. An iterator, unlike an iterable, can be iterated only once.
+    # Iterable datasets of Hugging Face are not subclasses of torch's. An iterator, unlike an iterable, can be iterated
+    # only once.
     is_iterable = hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not hasattr(data, "__next__")
     return isinstance(data, IterableDataset) or is_iterable
 
@@ -342,6 +343,6 @@ def check_is_dataset(name: str, data: Any) -> None:
 
 
 def _is_batch(item: Any) -> bool:
-    """Return whether `item` is several tensors with the same first dimension, larger than 1."""
+    """Return whether `item` consists of several tensors with the same first dimension, larger than 1."""
     tensors = isinstance(item, list | tuple) and len(item) > 1 and all(isinstance(part, Tensor) for part in item)
     return bool(tensors and len({part.shape[:1] for part in item}) == 1 and item[0].dim() and item[0].shape[0] > 1)

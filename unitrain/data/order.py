@@ -17,9 +17,9 @@ StrideUnit = Literal["samples", "batches"]
 class MicroBatch(NamedTuple):
     """The part of an epoch that one rank takes in one micro-batch.
 
-    `positions` are indices into the order of the epoch. `samples` is how many samples count: all of them, or 0 for a
-    dummy batch. `step_samples` counts the samples of all ranks in the optimizer step that this micro-batch belongs to;
-    the step ends before position `step_end`.
+    `positions` are indices into the order of the epoch. `samples` is the number of samples that count: all of them, or
+    0 for a dummy batch. `step_samples` counts the samples of all ranks in the optimizer step that this micro-batch
+    belongs to; the step ends before position `step_end`.
     """
 
     positions: slice
@@ -68,8 +68,9 @@ def micro_batches_of_samples(
         for micro_step in range(micro_steps):
             after = first + base * size + min(max(0, extra - micro_step * size), size)
             samples = len(range(first + rank, after, size))
-            # A rank without samples must still run forward and backward, because the others wait for its gradients.
-            # Its dummy batch is the first sample of the step, which rank 0 trains on, so it adds no NaN.
+            # A rank without samples must still run forward and backward, because the other ranks wait for its
+            # gradients. Its dummy batch is the first sample of the step, which rank 0 trains on too, so it cannot
+            # introduce a NaN.
             positions = slice(first + rank, after, size) if samples else slice(step_start, step_start + 1)
             yield MicroBatch(positions, samples, total, step_start + total, micro_step == micro_steps - 1)
             first = after
@@ -81,8 +82,8 @@ def micro_batches_of_sampler(
     """Yield this rank's micro-batches over the batches of a batch_sampler: batch i has the positions bounds[i] to
     bounds[i + 1].
 
-    In each micro-batch, each rank takes the next batch; the first one begins at position `start`. `uneven` decides
-    about a last step with too few batches for all ranks, as in TrainConfig.
+    In each micro-batch, each rank takes the next batch; the first one begins at position `start`. `uneven` determines a
+    last step with too few batches for all ranks, as in TrainConfig.
     """
     count = len(bounds) - 1
     per_step = size * gradient_accumulation_steps

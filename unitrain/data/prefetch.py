@@ -19,7 +19,7 @@ Item = tuple[Any, InfoT]
 class Prefetcher:
     """Moves batches to `device`, with one batch prefetched if possible.
 
-    On a GPU, the next batch is copied while the current one is computed with, which needs memory for one more batch;
+    On a GPU, the next batch is copied while the current one is computed with, which requires memory for one more batch;
     copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded while gradients are reduced,
     inside the context manager `fetching()`.
     """
@@ -28,7 +28,7 @@ class Prefetcher:
         self, device: torch.device, fetching: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         self._device, self._fetching = device, fetching
-        # A weak reference: if the training loop ends with an error, the iterator's workers must end immediately.
+        # A weak reference, because the iterator's workers must end immediately if the training loop raises an error.
         self._iterator_reference: weakref.ref[PrefetchedIterator[Any]] | None = None
         # One stream for all epochs, because the allocator reuses memory only on the stream that allocated it.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -59,7 +59,7 @@ class Prefetcher:
                 prefetched.fetch()
 
     def _begin_copy(self, item: Item[InfoT]) -> Item[InfoT]:
-        """Start to copy a batch on the side stream, concurrently with the current stream."""
+        """Begin to copy a batch on the side stream, concurrently with the current stream."""
         assert self._stream is not None
         batch, info = item
         # The copy may be allocated in the memory of an earlier batch that queued kernels still read, so it waits for
@@ -103,7 +103,7 @@ class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
 def prefetch_one(
     items: Iterator[Item[InfoT]], begin_copy: Callable[[Item[InfoT]], Item[InfoT]], wait_for_copies: Callable[[], None]
 ) -> Iterator[Item[InfoT]]:
-    """Yield the result of `begin_copy` for each of `items`, started before the preceding item is yielded.
+    """Yield the result of `begin_copy` for each of `items`, which begins before the preceding result is yielded.
 
     `wait_for_copies` is called in between. An error of `items` or `begin_copy` is raised after the preceding item was
     yielded.

@@ -17,7 +17,7 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 
-# Limits the keys of an epoch, which are all drawn at once, so that a sampler that never ends raises an error.
+# Maximum number of keys in an epoch. All keys are drawn at once, so a sampler that never ends must raise an error.
 MAX_DRAWN_KEYS = 50_000_000
 
 
@@ -55,7 +55,7 @@ def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
 
 
 class DrawnOrder(NamedTuple):
-    """Order of an epoch: a tensor of indices, or a list of keys that are not integers; and the bounds of its batches.
+    """Order of an epoch (a tensor of indices, or a list of keys that are not integers) and the bounds of its batches.
 
     Batch i has the positions bounds[i] to bounds[i + 1]. `bounds` is None if the sampler yields samples.
     """
@@ -128,7 +128,7 @@ def _to_order(keys: list[Any]) -> Tensor | list[Any]:
 
 
 def _nested_samplers(sampler: Any) -> Iterator[Any]:
-    """Yield `sampler` and the samplers among its attributes, as a BatchSampler has one."""
+    """Yield `sampler` and the samplers among its attributes, such as that of a BatchSampler."""
     waiting, seen = [sampler], set()
     while waiting:
         part = waiting.pop()

@@ -38,14 +38,14 @@ class ShardedLoader:
     a step yields a dummy batch with loss weight 0.
 
     With `shuffle=False` the loader is for evaluation: it yields every sample once, in order and without dummy batches,
-    so that ranks may yield different numbers of batches, even none. Iterating then communicates nothing.
+    so ranks may yield different numbers of batches, or none. Iterating then calls no collective.
 
     All ranks create the loader, with the same arguments, and iterate over it. On the same `seed` and epoch, N ranks
     with batches of B samples train on the same samples per step as one process with batches of N * B.
 
     Args:
         data: A Dataset, an IterableDataset or a DataLoader. A DataLoader keeps its batch size, sampler, `collate_fn`,
-            `drop_last` and workers. If it was created with shuffle=False, it is trained on in its own order.
+            `drop_last` and workers. If it was created with shuffle=False, its order is kept.
         backend: The backend that `unitrain.init` returned.
         batch_size: Samples per rank and batch. Required unless `data` is a DataLoader.
         shuffle: Whether to train in a new order in each epoch, or to evaluate in the order of the data.
@@ -125,7 +125,8 @@ class ShardedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the running iteration, otherwise of the next one; the first is 0. Set it to start at another."""
+        """The epoch of the current iteration, or of the next one between iterations. The first epoch is 0. Set it to
+        start at another epoch."""
         return self._epoch
 
     @epoch.setter
@@ -233,7 +234,7 @@ class ShardedLoader:
 
 
 def _check(data: Any, batch_size: Any, num_workers: Any, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument that is invalid, DataError for data that is not a dataset."""
+    """Raise ConfigError for an invalid argument, and DataError for data that is not a dataset."""
     check_is_dataset(f"{_OWNER}(data)", data)
     fix = "Use batch_size=32 to start with"
     validation.check_integer(f"{_OWNER}(batch_size=...)", batch_size, 1, fix, optional=True)

@@ -27,7 +27,7 @@ from unitrain.data.training_data import TrainingData
 from unitrain.errors import DataError
 from unitrain.randomness import SeedPurpose, derive_seed
 
-# Number of micro-batches that are planned at a time.
+# Number of micro-batches that are planned at once.
 _MICRO_BATCHES_PER_CHUNK = 256
 
 
@@ -35,7 +35,7 @@ class TrainingShard(TrainingData):
     """This rank's shard of training data that has indices. All ranks create it.
 
     The order is that of `epoch_order`, or the one that rank 0 draws from a DataLoader's sampler. With a batch_sampler,
-    each rank takes the next batch in each micro-batch, and `uneven` decides about the last step, as in TrainConfig.
+    each rank takes the next batch in each micro-batch, and `uneven` determines the last step, as in TrainConfig.
     `owner` is the public class that error messages name.
 
     Raises, on all ranks, DataError for data that is empty, has fewer samples than there are ranks (unless
@@ -90,7 +90,7 @@ class TrainingShard(TrainingData):
         )
         self.batch_size = source.batch_size
         self._sampler_name = None if source.sampler is None else type(source.sampler).__name__
-        # If these settings differed, ranks would take the same samples or different numbers of steps.
+        # If these settings differed, ranks would train on the same samples or take different numbers of steps.
         compared: dict[str, Any] = {
             "batch_size": source.batch_size,
             "shuffle": source.shuffle,
@@ -141,8 +141,8 @@ class TrainingShard(TrainingData):
 
     @property
     def can_overlap_prefetch(self) -> bool:
-        """Whether a batch may be loaded while gradients are reduced: there are other ranks, and loading does not
-        communicate."""
+        """Whether a batch may be loaded while gradients are reduced: there are other ranks, and loading calls no
+        collective."""
         return self._size > 1 and self._source.can_prefetch and self._aligner is None
 
     def steps_in_epoch(self, start: int = 0) -> int | None:
@@ -232,7 +232,7 @@ class TrainingShard(TrainingData):
     def _find_epoch_end(self, length: int) -> int:
         """Return the position at which an epoch of `length` samples ends."""
         whole = self.global_batch_size
-        # drop_last asks for full batches only: here, full global batches.
+        # drop_last keeps full batches only: here, full global batches.
         if not self._source.drop_last or whole is None:
             return length
         if length < whole:
@@ -245,7 +245,7 @@ class TrainingShard(TrainingData):
         return length - length % whole
 
     def _find_sampler_epoch_end(self, bounds: list[int], start: int) -> int:
-        """Return the position at which an epoch ends that continues at `start`, for the batches of a batch_sampler."""
+        """Return the position of the end of an epoch that continues at `start`, for the batches of a batch_sampler."""
         if self._uneven != "drop":
             return bounds[-1]
         count, first, per_step = (
@@ -268,12 +268,12 @@ class EvaluationShard:
     samples.
 
     Every sample is evaluated, also with `drop_last` of a DataLoader. A sampler is drawn once, so each evaluation has
-    the same samples. A stream starts again each time, with the same random numbers; its items are taken in turn, or are
-    the rank's own, according to `stream`.
+    the same samples. A stream starts again each time, with the same random numbers; according to `stream`, the ranks
+    take its items in turn, or each rank has a stream of different items.
 
-    With `limit_batches`, only the first samples of the data are evaluated, as many as there are in that number of
-    batches of `limit_batch_size` (by default `batch_size`): the same samples for any number of ranks. For streams of
-    the ranks' own it is the number of batches per rank.
+    With `limit_batches`, only the first samples of the data are evaluated, as many as in that number of batches of
+    `limit_batch_size` (by default `batch_size`): the same samples for any number of ranks. If each rank has a different
+    stream, it is the number of batches per rank.
 
     All ranks create it; iterating does not communicate. Raises DataError, on all ranks, for data that is empty, differs
     between ranks or cannot be sharded.
@@ -340,7 +340,7 @@ class EvaluationShard:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per batch; None if the data or a batch_sampler decides it."""
+        """Samples per batch; None if the data or a batch_sampler determines it."""
         return self._source.batch_size
 
     def count_batches(self) -> int | None:
@@ -354,8 +354,8 @@ class EvaluationShard:
 
     @property
     def stride_unit(self) -> StrideUnit | None:
-        """What the ranks take in turn, samples or batches of a shared stream; None if each rank has a contiguous
-        part."""
+        """The unit of a shared stream that the ranks take in turn, samples or batches; None if each rank has a
+        contiguous part."""
         if not isinstance(self._source, StreamSource) or self._source.stream_kind == "own":
             return None
         return "batches" if self._source.batch_size is None else "samples"
@@ -396,8 +396,8 @@ def open_training_data(
 ) -> TrainingData:
     """Return this rank's shard of `data` with the settings of `config`. All ranks call it.
 
-    An elastic job keeps its global batch size on any number of ranks: `elastic_batch_size`, if this is not its
-    beginning. Raises the errors of TrainingShard and TrainingStream.
+    An elastic job keeps its global batch size on any number of ranks: `elastic_batch_size` is that of its first
+    attempt, if this is a later one. Raises the errors of TrainingShard and TrainingStream.
     """
     return create_training_shard(
         data,

@@ -27,13 +27,13 @@ class TrainingData(ABC):
     @property
     @abstractmethod
     def can_prefetch(self) -> bool:
-        """Whether a batch may be loaded before it is requested, without any other effect."""
+        """Whether a batch may be loaded before it is requested, without side effects."""
 
     @property
     @abstractmethod
     def can_overlap_prefetch(self) -> bool:
-        """Whether a batch may be loaded while gradients are reduced: there are other ranks, and loading does not
-        communicate."""
+        """Whether a batch may be loaded while gradients are reduced: there are other ranks, and loading calls no
+        collective."""
 
     @abstractmethod
     def steps_in_epoch(self, start: int = 0) -> int | None:

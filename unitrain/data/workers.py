@@ -28,13 +28,14 @@ _REPORT_BYTES = 512
 
 @dataclass(frozen=True)
 class WorkerInit:
-    """A `worker_init_fn` that leaves a scheduler's signals to the rank, then calls the user's function.
+    """A `worker_init_fn` that makes the worker ignore a scheduler's signals, which the rank handles, and then calls the
+    user's function.
 
     Schedulers send signals to every process of a job. A worker that ended at once would end the epoch before the ranks
-    have agreed on the step to stop at. The second SIGTERM ends a worker: the rank sends it to workers that hang.
+    have agreed on the step to stop at. The second SIGTERM ends a worker, so that the rank can end workers that hang.
 
-    A worker also ends when its rank ends, for whatever reason. In each of `workers` workers, a thread reports the
-    activity once per second, for the error message of a rank that times out while it waits for a batch.
+    A worker also ends when its rank ends for any reason. In each of `workers` workers, a thread reports the activity
+    once per second, for the error message of a rank that times out while it waits for a batch.
     """
 
     user_init: Callable[[int], None] | None = None
@@ -60,7 +61,8 @@ class WorkerInit:
             self.user_init(worker)
 
     def describe_activity(self, worker: int) -> str:
-        """Return the activity of `worker` at most a second ago, to follow "worker 1 "; "" if it is unknown."""
+        """Return the activity of `worker`, at most one second old, as text that follows "worker 1 "; "" if it is
+        unknown."""
         if worker >= self.workers:
             return ""
         return bytes(self._reports[worker].tolist()).rstrip(b"\0").decode(errors="replace")
@@ -77,7 +79,7 @@ def _report(report: Tensor) -> None:
 
 
 def _describe_activity(previous: tuple[int, str, float] | None) -> tuple[tuple[int, str, float] | None, str]:
-    """Return the fetch that this worker is in, as (call, items, start time), and a description of it.
+    """Return the fetch that this worker is running, as (call, items, start time), and a description of it.
 
     `previous` is the first result of the preceding call, from which the start time is taken.
     """
@@ -125,7 +127,7 @@ def _end_workers() -> None:
     multiprocessing sends SIGTERM once at exit and then waits without a limit. The first SIGTERM does not end a worker,
     and a worker that hangs in C code does not handle any.
     """
-    # torch's handler raises an error in this process if a worker is ended by a signal.
+    # torch's handler raises an error in this process if a signal ends a worker.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     deadline = time.monotonic() + _EXIT_SECONDS
     while time.monotonic() < deadline:

@@ -1,4 +1,5 @@
-"""What a micro-step's loss weighs, so that a step has the gradient of the mean over all its samples, or tokens."""
+"""Weights of micro-batch losses, with which the gradient of a step is that of the mean loss over all its samples or
+tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from unitrain.errors import ModelError
 from unitrain.optim.step import parameters_of
 
 Count = Tensor | float
-# What a loss function may return: the mean over the batch, or a sum and how many it is the sum of.
+# A loss function returns the mean over the batch, or a pair (sum, number of tokens in the sum).
 LossOutput = Tensor | tuple[Tensor, Count]
 
 
@@ -24,14 +25,15 @@ _RETURN = "Let loss_fn return the mean over the batch, loss.mean(), or a pair (l
 
 
 class Loss(NamedTuple):
-    """The loss of one batch: a mean over its samples where `tokens` is None, otherwise a sum over so many tokens."""
+    """The loss of one batch: the mean over its samples if `tokens` is None, otherwise the sum over `tokens` tokens."""
 
     value: Tensor
     tokens: Count | None
 
 
 def read_loss(output: LossOutput) -> Loss:
-    """Take apart what a loss function returned. Raises ModelError unless loss and count are one number."""
+    """Return the output of a loss function as a Loss. Raises ModelError unless the loss and the count are single
+    numbers."""
     value, tokens = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not (isinstance(value, Tensor) and value.dim() == 0):
         found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -42,7 +44,8 @@ def read_loss(output: LossOutput) -> Loss:
     if not value.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")
         raise ModelError(f"The loss must be a floating-point number, got one of dtype {kind}. {_RETURN}")
-    # Counts on a device are checked when the running loss is worked out: to read one here would wait for the device.
+    # Counts on a device are checked when the running loss is computed, because reading one here would wait for the
+    # device.
     if tokens is not None and not (isinstance(tokens, Tensor) and tokens.device.type != "cpu"):
         count = float(tokens)
         counts_none = count == 0 and value.device.type == "cpu" and bool(value.detach() != 0)
@@ -55,7 +58,7 @@ def read_loss(output: LossOutput) -> Loss:
 
 
 def read_training_loss(output: LossOutput) -> Loss:
-    """Take apart what a loss function returned in training. Raises ModelError also for one without a gradient."""
+    """Like `read_loss`, for a loss in training. Also raises ModelError if the loss does not require a gradient."""
     loss = read_loss(output)
     if not loss.value.requires_grad:
         raise ModelError(
@@ -66,23 +69,23 @@ def read_training_loss(output: LossOutput) -> Loss:
 
 
 class GlobalMean:
-    """Weighs the losses of a step's micro-steps on all ranks. All ranks use it alike.
+    """Weights the losses of a step's micro-batches on all ranks. All ranks make the same calls.
 
-    Backends leave the mean over ranks of the sum over micro-steps in every gradient. How many samples a step has is
-    known beforehand, so a loss per sample gets its final weight at once. How many tokens it has is known when all ranks
-    have computed its losses: then, while the gradients travel, the ranks count them, and divide the gradients by their
-    number. Until then they are divided by about as many as the step before had: formats of half precision do not hold
-    sums over many tokens.
+    A backend computes, for every gradient, the mean over ranks of the sum over micro-batches. The number of samples in
+    a step is known in advance, so a mean over samples gets its final weight immediately. The number of tokens is known
+    only after all ranks have computed their losses: the ranks add their numbers of tokens while the gradients are
+    reduced, and then divide the gradients by the total. Until then, losses are divided by the approximate number of
+    tokens per sample of the preceding step, because sums over many tokens may overflow in half precision.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._tokens: Tensor | None = None  # of the step so far, on this rank
-        self._counted: Tensor | None = None  # of a whole step, on all ranks
+        self._tokens: Tensor | None = None  # in the current step so far, on this rank
+        self._counted: Tensor | None = None  # in a complete step, on all ranks
         self._per_sample: Tensor | None = None
 
     def weighted(self, loss: Loss, part: MicroBatch) -> Tensor:
-        """Return what to run backward from; a rank that only stands in for lack of samples weighs nothing."""
+        """Return the weighted loss, from which the backward runs. The weight of a dummy batch is 0."""
         weight = self._communicator.size / part.step_samples
         if loss.tokens is None:
             weight *= part.samples
@@ -95,16 +98,18 @@ class GlobalMean:
         return loss.value * (weight if part.samples else 0.0) / self._per_sample.to(loss.value.dtype)
 
     def loss_scale(self) -> Tensor | None:
-        """Return what gradients are multiplied by until `finish_step`, so that their size follows the number of tokens;
-        None where it is samples that count."""
+        """Return the factor by which gradients are scaled until `finish_step`; None if losses are means over
+        samples."""
         return None if self._per_sample is None else 1 / self._per_sample
 
     def overlapped_work(self) -> tuple[Callable[[], None], ...]:
-        """Return what is to be called while the gradients of a step travel, if it is tokens that count."""
+        """Return the functions to call while the gradients of a step are reduced: one if losses are sums over tokens,
+        else none."""
         return () if self._tokens is None else (self._count,)
 
     def finish_step(self, optimizer: Optimizer, part: MicroBatch) -> None:
-        """Divide the global gradients of the parameters of `optimizer` by the number of tokens, if tokens count."""
+        """Divide the reduced gradients of the parameters of `optimizer` by the number of tokens, if losses are sums
+        over tokens."""
         if self._counted is None or self._per_sample is None:
             return
         tokens, self._counted = self._counted, None
@@ -115,20 +120,20 @@ class GlobalMean:
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for dtype, alike in gradients.items():
-            # One kernel for many gradients, provided that the factor has their dtype; half precision would round it.
-            torch._foreach_mul_(alike, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)
+        for dtype, same_dtype in gradients.items():
+            # One kernel serves many gradients if the factor has their dtype. Half precision would round the factor.
+            torch._foreach_mul_(same_dtype, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)
 
     def discard_step(self) -> None:
-        """Drop what was counted of a step that was not finished."""
+        """Discard the counts of a step that was not completed."""
         self._tokens = self._counted = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of tokens per sample that losses are divided by, for a checkpoint."""
+        """Return, for a checkpoint, the number of tokens per sample by which losses are divided."""
         return {} if self._per_sample is None else {"tokens_per_sample": self._per_sample.item()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the number of a checkpoint: half precision then rounds as it would have done."""
+        """Restore the number of tokens per sample, so that half precision rounds as in an uninterrupted run."""
         if state:
             device = self._communicator.device
             self._per_sample = torch.tensor(state["tokens_per_sample"], dtype=torch.float64, device=device)
@@ -139,5 +144,5 @@ class GlobalMean:
 
 
 def _power_of_two(number: Tensor) -> Tensor:
-    """Return one near `number`, 1 for 0: to divide by it and to multiply by it again changes no digit."""
+    """Return the power of two that is nearest to `number`, 1 for 0. Scaling by a power of two is exact."""
     return torch.where(number > 0, torch.exp2(torch.log2(number).round()), 1.0)
