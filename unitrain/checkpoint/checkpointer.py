@@ -49,7 +49,7 @@ class Checkpointer:
         self._last_saved = time.monotonic()
 
     def prepare(self) -> Path | None:
-        """Create the output folder, and return the place to load from if the run continues from this folder.
+        """Create the output folder, and return it as the path to load from if the run continues there.
 
         It continues with `TrainConfig.resume`, or if an earlier attempt of this job wrote to the folder.
         """
@@ -70,9 +70,9 @@ class Checkpointer:
         return load_checkpoint(where, model, optimizer, scheduler, self._communicator, required=required)
 
     def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Save the checkpoint of `step`: the weights of `model`, the state `training`, and facts for `manifest`.
+        """Save the checkpoint of `step`: the weights of `model`, the state `training`, and values for the `manifest`.
 
-        The values of rank 0 are saved. With `async_checkpoints` this returns when they are copied to host memory.
+        The values of rank 0 are saved. With `async_checkpoints` this returns after they are copied to host memory.
         """
         if self._writer is not None:
             self._last_saved = time.monotonic()
@@ -117,7 +117,7 @@ class Checkpointer:
 
     @contextmanager
     def release_folder_at_end(self) -> Iterator[None]:
-        """Context manager that releases the lock at its end, after the checkpoint that is being written."""
+        """Context manager that releases the lock at its end, when no checkpoint is being written any more."""
         try:
             yield
         finally:
@@ -130,7 +130,7 @@ class Checkpointer:
             self._lock.release()
 
     def store_batch_size(self, fit: int, batch: ElasticBatchSize) -> None:
-        """Store the batch size of call number `fit` of `fit`, for attempts of the job with another number of ranks."""
+        """Store the batch size of the `fit`-th call of `fit`, for attempts of the job with another number of ranks."""
         if self.folder is None or fit != len(self.stored_batch_sizes):
             return
         folder = self.folder
@@ -139,7 +139,8 @@ class Checkpointer:
         on_rank_zero(self._communicator, task, WRITABLE, lambda: output_folder.store_batch_size(folder, fit, batch))
 
     def find_best(self) -> Path:
-        """Return the checkpoint with the best result by `keep_best`, after the last checkpoint is written.
+        """Return the checkpoint with the best result according to `keep_best`. Waits until the last checkpoint is
+        written.
 
         Raises ConfigError without `keep_best` or an output folder, CheckpointError if no checkpoint has the result.
         """
@@ -199,7 +200,7 @@ def load_checkpoint(
     if "scheduler" in training and scheduler is not None and communicator.rank != 0:
         try:
             scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))
-        except Exception as error:  # raised on this rank alone, it would leave the other ranks waiting
+        except Exception as error:  # an error on this rank alone would make the other ranks wait
             name, found = type(scheduler).__name__, f"{type(error).__name__}: {error}"
             problem = CheckpointError(
                 f"Cannot restore from '{where}': {name}.load_state_dict raised {found} on rank "
@@ -226,4 +227,4 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
     with torch.no_grad():
         for module in [model] if average is None else [model, average]:
             for tensor in (*module.parameters(), *module.buffers()):
-                broadcast_tensors(communicator, [tensor])  # one by one, to need no second copy of the model
+                broadcast_tensors(communicator, [tensor])  # one at a time, to avoid a second copy of the model

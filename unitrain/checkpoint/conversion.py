@@ -18,7 +18,7 @@ from torch import Tensor
 from unitrain.checkpoint.files import read_tensors
 from unitrain.errors import CheckpointError
 
-# Names that scripts and frameworks use, in any case; the first one found is used.
+# Keys that scripts and frameworks use, in upper or lower case. The first one found is used.
 _MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "weights")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_state", "optimizer_states", "optim")
 _SCHEDULER = ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict")
@@ -114,7 +114,7 @@ def _first(parts: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _only(path: Path, found: Any) -> dict[str, Any] | None:
-    """Return the only state of a list, as Lightning writes it."""
+    """Return the single element of a list, as in Lightning's lists of optimizer states."""
     if isinstance(found, (list, tuple)):
         if len(found) > 1:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The file format of checkpoints. torch and safetensors read the files without unitrain.
+"""The file format of checkpoints. torch and safetensors can read the files without unitrain.
 
 A checkpoint is a folder `step-000000123` with three files:
 
@@ -6,7 +6,8 @@ A checkpoint is a folder `step-000000123` with three files:
     training.pt         all other state; read it with `torch.load(..., weights_only=True)`
     manifest.json       size and sha256 of both files, versions, step, epoch, results and configuration
 
-The folder is written under another name and renamed when it is complete, so a folder of that name is complete.
+The folder is written under a temporary name and renamed when it is complete, so a folder with the final name is
+complete.
 
 model.safetensors stores complex tensors as real ones with a last dimension of size 2, as torch.view_as_real returns
 them, because safetensors does not support complex128, and before version 0.6 complex64. Its metadata lists their names.
@@ -76,7 +77,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def damage(path: Path) -> str | None:
-    """Return a description of the damage of checkpoint `path`, None if all files are present and unchanged."""
+    """Return a description of the damage of checkpoint `path`, or None if all files are present and unchanged."""
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
         files = manifest["files"]
@@ -94,10 +95,10 @@ def damage(path: Path) -> str | None:
 
 
 def newest_valid(where: Path, *, required: bool) -> Path | None:
-    """Return the newest valid checkpoint in folder `where`, or the checkpoint `where`; None without any.
+    """Return the newest valid checkpoint in folder `where`, or the checkpoint `where`; None if there is none.
 
-    Skipped checkpoints are logged. Raises CheckpointError if none is valid, if there is none and one is `required`, or
-    if one has a newer format.
+    Skipped checkpoints are logged. Raises CheckpointError if there are checkpoints but none is valid, if there is none
+    and one is `required`, or if one has a newer format.
     """
     found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else candidates(where)
     for path in found:
@@ -117,7 +118,8 @@ def newest_valid(where: Path, *, required: bool) -> Path | None:
 
 
 def _refuse_newer(path: Path) -> None:
-    """Raise CheckpointError for a newer format, instead of continuing from an older checkpoint in the folder."""
+    """Raise CheckpointError if the checkpoint has a newer format, so that the run does not continue from an older
+    checkpoint."""
     written = read_manifest(path).get("format")
     if isinstance(written, int) and written > _FORMAT:
         raise CheckpointError(
@@ -133,7 +135,7 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
     """
     place = ("step", "epoch", "sample")
     if damage(target) is None and all(read_manifest(target).get(name) == facts.get(name) for name in place):
-        return  # the run was resumed here and had nothing left to do
+        return  # the run was resumed from this checkpoint and had no steps left
     training = plain_state(training)
     unfinished = target.with_name(f".{target.name}.unfinished")
     _remove(unfinished)
@@ -153,7 +155,7 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
     for name in (MODEL, TRAINING, MANIFEST, "."):
         _flush(unfinished / name)
     replaced = unfinished.with_name(f".{target.name}.replaced.unfinished")
-    if target.exists():  # damaged, or written at the last step of an epoch, without results
+    if target.exists():  # it is damaged, or was written at the last step of an epoch, before the results
         _remove(replaced)
         target.rename(replaced)
     unfinished.rename(target)
@@ -162,7 +164,7 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
 
 
 class _Weights:
-    """The part of the interface of a module that safetensors uses to write tensors that share memory once."""
+    """The part of a module's interface with which safetensors writes tensors that share memory only once."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state
@@ -172,7 +174,7 @@ class _Weights:
 
 
 class _AsReal(_Weights):
-    """The same for a model with complex tensors, which safetensors reads and writes as real ones."""
+    """Like `_Weights`, for a model with complex tensors, which safetensors reads and writes as real tensors."""
 
     def __init__(self, state: dict[str, Tensor], model: nn.Module | None = None, names: Container[str] = ()) -> None:
         super().__init__(state)
@@ -191,14 +193,14 @@ class _AsReal(_Weights):
 
 
 def complex_names(path: Path) -> list[str]:
-    """Return the names of the tensors in safetensors file `path` that are complex and stored as real ones."""
+    """Return the names of the complex tensors in safetensors file `path`, which are stored as real tensors."""
     with safe_open(path, framework="pt") as file:
         names: list[str] = json.loads((file.metadata() or {}).get(_COMPLEX, "[]"))
     return names
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, of a checkpoint or of another program."""
+    """Return the tensors of a safetensors file, which unitrain or another program wrote."""
     return _restore_complex(load_file(path), complex_names(path))
 
 
@@ -222,7 +224,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
     """
     training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     _check_classes(path, training.get("classes", {}), optimizer, scheduler)
-    # A checkpoint converted from another program may have no state of the scheduler, which then starts anew.
+    # A checkpoint of another program may have no scheduler state. The scheduler then starts from its initial state.
     has_scheduler = "scheduler" in training
     if has_scheduler and (training["scheduler"] is None) != (scheduler is None):
         has, lacks = ("no", "one") if scheduler is not None else ("a", "none")
@@ -272,7 +274,7 @@ def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str |
 
 
 def _check_classes(path: Path, wrote: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Raise CheckpointError if another class of optimizer or scheduler wrote the checkpoint."""
+    """Raise CheckpointError if the checkpoint has the state of another class of optimizer or scheduler."""
     for part, name in classes(optimizer, scheduler).items():
         if wrote.get(part) is not None and name is not None and wrote[part] != name:
             raise CheckpointError(
@@ -285,7 +287,8 @@ def _check_classes(path: Path, wrote: dict[str, str | None], optimizer: torch.op
 def _check_settings(
     path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, scheduled: bool
 ) -> None:
-    """Raise CheckpointError if the settings are those of another optimizer; log a warning for different values.
+    """Raise CheckpointError if the names of the settings are those of another optimizer; log a warning if values
+    differ.
 
     The values of the checkpoint are used, because schedulers and callbacks may have changed them since the start.
     """
@@ -298,7 +301,8 @@ def _check_settings(
                 f"safetensors.torch.load_model(model, '{path / MODEL}')."
             )
         for name in kept:
-            # With a scheduler compare the initial learning rate only, because it may change the other settings.
+            # With a scheduler, compare the initial learning rate only, because the scheduler may have changed the other
+            # settings.
             before = "initial_lr" if scheduled and name == "lr" else name
             if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in kept:
                 continue

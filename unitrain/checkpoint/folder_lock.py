@@ -25,8 +25,8 @@ from unitrain.bootstrap import environment
 from unitrain.errors import CheckpointError
 
 FILE = ".lock"
-# How long to wait for another job, which may be about to end, and for an earlier attempt of the same job, whose host
-# may be unreachable.
+# Time limits of waiting for another job, which may be about to end, and for an earlier attempt of the same job, whose
+# host may be unreachable.
 _OTHER_JOB_TIMEOUT_SECONDS, _SAME_JOB_TIMEOUT_SECONDS = 5.0, 150.0
 _POLL_SECONDS = 0.1
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -74,7 +74,8 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Release the lock when no other object of this process holds it. Does nothing if this object does not."""
+        """Release the lock if no other object of this process holds it. Does nothing if this object does not hold
+        it."""
         with _changing:
             if not self._holds or self._path not in _held:  # a forked process does not hold the locks of its parent
                 return
@@ -83,7 +84,8 @@ class FolderLock:
             if holders > 1:
                 _held[self._path] = (descriptor, holders - 1)
                 return
-            # Remove the file while it is locked: a process that locks it later finds that it is not in the folder.
+            # Remove the file while it is locked. A process that locks the removed file afterwards detects that it is
+            # not in the folder.
             with suppress(OSError):
                 if _is_same_file(descriptor, self._path):
                     self._path.unlink()
@@ -172,7 +174,7 @@ def _describe_holder(holder: dict[str, Any]) -> str:
 
 @functools.cache
 def _close_in_forks() -> None:
-    """Close the locks in forked processes, such as DataLoader workers, which may outlive this process."""
+    """Close the lock files in forked processes, such as DataLoader workers, which may outlive this process."""
     os.register_at_fork(after_in_child=_close_all)
 
 

@@ -40,7 +40,7 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
             result = action()
         except CheckpointError as caught:
             error = caught
-        except Exception as caught:  # any exception on rank 0 alone would leave the other ranks waiting
+        except Exception as caught:  # an exception on rank 0 alone would make the other ranks wait
             remedy = fix if fix != WRITABLE or isinstance(caught, OSError) else _DAMAGED
             error = CheckpointError(f"Cannot {task}: {type(caught).__name__}: {caught}. {remedy}")
             error.__cause__ = caught
@@ -51,9 +51,9 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
 def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[ElasticBatchSize]]:
     """Create `folder` and check that it is writable, without changing files that another job may be writing.
 
-    Return whether the run continues from there, with `resume` or because an earlier attempt of this job began it, and
-    the batch sizes that this attempt stored. All ranks call it. Raises CheckpointError on every rank if the folder is
-    not writable or holds another run.
+    Return whether the run continues from this folder, because of `resume` or because an earlier attempt of this job
+    began it, and the batch sizes that the earlier attempt stored. All ranks call it. Raises CheckpointError on every
+    rank if the folder is not writable or holds another run.
     """
 
     def prepare() -> tuple[bool, list[ElasticBatchSize]]:
@@ -75,7 +75,7 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
 
 
 def is_own(folder: Path) -> bool:
-    """Whether an earlier attempt of this process's job began the run in `folder`."""
+    """Return whether an earlier attempt of this job began the run in `folder`."""
     return environment.job_id() is not None and _read(folder).get("job") == environment.job_id()
 
 
@@ -92,7 +92,7 @@ def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
 
 
 def store_batch_size(folder: Path, fit: int, batch: ElasticBatchSize) -> None:
-    """Store the batch size of call number `fit` of `fit`, for attempts with another number of ranks."""
+    """Store the batch size of the `fit`-th call of `fit`, for attempts with another number of ranks."""
     record_job(folder)
     batches = stored_batch_sizes(folder)
     if fit == len(batches):

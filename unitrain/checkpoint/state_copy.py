@@ -24,8 +24,8 @@ def host_copy(state: StateT) -> StateT:
     """Return `state` with every tensor copied to host memory, through dictionaries, lists and tuples.
 
     Containers keep their types; a mapping of a type other than dict, OrderedDict and Counter becomes a dict. Values of
-    other types are not copied: after `plain_state`, nothing else refers to them. Tensors that share memory share it in
-    the copy, too, so tied parameters stay tied and are copied once.
+    other types are not copied: after `plain_state`, nothing else refers to them. Tensors that share memory also share
+    it in the copy, so tied parameters stay tied and are copied once.
     """
     copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
     result: StateT = _copy(state, copied)
@@ -62,8 +62,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return `state` in new containers, with numpy numbers as Python numbers, and the same tensors.
 
-    Values of other types are saved and loaded with `torch.load(..., weights_only=True)`, so that training does not
-    change the result. Raises CheckpointError that names the first value that does not load.
+    Values of other types are saved, and loaded with `torch.load(..., weights_only=True)`, so that later changes by the
+    training do not affect the result. Raises CheckpointError that names the first value that does not load.
     """
     return {name: _plain(value, name) for name, value in state.items()}
 
@@ -93,7 +93,7 @@ def _save_and_load(value: Any, path: str) -> Any:
         torch.save(value, file)
         file.seek(0)
         return torch.load(file, weights_only=True)
-    except Exception as error:  # pickle raises any error of the methods of the value
+    except Exception as error:  # the value's methods may raise any error
         name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise CheckpointError(
             f"{path} is a {name}, which would not load safely from a checkpoint. "

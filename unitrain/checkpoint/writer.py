@@ -1,6 +1,6 @@
-"""Background writing of checkpoints, and which of them are kept.
+"""Writing of checkpoints in a background thread, and removal of old ones.
 
-The training waits for a copy of the state in host memory, not for the disk.
+The training waits until the state is copied to host memory, not for the disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unitrain.checkpoint.output_folder import WRITABLE
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.errors import CheckpointError
 
-# How long the other ranks wait in one collective while rank 0 waits for a lock or a writer.
+# Limit of the time that the other ranks wait in one collective while rank 0 waits for a lock or a writer.
 PATIENCE_SECONDS = 1.0
 
 Mode = Literal["min", "max"]
@@ -30,7 +30,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints to keep: the `last` newest, one every `every` epochs, and the one with the best result `best`.
+    """The checkpoints to keep: the `last` newest, one every `every` epochs, and the one with the best result `best`.
 
     If `last` is None, all are kept.
     """
@@ -43,7 +43,8 @@ class Retention:
     def obsolete(self, newest: Path) -> list[Path]:
         """Return the checkpoints to remove, oldest first; `newest` was written last.
 
-        Damaged checkpoints are ignored. So are later ones: the run was resumed before them because they are not valid.
+        Damaged checkpoints are ignored. Checkpoints of later steps are also ignored: the run was resumed from an
+        earlier step because they are not valid.
         """
         if self.last is None:
             return []
@@ -59,7 +60,7 @@ class Retention:
         return next(iter(self._best([path for path in files.candidates(folder) if not files.damage(path)])), None)
 
     def apply(self, newest: Path) -> None:
-        """Remove obsolete checkpoints. A partly removed one has another name, so it is never loaded."""
+        """Remove obsolete checkpoints. A partly removed checkpoint has another name, so it is never loaded."""
         for path in self.obsolete(newest):
             removed = path.with_name(f".{path.name}.unfinished")
             shutil.rmtree(removed, ignore_errors=True)
@@ -90,7 +91,8 @@ _writing: dict[Path, threading.Thread] = {}
 
 
 def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
-    """Wait until no earlier Trainer in rank 0's process writes to `folder`, as after an exception in `fit`.
+    """Wait until no earlier Trainer in rank 0's process writes to `folder`, which may be the case after an exception in
+    `fit`.
 
     All ranks call it.
     """
@@ -165,7 +167,7 @@ class CheckpointWriter:
             except CheckpointError as error:
                 self._error = error  # `wait` raises it on every rank
                 return
-        # Not a daemon thread: a program that ends now still completes the checkpoint.
+        # The thread is not a daemon, so a program that ends now still completes the checkpoint.
         self._thread = threading.Thread(target=self._write, args=(target, *state, manifest), name="unitrain checkpoint")
         self._thread.start()
         _writing[self._folder.resolve()] = self._thread
@@ -179,6 +181,6 @@ class CheckpointWriter:
             self._retention.apply(target)
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # an exception lost in the thread would leave the other ranks waiting
+        except Exception as error:  # an exception that is lost in the thread would make the other ranks wait
             self._error = CheckpointError(f"Cannot write checkpoint '{target}': {error}. {WRITABLE}")
             self._error.__cause__ = error

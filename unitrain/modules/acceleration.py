@@ -11,10 +11,10 @@ from unitrain.torch_compat import has_forward_pre_hook, is_compiled
 
 
 def compile_forward(*models: nn.Module | None, mode: bool | str) -> None:
-    """Compile the forward of each of `models` with torch.compile, in `mode` unless that is True.
+    """Compile the forward of each of `models` with torch.compile, in `mode`, or in the default mode if `mode` is True.
 
-    Compilation runs with the first batch. A batch of another size triggers a second compilation, for any size. Models
-    that are compiled already do not change.
+    Compilation runs with the first batch. A batch of another size triggers a second compilation, with dynamic sizes.
+    Models that are compiled already do not change.
     """
     for model in models:
         if model is not None and not is_compiled(model):

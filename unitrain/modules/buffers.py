@@ -21,11 +21,11 @@ def check_model_and_communicator(function: str, model: Any, communicator: Any) -
 def share_buffers(model: nn.Module, communicator: Communicator) -> None:
     """Set every buffer of `model` to rank 0's, in one broadcast. All ranks call it.
 
-    Call it before `model.eval()` and before saving: during training, the running statistics of each rank follow the
-    samples of that rank. It does not change training: rank 0's statistics stay the same, a forward in training mode
-    does not read the statistics, and the buffers that it reads are rank 0's already. `model` is the module that
+    Call it before `model.eval()` and before saving: during training, each rank computes the running statistics from its
+    samples only. It does not change training: rank 0's statistics stay the same, a forward in training mode does not
+    read the statistics, and the buffers that it reads are rank 0's already. `model` is the module that
     `distributed_model` returned or the one passed to it. Parameters do not change.
     """
     check_model_and_communicator("share_buffers", model, communicator)
-    # Writing `data` does not count as a write by a forward, which the distributed model searches for.
+    # The distributed model detects buffers that a forward writes. Writing `data` does not count as such a write.
     broadcast_tensors(communicator, [buffer.data for buffer in model.buffers()])

@@ -22,7 +22,7 @@ from unitrain.modules.buffers import check_model_and_communicator
 from unitrain.torch_compat import BatchNormBase, buffers_by_name, disable_compile
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-# Inputs of at most this size are converted to float64, which takes fewer operations.
+# Inputs of at most this number of elements are converted to float64, which takes fewer operations.
 _MAX_SMALL_ELEMENTS = 1 << 15
 
 
@@ -62,7 +62,7 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
     forward writes, such as those of a BatchNorm without synchronization, are restored at the end.
     """
     shared = {module.shared_statistics for module in model.modules() if isinstance(module, SyncedForward)}
-    # Synchronized layers keep their buffers, which follow the samples of the other ranks.
+    # The buffers of synchronized layers are not restored: they contain the statistics of the other ranks' samples.
     local = [m for m in model.modules() if not (isinstance(m, SyncedForward) and not m.shared_statistics.is_local)]
     saved = [
         (buffers_by_name(module), name, buffer, buffer.detach().clone())
@@ -85,9 +85,9 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
 
 
 class SharedStatistics:
-    """State that all synchronized layers of a model share: the communicator, and whether this rank's samples count.
+    """State that all synchronized layers of a model share: the communicator, and whether this rank's samples are included.
 
-    Copies of the model share it too. An unpickled model has no communicator, and normalizes over local samples.
+    Copies of the model also share it. An unpickled model has no communicator, and normalizes over local samples.
     """
 
     def __init__(self, communicator: Communicator | None, names: tuple[str, ...]) -> None:
@@ -127,7 +127,7 @@ class SharedStatistics:
         if sums.device.type == "cpu":
             values = float(tail[0])
             self._check(number, *tail.tolist())
-        else:  # a GPU divides by a float less accurately, by its reciprocal
+        else:  # a GPU divides by a float less accurately: it multiplies by the reciprocal
             values = tail[0]
             if check:
                 self._check(number, *tail.tolist())
@@ -164,7 +164,8 @@ class SharedStatistics:
 
 
 class BatchNorm(BatchNormBase):
-    """BatchNorm for inputs of two or more dimensions. It replaces torch's SyncBatchNorm, which accepts the same."""
+    """BatchNorm for inputs of two or more dimensions. It replaces torch's SyncBatchNorm, which accepts the same
+    inputs."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -175,7 +176,8 @@ class BatchNorm(BatchNormBase):
 
 
 class SyncedForward:
-    """The synchronized forward. `sync_batch_norm` changes the class of a layer to a subclass of this and its class."""
+    """The synchronized forward. `sync_batch_norm` changes the class of a layer to a subclass of this class and the
+    layer's class."""
 
     shared_statistics: SharedStatistics
     number: int
@@ -248,7 +250,7 @@ def _sums(x: Tensor) -> tuple[Tensor, int]:
     count = x.numel() // x.shape[1]
     if not count:
         return x.new_zeros(2 * x.shape[1], dtype=torch.float64), 0
-    if x.device.type == "cpu" and x.numel() <= _MAX_SMALL_ELEMENTS:  # few operations
+    if x.device.type == "cpu" and x.numel() <= _MAX_SMALL_ELEMENTS:  # fewer operations
         wide = x.double()
         return torch.cat([wide.sum(dims), wide.square().sum(dims)]), count
     # Differences are exact near the mean, so only the sums need float64. For large inputs that is five times faster

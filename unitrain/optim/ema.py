@@ -30,7 +30,7 @@ class WeightAverage:
         self._source, self.model = model, _copy(model)
         self._average = get_ema_multi_avg_fn(decay)
         self._weights, self._averaged = list(model.parameters()), list(self.model.parameters())
-        # Frozen parameters may be integers, as in quantized models. They have no mean and are copied.
+        # Frozen parameters may be integers, as in quantized models. They cannot be averaged and are copied.
         pairs = [pair for pair in zip(self._averaged, self._weights, strict=True) if _has_mean(pair[0])]
         self._moving, self._sources = [averaged for averaged, _ in pairs], [weight for _, weight in pairs]
         self._steps = 0
@@ -90,7 +90,7 @@ def _has_mean(tensor: Tensor) -> bool:
 def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model).requires_grad_(False)
-    except Exception as error:  # modules may raise anything
+    except Exception as error:  # copying a module may raise any exception
         raise ModelError(
             f"ema_decay averages into a copy of the model, and {type(model).__name__} cannot be copied: {error}. "
             "Let copy.deepcopy(model) work, or leave ema_decay out."

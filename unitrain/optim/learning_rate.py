@@ -22,9 +22,9 @@ from unitrain.errors import ConfigError
 class LearningRateFactor:
     """Factor by which learning rates are multiplied during the optimizer step only.
 
-    The optimizer, its schedulers and checkpoints keep the rates of the user, which are for batches of
-    `reference_batch_size`. Therefore the factor is never applied twice, also in a run that is resumed on another number
-    of ranks.
+    The optimizer, its schedulers and checkpoints keep the user's rates, which apply to batches of
+    `reference_batch_size`. The factor is therefore never applied twice, even if a run is resumed on another number of
+    ranks.
     """
 
     policy: LrScaling
@@ -59,7 +59,7 @@ class LearningRateFactor:
 
     @contextmanager
     def applied(self, optimizer: Optimizer, step: int) -> Iterator[None]:
-        """Context manager in which `optimizer` has the multiplied rates."""
+        """Context manager in which the rates of `optimizer` are multiplied by the factor."""
         factor = self.at(step)
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

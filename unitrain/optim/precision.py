@@ -19,8 +19,8 @@ class Precision:
     """Format of the forward pass. Parameters keep their dtype.
 
     With fp16 the loss is scaled dynamically. Gradients are reduced before GradScaler reads them, so an inf on one rank
-    is in the gradients of all ranks: all skip the same step and update the scale equally, without communication.
-    Raises ConfigError if `device` does not support the format.
+    is in the gradients of all ranks. All ranks therefore skip the same step and update the scale in the same way,
+    without communication. Raises ConfigError if `device` does not support the format.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Precision:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def loss_scale(self, before: Tensor | None = None) -> Tensor | None:
-        """Return the current scale of losses, times their scale `before`; None without either.
+        """Return the current loss scale, multiplied by another scale `before`; None if there is neither.
 
         It does not wait for the device.
         """
@@ -84,7 +84,7 @@ class Precision:
         return stepped
 
     def discard_step(self) -> None:
-        """Forget a step that was not completed."""
+        """Discard the state of a step that was not completed."""
         if self._scaler is not None:
             scaler = torch.amp.GradScaler(self._device_type)
             scaler.load_state_dict(self._scaler.state_dict())
@@ -95,7 +95,7 @@ class Precision:
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the loss scale of a checkpoint; an empty state, of another precision, changes nothing."""
+        """Restore the loss scale of a checkpoint. An empty state, from a run in another precision, changes nothing."""
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
 

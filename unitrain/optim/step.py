@@ -25,7 +25,8 @@ def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
     """
 
     def queue_calls(gradient: Tensor) -> None:
-        # The engine calls back in order. The callback that waits for the gradients is queued after these.
+        # The engine runs callbacks in the order in which they were queued. The callback that waits for the gradients is
+        # queued after these.
         for call in overlapped:
             Variable._execution_engine.queue_callback(call)
 
@@ -35,7 +36,7 @@ def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
 
 
 def without_gradients(loss: Tensor) -> Tensor:
-    """Return `loss` such that its backward runs through the graph and changes no gradient.
+    """Return `loss` with a backward that runs through the graph but changes no gradient.
 
     A dummy batch with weight 0 would give gradients of zero to parameters that no sample of the step uses. An optimizer
     with weight decay or momentum changes a parameter whose gradient is zero, but not one without a gradient.
@@ -54,7 +55,7 @@ class _WithoutGradients(torch.autograd.Function):
         return None
 
 
-# (model, batch) -> (output, target), as the loss function and the metrics take them.
+# (model, batch) -> (output, target), the arguments of the loss function and the metrics.
 ForwardFunction = Callable[[nn.Module, Any], tuple[Any, Any]]
 
 
@@ -115,7 +116,7 @@ def _described(found: Any) -> str:
 
 
 def _example(batch: Any) -> str:
-    """Return an example of `forward` for such a batch."""
+    """Return an example of `forward` for a batch of this type, for an error message."""
     if isinstance(batch, Mapping) and len(batch) > 1:
         first, *_, last = batch
         return f"(model(batch[{first!r}]), batch[{last!r}])"
@@ -151,14 +152,14 @@ class Update:
         average: WeightAverage | None = None,
     ) -> None:
         self._optimizer, self._precision = optimizer, precision
-        # Parameters that are not in the optimizer need their gradients cleared, too.
+        # Gradients of parameters that are not in the optimizer must also be cleared.
         self._model, self._others = model, list[nn.Parameter]()
         self._held_count = -1
         self._max_grad_norm, self._scheduler, self._average = max_grad_norm, scheduler, average
         self._gradient_norm: Tensor | None = None
 
     def __call__(self, step: int, rates: LearningRateFactor | None) -> None:
-        """Update the parameters after `step` completed steps; `rates` is a factor of the learning rates."""
+        """Update the parameters after `step` completed steps. `rates` is the factor for the learning rates."""
         if self._max_grad_norm is not None:
             self._precision.unscale(self._optimizer)
             self._gradient_norm = nn.utils.clip_grad_norm_(parameters_of(self._optimizer), self._max_grad_norm)
@@ -187,5 +188,6 @@ class Update:
         return self._others
 
     def gradient_norm(self) -> dict[str, float]:
-        """Return the "gradient_norm" of the last step before clipping, empty without clipping. Waits for the device."""
+        """Return the "gradient_norm" of the last step before clipping; empty without clipping. It waits for the
+        device."""
         return {} if self._gradient_norm is None else {"gradient_norm": self._gradient_norm.item()}

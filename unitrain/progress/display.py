@@ -161,7 +161,7 @@ class _Bar(_TimedDisplay):
         )
 
     def show_slow_ranks(self, description: str) -> None:
-        if description and description != self._slow:  # above the bar, which has no room for it
+        if description and description != self._slow:  # above the bar, which has no space for it
             self._print(description)
         super().show_slow_ranks(description)
 
@@ -210,7 +210,8 @@ def _open_terminal_of_launch() -> TextIO | None:
 
 
 def _wrap_parts(parts: Sequence[str]) -> list[str]:
-    """Return the parts as lines of at most 80 columns, indented after the first; a longer part is a line by itself."""
+    """Return the parts as lines of at most 80 columns, indented after the first; a part that is longer than a line gets
+    a separate line."""
     lines: list[str] = []
     for part in filter(None, parts):
         if lines and len(lines[-1]) + 2 + len(part) <= _MAX_COLUMNS:

@@ -20,8 +20,8 @@ class PreemptionHandler:
 
     Signals within three seconds of the first belong to the same notice: a scheduler signals every process of a job, and
     a launcher forwards the signal to its ranks. A Python signal handler does not run while the main thread is blocked
-    in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals with a handler of the user are not handled;
-    outside the main thread none is, because Python does not allow it.
+    in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals for which the user has installed a handler are
+    not handled. Outside the main thread no signal is handled, because Python does not allow it.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ class PreemptionHandler:
 
 
 def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Without a handler the signal would end the process instead of waking the thread."""
+    """Do nothing. Without a Python handler the signal would end the process instead of waking the thread."""
 
 
 @functools.cache

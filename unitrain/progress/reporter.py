@@ -44,8 +44,9 @@ class RunReporter:
     def report_run(
         self, step: int, remaining_steps: int | None, description: Mapping[str, Any], *, is_complete: bool
     ) -> Iterator[None]:
-        """Context manager that reports a run with `step` completed steps. A run that is complete is not logged."""
-        self._finish("finished")  # values that were logged after an earlier run
+        """Context manager that reports a run with `step` completed steps. A run without remaining steps is not
+        logged."""
+        self._finish("finished")  # values that the user logged after an earlier run
         self._description, self._stopped = description, False
         if not is_complete:
             self._start(step)
@@ -92,7 +93,7 @@ class RunReporter:
         self._call("log", {"epoch": epoch, **results, "epoch_samples_per_second": samples_per_second}, step)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log numbers of the user. Raises ConfigError on every calling rank for other values."""
+        """Log the user's numbers. Raises ConfigError on every calling rank for values that are not numbers."""
         self._check_fit_called("log")
         for name, value in values.items():
             number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -158,7 +159,7 @@ class RunReporter:
         self._loggers = tuple(logger for logger in self._loggers if logger not in failed)
 
     def _start_loggers_if_needed(self, step: int) -> bool:
-        """Return whether there are loggers. After the run they are started again for the rest of the program."""
+        """Return whether there are loggers. After the run, start them again, for the remainder of the program."""
         if not self._started and self._loggers:
             self._start(step)
             for logger in self._started:

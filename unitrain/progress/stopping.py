@@ -14,15 +14,15 @@ from unitrain.errors import Preempted
 from unitrain.monitoring import supervisor_client
 from unitrain.progress.preemption import PreemptionHandler
 
-# Approximate time between two exchanges.
+# Approximate number of seconds between two exchanges.
 _INTERVAL_SECONDS = 2.0
 
 
 class StopCoordinator:
     """Stops a call of `fit` at the same step on every rank: on request, at the time limit, or after a signal.
 
-    Use it as a context manager. `reason` is why the ranks stop, None while they continue; `preempted` is whether they
-    stop because of a signal. All ranks call every method except `request`.
+    Use it as a context manager. `reason` states why the ranks stop, and is None while they continue. `preempted` is
+    True if they stop because of a signal. All ranks call every method except `request`.
     """
 
     def __init__(self, communicator: Communicator, *, max_seconds: float | None, signals: Sequence[str]) -> None:
@@ -51,24 +51,24 @@ class StopCoordinator:
             supervisor_client.report_preempted()
 
     def start_timing(self, step: int) -> None:
-        """Measure the time of steps from now on, with `step` steps completed.
+        """Measure the time of steps from now on, after `step` completed steps.
 
-        The next exchange keeps its step, because epochs may be shorter than the interval.
+        The step of the next exchange does not change, because epochs may be shorter than the interval.
         """
         self._since = (step, time.perf_counter())
 
     def request(self, reason: str) -> None:
-        """Request a stop for `reason`. One rank is enough."""
+        """Request a stop for `reason`. A request by one rank is sufficient."""
         self._requested = reason
 
     def is_due(self, step: int) -> bool:
-        """Whether the ranks exchange after `step` steps: about every two seconds of the slowest rank."""
+        """Whether an exchange is due after `step` steps: about every two seconds, as measured on the slowest rank."""
         return step >= self._next
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
         """Stop all ranks if any rank requested it, reached the time limit, or received a signal.
 
-        Return the `numbers` of every rank; each rank passes equally many.
+        Return the `numbers` of every rank; every rank passes the same number of them.
         """
         now = time.perf_counter()
         limit, signalled = self._max_seconds, self._preemption.received

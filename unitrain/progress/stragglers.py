@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The parts of a step in order, and those in which a rank works: in `wait` it is idle.
+# The parts of a step, in order, and those in which a rank works. In `wait` it is idle.
 TRAINING = ("data", "compute", "wait", "update")
 WORK = ("data", "compute", "update")
 _COMPUTE = TRAINING.index("compute")
-# A straggler works longer than the typical rank by at least this fraction of a step.
+# A straggler works longer than the median of the other ranks by at least this fraction of a step.
 _MIN_EXCESS = 0.2
-# Length of an observation. A rank is reported after two in succession, because one may have been disturbed.
+# Length of an observation. A rank is reported if it is slow in two successive observations, because a single one may be
+# an outlier.
 _OBSERVATION_SECONDS = 1.0
 _MAX_NAMED_RANKS = 2
 
@@ -20,7 +21,8 @@ Seconds = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank: `part` of its work takes `seconds` per step, and in the median of the other ranks `others`."""
+    """A slow rank: its `part` of the work takes `seconds` per step; the median over the other ranks is `others`
+    seconds."""
 
     rank: int
     part: str
@@ -86,7 +88,7 @@ class StragglerDetector:
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
-    """Return for each value the median of all other values, the lower one of two."""
+    """Return, for each value, the median of all other values: the lower median if their number is even."""
     order = sorted(range(len(values)), key=values.__getitem__)
     middle = (len(values) - 2) // 2
     medians = [0.0] * len(values)

@@ -18,8 +18,8 @@ from unitrain.progress.stragglers import TRAINING
 
 PARTS = (*TRAINING, "validation", "checkpoint")
 _DATA, *_MEASURED = TRAINING
-# Measuring a step costs about ten microseconds, and on a GPU a synchronization with the host. One step in 20, and at
-# most one every 0.2 s, does not slow the training down.
+# Measuring a step costs about ten microseconds, and on a GPU a synchronization with the host. Measuring one step in 20,
+# and at most one every 0.2 s, does not slow down the training.
 _MIN_INTERVAL_STEPS, _MIN_INTERVAL_SECONDS = 20, 0.2
 _RECENT_STEPS = 5
 
@@ -37,9 +37,9 @@ class _Reading(NamedTuple):
 class LoopTimer:
     """Measures the parts of the training loop on each rank. Only `gather` communicates.
 
-    `data` is the time that the loop, or a GPU, waits for the next batch; it is measured in every step. The other parts
-    are measured in a sample of the steps, and the rest of the time is divided in their proportions. `compute` is
-    forward and backward. `wait` lasts from the end of this rank's backward until the gradients are reduced: it is the
+    `data` is the time for which the loop, or a GPU, waits for the next batch; it is measured in every step. The other
+    parts are measured in a sample of the steps, and the remaining time is divided in their proportions. `compute` is
+    forward and backward. `wait` lasts from the end of this rank's backward until the gradients are reduced: it includes
     communication that is not overlapped, and the wait for slower ranks. `update` is clipping and the optimizer. If a
     collective runs earlier, as in sync_batch_norm or for iterable datasets, its wait for slower ranks is part of
     `compute` or `data`.
@@ -67,7 +67,8 @@ class LoopTimer:
         self._last_reading = _Reading(self._started, 0, 0.0)
 
     def iterate(self, batches: Iterable[ItemT]) -> Iterator[ItemT]:
-        """Yield from `batches`, and measure the time of fetching them, the first since `start`."""
+        """Yield from `batches`, and measure the time of fetching each batch; for the first one, the time since
+        `start`."""
         waited_since = self._started
         for batch in batches:
             self._fetched = time.perf_counter()
@@ -76,10 +77,10 @@ class LoopTimer:
                 self._start_lap()
             yield batch
             waited_since = time.perf_counter()
-        self._seconds["data"] += time.perf_counter() - waited_since  # the end of the workers
+        self._seconds["data"] += time.perf_counter() - waited_since  # includes the end of the workers
 
     def measure_backward(self, loss: Tensor) -> Tensor:
-        """Return `loss`, from which the backward is measured if this step is."""
+        """Return `loss`, after adding the measurement of its backward if this step is measured."""
         if self._measuring and loss.requires_grad:
             loss.register_hook(self._queue_callback)
         return loss
@@ -106,8 +107,8 @@ class LoopTimer:
     def take_recent_seconds(self) -> tuple[list[float], int]:
         """Return the seconds of this rank in each part of TRAINING since the last call, and the number of steps.
 
-        All parts except data are extrapolated from the median of the last measured steps, which a single disturbed step
-        does not change. They are zero before the first measured step.
+        All parts except data are extrapolated from the median of the last measured steps, so that one outlier has no
+        effect. They are zero before the first measured step.
         """
         last = self._last_reading
         self._last_reading = now = _Reading(self._stopped or time.perf_counter(), self._steps, self._seconds["data"])
@@ -123,7 +124,7 @@ class LoopTimer:
         """Pause until the next `start`, and return the seconds since the last one."""
         self._stopped = time.perf_counter()
         seconds = self._stopped - self._started
-        if self._measured:  # otherwise use the proportions of the epoch before
+        if self._measured:  # otherwise use the proportions of the preceding epoch
             self._step_seconds = {part: fmean(laps.get(part, 0.0) for laps in self._measured) for part in _MEASURED}
         step = sum(self._step_seconds.values())
         if self._stream is not None:  # fetching overlaps with the GPU
@@ -142,7 +143,7 @@ class LoopTimer:
 
     @contextmanager
     def measure_fetching(self) -> Iterator[None]:
-        """Context manager that adds its duration to data instead of the part of the step around it."""
+        """Context manager that adds its duration to `data` instead of the part of the step in which it is used."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -150,7 +151,8 @@ class LoopTimer:
         self._lap_started += seconds
 
     def gather(self) -> dict[str, list[float]]:
-        """Return "data_seconds" and so on for each of PARTS since `start`, a list over ranks. All ranks call it."""
+        """Return a list over ranks of the seconds in each of PARTS since `start`, under names such as "data_seconds".
+        All ranks call it."""
         here = torch.tensor([[self._seconds[part] for part in PARTS]], dtype=torch.float64)
         everywhere = self._communicator.allgather(here.to(self._communicator.device)).T.tolist()
         return {
