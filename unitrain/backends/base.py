@@ -1,4 +1,4 @@
-"""The interface that every backend implements. The training loop uses nothing else of a backend.
+"""The interface that every backend implements. The training loop uses only this interface.
 
 Contract, identical on every backend; `unitrain.testing` tests each rule:
 
@@ -8,19 +8,21 @@ Contract, identical on every backend; `unitrain.testing` tests each rule:
    the sum divided by the number of ranks, as in torch.distributed, so it overflows if the sum does. Results have no
    gradient history, so a tensor that requires grad is an error, except under torch.no_grad().
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks, so clipping, loss scaling, logging
-   and `optimizer.step()` are plain torch code. A step on gradients that are not global raises ModelError. A `.grad`
-   may share memory with a bucket, as with DDP's gradient_as_bucket_view: clone it to keep it past `zero_grad`.
-3. `distributed_model` makes parameters and buffers equal to rank 0's. Nothing else steps the optimizer or changes the
-   learning rate. Before each forward that follows a forward outside `no_sync`, buffers that a training forward reads
-   and writes, such as a codebook, become rank 0's, as in DDP. Running statistics, which normalization layers read in
-   eval mode only, differ between ranks until their layer changes to eval mode or `share_buffers` is called.
+   and `optimizer.step()` are plain torch code. An optimizer step on gradients that are not reduced over ranks raises
+   ModelError. A `.grad` may share memory with a bucket, as with DDP's gradient_as_bucket_view: clone it to keep it past
+   `zero_grad`.
+3. `distributed_model` makes parameters and buffers equal to rank 0's. Wrapping the model and the optimizer neither
+   steps the optimizer nor changes the learning rate. Before each forward that follows a forward outside `no_sync`,
+   buffers that a training forward reads and writes, such as a codebook, are set to rank 0's, as in DDP. Running
+   statistics, which normalization layers read in eval mode only, differ between ranks until their layer changes to eval
+   mode or `share_buffers` is called.
 4. The optimizer stays the user's object, and its `state_dict` loads on any other backend.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
 6. The same run produces the same parameters on every backend.
-7. Compression is defined arithmetic, the same for every number of ranks: see `compression_setting.py`.
+7. The arithmetic of compression is defined, and is the same for every number of ranks: see `compression_setting.py`.
 
 All ranks call each method of `Communicator`, and each method of `Backend` whose docstring says so, in the same order.
-They may do so during a backward, while gradients are reduced.
+They may call them during a backward, while gradients are reduced.
 """
 
 from __future__ import annotations
@@ -101,9 +103,10 @@ class Communicator(ABC):
 class Backend(Lifecycle, Communicator):
     """A communicator that also reduces gradients and reports the position of each rank on the hosts.
 
-    `transport` communicates the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` counts the ranks of a host, and
-    `node_rank` counts the hosts. `unitrain tune` may change the settings in `tunables`. `transports` are the values
-    that `StartOptions.transport` accepts, or empty if the backend chooses its transport itself.
+    `transport` is the library that transfers the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` numbers the
+    ranks on a host, and `node_rank` numbers the hosts. `unitrain tune` may change the settings in `tunables`.
+    `transports` are the values that `StartOptions.transport` accepts, or empty if the backend chooses its transport
+    itself.
 
     Use a backend as a context manager. It shuts down on a clean exit only.
     """
@@ -130,10 +133,10 @@ class Backend(Lifecycle, Communicator):
         """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
 
         With `find_unused_parameters`, a parameter that a rank does not use has a zero gradient there, and `grad` stays
-        None if no rank uses it. Without it, an unused parameter raises ModelError: on every rank in the first
-        backward, on the ranks concerned later, before the optimizer steps. Parameters may be frozen and unfrozen
-        later if all ranks do so before the same forward; otherwise a ModelError is raised. A backend may reject any
-        `compression` but "none" with UnsupportedError.
+        None if no rank uses it. Without it, an unused parameter raises ModelError: on every rank in the first backward,
+        and later on the affected ranks, before the optimizer steps. Parameters may be frozen and unfrozen later if all
+        ranks do so before the same forward; otherwise a ModelError is raised. A backend may reject any `compression`
+        but "none" with UnsupportedError.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with
         `max_norm`, whose forward changes the weights of each rank differently.
@@ -143,9 +146,9 @@ class Backend(Lifecycle, Communicator):
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         """Make the state of `optimizer` equal to rank 0's, and return the same object. All ranks call it.
 
-        From then on, a step on gradients that are not global raises ModelError before it updates a parameter: after a
-        last backward inside `no_sync`, after a backward of the module that was passed to `distributed_model` instead
-        of the returned one, and for parameters that no distributed model holds. Raises ModelError if the optimizer
+        From then on, a step on gradients that are not reduced raises ModelError before it updates a parameter: if the
+        last backward was inside `no_sync`, or ran through the module that was passed to `distributed_model` instead of
+        the returned one, and for parameters that no distributed model contains. Raises ModelError if the optimizer
         holds parameters that are not the model's.
         """
 
@@ -159,4 +162,4 @@ class Backend(Lifecycle, Communicator):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Leave the group, so that the backend cannot be used any more. All ranks call it; further calls do nothing."""
+        """Leave the group. The backend cannot be used afterwards. All ranks call it; further calls do nothing."""

@@ -22,7 +22,7 @@ CapabilityT = TypeVar("CapabilityT")
 
 @dataclass(frozen=True)
 class Tunable:
-    """An environment variable that changes the speed of a backend and its results by rounding only."""
+    """An environment variable that changes the speed of a backend. Its results change by rounding only."""
 
     variable: str
     description: str
@@ -31,7 +31,7 @@ class Tunable:
 
 
 class CompressionState(ABC):
-    """State that the compression of a model's gradients carries from one reduction to the next, for checkpoints.
+    """State that gradient compression keeps between the reductions of a model's gradients, and that checkpoints store.
 
     `loss_scale` returns the factor of the losses in the current backward, or None if losses are not scaled. The state
     is stored unscaled, because the factor may change before the next reduction. It must be equal on every rank.
@@ -41,25 +41,25 @@ class CompressionState(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain types and CPU tensors, complete on rank 0 only. All ranks call it, between
+        """Return the state as plain types and CPU tensors. It is complete on rank 0 only. All ranks call it, between
         steps."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from rank 0's `state`; the arguments of other ranks are ignored. All ranks call it.
 
-        If the number of ranks is unchanged, each rank restores its own error. Otherwise each rank gets the mean of the
-        saved errors, which preserves the error of the mean gradient. Raises CheckpointError on every rank for the
-        state of another model.
+        If the number of ranks is unchanged, each rank restores its error of the error feedback. Otherwise each rank
+        gets the mean of the saved errors, which preserves the error of the mean gradient. Raises CheckpointError on
+        every rank if the state belongs to another model.
         """
 
 
 class SupportsPowerSGD(ABC):
-    """A backend that compresses gradients by PowerSGD, whose state belongs in checkpoints."""
+    """A backend that compresses gradients by PowerSGD and provides its state for checkpoints."""
 
     @abstractmethod
     def compression_state(self, model: nn.Module) -> CompressionState:
-        """Return the compression state of `model`, which `distributed_model` returned. Raises ModelError if the model
+        """Return the compression state of `model`, a module that `distributed_model` returned. Raises ModelError if it
         has none."""
 
 

@@ -31,7 +31,8 @@ def check_no_group() -> None:
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raise TensorError unless `tensor` is a dense tensor of a supported dtype that loses no gradient history."""
+    """Raise TensorError unless `tensor` is a dense tensor of a supported dtype whose result loses no gradient
+    history."""
     if not isinstance(tensor, Tensor):
         raise TensorError(
             f"A collective takes a tensor, got {type(tensor).__name__}. "
@@ -56,12 +57,12 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def check_reduce(tensor: Tensor, op: str) -> None:
-    """Raise ConfigError for an unknown `op`, and TensorError for an `op` that is inexact in the tensor's dtype."""
+    """Raise ConfigError for an unknown `op`, and TensorError for an `op` that is not exact in the tensor's dtype."""
     check_tensor(tensor)
     if op not in REDUCE_OPS:
         raise ConfigError(f"Unknown op {op!r}. {did_you_mean(str(op), REDUCE_OPS)}Available: {', '.join(REDUCE_OPS)}.")
     if op == "mean" and not tensor.dtype.is_floating_point:
-        # Horovod rounds down and Gloo raises an error. An error is the same on every backend.
+        # Horovod rounds down and Gloo raises an error. Raising an error here makes all backends behave in the same way.
         raise TensorError(
             f"The mean of {dtype_name(tensor.dtype)} values is not an integer. "
             'Convert first, tensor.double(), or use op="sum" and divide.'
@@ -86,7 +87,7 @@ def check_divisible(tensor: Tensor, size: int) -> None:
 
 
 def check_is_model(name: str, model: Any) -> None:
-    """Raise ModelError unless `model` is an unwrapped module whose parameters have shapes."""
+    """Raise ModelError unless `model` is an unwrapped module whose lazy parameters are initialized."""
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
     if isinstance(model, torch.optim.Optimizer):
         fix = "Pass the model first and the optimizer second"
@@ -115,7 +116,7 @@ def check_is_optimizer(name: str, optimizer: Any) -> None:
 
 
 def check_model(model: nn.Module, compression: Compression, device: torch.device) -> None:
-    """Raise ModelError unless `model` can be trained on `device`, ConfigError for an unknown compression."""
+    """Raise ModelError unless `model` can be trained on `device`, and ConfigError for an unknown compression."""
     read_compression(compression)
     check_is_model("distributed_model(model)", model)
     if not any(parameter.requires_grad for parameter in model.parameters()):

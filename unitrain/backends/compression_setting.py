@@ -4,8 +4,8 @@ With N ranks, each gradient g becomes, after its backward:
 
     "none"              mean(g)
     "fp16", "bf16"      round(sum(round(g / N))), where `round` converts to the nearest value of the format. Ranks
-                        communicate in the format, and add in float32 in rank order, on every transport. A gradient
-                        beyond the range of fp16 becomes infinite, as in a forward in fp16.
+                        communicate in the format, and add in float32 in rank order, on every transport.
+                        A value beyond the range of fp16 becomes infinite, as in a forward in fp16.
     PowerSGD            P Q^T, of low rank, for each compressed matrix, and mean(g) for all other gradients.
 
 The gradients that `no_sync` accumulates are compressed once, as a sum. The results are the same on every rank.
@@ -26,18 +26,18 @@ CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
 class PowerSGD:
     """Gradients as matrices of low rank, with error feedback (Vogels et al., arXiv 1905.13727, algorithms 1 and 2).
 
-    Each gradient is a matrix g of shape [first dim, product of the others]. Let e be the error, the part of earlier
-    gradients that this rank has not sent, and Q a matrix with `rank` columns, equal on all ranks. A reduction computes
-    M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P). The gradient becomes P Q^T on every rank, and e
-    becomes M - P Q^T. The result depends on the mean of e only, so N ranks compute the same as one rank with the global
-    batch.
+    Each gradient is a matrix g of shape [first dim, product of the others]. Let e be the error, which is the part of
+    earlier gradients that this rank has not sent yet, and Q a matrix with `rank` columns that is equal on all ranks. A
+    reduction computes M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P). The gradient becomes P Q^T
+    on every rank, and e becomes M - P Q^T. The result depends on the mean of e only, so N ranks compute the same as one
+    rank with the global batch.
 
     The first `start_step` reductions do not compress. Gradients with fewer than `min_compression_rate` times as many
     elements as P and Q together are never compressed. Without `warm_start`, each reduction begins with a new random Q
-    instead of the last one. Without `error_feedback`, e is 0. A column of Q that is rounding noise, as after an M of
-    lower rank, is replaced by a random column. All random numbers depend on `seed`, the index of the parameter in the
-    model and, without `warm_start`, the number of the reduction. The computation uses the gradient's dtype, or float32
-    for half precision, and takes twice the memory of the compressed gradients.
+    instead of the last one. Without `error_feedback`, e is 0. A column of Q that is rounding noise, for example because
+    M has a lower rank, is replaced by a random column. All random numbers depend on `seed`, the index of the parameter
+    in the model and, without `warm_start`, the number of the reduction. The computation uses the gradient's dtype, or
+    float32 for half precision, and takes twice the memory of the compressed gradients.
 
     If any gradient of a backward is inf or nan, its matrix becomes nan, and every e and Q stays the same; loss scaling
     skips such a step. A gradient that is zero on all ranks, as of an unused parameter, stays zero, and its e and Q stay

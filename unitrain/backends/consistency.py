@@ -23,14 +23,14 @@ from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import all_gather
 
 MAX_GATHERING_RANKS = 64
-# Header of a row: fingerprint, count, and the number of bytes that the row carries, or -1.
+# Header of a row: fingerprint, count, and the number of payload bytes in the row, or -1.
 _ROW_HEADER = 3
-# Limit of the elements that a sum carries. With the header, they fit into one packet.
+# Maximum number of elements that are added together with the fingerprints. With the header, they fit into one packet.
 _MAX_SUMMED_ELEMENTS = 128
 # An integer is summed as four parts of 16 bits, so sums and sums of squares are exact in float64 for 2**21 ranks.
 _PARTS, _PART_BITS = 4, 16
 _SUM_HEADER = 4 * _PARTS + 1
-_TAG = 0x756E69  # of messages between two ranks; a user is unlikely to choose it
+_TAG = 0x756E69  # tag of the messages between two ranks; a user is unlikely to choose the same
 
 
 class CheckedArguments(NamedTuple):
@@ -48,7 +48,7 @@ class CheckedArguments(NamedTuple):
 
 
 class ConsistencyCheck:
-    """Compares each collective of this rank with those of the other ranks, and counts them.
+    """Compares each collective of this rank with those of the other ranks, and counts the collectives.
 
     Its exchanges of CPU tensors use `group`, or the default group if that is None.
     """
@@ -57,7 +57,7 @@ class ConsistencyCheck:
         self._backend, self._monitor, self._group = backend, monitor, group
         self._calls = 0
         self._is_point_to_point = _supports_point_to_point(group)
-        # Limited in total over ranks. 4 KB hold the statistics of a BatchNorm of 250 channels.
+        # The total over ranks is limited. 4 KB hold the statistics of a BatchNorm with 250 channels.
         self.max_content_bytes = max(1024, min(4096, 16384 // backend.size))
         # Called on every rank before the error of a mismatch is raised.
         self.on_mismatch: Callable[[], None] = lambda: None
@@ -78,8 +78,8 @@ class ConsistencyCheck:
     ) -> CheckedArguments:
         """Return when every rank has called this with consistent arguments. All ranks call it.
 
-        `check` raises an error for arguments that are invalid on this rank. With `dtype`, the exchange also transfers
-        a small `tensor` in that dtype. Raises on every rank the error of the lowest rank with invalid arguments, or
+        `check` raises an error for arguments that are invalid on this rank. With `dtype`, the exchange also transfers a
+        small `tensor` in that dtype. Raises, on every rank, the error of the lowest rank with invalid arguments, or
         CollectiveMismatchError if the arguments differ.
         """
         self._backend.check_collective_allowed(operation)
@@ -165,16 +165,16 @@ class ConsistencyCheck:
     def _sum_over_ranks(self, vector: Tensor) -> None:
         """Replace `vector` by its sum over ranks, bit-identical on all of them. All ranks call it.
 
-        Gloo sums along a ring, which takes 2 N consecutive messages. This takes log2(N): in each round every rank
-        exchanges its partial sum with one other rank. Ranks above the largest power of two send their vector to a lower
-        rank before, and receive the result afterwards.
+        Gloo sums along a ring, in 2 N consecutive messages. This function takes log2(N) rounds: in each round, every
+        rank exchanges its partial sum with one other rank. Ranks above the largest power of two send their vector to a
+        lower rank before the rounds, and receive the result afterwards.
         """
         if not self._is_point_to_point:
             self._wait(dist.all_reduce(vector, group=self._group, async_op=True))
             return
         rank, size = self._backend.rank, self._backend.size
         power_of_two = 1 << size.bit_length() - 1
-        partner = rank ^ power_of_two  # differs in the highest bit
+        partner = rank ^ power_of_two  # the partner's rank differs in the highest bit
         received = torch.empty_like(vector)
         if rank >= power_of_two:
             self._exchange(partner, send=vector)
@@ -197,7 +197,7 @@ class ConsistencyCheck:
             for begin, tensor in ((dist.isend, send), (dist.irecv, receive))
             if tensor is not None
         ]
-        for work in works:  # Gloo completes these works only in `wait`, so they cannot be polled
+        for work in works:  # Gloo completes these operations only in `wait`, so they cannot be polled
             self._monitor.wait_for_ranks(work, polls=False)
 
     def _raise_on_all_ranks(self, call: CollectiveCall, problem: UnitrainError | None) -> NoReturn:

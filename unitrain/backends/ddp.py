@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 import torch
-import torch._dynamo  # must precede init_process_group: imported later, e.g. by an optimizer, it keeps the group alive
+import torch._dynamo  # precedes init_process_group: a later import, for example by an optimizer, keeps the group alive
 import torch.distributed as dist
 
 from unitrain.backends import checks
@@ -29,8 +29,8 @@ class DDPBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Raise ConfigError for a transport that is unknown, that torch was built without, or that the device rules
-        out, and for two ranks on one GPU."""
+        """Raise ConfigError for a transport that is unknown, missing in this build of torch, or not supported on the
+        device, and if two ranks use one GPU."""
         checks.check_no_group()
         rank_info = options.rank_info
         device = choose_device(options.device, rank_info.local_rank)
@@ -48,8 +48,9 @@ class DDPBackend(ProcessGroupBackend):
             world_size=rank_info.size,
             timeout=options.timeout,
         )
-        # In a separate group, consistency checks neither wait for gradients that are being reduced nor mix with the
-        # messages of another collective. NCCL's collectives are separate from Gloo's in any case.
+        # In a separate group, consistency checks do not wait for gradients that are being reduced, and their messages
+        # cannot be matched with those of another collective. With NCCL this group is not needed, because its
+        # collectives are separate from Gloo's.
         control = dist.new_group(backend="gloo", timeout=options.timeout) if transport != "nccl" else None
         started = cls(rendezvous, device, transport, control)  # type: ignore[arg-type]
         if transport == "nccl":

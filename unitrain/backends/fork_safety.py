@@ -2,7 +2,7 @@
 
 With Python before 3.11.10, a forked process hangs if another thread was about to acquire the GIL during the fork
 (https://github.com/python/cpython/issues/112275). torch's threads acquire it when they release the tensors of a
-completed collective, so a fork waits for a moment at which no other thread runs.
+completed collective, so a fork is delayed until no other thread runs.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Lifecycle(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Leave the group, so that the backend cannot be used any more."""
+        """Leave the group. The backend cannot be used afterwards."""
 
     @contextmanager
     def on_rank_zero(self) -> Iterator[bool]:
@@ -32,8 +32,8 @@ class Lifecycle(ABC):
                 if is_rank_zero:
                     write_file()
 
-        The other ranks do not wait for the block, so a collective inside it would hang. It raises
-        CollectiveMismatchError immediately instead, for every number of ranks. Any rank may enter the block.
+        The other ranks do not wait for the block, so a collective inside it would hang. The collective therefore raises
+        CollectiveMismatchError immediately, for every number of ranks. Any rank may enter the block.
         """
         self._rank_zero_depth += 1
         try:
@@ -69,7 +69,8 @@ class Lifecycle(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A shutdown during an exception closes connections, and the launcher would blame another rank.
+        # A shutdown during an exception would close connections, and the launcher would report another rank as the
+        # failed one.
         is_clean_exit = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is None or is_clean_exit or isinstance(error, Preempted):
             self.shutdown()

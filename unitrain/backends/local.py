@@ -142,7 +142,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
         return without_compile(model)
 
     def __exit__(self, *error: Any) -> None:
-        self.shutdown()  # also during an exception: there is no other rank that the launcher could blame
+        self.shutdown()  # also during an exception, because the launcher cannot report another rank as failed
 
     def shutdown(self) -> None:
         LocalBackend._running.discard(self)

@@ -17,7 +17,7 @@ from unitrain.bootstrap.authentication import SIGNATURE_BYTES, has_key, sign, ve
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
 EMPTY_PAYLOAD = torch.empty(0, dtype=torch.uint8)
-# Size of the chunks in which the tensors of an object are broadcast, and so the additional memory.
+# Size of the chunks in which the tensors of an object are broadcast. The broadcast needs this much additional memory.
 CHUNK_BYTES = 2**26
 _PICKLE_FORMAT, _TORCH_FORMAT = b"p", b"t"
 _SIGNATURE_PURPOSE = "object"
@@ -46,8 +46,8 @@ def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
 def unpack(payload: Tensor, device: torch.device) -> Any:
     """Return the packed object, with its GPU tensors on `device`.
 
-    Raises AuthenticationError, before it unpickles anything, if no process of this job packed the object: unpickling
-    runs code.
+    Raises AuthenticationError, before it unpickles anything, if the object was not packed by a process of this job,
+    because unpickling runs code.
     """
     content = payload.numpy().tobytes()
     if has_key():
@@ -155,7 +155,8 @@ def _insert_tensors(obj: Any, device: torch.device, tensors: list[Tensor]) -> An
 
 
 def _chunks(sizes: list[int]) -> Iterator[list[tuple[int, slice]]]:
-    """Yield the parts, (index of the tensor, bytes of it), that are broadcast together; `sizes` are in bytes."""
+    """Yield lists of the parts that are broadcast together, each as (index of the tensor, slice of its bytes). `sizes`
+    are in bytes."""
     chunk: list[tuple[int, slice]] = []
     free_bytes = CHUNK_BYTES
     for index, size in enumerate(sizes):

@@ -1,6 +1,6 @@
 """Collectives and distributed models over torch.distributed's default process group, for any transport.
 
-The ddp and the horovod backend inherit all of this, so they compute the same results.
+The ddp and the horovod backend inherit this code, so they compute the same results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _TORCH_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-# NCCL aborts the process without a reason at its timeout, so it must be longer than that of the watchdog.
+# When its timeout expires, NCCL aborts the process without a reason, so the timeout must be longer than that of the
+# watchdog.
 NCCL_TIMEOUT_MARGIN = timedelta(seconds=30)
 
 
@@ -204,8 +205,8 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         )
         checks.check_same_model(self, model)
         if find_unused_parameters and self._unused_parameters_group is None:
-            # Ranks that do not use the same parameters begin their buckets at different times, relative to collectives
-            # inside the backward. In one group, a bucket could be matched with such a collective.
+            # Ranks that use different parameters begin to reduce their buckets at different times, relative to
+            # collectives inside the backward. In one group, a bucket could be matched with such a collective.
             self._unused_parameters_group = dist.new_group(timeout=self._rendezvous.timeout)
             if self._waits_on_stream:
                 timeout = self._rendezvous.timeout + NCCL_TIMEOUT_MARGIN
@@ -271,7 +272,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         if not self._is_group_destroyed and dist.is_initialized():
             dist.destroy_process_group()
         self._is_shut_down = True
-        self._is_group_destroyed = True  # a second call must not destroy the group of another backend
+        self._is_group_destroyed = True  # a second call must not destroy the group of a later backend
 
     def _finish_reduction(self, result: Tensor, dtype: torch.dtype, op: str) -> Tensor:
         if op == "mean":

@@ -26,13 +26,14 @@ def flatten(tensor: Tensor) -> Tensor:
 def has_unit_stride(elements: Tensor) -> bool:
     """Return whether contiguous `elements`, [n], can be viewed as another dtype.
 
-    torch counts a single element as contiguous at any stride, but can view it as bytes only at stride 1.
+    torch regards a single element as contiguous at any stride, but can view it as bytes only at stride 1.
     """
     return elements.numel() != 1 or elements.stride(0) == 1
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return `tensor` as uint8 [bytes], sharing its memory if it is contiguous. Moving bytes requires no dtype."""
+    """Return `tensor` as uint8 [bytes], sharing its memory if it is contiguous. A transport can transfer bytes of any
+    dtype."""
     return flatten(tensor).view(torch.uint8)
 
 

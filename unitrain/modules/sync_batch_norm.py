@@ -85,7 +85,7 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
 
 
 class SharedStatistics:
-    """State that all synchronized layers of a model share: the communicator, and whether this rank's samples are included.
+    """State that all synchronized layers of a model share: the communicator, and whether it includes local samples.
 
     Copies of the model also share it. An unpickled model has no communicator, and normalizes over local samples.
     """

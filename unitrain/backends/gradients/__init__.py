@@ -1,4 +1,4 @@
-"""Gradients that are global when `backward` returns.
+"""Gradients that are reduced over ranks when `backward` returns.
 
 reference         the contract in a few lines: an allreduce of every gradient after the backward
 ddp_wrapper       the fast path: DistributedDataParallel with corrections

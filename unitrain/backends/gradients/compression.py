@@ -2,8 +2,8 @@
 
 With several ranks, a comm hook compresses the buckets of DDP's reducer. The thread that runs the backward begins every
 collective, bucket by bucket in DDP's order, so that the order is the same on all ranks. The second collective of a
-bucket begins at the end of the backward: its start would otherwise block the backward, whose other collectives other
-ranks may wait for. With one rank, the same arithmetic runs at the end of each backward.
+bucket begins at the end of the backward. Earlier, waiting for the first one would block the backward, and other ranks
+may wait for later collectives of this backward. With one rank, the same arithmetic runs at the end of each backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CompressionStates:
         self._compressors: WeakKeyDictionary[nn.Module, PowerSGDCompressor] = WeakKeyDictionary()
 
     def create(self, compression: Compression, model: nn.Module, communicator: Communicator) -> Compressor:
-        """Return a compressor for the gradients of `model`, the user's module, and forget an earlier one."""
+        """Return a compressor for the gradients of `model`, the user's module. It replaces an earlier one."""
         self._compressors.pop(model, None)
         setting = read_compression(compression)
         if not isinstance(setting, PowerSGD):
@@ -57,7 +57,8 @@ class CompressionStates:
 
 
 class _BucketInFlight(NamedTuple):
-    """A bucket whose first collective has begun. `waits` begins each further collective and yields its wait."""
+    """A bucket whose first collective has begun. The generator `waits` begins each further collective and yields a
+    function that waits for it."""
 
     buffer: Tensor
     waits: Iterator[Wait]
@@ -72,7 +73,7 @@ def compress_buckets(model: DistributedDataParallel, compressor: Compressor, red
 
 
 class _BucketCompression:
-    """The buckets of the running backward, from the first one that is ready to the end of the backward."""
+    """The buckets of the current backward, from the first one that is ready until the end of the backward."""
 
     def __init__(self, compressor: Compressor, model: DistributedDataParallel, reducer_group: ReducerGroup) -> None:
         self._compressor, self._size = compressor, dist.get_world_size()
@@ -81,7 +82,7 @@ class _BucketCompression:
         self._in_flight: list[tuple[_BucketInFlight, Wait]] = []
         self._scratch: dict[int, Tensor] = {}
 
-    @torch.no_grad()  # also in a backward that builds a graph
+    @torch.no_grad()  # also in a backward with create_graph=True
     def begin(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to reduce `bucket`. Its future is complete at the end of the backward."""
         if bucket.index() == 0:  # an exception may have ended the previous backward before its last bucket
@@ -128,13 +129,13 @@ class _BucketCompression:
         # A bucket has one dtype, and complex gradients are never compressed by PowerSGD. DDP passes a complex bucket as
         # real numbers, and `bucket.gradients()` returns only half of them.
         if self._compressor.is_starting or parameters[0].is_complex():
-            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._begin_sum)  # without copies
+            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._begin_sum)  # without copying
         return self._compressor.reduce(parameters, bucket.gradients(), self._begin_sum)
 
     def _scratch_for(self, index: int, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory to send a bucket from and to receive it in, [2, elements padded to a multiple of size].
+        """Return a send buffer and a receive buffer for a bucket, [2, elements padded to a multiple of size].
 
-        It is kept between backwards, because allocating it takes longer than the arithmetic.
+        They are kept between backwards, because allocating them takes longer than the arithmetic.
         """
         shape = (2, -(-buffer.numel() // self._size) * self._size)
         scratch = self._scratch.get(index)
@@ -145,8 +146,8 @@ class _BucketCompression:
     def _reduce_half(self, buffer: Tensor, scratch: Tensor) -> Iterator[Wait]:
         """Replace `buffer` by the sum over ranks of each rank's rounded values / size.
 
-        An all-to-all and an allgather transfer as many bytes as an allreduce. But an allreduce adds in half precision
-        and in an order that depends on the transport. Here each rank adds its slice in float32, in rank order.
+        An all-to-all and an allgather transfer as many bytes as an allreduce. An allreduce would add in half precision
+        and in an order that depends on the transport, whereas here each rank adds its slice in float32, in rank order.
         """
         group = self._process_group()
         own, received = scratch
@@ -186,7 +187,7 @@ class _BucketCompression:
 
 
 def _do_not_wait() -> None:
-    """The first wait of a bucket whose collectives begin at the end of the backward."""
+    """Do nothing: the first wait of a bucket whose collectives begin at the end of the backward."""
 
 
 def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gradients: Callable[[], bool]) -> None:
@@ -200,8 +201,8 @@ def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gra
     backward = last_reaching_backward = -1
 
     def compress() -> None:
-        # Numbers of backwards increase, so a backward inside this one has a larger number. A backward that reached no
-        # parameter belongs to torch.autograd.grad; gradients accumulated before it are not complete.
+        # Autograd numbers backwards in increasing order, so a nested backward has a larger number. A backward that
+        # reached no parameter was started by torch.autograd.grad; the gradients accumulated before it are not complete.
         if last_reaching_backward >= backward:
             _compress_gradients([parameter for parameter in parameters if parameter in reached], compressor)
             reached.clear()

@@ -1,9 +1,9 @@
-"""Gradients that are global when `backward` returns: DistributedDataParallel, corrected to satisfy the contract.
+"""DistributedDataParallel, corrected to satisfy the contract: gradients are reduced over ranks when `backward` returns.
 
 DDP sorts gradients into buckets and reduces them while the backward runs, on any process group. This module adds:
 errors on every rank that name the parameters, for models that differ between ranks and for unused parameters; the
-reduction of a second backward through a retained graph, which DDP leaves local, so that replicas diverge; an error for
-an optimizer step on gradients that were not reduced; parameters that are frozen and unfrozen during training.
+reduction of a second backward through a retained graph, which DDP does not reduce, so that replicas diverge; an error
+for an optimizer step on gradients that were not reduced; parameters that are frozen and unfrozen during training.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class _PendingForwards:
     """Forwards with gradients that no backward has followed yet, and the number of the last backward.
 
     `prepared` counts the forwards in which DDP has prepared its reducer for a backward: those outside `no_sync`, except
-    if DDP needs the output tensors and does not find them. A separate object, because setting an attribute of a module
-    takes microseconds.
+    if DDP needs the output tensors and does not find them. This is a separate object, because setting an attribute of a
+    module takes microseconds.
     """
 
     forwards: int = 0
@@ -67,7 +67,8 @@ class _PendingForwards:
 
 
 class GlobalGradients(ReducerDDP):
-    """The module that `distributed_model` returns: DDP that satisfies the contract. `module` is the user's model.
+    """The module that `distributed_model` returns: DDP with corrections that satisfy the contract. `module` is the
+    user's model.
 
     The reducer communicates in `reducer_group`, which uses `group`, or the default group if that is None. `buffers` are
     shared before those forwards in which DDP would broadcast them.
@@ -112,7 +113,8 @@ class GlobalGradients(ReducerDDP):
         self._rendezvous, self._key, self._freeze_changes = rendezvous, f"model/{_models_wrapped}", 0
         self._find_sharing_models()
         if not find_unused_parameters:
-            # Over the store, because collectives of this backward are in flight on ranks that wait for a gradient.
+            # The exchange uses the store, because on ranks that wait for a gradient, collectives of this backward are
+            # in flight.
             check_first_backward(
                 self,
                 model,
@@ -121,7 +123,8 @@ class GlobalGradients(ReducerDDP):
             )
 
     def leave_group(self) -> None:
-        """Release the process group. From then on, calling this calls the user's model, and gradients stay local."""
+        """Release the process group. From then on, calling this module calls the user's model, and gradients are not
+        reduced."""
         if not self._has_left:
             self._has_left = True
             self._local.stop()
@@ -158,10 +161,10 @@ class GlobalGradients(ReducerDDP):
         return output
 
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError unless the gradients of all parameters of `optimizer` are global.
+        """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced.
 
-        Also raise the ModelError with which another rank has failed, such as that of this check, so that no rank
-        steps. Nothing is communicated.
+        Also raise the ModelError with which another rank has failed, for example in this check, so that no rank steps.
+        Nothing is communicated.
         """
         if not self._has_left:
             self._gradient_group.check_other_ranks()
@@ -220,8 +223,9 @@ class GlobalGradients(ReducerDDP):
     def _follow_freezing(self, requires_grad: list[bool]) -> None:
         """Reduce only the gradients of parameters that require them from now on.
 
-        DDP knows the parameters that required gradients at its construction. It would leave the gradients of others
-        local, and wait for those of frozen ones. All ranks call it; raises ModelError on all if they differ.
+        DDP only reduces the parameters that required gradients when it was constructed. It would not reduce the
+        gradients of parameters that were unfrozen later, and would wait for those of frozen parameters. All ranks call
+        it. Raises ModelError on all ranks if their frozen parameters differ.
         """
         if self.find_unused_parameters and not any(
             now and not before for now, before in zip(requires_grad, self._requires_grad, strict=True)
@@ -248,8 +252,8 @@ class GlobalGradients(ReducerDDP):
         """Mark the parameters with local gradients as used in a new reducer.
 
         The reducer records which parameters backwards inside `no_sync` use, and does not reduce gradients that no rank
-        has used. A new reducer lacks this record, and only a backward can write it: this one adds zeros to the local
-        gradients, without calling the user's hooks.
+        has used. A new reducer lacks this record, and only a backward can write it. This function therefore runs a
+        backward that adds zeros to the local gradients, without calling the user's hooks.
         """
         for parameter in self._local.with_local_gradients():
             if parameter.requires_grad and parameter.grad is not None:
@@ -257,11 +261,12 @@ class GlobalGradients(ReducerDDP):
                     torch.autograd.backward([parameter], [torch.zeros_like(parameter.grad)])
 
     def _prepare_backward(self, forward: CountedForward, gradient: Tensor) -> None:
-        """Prepare the reducer for the running backward if DDP has not. Called at each output that a backward reaches.
+        """Prepare the reducer for the running backward if DDP has not. It is called at each output that a backward
+        reaches.
 
-        DDP prepares it in a forward outside `no_sync`, for one backward that uses the parameters of that forward. But a
-        retained graph runs another backward without a forward, several forwards may share one backward, and a backward
-        outside `no_sync` may follow a forward inside it.
+        DDP prepares the reducer in a forward outside `no_sync`, for one backward that uses the parameters of that
+        forward. However, a retained graph allows another backward without a forward, several forwards may share one
+        backward, and a backward outside `no_sync` may follow a forward inside it.
         """
         forward.mark_used()
         pending, backward = self._pending, current_backward()
@@ -286,7 +291,8 @@ class GlobalGradients(ReducerDDP):
         return [parameter for parameter in self._all_parameters if parameter.requires_grad]
 
     def _reached_parameters(self) -> list[Tensor]:
-        """Return a view of each parameter that the running backward reaches. Empty for torch.autograd.grad."""
+        """Return a view of each parameter that the current backward reaches. The list is empty for
+        torch.autograd.grad."""
         try:
             with torch.enable_grad():
                 return [
@@ -299,7 +305,7 @@ class GlobalGradients(ReducerDDP):
 
 
 def read_bucket_settings() -> dict[str, Any]:
-    """Return DDP's bucket settings from the environment, which change speed, and results by rounding only."""
+    """Return DDP's bucket settings from the environment. They change the speed; results change by rounding only."""
     settings: dict[str, Any] = {"gradient_as_bucket_view": environment.setting(BUCKET_VIEW.variable) != "0"}
     text = environment.setting(BUCKETS.variable)
     if text is None:

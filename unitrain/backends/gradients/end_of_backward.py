@@ -1,6 +1,6 @@
 """The steps at the end of a backward, in one fixed order, and the tensors from which a backward can start.
 
-Autograd calls the callbacks that were queued during a backward when its graph is done, in the order in which they were
+At the end of a backward, autograd calls the callbacks that were queued during it, in the order in which they were
 queued. That order depends on which hook happens to run first. `end_of_backward` therefore queues one callback per
 backward, which runs all steps in the order of `Step`.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from unitrain.torch_compat import current_backward, queue_backward_callback
 
-_MAX_INSPECTED_OBJECTS = 100  # an output may refer to all objects of a program
+_MAX_INSPECTED_OBJECTS = 100  # an output may hold references to many other objects of the program
 _OPAQUE_TYPES = (
     str, bytes, int, float, complex, type(None), type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType,
     MethodType,
@@ -30,17 +30,17 @@ class Step(IntEnum):
     """The steps at the end of a backward. A lower number runs first; functions of one step run in order of addition.
 
     FIND_UNUSED_PARAMETERS: in the first backward, exchange the names of unused parameters, and reduce zeros for them.
-        Other ranks wait for these gradients, so no bucket completes before.
+        Other ranks wait for these gradients, so no bucket can complete before this step.
     REDUCE_BUCKETS: begin deferred allreduces, and wait for the first collective of every bucket.
     COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
-    COMPLETE_TRANSPORT: complete the works of process groups written in Python, and raise their errors. DDP waits for
-        them in C++, where an error has no type.
-    MARK_GLOBAL: mark the gradients as global, so that an optimizer accepts them.
+    COMPLETE_TRANSPORT: complete the works of process groups that are written in Python, and raise their errors. If
+        DDP's C++ code waited for them first, their errors would lose their type.
+    MARK_GLOBAL: mark the gradients as reduced, so that an optimizer accepts them.
 
-    Now DDP copies the reduced buckets into gradients, if they are not views of the buckets.
+    After this step, DDP copies the reduced buckets into the gradients, unless the gradients are views of the buckets.
 
-    RAISE_ERRORS: raise ModelError for unused parameters. It is last because other ranks need this rank's part in all
-        previous steps.
+    RAISE_ERRORS: raise ModelError for unused parameters. It is last because other ranks depend on this rank in all
+    previous steps.
     """
 
     FIND_UNUSED_PARAMETERS = 1
@@ -52,9 +52,9 @@ class Step(IntEnum):
 
 
 class EndOfBackward:
-    """Runs the steps at the end of each backward. No other object of a backend queues callbacks with autograd.
+    """Runs the steps at the end of each backward.
 
-    A backward that runs inside another one has a sequence of steps by itself.
+    No other object of a backend queues callbacks with autograd. A nested backward has a separate sequence of steps.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class EndOfBackward:
         self._sequences: WeakValueDictionary[int, _Sequence] = WeakValueDictionary()
 
     def add(self, step: Step, function: Callable[[], None]) -> None:
-        """Call `function` in `step` at the end of the running backward, or of the one whose last steps are running.
+        """Call `function` in `step` at the end of the current backward, which may already be executing these steps.
 
         The first call in a backward must precede the last bucket, after which DDP queues its callback.
         """

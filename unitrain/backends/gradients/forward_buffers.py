@@ -12,7 +12,7 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.torch_compat import BatchNormBase, InstanceNormBase, buffers_by_name, disable_compile, tensor_version
 
-# Written buffers are searched at forwards 1, 2, 4, 8 and so on, and then once per this number of forwards.
+# Forwards 1, 2, 4, 8 and so on search for written buffers, and later forwards once per this number.
 _MAX_SEARCH_INTERVAL = 1024
 
 
@@ -20,10 +20,10 @@ class ForwardBuffers:
     """Keeps the buffers that a training forward reads equal to rank 0's, like DDP with broadcast_buffers=True.
 
     Running statistics of torch's normalization layers are not read in training mode. They differ between ranks while
-    their layer trains, and become rank 0's when the layer changes to eval mode. All other buffers become rank 0's at
-    the first `share`. Afterwards, each call broadcasts the buffers that a forward on any rank has written. The ranks
-    determine these in a few calls, the same on every rank. Buffers that are never written cost no communication in the
-    other calls.
+    their layer is in training mode, and are set to rank 0's when the layer changes to eval mode. All other buffers are
+    set to rank 0's at the first `share`. Afterwards, each call broadcasts the buffers that a forward on any rank has
+    written. The ranks determine these buffers in a few of the calls, which are the same on every rank. Buffers that are
+    never written cost no communication in the other calls.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
@@ -81,7 +81,7 @@ class ForwardBuffers:
         return [buffer for module in changed for buffer in buffers_by_name(module).values() if buffer is not None]
 
     def _find_written(self) -> None:
-        """Share from now on also the buffers that any rank has written. All ranks call it."""
+        """From now on, also share the buffers that any rank has written. All ranks call it."""
         is_written = [
             initial is not buffer or version != initial_version
             for (initial, initial_version), (buffer, version) in zip(self._initial, self._versions(), strict=True)
@@ -91,7 +91,7 @@ class ForwardBuffers:
         self._written = [index for index, written in enumerate(on_any_rank) if written or index in self._written]
 
     def _buffers(self, indices: Sequence[int]) -> list[Tensor | None]:
-        # Read each time, because a forward may assign another tensor.
+        # The buffer is read each time, because a forward may assign another tensor.
         return [buffers[name] for buffers, name in (self._slots[index] for index in indices)]
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:

@@ -17,12 +17,12 @@ _MAX_SHOWN = 5
 class LocalGradients:
     """The set of parameters of `model` whose `.grad` contains values that no reduction over ranks has included.
 
-    A hook on each parameter records every backward that adds to its gradient, for any caller of the forward and any
-    container of its output. `mark_global` empties the set.
+    A hook on each parameter records every backward that adds to its gradient, independent of how the forward is called
+    and of the type of its output. `mark_global` empties the set.
 
-    Without a reducer, as on a single rank, pass `accumulates`, which returns during a backward whether it runs inside
-    `no_sync`. Any other backward makes all gradients global. The hooks are registered at the first `no_sync`, by
-    `track`, because no gradient is local before.
+    Without a reducer, as on a single rank, pass `accumulates`, a function that returns, during a backward, whether it
+    runs inside `no_sync`. A backward outside `no_sync` makes all gradients global. The hooks are registered at the
+    first `no_sync`, by `track`, because no gradient is local before.
     """
 
     _instances: ClassVar[WeakSet[LocalGradients]] = WeakSet()
@@ -58,7 +58,7 @@ class LocalGradients:
             ]
 
     def set_reduced_parameters(self, trained: Iterable[Tensor]) -> None:
-        """Let `mark_global` apply to the parameters in `trained` only, which the reducer reduces."""
+        """Restrict `mark_global` to the parameters in `trained`, whose gradients the reducer reduces."""
         self._not_reduced = frozenset(self._names.keys() - set(map(id, trained)))
 
     def mark_global(self) -> None:
@@ -74,7 +74,7 @@ class LocalGradients:
             other._local -= self._names.keys() - self._not_reduced
 
     def with_local_gradients(self) -> list[Tensor]:
-        """Return the parameters with local values in `.grad`. `.grad` may have been set to None since."""
+        """Return the parameters with local values in `.grad`. `.grad` may have been set to None in the meantime."""
         return [parameter for parameter in self._parameters if id(parameter) in self._local]
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ class LocalGradients:
 
     def _check_local_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-        # A gradient that was set to None or zero since contains no local values.
+        # A gradient that was set to None or zero in the meantime contains no local values.
         names = [
             self._names[key]
             for key in self._names

@@ -1,9 +1,9 @@
 """PowerSGD as `compression_setting.PowerSGD` defines it, and its state between steps.
 
-torch provides a comm hook for PowerSGD too. It stores its state by bucket, so a run cannot resume with another number
-of ranks. It begins collectives in callbacks, whose order may differ between ranks, so it fails over Gloo with more than
-one bucket. An overflow stays in its error feedback. Here the state belongs to parameters, and the caller begins and
-awaits the collectives, in the same order on every rank.
+torch also provides a comm hook for PowerSGD. That hook stores its state by bucket, so a run cannot resume with another
+number of ranks. It begins collectives in callbacks, whose order may differ between ranks, so it fails over Gloo with
+more than one bucket. An overflow remains in its error feedback. Here the state is stored by parameter, and the caller
+begins and awaits the collectives, in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Matrix(NamedTuple):
 
     name: str
     gradient: Tensor
-    remainder: Tensor  # M; the approximation is subtracted later, which leaves the error e
+    remainder: Tensor  # M; the approximation is subtracted later, and the difference is the error e
     basis: Tensor  # the orthonormal Q
     is_used: Tensor  # 1 if the gradient has an element other than zero, else 0
 
@@ -61,7 +61,7 @@ class PowerSGDCompressor(CompressionState):
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._shapes = {name: _matrix_shape(p) for p, name in self._names.items() if self._is_compressed(p)}
         self._indices = {name: index for index, name in enumerate(self._names.values())}
-        # DDP also multiplies by the inverse. A division by 3 rounds differently.
+        # Multiply by the inverse, as DDP does. A division, for example by 3, would round differently.
         self._inverse_size = 1 / communicator.size
         self._reductions = 0
         self._errors: dict[str, Tensor] = {}
@@ -72,11 +72,11 @@ class PowerSGDCompressor(CompressionState):
 
     @property
     def is_starting(self) -> bool:
-        """Whether the next reduction is before `start_step`, so that it sends uncompressed gradients."""
+        """Whether the next reduction precedes `start_step`, so that its gradients are not compressed."""
         return self._reductions < self._settings.start_step
 
     def discard_unfinished(self) -> None:
-        """Discard a reduction that an exception has ended."""
+        """Discard a reduction that was interrupted by an exception."""
         self._new_states: list[_NewState] = []
         self._finite: list[Tensor] = []
         self._scale: Tensor | None = None
@@ -85,8 +85,8 @@ class PowerSGDCompressor(CompressionState):
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], begin_sum: BeginSum) -> Iterator[Wait]:
         """Replace `gradients`, of one dtype, by the compressed mean over ranks.
 
-        Yields a wait for each sum that it begins; the caller calls it before it requests the next one. After all
-        gradients of a backward, the caller calls `finish`.
+        For each sum that it begins, it yields a function that waits for the sum, which the caller calls before it
+        requests the next one. After all gradients of a backward, the caller calls `finish`.
         """
         matrices: list[_Matrix] = []
         uncompressed: list[Tensor] = []
@@ -121,7 +121,7 @@ class PowerSGDCompressor(CompressionState):
             self._set_gradient(matrix, bases[number], queries[number].T, finite[number], used[number])
 
     def finish(self) -> None:
-        """Apply the new state of all matrices, unless any gradient of the backward was inf or nan."""
+        """Apply the new state of all matrices, unless a gradient of the backward was inf or nan."""
         finite = torch.stack(self._finite).all() if self._new_states else torch.tensor(True)
         for name, error, query, is_used in self._new_states:
             if self._settings.error_feedback:
@@ -154,14 +154,15 @@ class PowerSGDCompressor(CompressionState):
             of_all_ranks = self._communicator.allgather(own) if gathers else self._communicator.allreduce(own)
             if self._communicator.rank == 0:
                 errors[name] = of_all_ranks.cpu()
-        # Copies, because queries are views of a buffer.
+        # The queries are copied, because they are views of a buffer.
         queries = {
             name: query.clone(memory_format=torch.contiguous_format).cpu() for name, query in self._queries.items()
         }
         return {"steps": self._reductions, "errors": errors, "queries": queries}
 
     def _gathers_errors(self) -> bool:
-        """Return whether the state holds the error of every rank. Otherwise it holds their mean; warn on rank 0."""
+        """Return whether the state contains the errors of all ranks. Otherwise it contains their mean, and rank 0 logs
+        a warning."""
         total = self._communicator.size * sum(error.nbytes for error in self._errors.values())
         if total <= self.max_gathered_bytes:
             return True
@@ -192,13 +193,13 @@ class PowerSGDCompressor(CompressionState):
                 load(name, communicator.broadcast(own.to(communicator.device)))
 
     def _load_error(self, name: str, of_all_ranks: Tensor) -> None:
-        """Take this rank's error. The error of a matrix that is not compressed any more is dropped."""
+        """Load this rank's error. The error of a matrix that is not compressed any more is discarded."""
         if self._settings.error_feedback and name in self._shapes:
             same_size = len(of_all_ranks) == self._communicator.size
             self._errors[name] = of_all_ranks[self._communicator.rank].clone() if same_size else of_all_ranks.mean(0)
 
     def _load_query(self, name: str, query: Tensor) -> None:
-        """Take Q, unless this run approximates by another rank, which needs a new Q."""
+        """Load Q, unless this run uses another rank of the approximation, which requires a new Q."""
         shape = self._shapes.get(name)
         if self._settings.warm_start and shape is not None and list(query.shape) == [shape[1], self._rank(shape)]:
             self._queries[name] = query
@@ -219,8 +220,8 @@ class PowerSGDCompressor(CompressionState):
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         if not self._is_scale_known:
             self._scale, self._is_scale_known = self.loss_scale(), True
-        # A separate tensor: in a resumed run the gradient may have another alignment in its bucket, and then the matrix
-        # product may add in another order.
+        # M is a separate tensor: in a resumed run, the gradient may have another alignment in its bucket, and the
+        # matrix product may then add in another order.
         remainder = self._scratch.pop(name, None)
         if remainder is None:
             remainder = torch.empty(shape, dtype=dtype, device=gradient.device)
@@ -237,9 +238,9 @@ class PowerSGDCompressor(CompressionState):
         return _Matrix(name, gradient, remainder, _orthonormal(query), (least.ne(0) | most.ne(0)).to(dtype))
 
     def _fill_columns(self, name: str, query: Tensor) -> Tensor:
-        """Return Q with a random column for each column that is rounding noise, as after a gradient of lower rank.
+        """Return Q with a random column instead of each column that is rounding noise, as for a gradient of lower rank.
 
-        Otherwise the next approximation would depend on noise, which differs between numbers of ranks.
+        Otherwise the next approximation would depend on this noise, which depends on the number of ranks.
         """
         lengths = torch.linalg.vector_norm(query, dim=0)
         is_noise = lengths <= _ROUNDING_EPSILONS * torch.finfo(query.dtype).eps * lengths.max()
@@ -271,7 +272,8 @@ class PowerSGDCompressor(CompressionState):
         """Write P Q^T to the gradient, and add the new state of the matrix."""
         name, gradient, remainder, _, _ = matrix
         finite = finite & query.isfinite().all()
-        # A gradient of zeros does not send the error: no optimizer applies it if no rank used the parameter.
+        # If the gradient is zero, the error is not sent, because no optimizer would apply it if no rank used the
+        # parameter.
         base = torch.where(is_used, base, 0)
         remainder.addmm_(base, query.T, alpha=-1)
         if self._scale is not None:

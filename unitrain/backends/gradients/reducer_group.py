@@ -1,7 +1,7 @@
 """The process group in which DDP's reducer communicates. It raises a descriptive error if a backward times out.
 
-DDP waits for its buckets in C++, where a timeout is a bare RuntimeError, or the end of the process with NCCL. This
-group waits for them first, at the end of the backward.
+DDP waits for its buckets in C++, where a timeout raises a plain RuntimeError, or with NCCL ends the process. This group
+waits for the buckets first, at the end of the backward.
 """
 
 # torch's stubs declare each collective by several overloads with other argument names; torch passes them by position.
@@ -26,14 +26,14 @@ from unitrain.torch_compat import Work, current_backward
 
 
 class ReducerGroup(dist.ProcessGroup):
-    """`group`, with a wait at the end of each backward that raises CollectiveTimeoutError after the timeout.
+    """Wraps `group`, and waits at the end of each backward. The wait raises CollectiveTimeoutError after the timeout.
 
     Args:
         check_bucket: called with every bucket before its collective, or None.
-        on_stream: a GPU stream waits for the collectives instead of the host, as with NCCL. The watchdog then checks
-            that they complete, and otherwise ends the process.
-        deferred: begin the allreduces of a backward at its end. Two NCCL communicators can deadlock if ranks use them
-            in different orders, and collectives inside a backward use another communicator than this group.
+        on_stream: whether a GPU stream waits for the collectives instead of the host, as with NCCL. The watchdog then
+            checks that they complete, and otherwise ends the process.
+        deferred: whether the allreduces of a backward begin at its end. Two NCCL communicators can deadlock if ranks
+            use them in different orders, and collectives inside a backward use another communicator than this group.
 
     `on_reduced` is called at the end of each backward that reduces gradients.
     """
@@ -71,7 +71,7 @@ class ReducerGroup(dist.ProcessGroup):
         """Prepare a collective, of any kind, of `bucket`."""
         if self._is_new_backward:
             self._is_new_backward = False
-            self._works.clear()  # of an earlier backward that raised an exception
+            self._works.clear()  # left by an earlier backward that raised an exception
             self._deferred_works.clear()
             self._phase = GradientPhase("backward", self._backward_count)
             self._monitor.record(self._phase)
@@ -94,7 +94,7 @@ class ReducerGroup(dist.ProcessGroup):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Let the watchdog monitor the waits for gradients inside this context."""
+        """Context manager in which the watchdog monitors the waits for gradients."""
         deadline = self._monitor.set_deadline(_never, self._phase)
         try:
             yield
@@ -141,10 +141,10 @@ class ReducerGroup(dist.ProcessGroup):
 
     @torch.compiler.disable
     def _wait_for_buckets(self) -> None:
-        if self._counted_backwards != self._backward_count:  # otherwise a backward inside this one has counted it
+        if self._counted_backwards != self._backward_count:  # otherwise a nested backward has counted it
             self._counted_backwards = self._backward_count
             self.loop_counters.count_backward()
-        # As `watched`, without the cost of a context manager in every step.
+        # Like `watched`, without the cost of a context manager in every step.
         deadline = self._monitor.set_deadline(_never, self._phase)
         try:
             for late in self._deferred_works:

@@ -1,7 +1,7 @@
 """Report, on every rank, that a model has parameters that its loss does not use.
 
-Such a parameter makes other ranks wait for a gradient that this rank never computes, or its gradient stays local. Only
-the first backward is checked, because later ones usually use the same parameters, and the hooks cost time.
+With such a parameter, other ranks wait for a gradient that this rank never computes, or its gradient is not reduced.
+Only the first backward is checked, because later ones usually use the same parameters, and the hooks cost time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def check_first_backward(
     Args:
         wrapped: the module that the user calls.
         model: the module with the parameters.
-        exchange: returns every rank's argument, in rank order. It must work while collectives of the backward are in
-            flight.
+        exchange: returns every rank's argument, in rank order. It must be usable while collectives of the backward are
+            in flight.
         reduces_gradients: returns, during a backward, whether it reduces gradients. Other backwards are not checked.
 
-    A backward that reaches no parameter is not checked either: it computes gradients of the inputs, or of another
-    model in front of this one.
+    A backward that reaches no parameter is not checked either: it computes gradients of the inputs, or of a model whose
+    output is this model's input.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     last_used: dict[Tensor, int] = {}
@@ -48,9 +48,9 @@ def check_first_backward(
 
     def on_end_of_backward() -> None:
         nonlocal is_active
-        # Numbers of backwards increase, so a backward inside this one has a larger number.
+        # Autograd numbers backwards in increasing order, so a nested backward has a larger number.
         reached = [parameter for parameter in names if last_used.get(parameter, -1) >= checked_backward]
-        # The user may have frozen parameters since the registration.
+        # The user may have frozen parameters since the hooks were registered.
         unused = [p for p in names if p.requires_grad and last_used.get(p, -1) < checked_backward]
         if not is_active or not reached:
             return
