@@ -1,4 +1,4 @@
-"""The state of a training run besides model and optimizer, and its history on disk."""
+"""The state of a training run other than model and optimizer, and its history on disk."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Stateful(Protocol):
 
 
 class TrainingRun:
-    """State of a training run besides model and optimizer. All ranks call every method.
+    """State of a training run other than model and optimizer. All ranks call every method.
 
     It stores and restores `progress`, the random number generators and `parts` (other objects with a state) through the
     Checkpointer, and writes the history. `description` holds facts about the run for its history and loggers.

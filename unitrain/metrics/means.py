@@ -15,7 +15,8 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import TensorError
 
-# Limits the batches that are kept until they are summed: many make summing cheap, few save memory.
+# Maximum number of batches that are kept until they are summed: a large number makes summing cheap, a small number
+# saves memory.
 _MAX_PENDING_BATCHES = 100
 
 
@@ -36,8 +37,8 @@ class Means:
     def add(self, values: Iterable[Tensor | float], samples: int, *, is_owned: bool = False) -> None:
         """Add one batch: for each name the mean over the batch's `samples`, or a tensor [samples] of values.
 
-        Tensors are copied, because the caller may overwrite them, unless `is_owned`. A tensor of another shape raises a
-        TensorError, here or later.
+        Unless `is_owned`, tensors are copied, because the caller may overwrite them. A tensor of another shape raises a
+        TensorError, here or in a later call.
         """
         if samples:
             copies = [value if is_owned and isinstance(value, Tensor) else detached_copy(value) for value in values]
@@ -99,7 +100,7 @@ class Means:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state` on some rank."""
+        """Continue from the result of `state` on any rank."""
         self._sums = list(state["sums"].to(self._device).unbind())
         self._samples, self._tokens = state["samples"], state["tokens"].to(self._device)
         rows = [] if state["waiting"] is None else state["waiting"].to(self._device).unbind()
@@ -125,8 +126,8 @@ class Means:
         return dict(zip(self.names, means, strict=True))
 
     def _sum_pending(self) -> tuple[list[Tensor], int]:
-        # Nearly all batches have the same size, so a hundred of them take one stack, one sum and one addition, instead
-        # of an addition per batch, and no count is copied to the device.
+        # Nearly all batches have the same size. A hundred of them are therefore summed by one stack, one sum and one
+        # addition, instead of an addition per batch, and no count is copied to the device.
         sums, counted = self._sums, self._samples
         for samples, batches in groupby(self._pending, key=itemgetter(0)):
             rows = [values for _, values in batches]
@@ -200,7 +201,7 @@ def detached_copy(value: Tensor | float) -> Tensor:
 
 
 def _sum(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:
-    """Return the sum over all samples of several batches of `samples` each, float64."""
+    """Return the sum over all samples of several batches with `samples` samples each, float64."""
     shape = values[0].shape
     if shape not in ((), (samples,)):
         raise TensorError(

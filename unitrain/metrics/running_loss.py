@@ -33,12 +33,12 @@ class RunningLoss:
         """Record the mean `loss` of this rank's `samples` in one micro-batch, or the sum of the losses of `count`
         tokens.
 
-        It is included from `finish_step` on. It does not wait for the device.
+        `finish_step` includes it in the means. This method does not wait for the device.
         """
         self._step_losses.append((detached_copy(loss), samples, count))
 
     def finish_step(self) -> None:
-        """Include the micro-batches since the last step."""
+        """Include the micro-batches since the last completed step."""
         for loss, samples, count in self._step_losses:
             self._means.add_loss(loss, samples, count, is_owned=True)
         self._step_losses.clear()
@@ -112,7 +112,7 @@ def _mean(total: float, count: float) -> float:
 
 
 def _not_finite(mean: float, epoch: int, step: int, ranks: Sequence[Sequence[float]]) -> NonFiniteLossError:
-    """Return the error that names the ranks whose sum, the first number of each, is not finite."""
+    """Return the error that names the ranks whose sum is not finite. The sum is the first number of each rank."""
     failed_ranks = [rank for rank, (total, _) in enumerate(ranks) if not math.isfinite(total)]
     where = ""
     if failed_ranks and len(ranks) > 1:  # the sum of finite values can be infinite

@@ -28,8 +28,8 @@ _States = dict[str, _State]
 
 
 class _Reducible(NamedTuple):
-    """A tensor state that an allreduce can merge: index of the metric, path of the inner metric, and name of the
-    state."""
+    """A tensor state that an allreduce can merge, identified by the index of the metric, the path of the inner metric,
+    and the name of the state."""
 
     metric: int
     path: str
@@ -89,7 +89,8 @@ class TorchMetrics:
         """Return the results of each metric by name, and reset the metrics. All ranks call it."""
         communicator = self._communicator
         rank = communicator.rank if self._is_updated else communicator.size
-        # The lowest rank with samples computes: some metrics keep properties of the samples outside their state.
+        # The lowest rank with samples computes the result, because some metrics keep properties of the samples outside
+        # their state.
         root = int(communicator.allreduce(torch.tensor(rank), "min"))
         if root == communicator.size:
             return {name: dict.fromkeys(names, float("nan")) for name, names in self.names.items()}
@@ -136,7 +137,7 @@ class TorchMetrics:
                 if kind == "mean":
                     found = found / max(updates, 1)
                 elif kind == "sum":
-                    # Every rank started from the default, a single metric would have done so once.
+                    # Every rank started from the default value, which a single metric includes only once.
                     found = found - (ranks - 1) * default.to(found)
                 _, values_by_name = merged[state_entry.metric].setdefault(state_entry.path, (updates, {}))
                 if updates:
@@ -213,9 +214,10 @@ def _contribution(value: Tensor, kind: str, updates: int) -> Tensor:
 
 @contextmanager
 def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced: _States) -> Iterator[None]:
-    """Inside it, `metric` has the merged state of all ranks and does not synchronize; afterwards its own state again.
+    """Context manager in which `metric` has the merged state of all ranks and does not synchronize. Its local state is
+    restored afterwards.
 
-    `reduced` are states that are merged already, `states_of_ranks` the other states of each rank.
+    `reduced` are the states that are already merged, and `states_of_ranks` the other states of each rank.
     """
     states_before = {path: (part, *_read_part(part)) for path, part in _find_metrics(metric).items()}
     try:
@@ -271,8 +273,8 @@ def _merge_moments(part: Any, states: Sequence[Mapping[str, Tensor]]) -> dict[st
 
 
 def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, default: Any) -> Any:
-    """Return the merge of one state over ranks, each with its number of updates, according to the `reduction` of
-    `add_state`.
+    """Return one state merged over ranks, according to the `reduction` of `add_state`. The states are passed with their
+    numbers of updates.
 
     Without a `reduction`, or with a custom one, tensors are stacked, as torchmetrics does; the metric handles the rest.
     """
@@ -292,7 +294,7 @@ def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, 
         return stacked
     wide = stacked.double() if stacked.is_floating_point() else stacked
     if reduction is functions.dim_zero_sum:
-        # Every rank started from the default, a single metric would have done so once.
+        # Every rank started from the default value, which a single metric includes only once.
         return (wide.sum(0) - (len(states) - 1) * default.to(wide)).to(stacked.dtype)
     if reduction is functions.dim_zero_mean:
         updates = torch.tensor([updates for updates, _ in values], dtype=torch.float64, device=stacked.device)
@@ -319,15 +321,15 @@ def _iterate_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _predict_result_names(name: str, metric: Any) -> Iterator[str]:
-    """Yield the names of the results, as far as a metric without updates shows them, before an epoch is trained."""
+    """Yield the names of the results before an epoch is trained, as far as a metric without updates provides them."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the warning that the metric was not updated
+            warnings.simplefilter("ignore")  # suppresses the warning that the metric was not updated
             fresh_copy = copy.deepcopy(metric)
             fresh_copy.reset()
             with _use_merged_states(fresh_copy, [], {}):
                 value = fresh_copy.compute()
-    except Exception:  # metrics that concatenate their inputs cannot compute without any
+    except Exception:  # metrics that concatenate their inputs cannot be computed without inputs
         yield name
     else:
         yield from (found for found, _ in _iterate_numbers(name, value))

@@ -1,4 +1,4 @@
-"""`unitrain report`: an HTML page or a PNG about one run or several, from the history in their output folders.
+"""`unitrain report`: an HTML page or a PNG about one or several runs, from the history in their output folders.
 
 record         read the history of a run
 figures        compute numbers from the history: best results, speed, times per rank

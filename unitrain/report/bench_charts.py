@@ -140,7 +140,7 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
         }  # fmt: skip
         for title, figure in (("samples per second", samples_per_second), ("efficiency, %", _percent(result))):
             lines = [
-                # Every line starts at the measurement on one rank, which is shared by all backends.
+                # Every line begins at the measurement on one rank, which all backends share.
                 Line(name, [(row["ranks"], figure(row)) for row in rows if _is_on_line(row, name)], run)
                 for run, name in enumerate(names(result))
             ]
@@ -149,7 +149,8 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
 
 
 def _is_on_line(row: dict[str, Any], name: str) -> bool:
-    """Return whether a row belongs to the line of `name`: it has that name, or is on one rank with the same setting."""
+    """Return whether a row belongs to the line of `name`: it has that name, or was measured on one rank with the same
+    setting."""
     setting = name.partition(", ")[2] or None
     return name_of(row) == name or (row["ranks"] == 1 and row["setting"] == setting and row["backend"] == "local")
 

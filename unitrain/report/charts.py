@@ -66,7 +66,7 @@ Style = Literal["solid", "dashed", "faint"]
 
 @dataclass(frozen=True)
 class Line:
-    """The points of one run. A `faint` line has the values whose mean another line shows."""
+    """The points of one run. A `faint` line shows single values; another line shows their mean."""
 
     label: str
     points: Points
@@ -188,7 +188,7 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             # Markers show points between gaps, which a line would not show.
             options |= {"marker": "o", "markersize": 3.2 if len(values) <= 40 else 0.8}
             options["linestyle"] = (0, (4, 2)) if line.style == "dashed" else "-"
-            if not chart.legend:  # comparison of runs: wider lines below remain visible where values are equal
+            if not chart.legend:  # in a comparison of runs, wider lines below remain visible where values are equal
                 options["linewidth"] = 1.3 + 1.1 * (last_run - line.run)
         axes.plot(x, values, **options)
     if chart.logarithmic:

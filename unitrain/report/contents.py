@@ -12,7 +12,7 @@ from unitrain.report.record import Record
 _MAX_RANKS = 24
 # If the ratio of the highest to the lowest loss exceeds this, the axis is logarithmic.
 _LOGARITHMIC_RATIO = 30
-# By prefix of a result: label and color.
+# Label and color by prefix of a result.
 _DATASETS = {"train": ("training", 0), "val": ("validation", 1), "": ("", 2)}
 
 
@@ -78,7 +78,7 @@ def time_charts(records: Sequence[Record]) -> list[TimeChart]:
 
 
 def shown_ranks(times: figures.RankTimes) -> list[int]:
-    """Return the ranks to show: all, or, if there are many, those with the most work."""
+    """Return the ranks to show: all ranks, or those with the most work if there are many."""
     work = times.work_seconds()
     return sorted(sorted(range(times.size), key=lambda rank: -work[rank])[:_MAX_RANKS])
 

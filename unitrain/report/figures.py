@@ -70,7 +70,7 @@ def metrics(records: list[Record]) -> list[str]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return ("train" or "val", metric) for the name of a result, or ("", name)."""
+    """Return ("train" or "val", metric) for the name of a result, or ("", name) for a name without such a prefix."""
     part, _, metric = name.partition("_")
     return (part, metric) if part in ("train", "val") and metric else ("", name)
 
@@ -109,7 +109,7 @@ def best(record: Record, name: str, mode: str = "min") -> Best | None:
 
 
 def monitored_result(record: Record) -> tuple[str, str]:
-    """Return the result that determines the best epoch (`keep_best`, else the loss), and "min" or "max"."""
+    """Return the result that determines the best epoch (`keep_best`, by default the loss), and "min" or "max"."""
     config, names = record.start.get("config", {}), result_names(record)
     if config.get("keep_best") in names:
         return config["keep_best"], config.get("keep_best_mode", "min")
@@ -124,7 +124,8 @@ def samples_per_second(record: Record) -> float | None:
 
 
 def rank_times(record: Record) -> RankTimes | None:
-    """Return the times of each rank, over the epochs with the final number of ranks, or None if none are recorded."""
+    """Return the times of each rank, over the epochs with the final number of ranks, or None if no times are
+    recorded."""
     rows = [row for row in record.epochs if row.get("compute_seconds")]
     if not rows:
         return None

@@ -14,7 +14,7 @@ from unitrain.report.charts import COLORS, RUNS, to_svg
 from unitrain.report.contents import result_charts, shown_ranks, time_charts
 from unitrain.report.record import Record
 
-# Larger shares of the training time are mentioned.
+# The report mentions parts with a larger share of the training time.
 _MAX_DATA_SHARE, _MAX_WAIT_SHARE = 0.15, 0.15
 _MAX_NAMED_RANKS = 4
 
@@ -111,7 +111,8 @@ def _run(record: Record, run: int) -> dict[str, Any]:
 
 
 def _compare(headlines: list[list[Figure]]) -> list[tuple[str, str, list[Figure | None]]]:
-    """Return (name, note, figure of each run or None) rows. A note that all runs share is moved to the row."""
+    """Return rows of (name, note, figure of each run or None). A note that is the same for all runs is moved to the
+    row."""
     rows = []
     for name in dict.fromkeys(figure.name for figures_of_run in headlines for figure in figures_of_run):
         row = [next((figure for figure in one if figure.name == name), None) for one in headlines]

@@ -1,4 +1,4 @@
-"""Read the history of a run from its output folder, also while the run continues, and write the report on it."""
+"""Read the history of a run from its output folder, which is possible during the run, and write the report on it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _read_record(folder: Path, name: str) -> Record:
         )
     written = max(path.stat().st_mtime for path in present)
     starts, epochs, steps = (_read_rows(path) if path in present else [] for path in paths)
-    # A start without any step is followed by another start from the same step.
+    # A start without steps is omitted: the next start is from the same step.
     starts = [start for start, after in pairwise(starts) if after["step"] > start["step"]] + starts[-1:]
     return Record(name, starts, epochs, steps, datetime.fromtimestamp(written, UTC))
 
@@ -91,7 +91,8 @@ def _read_record(folder: Path, name: str) -> Record:
 def _read_rows(path: Path) -> list[Row]:
     rows = []
     *lines, _unfinished = path.read_text(errors="replace").split("\n")
-    # Text after the last line end is still being written, or was when the run was killed.
+    # Text after the last line end belongs to a line that is still being written, or that was incomplete when the run
+    # was killed.
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)

@@ -54,7 +54,7 @@ def run_command(
 
     After `limit_seconds` the command is terminated, and its ranks print their stacks. In any case this function
     terminates every process that the command started: its process group, and every process whose environment has the
-    variable `marker` with the same value, because launchers start ranks in process groups of their own.
+    variable `marker` with the same value, because launchers start ranks in separate process groups.
     """
     started = time.monotonic()
     tag = f"{marker}={environment[marker]}".encode()

@@ -6,7 +6,8 @@ work           operations in flight, and their completion
 tensors        tensors and reductions in the forms that Horovod accepts
 runtime        starting Horovod under any launcher
 
-`register_process_group` is for users of torch.distributed without a unitrain backend. It imports Horovod when called.
+`register_process_group` serves users of torch.distributed who do not use a unitrain backend. It imports Horovod when it
+is called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The backend `horovod`: the code of the ddp backend, on Horovod's process group."""
+"""The backend `horovod`: the same collectives and distributed models as in the ddp backend, over Horovod's process
+group."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class HorovodBackend(ProcessGroupBackend):
             return super().allreduce(tensor, op)
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         # Horovod runs an operation only when all ranks have begun it under the same name, which contains the operation,
-        # dtype and size. So it may begin before the consistency check, and hides the time of the check.
+        # dtype and size. The operation may therefore begin before the consistency check and overlap with it.
         work: Any = default_process_group().allreduce([result])
         try:
             self._check_consistency("allreduce", tensor, op=op)
@@ -87,9 +88,10 @@ class HorovodBackend(ProcessGroupBackend):
         return self._finish_reduction(result, tensor.dtype, op)
 
     def _can_overlap_check(self, tensor: Any, op: str) -> bool:
-        """Return whether the arguments of an allreduce are valid, and the tensor is too large for the check to carry.
+        """Return whether the arguments of an allreduce are valid, and the tensor is too large to be transferred by the
+        check.
 
-        Then all ranks whose calls match return the same.
+        All ranks whose arguments match return the same value.
         """
         return (
             isinstance(tensor, Tensor)
@@ -115,8 +117,8 @@ class HorovodBackend(ProcessGroupBackend):
 def _control_group(rendezvous: Rendezvous, timeout: timedelta) -> dist.ProcessGroup | None:
     """Return a Gloo group of all ranks for consistency checks, or None without Gloo. All ranks call it.
 
-    Horovod starts operations once per cycle, in the order of issue: it exchanges 1 KB in 1 ms, and takes longer while
-    gradients are being reduced.
+    Without this group, a check would wait for Horovod, which starts operations once per cycle, in the order of issue:
+    an exchange of 1 KB takes 1 ms, and longer while gradients are being reduced.
     """
     if not dist.is_gloo_available():
         return None

@@ -1,7 +1,7 @@
 """Horovod's collectives as a torch.distributed `ProcessGroup`, registered as the backend "horovod".
 
-Code for torch.distributed then runs on a Horovod or MPI cluster: DistributedDataParallel with its buckets and hooks,
-ZeroRedundancyOptimizer, Join, object collectives. It does not require a unitrain backend:
+Code that uses torch.distributed then runs on a Horovod or MPI cluster: DistributedDataParallel with its buckets and
+hooks, ZeroRedundancyOptimizer, Join, object collectives. It does not require a unitrain backend:
 
     unitrain.register_process_group()
     torch.distributed.init_process_group("horovod")
@@ -46,8 +46,9 @@ from unitrain.errors import UnsupportedError
 from unitrain.torch_compat import disable_compile
 
 NAME = "horovod"
-# Horovod negotiates a known name with the same shape by one bit, and any other by a message to rank 0 and back. Names
-# are therefore reused, in the same order on every rank. A name is not reused before its last operation has ended.
+# Horovod negotiates an operation with a known name and shape by one bit, and any other operation by a message to rank 0
+# and a response. Names are therefore reused, in the same order on every rank. A name is not reused before its previous
+# operation has ended.
 _NAMES_PER_SHAPE = 16
 GroupT = TypeVar("GroupT", bound=dist.ProcessGroup)
 _groups = 0
@@ -60,7 +61,7 @@ def register_process_group() -> None:
 
 
 def register_backend() -> None:
-    """Register the backend's name with torch.distributed only. Further calls do nothing."""
+    """Register the name of the backend with torch.distributed, and do nothing else. Further calls do nothing."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
@@ -78,7 +79,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Horo
 
 
 def _disable_compile_of_collectives(group: type[GroupT]) -> type[GroupT]:
-    """Keep torch.compile out of the collectives, which C++ code calls in the middle of compiled code."""
+    """Exclude the collectives from torch.compile, because C++ code calls them in the middle of compiled code."""
     for name, method in list(vars(group).items()):
         is_entry_point = not name.startswith("_") or name in ("_allgather_base", "_reduce_scatter_base")
         if callable(method) and is_entry_point:
@@ -108,7 +109,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        # The common case, without the general code, which takes 0.1 ms longer.
+        # A fast path for the common case: the general code takes 0.1 ms longer.
         if (
             tensor.dtype in (torch.float32, torch.float64)
             and op == dist.ReduceOp.SUM
@@ -253,7 +254,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     recv = recv_anysource = send
 
-    # Names since torch 2.14.
+    # Names of these methods since torch 2.14.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -280,7 +281,8 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return self._group_desc
 
     def start_new_names(self) -> None:
-        """Never use again the names of operations that not all ranks have begun. All ranks call it."""
+        """Use new names from now on, because some ranks have not begun operations under the current names. All ranks
+        call it."""
         self._generation += 1
         self._prefix = f"unitrain.{self._number}.{self._generation}"
         self._issued.clear()
@@ -294,7 +296,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
     # --- starting operations ---
 
     def _reduce(self, operation: str, source: Tensor, target: Tensor | None, op: Any, result: Any) -> list[HorovodWork]:
-        """Start to reduce `source` into `target`, which is None if this rank does not need the result."""
+        """Begin to reduce `source` into `target`, which is None if this rank does not need the result."""
         how = reduction(source.dtype, op)
         if how.combine is not None:
             return self._reduce_gathered(source, target, how.combine, result)
@@ -311,7 +313,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
                     if place.stop == len(values):
                         into.finish()
 
-            # Values that are not encoded may share the user's memory.
+            # Values that are not encoded may share memory with the user's tensor.
             allreduce = hvd.allreduce_async_ if in_place or how.encode is not None else hvd.allreduce_async
             works.append(
                 self._issue(
@@ -344,7 +346,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return self._gather_pieces(source, result, finish)
 
     def _reduce_scatter(self, output: Tensor, source: Tensor, op: Any, result: Any) -> list[HorovodWork]:
-        """Start to reduce `source`, which consists of `size` equal parts, and write this rank's part to `output`."""
+        """Begin to reduce `source`, which consists of `size` equal parts, and write this rank's part to `output`."""
         how, size, into = reduction(source.dtype, op), self.size(), Destination(output)
         parts = flatten_dense(source).view(size, -1) if source.numel() else source.new_empty(size, 0)
         if how.combine is not None:
@@ -355,7 +357,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
                 into.finish()
 
             return self._reduce_gathered(source, complete, how.combine, result, take_own)
-        scatters = how.op in (hvd.Sum, hvd.Average)  # Horovod supports reducescatter for these only
+        scatters = how.op in (hvd.Sum, hvd.Average)  # Horovod supports reducescatter for these operations only
         works = []
         for place in pieces(parts.shape[1], _encoded_bytes(source.dtype) * size):
             wide = how.encoded(parts[:, place].contiguous().view(-1))
@@ -379,7 +381,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return works
 
     def _gather(self, own: Tensor, outputs: list[Tensor] | Tensor, result: Any) -> list[HorovodWork]:
-        """Start to gather every rank's `own` into `outputs`: a tensor per rank, one tensor, or an empty list."""
+        """Begin to gather every rank's `own` into `outputs`: a tensor per rank, one tensor, or an empty list."""
         count = own.numel() * own.element_size()
         if isinstance(outputs, Tensor):
             targets = [Destination(outputs)]
@@ -400,7 +402,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return self._gather_pieces(own, result, finish)
 
     def _gather_pieces(self, own: Tensor, result: Any, finish: Callable[..., None]) -> list[HorovodWork]:
-        """Start to gather the bytes of `own`. `finish(gathered, place=...)` receives uint8 [size * bytes] per piece."""
+        """Begin to gather the bytes of `own`. `finish(gathered, place=...)` receives each piece, uint8 [size * bytes]."""
         payload, size, each = dense_bytes(own), self.size(), own.element_size()
         works = []
         for elements in pieces(own.numel(), size * each):
@@ -425,7 +427,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         result: Any,
         then: Callable[[], None] = lambda: None,
     ) -> list[HorovodWork]:
-        """Start an alltoall of `payload`, uint8 [rows, bytes], that sends `splits[rank]` rows to each rank.
+        """Begin an alltoall of `payload`, uint8 [rows, bytes], that sends `splits[rank]` rows to each rank.
 
         Raises UnsupportedError if this rank sends or receives more than Horovod supports.
         """
@@ -465,7 +467,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         finish: Callable[[Any], Any] | None = None,
         size: int | None = None,
     ) -> HorovodWork:
-        """Start an operation on `tensor` under the next name. `finish` copies Horovod's output to torch's result.
+        """Begin an operation on `tensor` under the next name. `finish` copies Horovod's output to torch's result.
 
         `size` is equal on every rank, and is the number of elements by default.
         """

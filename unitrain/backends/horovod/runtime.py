@@ -29,7 +29,7 @@ CYCLE = Tunable(
     "HOROVOD_CYCLE_TIME", "ms between two cycles in which Horovod starts operations", "0.5", ("0.1", "1", "2", "5")
 )
 FUSION = Tunable("HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod fuses buckets", "16777216", ("0", "134217728"))
-_CONNECT_TIMEOUT_SECONDS = 3.0  # the kernel accepts connections; it retransmits a lost packet after a second
+_CONNECT_TIMEOUT_SECONDS = 3.0  # time for a connection to rank 0: the kernel retransmits a lost packet after one second
 _servers: list[Any] = []  # keeps rank 0's rendezvous server alive until the process exits
 
 
@@ -37,12 +37,14 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
     """Initialize Horovod with the launcher's ranks, unless it is initialized. All ranks call it.
 
     Raises BackendUnavailableError if this Horovod does not support the launcher, and LauncherMismatchError if Horovod
-    starts with other ranks than the launcher's: under torchrun, a plain `hvd.init()` makes every rank a job of size 1.
+    starts with other ranks than the launcher's: under torchrun, a plain `hvd.init()` would start a separate job of size
+    1 on every rank.
     """
     if not hvd.is_initialized():
         # Horovod's default cycle of 1 ms is as long as a step of a small model (benchmarks/step_overhead.py). With its
-        # default threshold of 128 MiB it fuses complete buckets: they wait for each other and are copied twice, which
-        # takes longer than separate transfers. Horovod's autotuning changes only variables that are not set.
+        # default fusion threshold of 128 MiB, Horovod fuses entire buckets: they wait for each other and are copied
+        # twice, which takes longer than separate transfers. Horovod's autotuning changes only variables that are not
+        # set.
         chosen = (CYCLE, FUSION) if environment.setting("HOROVOD_AUTOTUNE") in (None, "0") else ()
         environment.export_defaults(
             {
@@ -125,7 +127,7 @@ def _serve_horovod_rendezvous(rank_info: RankInfo, rendezvous: Rendezvous) -> No
             "HOROVOD_CROSS_SIZE": str(slot.cross_size),
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": port_text,
-            # Otherwise a Horovod with MPI would use MPI, which is not running.
+            # Otherwise a Horovod that was built with MPI would use MPI, which is not running.
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
         }
@@ -161,7 +163,7 @@ def _free_address(rank_info: RankInfo) -> tuple[str, int]:
     running."""
     if rank_info.rank != 0:
         return _choose_address(None)
-    # The reachable address is not known yet: this socket listens on all addresses, and receives no data.
+    # The reachable address is not known yet, so this socket listens on all addresses. It receives no data.
     with socket.create_server((LOOPBACK if rank_info.local_size == rank_info.size else "", 0)) as free:
         return _choose_address(free.getsockname()[1], [LOOPBACK] if rank_info.local_size == rank_info.size else None)
 
@@ -173,7 +175,8 @@ def _choose_address(port: int | None, addresses: list[str] | None = None) -> tup
     must be running. Raises LauncherMismatchError if no address is reachable from all ranks.
     """
     own = None if port is None else (addresses or own_addresses(), port)
-    # Without a name it would hang, because Horovod's default name contains type(own), which differs.
+    # Without a name the operation would hang, because Horovod's default name contains type(own), which differs between
+    # ranks.
     addresses, port = hvd.broadcast_object(own, 0, name="unitrain.addresses")
     reachable = reachable_addresses(addresses, port, _CONNECT_TIMEOUT_SECONDS)
     reached = hvd.allgather_object(reachable, name="unitrain.reached")

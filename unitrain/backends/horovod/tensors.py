@@ -1,4 +1,4 @@
-"""Conversion of torch's tensors and reductions to the forms that Horovod accepts, and back."""
+"""Conversion of torch's tensors and reductions to the forms that Horovod accepts, and conversion of the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from unitrain.monitoring.flight_recorder import dtype_name
 # Horovod stores counts and offsets of elements, and of bytes for an allgather, in a C int: from 2^31 on it aborts or
 # writes to wrong addresses. Larger tensors are communicated in pieces of at most this size.
 PIECE_BYTES = 2**29
-# Limit of one alltoall. It cannot be divided into pieces, because only two ranks know how much they exchange.
+# Limit of one alltoall. It cannot be divided into pieces, because only the two ranks involved have the size of each
+# part.
 ALLTOALL_BYTES = 2**31 - 1
 
 _OPS = {
@@ -56,7 +57,8 @@ class Reduction(NamedTuple):
     combine: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def encoded(self, values: Tensor) -> Tensor:
-        """Return `values`, [elements], as Horovod reduces them: a new tensor, or a view if `encode` is None."""
+        """Return `values`, [elements], in the form that Horovod reduces: a new tensor, or a view if `encode` is
+        None."""
         if self.encode is not None:
             return self.encode(values)
         return values if self.carrier is None else values.view(self.carrier)
@@ -106,12 +108,12 @@ def _floating(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     if name == "PREMUL_SUM":
         factor = getattr(op, "factor", None)
-        if factor is None:  # torch before 2.14 does not provide the factor
+        if factor is None:  # torch before 2.14 does not expose the factor
             return None
         return Reduction(hvd_op, lambda values: torch.mul(values.to(wide), factor), lambda result: result.to(dtype))
     if dtype == wide or (dtype == torch.float16 and name == "SUM"):
         return Reduction(hvd_op)
-    # Also for float16: the sum of an average may overflow, and MPI does not multiply float16.
+    # This includes float16: the sum in an average may overflow, and MPI does not multiply float16.
     return Reduction(hvd_op, lambda values: values.to(wide), lambda result: result.to(dtype))
 
 

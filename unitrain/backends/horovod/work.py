@@ -1,8 +1,8 @@
 """Horovod's operations in flight as torch.distributed `Work`s, and their completion.
 
 Horovod has no completion callbacks, so its handles must be polled. The waiting thread polls, because a notification
-from another thread costs a small model a tenth of its step. A background thread also polls, less often, for futures
-that C++ code waits for.
+from another thread would take a tenth of the step of a small model. A background thread also polls, less often, for
+futures that C++ code waits for.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from unitrain.backends.gradients.end_of_backward import Step, end_of_backward
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.torch_compat import Work, current_backward
 
-# A wait polls without sleeping for this long. With 0.001, a step of a small model takes a third longer if operations
-# take 2 ms.
+# A wait polls without sleeping for this number of seconds. With 0.001, a step of a small model takes a third longer if
+# operations take 2 ms.
 _BUSY_POLL_SECONDS = 0.005
 _POLL_INTERVAL_SECONDS = 0.00005
 _BACKGROUND_POLL_SECONDS = 0.001
-_MAX_IDLE_POLLS = 20  # of the background thread, before it blocks until an operation is added
+_MAX_IDLE_POLLS = 20  # limit for the background thread, after which it blocks until an operation is added
 
 
 class HorovodWork(Work):
-    """An operation. `wait` and the future return its result, or raise its error or CollectiveTimeoutError."""
+    """An operation of Horovod. `wait` and the future return its result, or raise its error or
+    CollectiveTimeoutError."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class HorovodWork(Work):
         return True
 
     def discard(self) -> None:
-        """Do not wait for the operation any more, because not all ranks begin it. Horovod keeps it pending."""
+        """Stop waiting for the operation, because not all ranks begin it. It remains pending in Horovod."""
         self._finish = None
         self._done = True
 
@@ -105,7 +106,7 @@ class HorovodWork(Work):
         stream = torch.cuda.current_stream(self._device)
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                tensor.record_stream(stream)  # delays freeing its memory until the stream has copied it
+                tensor.record_stream(stream)  # keeps its memory allocated until the stream has copied it
         self._ready = torch.cuda.Event()
         self._ready.record(stream)
 
@@ -124,7 +125,7 @@ class HorovodWork(Work):
             self._completions.wait_for(self, seconds or None)
         if self._error is not None:
             raise self._error
-        if not self._done:  # torch's own works raise too, and callers ignore the returned value
+        if not self._done:  # torch's works also raise their errors, and callers ignore the returned value
             raise CollectiveTimeoutError(f"Horovod's {self._name} is not complete after {seconds:g} s.")
         if self._ready is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
@@ -199,7 +200,7 @@ class Completions:
         self._works: deque[HorovodWork] = deque()
         self._completing = threading.Lock()
         self._completer: int | None = None
-        self._error: Exception | None = None  # of the first work that failed; Horovod does not recover from errors
+        self._error: Exception | None = None  # of the first work that failed: Horovod does not recover from errors
         self._last_backward = -1
         self._added = threading.Event()
         self._stopping = False
@@ -207,10 +208,10 @@ class Completions:
         self._thread.start()
 
     def add(self, work: HorovodWork) -> None:
-        """Complete `work` when it ends. The end of a running backward also waits for it."""
+        """Complete `work` when it ends. If a backward is running, its end also waits for the work."""
         if self._completer == threading.get_ident():
-            # A callback of a completed work has begun another one, and may wait for its future, which only this thread
-            # can complete.
+            # A callback of a completed work has begun this one, and may wait for its future, which only this thread can
+            # complete.
             _poll_until(work.poll, None)
             return
         self._works.append(work)
@@ -242,7 +243,8 @@ class Completions:
     def _finish_backward(self) -> None:
         _poll_until(lambda: self._poll() or not self._works, None)
         if self._error is not None:
-            # Before DDP reads its futures: C++ code reports a Python error as a result of an unknown type.
+            # This precedes DDP's reading of the futures, because C++ code reports a Python error as a result of an
+            # unknown type.
             raise self._error
 
     def _poll(self) -> bool:
@@ -275,8 +277,8 @@ class Completions:
 def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
     """Call `is_done` until it returns true, or for `seconds`.
 
-    At first without sleeping, because waking a core takes longer than a small operation. Then with sleeps, so that
-    other processes can use the core.
+    The first calls follow each other without sleeping, because waking a core takes longer than a small operation. Later
+    calls are separated by sleeps, so that other processes can use the core.
     """
     started = time.monotonic()
     while not is_done():
