@@ -76,7 +76,7 @@ def prefetched(backend: Backend) -> int:
 class OnDemand(Prefetcher):
     """No batch ahead."""
 
-    def __call__(self, items: Any, *, ahead: bool, beside: bool = False) -> Iterator[Any]:
+    def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
         return super().__call__(items, ahead=False)
 
 
