@@ -1,11 +1,13 @@
-"""What an allreduce takes on unitrain's interface, against torch.distributed over Gloo and Horovod called directly.
+"""Time of an allreduce through unitrain's interface, compared with direct calls of torch.distributed over Gloo and
+Horovod.
 
-All leave their argument as it is, so torch's, which does not, has a copy to reduce. Those of the interface include the
-agreement of the ranks on what they are about to do. Four at once are sent as a backward sends its buckets: in place,
-with no agreement, and waited for together. The ranks of the two libraries, and unitrain's on either, take turns; who
-does not have the turn is stopped. Quoted is the time / that of the faster library in the same round.
+All calls leave their argument unchanged; torch.distributed reduces in place, so it reduces a copy. Calls through the
+interface include the consistency check. Four concurrent allreduces are issued like the buckets of a backward: in place,
+without a check, followed by one wait for all. The ranks of the two libraries, and those of unitrain on each library,
+take turns; all other ranks are stopped. The table shows the time divided by that of the faster library in the same
+round.
 
-    python benchmarks/allreduce.py            # starts its own ranks; writes benchmarks/results/allreduce.*
+    python benchmarks/allreduce.py            # starts the ranks; writes benchmarks/results/allreduce.*
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ DIRECT = {"ddp": "torch.distributed", "horovod": "horovod.torch"}
 
 
 def measure(sizes: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
-    """Return, for each size, the seconds per call of each way, round by round."""
+    """Return, for each size, the seconds per call of each contestant, round by round."""
     shuffled = random.Random(0)
     with ExitStack() as stack:
         contestants: dict[str, tuple[Contestant, str]] = {}
@@ -84,8 +86,9 @@ def table(results: dict[str, Seconds], ranks: int) -> list[str]:
 @click.option("--rounds", type=click.IntRange(min=2), default=20, show_default=True)
 @click.option("--size", "sizes", type=click.Choice(list(SIZES)), multiple=True, default=list(SIZES))
 def main(sizes: list[str], rounds: int, ranks: int, output: Path) -> None:
-    """Measure, print the table and keep it."""
-    # Ended as by Ctrl-C: ranks that are stopped would not notice that nobody is left to wake them.
+    """Measure, print the table and save it."""
+    # SIGTERM ends this process like Ctrl-C: the ranks that are stopped must be resumed, because they cannot end by
+    # themselves.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = measure(sizes, rounds, ranks)
     keep(table(results, ranks), "allreduce", output, ranks=ranks, seconds_per_call=results)

@@ -1,4 +1,4 @@
-"""Loops that differ in how gradients are compressed, for ranks that take turns."""
+"""Training loops that differ in gradient compression, run in turns on the same ranks."""
 
 from __future__ import annotations
 

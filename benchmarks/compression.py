@@ -1,9 +1,9 @@
-"""What compressing gradients does to the time of a step, on either backend.
+"""Effect of gradient compression on the time of a step, on both backends.
 
-Loops that differ in `compression` only take turns on the same ranks, in a new order every round; so does DDP with the
-hook of torch, which adds up in half precision whatever the transport makes of it. Quoted is the time of a step with
-compression / without, of the same round: below 1, it is faster. Ranks on one host send through its memory, so this is
-what compression costs; what it saves grows with the slowness of the network.
+Loops that differ only in `compression` take turns on the same ranks, in a new order in every round. One of the loops is
+DDP with torch's comm hook, which adds in half precision, in an order that depends on the transport. The table shows the
+time of a step with compression divided by that without, in the same round: below 1, compression is faster. Ranks on one
+host communicate through memory, so this measures the cost of compression. Its benefit increases with slower networks.
 
     python benchmarks/compression.py            # starts its own ranks; writes benchmarks/results/compression.*
 """
@@ -22,7 +22,7 @@ from turns import measure
 @click.option("--way", "ways", type=click.Choice([*WAYS, *HOOKS]), multiple=True)
 @options(rounds=20, models=["25M"])
 def main(backends: list[str], models: list[str], ways: list[str], rounds: int, ranks: int, output: Path) -> None:
-    """Measure, print the table and keep it."""
+    """Measure, print the table and save it."""
     against = dict.fromkeys(["none", *(ways or [*WAYS, *HOOKS])], "none")
     results = {backend: measure(backend, models, list(against), take_turn, rounds, ranks) for backend in backends}
     quoted = "Time of a step with compression / without, in the same round: below 1, it is faster."

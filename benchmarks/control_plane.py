@@ -1,10 +1,11 @@
-"""How the cost of coordination grows with the number of ranks: per collective, at the start, and of a model's check.
+"""Cost of coordination by the number of ranks: per collective, at the start, and of the check of a model.
 
-One process takes the part of one rank. The process group below it is simulated: all other ranks send what this one
-sends, at once. So what is measured is what a rank computes, and how many bytes it receives, in unitrain's own code; the
-time on the network is not in it. The exchange over the store is real: every rank is a thread with a connection of its
-own to a TCPStore. Each is compared with the way of unitrain 0.1.0: a row of 1,160 bytes from every rank before each
-collective, every rank's key read by every rank, and every rank's table of the model on every rank.
+One process runs one rank on a simulated process group, in which all other ranks immediately send the same values as
+this rank. The measurement therefore includes the computation of one rank in unitrain's code, and the number of bytes
+that it receives, but no network time. The exchange over the store is real: every rank is a thread with a separate
+connection to a TCPStore. Each result is compared with the method of unitrain 0.1.0, in which every rank gathered a row
+of 1,160 bytes from every rank before each collective, read every rank's key, and received every rank's table of the
+model.
 
     python benchmarks/control_plane.py            # writes benchmarks/results/control_plane.*
 """
@@ -38,14 +39,14 @@ from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import all_gather
 
-SIZES = (2, 64, 256, 1024)  # powers of two, so that every rank of a sum sends and receives the same
-MOST_READ = 256  # where every rank reads every rank's key, which takes minutes with 1,024 threads
+SIZES = (2, 64, 256, 1024)  # powers of two, so that every rank sends and receives the same number of bytes in a sum
+MAX_READING_RANKS = 256  # limit for reading every rank's key on every rank, which takes minutes with 1,024 threads
 # The widths of the 53 BatchNorms of a ResNet-50, each of which takes a collective in forward and one in backward.
 _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 WIDTHS = [64, *(width for base, blocks in _STAGES for _ in range(blocks) for width in (base, base, 4 * base))]
 WIDTHS += [4 * base for base, _ in _STAGES]
-Costs = dict[str, tuple[float, float]]  # seconds and bytes by way
-ROW = 145  # int64 of a row in 0.1.0, of which the last 128 carried small tensors
+Costs = dict[str, tuple[float, float]]  # (seconds, bytes) by method
+ROW = 145  # number of int64 in a row of 0.1.0; the last 128 contained small tensors
 HEADER = 17
 
 
@@ -59,7 +60,7 @@ class _Done(dist._Work):
         return True
 
 
-class AlikeRanks(dist.ProcessGroup):
+class IdenticalRanks(dist.ProcessGroup):
     """Rank 0 of `size` ranks that all pass the same tensors; counts the bytes that a rank receives."""
 
     received = 0
@@ -68,18 +69,18 @@ class AlikeRanks(dist.ProcessGroup):
         (tensor,) = tensors
         if opts.reduceOp == dist.ReduceOp.SUM:
             tensor.mul_(self.size())
-        AlikeRanks.received += 2 * tensor.nbytes  # as a ring does: partial sums, then the sum
+        IdenticalRanks.received += 2 * tensor.nbytes  # as in a ring: first partial sums, then the sum
         return _Done()
 
     def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
         output.view(self.size(), -1).copy_(own)
-        AlikeRanks.received += output.nbytes
+        IdenticalRanks.received += output.nbytes
         return _Done()
 
     all_gather_single = _allgather_base
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        AlikeRanks.received += tensors[0].nbytes
+        IdenticalRanks.received += tensors[0].nbytes
         return _Done()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
@@ -88,15 +89,15 @@ class AlikeRanks(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
         tensors[0].copy_(self._sent)
-        AlikeRanks.received += tensors[0].nbytes
+        IdenticalRanks.received += tensors[0].nbytes
         return _Done()
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "alike"
 
 
-class OneOfMany(ProcessGroupBackend):
-    """Rank 0's collectives and consistency checks, over such a group."""
+class SimulatedBackend(ProcessGroupBackend):
+    """Rank 0's collectives and consistency checks, over a group of IdenticalRanks."""
 
     name = "alike"
 
@@ -109,12 +110,12 @@ class OneOfMany(ProcessGroupBackend):
         self._rendezvous = Rendezvous(RankInfo("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
         self._monitor = FailureMonitor(self._rendezvous, polls=True, use_watchdog=False)
         self._check_consistency = ConsistencyCheck(self, self._monitor)
-        self._check_consistency._is_point_to_point = True  # as Gloo's
+        self._check_consistency._is_point_to_point = True  # as with Gloo
 
 
 @dataclass(frozen=True)
 class RowCall:
-    """What 0.1.0 made of a row."""
+    """The parsed row of one rank, as in 0.1.0."""
 
     number: int
     operation: int
@@ -139,7 +140,7 @@ def rows_of_all_ranks(size: int) -> None:
     assert all(call.shape == calls[0].shape and call.number == calls[0].number for call in calls)
 
 
-def tables_of_all_ranks(backend: OneOfMany, model: nn.Module) -> None:
+def tables_of_all_ranks(backend: SimulatedBackend, model: nn.Module) -> None:
     """Compare the models of all ranks as 0.1.0 did."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     own = {name: (str(value.dtype), list(value.shape)) for name, value in tensors}
@@ -152,7 +153,7 @@ def tables_of_all_ranks(backend: OneOfMany, model: nn.Module) -> None:
 
 
 def keys_of_all_ranks(rendezvous: Rendezvous, key: str) -> list[Any]:
-    """Exchange values as 0.1.0 did: every rank looks for every rank's key, and reads it."""
+    """Exchange values as 0.1.0 did: every rank waits for every rank's key, and reads it."""
     store, size = rendezvous.store, rendezvous.rank_info.size
     store.set(f"{key}/{rendezvous.rank_info.rank}", "1")
     missing = list(range(size))
@@ -162,22 +163,22 @@ def keys_of_all_ranks(rendezvous: Rendezvous, key: str) -> list[Any]:
 
 
 def cost(function: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Return the median seconds of the processor, and the bytes received, of one call."""
+    """Return the median CPU seconds of one call, and the bytes that it receives."""
     function()
     seconds = []
-    AlikeRanks.received = 0
+    IdenticalRanks.received = 0
     for _ in range(repeats):
         started = time.process_time()
         function()
         seconds.append(time.process_time() - started)
-    return statistics.median(seconds), AlikeRanks.received / repeats
+    return statistics.median(seconds), IdenticalRanks.received / repeats
 
 
-def simulated(size: int, repeats: int) -> Costs:
-    """Return the seconds and bytes of one rank of `size` for each way."""
+def measure_simulated_rank(size: int, repeats: int) -> Costs:
+    """Return the seconds and bytes of one rank of `size` for each method."""
     dist.init_process_group("alike", store=dist.HashStore(), rank=0, world_size=size)
     try:
-        backend = OneOfMany(size)
+        backend = SimulatedBackend(size)
         with torch.device("meta"):
             model = nn.Transformer(num_encoder_layers=24, num_decoder_layers=24)
         large = torch.ones(1000)
@@ -202,10 +203,11 @@ def simulated(size: int, repeats: int) -> Costs:
         dist.destroy_process_group()
 
 
-def over_the_store(size: int, repeats: int) -> dict[str, float]:
-    """Return the seconds from the first rank's begin to the last one's end of an exchange, for each way."""
+def measure_store_exchange(size: int, repeats: int) -> dict[str, float]:
+    """Return, for each method, the seconds from the start of an exchange on the first rank until its end on the last
+    rank."""
     served = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    meetings = [
+    rendezvous_by_rank = [
         Rendezvous(
             RankInfo("env", rank, size, rank),
             dist.TCPStore("127.0.0.1", served.port, size, is_master=False, wait_for_workers=False),
@@ -221,15 +223,16 @@ def over_the_store(size: int, repeats: int) -> dict[str, float]:
     seconds = {}
     with ThreadPoolExecutor(size) as pool:
         for way, exchange in ways.items():
-            if exchange is keys_of_all_ranks and size > MOST_READ:
+            if exchange is keys_of_all_ranks and size > MAX_READING_RANKS:
                 continue
             taken = []
             for number in range(repeats):
                 started = time.perf_counter()
-                for told in pool.map(
-                    lambda rendezvous, key=f"{way}/{number}", go=exchange: go(rendezvous, key), meetings
+                for values in pool.map(
+                    lambda rendezvous, key=f"{way}/{number}", run_exchange=exchange: run_exchange(rendezvous, key),
+                    rendezvous_by_rank,
                 ):
-                    assert len(told) == size
+                    assert len(values) == size
                 taken.append(time.perf_counter() - started)
             seconds[way] = statistics.median(taken)
     return seconds
@@ -280,13 +283,15 @@ def _bytes(number: float) -> str:
 @click.option("--repeats", type=click.IntRange(min=1), default=50, show_default=True)
 @click.option("--size", "sizes", type=click.IntRange(min=2), multiple=True, default=SIZES)
 def main(sizes: list[int], repeats: int, output: Path) -> None:
-    """Measure, print the table and keep it."""
+    """Measure, print the table and save it."""
     torch.set_num_threads(1)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    dist.Backend.register_backend("alike", lambda _store, rank, size, _timeout: AlikeRanks(rank, size), devices=["cpu"])
-    costs = {size: simulated(size, repeats) for size in sizes}
-    stores = {size: over_the_store(size, max(1, repeats // 20)) for size in sizes}
+    dist.Backend.register_backend(
+        "alike", lambda _store, rank, size, _timeout: IdenticalRanks(rank, size), devices=["cpu"]
+    )
+    costs = {size: measure_simulated_rank(size, repeats) for size in sizes}
+    stores = {size: measure_store_exchange(size, max(1, repeats // 20)) for size in sizes}
     keep(table(sizes, costs, stores), "control_plane", output, seconds_and_bytes=costs, seconds_over_the_store=stores)
 
 

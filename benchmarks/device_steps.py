@@ -1,4 +1,5 @@
-"""What a rank does for the device check: collectives, prefetching, training in three precisions, and throughput."""
+"""Functions that a rank runs for the device check: collectives, prefetching, training in three precisions, and
+throughput."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ _prepared: dict[str, Callable[[], Any]] = {}
 
 
 def describe(backend: Backend) -> dict[str, str]:
-    """Return what this rank computes on and talks through."""
+    """Return the device and the transport of this rank."""
     name = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU"
     return {"device": name, "transport": backend.transport}
 
 
 def collectives(backend: Backend) -> int:
-    """Check every collective on the device against what one rank must get; return how many were checked."""
+    """Check every collective on the device against the result for one rank; return the number of checks."""
     checked = 0
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8):
         for shape in ((), (0,), (5,), (1 << 20,)):
@@ -44,10 +45,10 @@ def collectives(backend: Backend) -> int:
 
 
 def prefetched(backend: Backend) -> int:
-    """Check that batches which come one ahead hold what the loader gave them; return how many were checked.
+    """Check that prefetched batches have the content that the loader gave them; return the number of checks.
 
-    The host is far ahead of the device, so that each is read long after the host has let go of it: a copy that took its
-    memory too early, or was read too early, would show.
+    The host is far ahead of the device, so each batch is read long after the host has released it. A copy that reuses
+    its memory too early, or a batch that is read too early, would be detected.
     """
     device, count = backend.device, 200
     on_gpu = device.type == "cuda"
@@ -66,7 +67,7 @@ def prefetched(backend: Backend) -> int:
             delay = torch.tanh(delay @ delay)
         values, (others,) = batch["values"], batch["others"]
         assert values.device == others.device == delay.device
-        equal.append((values == number).all() & (others == number).all())  # after the delay, in the stream's order
+        equal.append((values == number).all() & (others == number).all())  # runs after the delay
         del batch, values, others
     wrong = [number for number, right in enumerate(torch.stack(equal).tolist()) if not right]
     assert not wrong, f"batches {wrong} hold what is not theirs"
@@ -74,14 +75,14 @@ def prefetched(backend: Backend) -> int:
 
 
 class OnDemand(Prefetcher):
-    """No batch ahead."""
+    """A prefetcher that loads no batch in advance."""
 
     def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
         return super().__call__(items, ahead=False)
 
 
 def prefetch_difference(backend: Backend) -> float:
-    """Return the largest difference of a parameter, or prediction, between a run with and one without prefetching."""
+    """Return the largest difference in a parameter or prediction between a run with prefetching and a run without."""
     ours, plain = (_trained_from_host(backend, make(backend.device)) for make in (Prefetcher, OnDemand))
     return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
 
@@ -100,7 +101,8 @@ def _trained_from_host(backend: Backend, prefetch: Prefetcher) -> list[Tensor]:
 
 
 def trained(backend: Backend, precision: str) -> float:
-    """Return the largest difference of a parameter between 20 steps on the backend and the same in plain torch."""
+    """Return the largest difference in a parameter between 20 steps on the backend and the same steps in plain
+    torch."""
     ours, plain = (_train_steps(backend, precision, distributed) for distributed in (True, False))
     return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
 
@@ -130,7 +132,8 @@ def _train_steps(backend: Backend, precision: str, distributed: bool) -> list[Te
 
 
 def throughput(backend: Backend, way: str, model: str, batch_size: int, steps: int) -> dict[str, float]:
-    """Train `steps` steps by hand or with the Trainer; return samples per second and the peak memory in MiB."""
+    """Train `steps` steps with a hand-written loop or with the Trainer; return samples per second and the peak memory
+    in MiB."""
     if way not in _prepared:
         _prepared[way] = _prepare(backend, way, model, batch_size, steps)
         _prepared[way]()

@@ -1,4 +1,4 @@
-"""An allreduce on unitrain's interface and on the libraries under it, for ranks that take turns."""
+"""An allreduce through unitrain's interface and through the underlying libraries, run in turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unitrain.backends.base import Backend
 
 
 class Size(NamedTuple):
-    """Bytes of a tensor, how often a turn calls with it, and how many such tensors are sent at a time."""
+    """Bytes of a tensor, number of calls per turn, and number of such tensors that are reduced concurrently."""
 
     bytes: int
     calls: int
@@ -31,7 +31,8 @@ SIZES = {
 
 
 def take_turn(backend: Backend, way: str, size: str) -> float:
-    """Return the seconds of an allreduce of `size` in one of WAYS, or of as many at once. All ranks call it."""
+    """Return the seconds of an allreduce of `size`, or of its concurrent allreduces, in one of WAYS. All ranks call
+    it."""
     length, calls, at_once = SIZES[size]
     call: Callable[[], object]
     if at_once > 1:
@@ -52,7 +53,7 @@ def _interface(backend: Backend, tensor: Tensor) -> Tensor:
 
 
 def _torch(backend: Backend, tensor: Tensor) -> Tensor:
-    result = tensor.clone()  # which the others leave as it is too
+    result = tensor.clone()  # because the other ways leave their argument unchanged too
     dist.all_reduce(result)
     return result
 

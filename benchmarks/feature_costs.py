@@ -1,8 +1,8 @@
-"""What each feature of the Trainer costs a step when it is on, and what accumulating without communication saves.
+"""Cost per step of each feature of the Trainer, and the time that accumulation without communication saves.
 
-Trainers that differ in one setting take turns on the same ranks, in a new order every round. Quoted is the time of a
-micro-batch with the feature / without it, of the same round: 1.05 is five per cent slower. `accumulate=4` is quoted too
-against four micro-batches that communicate each, which is what a loop without `no_sync` does.
+Trainers that differ in one setting take turns on the same ranks, in a new order in every round. The table shows the
+time of a micro-batch with the feature divided by that without it, in the same round: 1.05 is five percent slower.
+`accumulate=4` is also compared with four micro-batches that each communicate, as in a loop without `no_sync`.
 
     python benchmarks/feature_costs.py            # starts its own ranks; writes benchmarks/results/feature_costs.*
 """
@@ -36,7 +36,7 @@ def table(results: Results, against: dict[str, str], ranks: int) -> list[str]:
 @click.option("--feature", "features", type=click.Choice(list(AGAINST)), multiple=True)
 @options(rounds=20)
 def main(backends: list[str], models: list[str], features: list[str], rounds: int, ranks: int, output: Path) -> None:
-    """Measure, print the table and keep it."""
+    """Measure, print the table and save it."""
     wanted = {name for feature in features or AGAINST for name in (feature, AGAINST[feature])}
     against = {feature: base for feature, base in AGAINST.items() if feature in wanted}
     results = {backend: measure(backend, models, list(against), take_turn, rounds, ranks) for backend in backends}

@@ -1,4 +1,4 @@
-"""Trainers that differ in one feature, for ranks that take turns."""
+"""Trainers that differ in one feature, run in turns on the same ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from unitrain.backends.base import Backend
 ACCUMULATE = 4
 PLAIN, NORMALISED, IMAGES = "nothing", "nothing, with BatchNorm", "nothing, with convolutions"
 COMMUNICATING = "accumulate, communicating every time"
-SIDE = 8  # an image has as many pixels as other inputs have features
+SIDE = 8  # an image has as many pixels as the other inputs have features
 
 
 def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """Return the loss as a sum over so many tokens."""
+    """Return the loss as a sum, and the number of tokens."""
     return cross_entropy(output, target, reduction="sum"), len(target)
 
 
@@ -37,7 +37,7 @@ def normalised(hidden: list[int]) -> nn.Sequential:
 
 
 def convolutional(hidden: list[int]) -> nn.Sequential:
-    """Return a network of convolutions, which cost about as much as the hidden layers."""
+    """Return a network of convolutions that take about as long as the hidden layers."""
     channels = [1, *(width // 16 for width in hidden)]
     layers: list[nn.Module] = [nn.Unflatten(1, (1, SIDE, SIDE))]
     for before, after in itertools.pairwise(channels):
@@ -47,8 +47,8 @@ def convolutional(hidden: list[int]) -> nn.Sequential:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """What differs from a plain Trainer: settings of TrainConfig, arguments of the Trainer, and the network where it
-    takes another one; `against` is the feature that has all of it but what is measured."""
+    """Differences from a plain Trainer: settings of TrainConfig, arguments of the Trainer, and the network. `against`
+    is the baseline, which differs only in the measured feature."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     arguments: Callable[[], dict[str, Any]] = dict
@@ -76,7 +76,7 @@ FEATURES_ON = {
     "channels_last": Feature(settings={"channels_last": True}, network=convolutional, against=IMAGES),
     "accumulate": Feature(settings={"gradient_accumulation_steps": ACCUMULATE}),
 }
-# What is measured, and what each is held against.
+# The measured features and their baselines.
 AGAINST = {**{name: feature.against for name, feature in FEATURES_ON.items()}, COMMUNICATING: PLAIN}
 Turn = Callable[[int], None]
 

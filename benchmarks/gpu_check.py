@@ -1,11 +1,11 @@
-"""What only a machine with a GPU can show: each backend on the device, at size 1, against plain torch.
+"""Checks that need a GPU: each backend on the device, at size 1, compared with plain torch.
 
-Collectives in every dtype, batches copied one ahead, a run with and without that, 20 steps in fp32, bf16 and fp16
-(GradScaler, clipping), and the throughput and peak memory of a torchvision model by the Trainer against a loop by hand
-in the same process, in turns.
+The checks are collectives in every dtype, prefetched batches, a run with and without prefetching, and 20 steps in fp32,
+bf16 and fp16 (GradScaler, clipping). The throughput and peak memory of a torchvision model with the Trainer are
+compared with those of a hand-written loop in the same process, in turns.
 
     python benchmarks/gpu_check.py                # writes benchmarks/results/gpu_check.md
-    python benchmarks/gpu_check.py --device cpu   # the same steps, to see that the check itself runs
+    python benchmarks/gpu_check.py --device cpu   # the same steps, to test the check itself
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from device_steps import (
 from unitrain.testing import RankGroup
 
 RESULTS = Path(__file__).parent / "results"
-# The same kernels on the same numbers: only what a kernel adds up in another order may differ.
+# Both run the same kernels on the same numbers, so results differ only if a kernel adds in another order.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 
 
 def check(backend: str, device: str, model: str, batch_size: int, steps: int, rounds: int) -> tuple[list[str], bool]:
-    """Return the backend's lines of the table, and whether all is well."""
+    """Return the backend's lines of the table, and whether all checks passed."""
     with RankGroup(backend, 1, device=device) as group:
         (about,) = group.run(describe)
         lines = [f"| {backend} | device, transport | {about['device']}, {about['transport']} | |"]
@@ -77,7 +77,7 @@ def check(backend: str, device: str, model: str, batch_size: int, steps: int, ro
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(device: str, backends: list[str], model: str, batch_size: int, steps: int, rounds: int, output: Path) -> None:
-    """Check, print the table and keep it; exit status 1 when something differs."""
+    """Check, print the table and save it. Exit with status 1 if a check failed."""
     if device == "cuda" and not torch.cuda.is_available():
         raise click.ClickException("torch sees no GPU here. To see that the check itself runs: --device cpu")
     lines = [

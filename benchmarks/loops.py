@@ -1,4 +1,4 @@
-"""The same training steps written by hand, on unitrain's interface and with its Trainer, for ranks that take turns."""
+"""The same training steps with a library directly, with unitrain's interface and with its Trainer, run in turns."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import unitrain
 from unitrain.backends.base import Backend
 
 BATCH, FEATURES, CLASSES = 32, 64, 10
-# Hidden layers, and the steps of one turn: the tiny model shows overhead, the large one communication, and the one for
-# trials that it runs at all.
+# Hidden layers, and the number of steps per turn. The tiny model measures overhead, the large one communication;
+# `trial` is for tests of the benchmarks.
 MODELS = {"tiny": ([64, 64], 600), "25M": ([2048, 3072, 3072, 2816], 10), "trial": ([32, 32], 8)}
 MEASURED = ("tiny", "25M")
 Turn = Callable[[int], float]
@@ -29,9 +29,9 @@ _prepared: dict[tuple[str, str], Turn] = {}
 
 
 def settle(backend: Backend) -> int:
-    """Keep this rank to a core of its own, as launchers bind ranks, and return its process id.
+    """Bind this rank to one core, as launchers do, and return its process ID.
 
-    Where the scheduler moves two ranks about, rounds differ by more than the loops do.
+    If the scheduler moves ranks between cores, the variation between rounds exceeds the differences between the loops.
     """
     cores = sorted(os.sched_getaffinity(0))
     if backend.size <= len(cores):
@@ -69,7 +69,7 @@ def network(hidden: list[int]) -> nn.Sequential:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that all of them have."""
+    """Return the optimizer, which is the same in all loops."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 

@@ -1,8 +1,8 @@
-"""Whether gradients travel beside backward: when each bucket was on its way, and what that saves.
+"""Overlap of gradient reduction with the backward: the time of each bucket's allreduce, and the time saved.
 
-Backward passes of the 25M model whose buckets are sent as soon as they are full take turns with passes that send the
-same buckets when all gradients are computed. Kept beside the table is the timeline of one step of every rank, to be
-opened in https://ui.perfetto.dev or chrome://tracing.
+Backward passes of the 25M model that reduce buckets as soon as they are full take turns with passes that reduce the
+same buckets after all gradients are computed. In addition to the table, the timeline of one step on every rank is
+saved. It can be opened in https://ui.perfetto.dev or chrome://tracing.
 
     python benchmarks/overlap.py            # starts its own ranks; writes benchmarks/results/overlap.*
 """
@@ -26,7 +26,7 @@ from tables import BACKENDS, RESULTS, keep, ratio
 
 from unitrain.testing import RankGroup
 
-_WARM_UP = 3  # steps: DDP puts the gradients into buckets anew after the first
+_WARM_UP = 3  # steps: DDP rebuilds its buckets after the first one
 
 
 def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list[list[Step]]]:
@@ -39,9 +39,9 @@ def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list
             group.run(take_turn, BESIDE, model)
         for number in track(range(rounds + 1), backend):
             for way in shuffled.sample(list(steps), len(steps)):
-                told = group.run(take_turn, way, model)
+                turn_steps = group.run(take_turn, way, model)
                 if number:
-                    steps[way].append(told)
+                    steps[way].append(turn_steps)
     return steps
 
 
@@ -94,7 +94,7 @@ def timeline(steps: list[Step]) -> dict[str, Any]:
 @click.option("--model", type=click.Choice(list(MODELS)), default="25M", show_default=True)
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 def main(backends: list[str], model: str, rounds: int, ranks: int, output: Path) -> None:
-    """Measure, print the table, and keep it with the timelines."""
+    """Measure, print the table, and save it with the timelines."""
     results = {backend: measure(backend, model, rounds, ranks) for backend in backends}
     seconds = {
         backend: {way: [max(step.whole for step in ranks) for ranks in rounds] for way, rounds in steps.items()}

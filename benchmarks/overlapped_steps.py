@@ -1,4 +1,4 @@
-"""Backward passes whose gradients travel beside them, or after them, and when each bucket was on its way."""
+"""Backward passes whose gradients are reduced during or after them, with the times of each bucket's allreduce."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ BESIDE, AFTER = "beside backward", "after backward"
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds from the beginning of one backward on one rank until its own gradients were computed, until they were
-    those of all ranks, and for each bucket from when to when it was on its way, and its bytes."""
+    """Times in seconds since the beginning of one backward on one rank: `computed`, when the local gradients were
+    computed; `whole`, when all gradients were reduced; and for each bucket the begin and end of its allreduce, and its
+    bytes."""
 
     computed: float
     whole: float
@@ -31,7 +32,7 @@ class Step:
 
     @property
     def hidden(self) -> float:
-        """The share of the time with a bucket on its way that was over when the last gradient was computed."""
+        """The share of the communication time that had elapsed when the last gradient was computed."""
         moments = sorted({moment for begin, end, _ in self.buckets for moment in (begin, end)} | {self.computed})
         busy = [
             (begin, end)
@@ -45,7 +46,7 @@ _steppers: dict[str, _Stepper] = {}
 
 
 def take_turn(backend: Backend, way: str, model: str) -> Step:
-    """Run one forward and backward of `model`; return how its backward went on this rank. All ranks call it."""
+    """Run one forward and backward of `model`, and return the times of the backward on this rank. All ranks call it."""
     if model not in _steppers:
         _steppers[model] = _Stepper(backend, MODELS[model][0])
     return _steppers[model].step(way)
@@ -61,9 +62,9 @@ class _Stepper:
         self._arrived: dict[int, float] = {}
         self._options: Any = None
         self._computed = 0.0
-        first = next(self._model.parameters())  # whose gradient is the last to be computed
+        first = next(self._model.parameters())  # its gradient is computed last
         first.register_post_accumulate_grad_hook(self._note_computed)
-        # What DDP's reducer sends its buckets in, on either backend.
+        # The process group in which DDP's reducer reduces its buckets, on both backends.
         group: Any = self._wrapped._gradient_group
         self._allreduce: Callable[..., dist.Work] = group.allreduce
         group.allreduce = self._send
@@ -78,7 +79,7 @@ class _Stepper:
             self._backend.barrier()
             began = time.perf_counter()
             loss.backward()
-        else:  # the same buckets once more, when all gradients are computed
+        else:  # reduce the same buckets after all gradients are computed
             loss = cross_entropy(self._model(inputs), targets)
             self._backend.barrier()
             began = time.perf_counter()
@@ -87,7 +88,7 @@ class _Stepper:
             for work in [self._send([tensor], self._options) for tensor in tensors]:
                 work.wait()
         ended = time.perf_counter()
-        while len(self._arrived) < len(self._sent):  # which another thread notes
+        while len(self._arrived) < len(self._sent):  # another thread records the end of each allreduce
             time.sleep(0.0001)
         buckets = tuple(
             (at - began, self._arrived[place] - began, tensor.nbytes)

@@ -1,4 +1,4 @@
-"""The same training step in each of the libraries that people would use instead, for ranks that take turns."""
+"""The same training step in comparable libraries, run in turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from unitrain.backends.base import Backend
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch of a library took, where it times its own because starting it takes time too; and the mean loss."""
+    """The mean loss of an epoch, and its seconds if the function measures them itself to exclude the start of the
+    library."""
 
     loss: float
     seconds: float | None = None
@@ -34,7 +35,8 @@ _prepared: dict[tuple[str, str], Turn] = {}
 def take_turn(backend: Backend, way: str, model: str, number: int) -> tuple[float, float]:
     """Train one epoch in one of WAYS; return seconds per step, from barrier to barrier, and the mean loss over ranks.
 
-    All ranks call it. Every way but unitrain's Trainer, whose order of samples is its own, takes the same samples.
+    All ranks call it. All ways take the same samples in each step, except unitrain's Trainer, which has another order
+    of samples.
     """
     if (way, model) not in _prepared:
         _prepared[way, model] = _prepare(backend, way, model)
@@ -53,13 +55,13 @@ def _prepare(backend: Backend, way: str, model: str) -> Turn:
     data = TensorDataset(torch.randn(samples, loops.FEATURES), torch.randint(0, loops.CLASSES, (samples,)))
     if way in loops.WAYS:
         own = loops.WAYS[way](backend, loops.network(hidden), data)
-        counted = 1 if way == "Trainer" else steps  # which returns the mean, where the others return a sum
+        counted = 1 if way == "Trainer" else steps  # the Trainer returns the mean, the other loops return a sum
         return lambda number: Epoch(own(number) / counted)
     return WAYS[way](backend, loops.network(hidden), data)
 
 
 class Batches:
-    """This rank's part of the data of an epoch, as `loops` takes it: what peers are given as their loader."""
+    """This rank's part of the data of an epoch, as in `loops`. It is passed to the libraries as their loader."""
 
     def __init__(self, backend: Backend, data: TensorDataset) -> None:
         self.epoch = 0
@@ -124,7 +126,7 @@ def _lightning(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
-        # From here to there, because `fit` wraps the model again each time that it is called.
+        # Measured inside `fit`, because every call of `fit` wraps the model again.
         def on_train_epoch_start(self) -> None:
             self.total.zero_()
             backend.barrier()
@@ -177,7 +179,7 @@ def _ignite(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
     from ignite.engine import Engine, Events, create_supervised_trainer
 
     if backend.name == "horovod":
-        # Left alone it takes the group of torch.distributed that unitrain has made over Horovod for native.
+        # By default it would use the torch.distributed group that unitrain has created over Horovod.
         from ignite.distributed.comp_models.horovod import _HorovodDistModel
 
         idist.utils._set_model(_HorovodDistModel.create_from_context())

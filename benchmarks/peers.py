@@ -1,12 +1,13 @@
-"""A training step in every library that people would use instead of unitrain, and in unitrain, side by side.
+"""Time of a training step in unitrain and in comparable libraries.
 
-The same model, samples, optimizer and number of ranks. Each library has processes of its own, so that nothing another
-one sets up helps or harms it; who does not have the turn is stopped; the order is new every round. Every way must come
-to the same loss, but for the Trainer, whose order of samples is its own. Quoted is the time of a step / that of
-unitrain's Trainer on the same backend in the same round: above 1, the Trainer is faster.
+All libraries train the same model on the same samples, with the same optimizer and number of ranks. Each library runs
+in separate processes, so that it is not affected by the settings of another one. They take turns, in a new order in
+every round; all other processes are stopped. All must reach the same loss, except the Trainer, which has another order
+of samples. The table shows the time of a step divided by that of unitrain's Trainer on the same backend in the same
+round: above 1, the Trainer is faster.
 
     pip install '.[peers]'
-    python benchmarks/peers.py            # starts its own ranks; writes benchmarks/results/peers.*
+    python benchmarks/peers.py            # starts the ranks; writes benchmarks/results/peers.*
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tables import Results, Seconds, frame, keep, options, ratio
 from unitrain.testing import RankGroup
 
 TRAINER = "Trainer"
-# Who brings each way on each backend: its package, or what it is run by. Ways of the same owner share their processes.
+# The package that provides each way on each backend, or "by hand". Ways of the same package share their processes.
 OWNERS: dict[str, dict[str, str]] = {
     "ddp": {
         "DistributedDataParallel": "by hand",
@@ -47,18 +48,18 @@ OWNERS: dict[str, dict[str, str]] = {
         TRAINER: "unitrain",
     },
 }
-# Beyond rounding: another order of additions.
+# Larger than rounding, because the order of additions differs.
 _TOLERANCE = 1e-3
 
 
-def is_there(owner: str) -> bool:
-    """Tell whether what brings a way is installed."""
+def is_installed(owner: str) -> bool:
+    """Return whether the package that provides a way is installed."""
     return owner == "by hand" or importlib.util.find_spec(owner) is not None
 
 
 def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
     """Return, for each model, the seconds per step of each way that is installed, round by round."""
-    ways = {way: owner for way, owner in OWNERS[backend].items() if is_there(owner)}
+    ways = {way: owner for way, owner in OWNERS[backend].items() if is_installed(owner)}
     results: dict[str, Seconds] = {}
     shuffled = random.Random(0)
     with ExitStack() as stack:
@@ -74,18 +75,18 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
             for number in track(range(rounds + 1), f"{backend}, {model}"):  # the first round warms up
                 losses = {}
                 for way in shuffled.sample(list(ways), len(ways)):
-                    told = contestants[ways[way]].call(take_turn, way, model, number)
-                    losses[way] = told[0][1]
+                    turn_results = contestants[ways[way]].call(take_turn, way, model, number)
+                    losses[way] = turn_results[0][1]
                     if number:
-                        seconds[way].append(max(taken for taken, _ in told))
-                _check_alike(losses)
+                        seconds[way].append(max(taken for taken, _ in turn_results))
+                _check_equal_losses(losses)
             results[model] = seconds
     return results
 
 
-def _check_alike(losses: dict[str, float]) -> None:
-    """Raise RuntimeError where a way comes to another loss than the others: it does not do the same. Only the Trainer
-    takes the samples in an order of its own."""
+def _check_equal_losses(losses: dict[str, float]) -> None:
+    """Raise RuntimeError if the losses of the ways differ, which means that their computations differ. The Trainer is
+    not compared, because it has another order of samples."""
     compared = {way: loss for way, loss in losses.items() if way != TRAINER}
     least, most = min(compared.values()), max(compared.values())
     if not math.isclose(least, most, rel_tol=_TOLERANCE):
@@ -93,7 +94,7 @@ def _check_alike(losses: dict[str, float]) -> None:
 
 
 def table(results: Results, ranks: int) -> list[str]:
-    """Return the table: a line for each way on each backend, also of those that are not installed."""
+    """Return the table: a line for each way on each backend, including libraries that are not installed."""
     models = list(next(iter(results.values())))
     quoted = "Time of a step / that of unitrain's Trainer on the same backend in the same round: above 1, it is faster."
     header = ["backend", "way", *(word for model in models for word in (f"{model}, ms per step", f"{model} / Trainer"))]
@@ -116,8 +117,9 @@ def table(results: Results, ranks: int) -> list[str]:
 @click.command()
 @options(rounds=20)
 def main(backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
-    """Measure, print the table and keep it."""
-    # Ended as by Ctrl-C: ranks that are stopped would not notice that nobody is left to wake them.
+    """Measure, print the table and save it."""
+    # SIGTERM ends this process like Ctrl-C: the ranks that are stopped must be resumed, because they cannot end by
+    # themselves.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = {backend: measure(backend, models, rounds, ranks) for backend in backends}
     versions = {owner: _version(owner) for ways in OWNERS.values() for owner in ways.values() if owner != "by hand"}
@@ -127,7 +129,7 @@ def main(backends: list[str], models: list[str], rounds: int, ranks: int, output
 
 
 def _version(owner: str) -> str:
-    if not is_there(owner):
+    if not is_installed(owner):
         return "not installed"
     return str(importlib.import_module(owner).__version__)
 

@@ -1,8 +1,9 @@
-"""What `unitrain tune` finds where two hosts are joined by a slow network, as clusters of old are.
+"""The settings that `unitrain tune` finds for two hosts with a slow network, as in old clusters.
 
-The hosts are two sets of namespaces on this machine, each with its own sshd (tests/support/hosts.py); what either sends
-is held to so many bits a second by the kernel. `unitrain tune` is typed on the first of them, as a user would, and its
-words are the result: a gain is the median over pairs of runs, with the lowest and the highest. It needs root.
+The hosts are two sets of namespaces on this machine, each with an sshd (tests/support/hosts.py); the kernel limits the
+rate at which each of them sends. `unitrain tune` runs on the first host, as if a user had entered the command, and its
+output is the result: a gain is the median over pairs of runs, with the lowest and the highest value. The benchmark
+needs root.
 
     python benchmarks/slow_network.py            # writes benchmarks/results/slow_network.md
 """
@@ -28,13 +29,13 @@ from hosts import Host, hosts  # noqa: E402
 
 
 def slow_down(host: Host, rate: str) -> None:
-    """Hold what a host sends to `rate`, in the words of tc."""
+    """Limit the rate at which a host sends to `rate`, in the notation of tc."""
     shaped = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
     subprocess.run(["nsenter", "-t", str(host.first), "--net", *shaped], check=True, timeout=20)
 
 
 def tune(first: Host, backend: str, minutes: float, seconds: float) -> list[str]:
-    """Return what `unitrain tune` says on the `first` host of the two."""
+    """Return the output of `unitrain tune` on the `first` of the two hosts."""
     options = f"--backend {backend} -np 2 -H h1,h2"
     limits = ["--minutes", str(minutes), "--seconds", str(seconds), "--compression"]
     script = str(HERE / "slow_network_training.py")
@@ -58,10 +59,10 @@ def tune(first: Host, backend: str, minutes: float, seconds: float) -> list[str]
 @click.option("--minutes", type=float, default=10, show_default=True, help="How long to look on each backend.")
 @click.option("--seconds", type=float, default=2, show_default=True, help="Steps that are timed in each run.")
 def main(output: Path, backends: list[str], rate: str, minutes: float, seconds: float) -> None:
-    """Tune on each backend, and keep what was said."""
+    """Tune on each backend, and save the output."""
     said: dict[str, list[str]] = {}
     output = output.resolve()
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # what is found is kept in the current folder
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # the tuned settings are saved in the current folder
         (Path(folder) / "hosts").mkdir()
         with hosts(2, Path(folder) / "hosts") as both:
             for host in both:

@@ -1,4 +1,4 @@
-"""A training script as a user has one, for `unitrain tune`: see slow_network.py."""
+"""A typical training script, for `unitrain tune`: see slow_network.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARAMETERS = sum(parameter.numel() for parameter in network(HIDDEN).parameters()
 
 
 def main() -> None:
-    """Train for longer than anybody waits."""
+    """Train until the run is terminated."""
     with unitrain.init() as backend:
         torch.manual_seed(1)
         data = TensorDataset(torch.randn(20_000, FEATURES), torch.randint(0, CLASSES, (20_000,)))

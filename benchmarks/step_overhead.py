@@ -1,10 +1,11 @@
-"""What a training step costs on unitrain, against the loop that a user would write by hand on the same library.
+"""Time of a training step with unitrain, compared with a hand-written loop on the same library.
 
-A hand-written loop (torch's DistributedDataParallel, or Horovod's DistributedOptimizer, both with their defaults), a
-loop of one's own on unitrain's backend, and the Trainer take turns, in a new order every round. The hand-written loop
-has processes of its own, so that nothing unitrain sets up helps or harms it; whoever does not have the turn is stopped.
-All read the same tensors by the same kind of index, so what differs is what unitrain adds or saves. Quoted is
-hand-written time / unitrain time of the same round: above 1, unitrain is faster.
+Three loops take turns, in a new order in every round: a hand-written loop with a library (torch's
+DistributedDataParallel, or Horovod's DistributedOptimizer, both with their defaults), a hand-written loop on unitrain's
+backend, and the Trainer. The loop without unitrain runs in separate processes, so that it is not affected by unitrain's
+settings; all other processes are stopped. All loops index the same tensors in the same way, so they differ only by
+unitrain's overhead and savings. The table shows the time of the loop without unitrain divided by the time with unitrain
+in the same round: above 1, unitrain is faster.
 
     python benchmarks/step_overhead.py            # starts its own ranks; writes benchmarks/results/step_overhead.*
 """
@@ -28,13 +29,14 @@ from unitrain.testing import RankGroup
 
 BY_HAND = {"ddp": "DistributedDataParallel", "horovod": "hvd.DistributedOptimizer"}
 OURS = ("own loop", "Trainer")
-# What a Horovod that nobody configures runs with, where unitrain chooses otherwise.
+# Horovod's defaults for the settings that unitrain changes.
 HOROVOD_DEFAULTS = {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": str(128 << 20)}
 
 
 @dataclass
 class Contestant:
-    """Ranks that run when it is their turn and are stopped otherwise: idle ranks of Horovod still use the processor."""
+    """Ranks that run during their turn and are stopped otherwise, because idle ranks of Horovod still use the
+    processor."""
 
     group: RankGroup
 
@@ -46,7 +48,7 @@ class Contestant:
         return max(self.call(take_turn, way, model, number))
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Return what `function(backend, *args)` returns on every rank, while it is their turn."""
+        """Run `function(backend, *args)` on every rank, as the turn of these ranks, and return the results."""
         self._signal(signal.SIGCONT)
         try:
             return self.group.run(function, *args, timeout_seconds=300)
@@ -102,8 +104,9 @@ def table(results: Results, ranks: int) -> list[str]:
 @click.command()
 @options(rounds=40)
 def main(backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
-    """Measure, print the table and keep it."""
-    # Ended as by Ctrl-C: ranks that are stopped would not notice that nobody is left to wake them.
+    """Measure, print the table and save it."""
+    # SIGTERM ends this process like Ctrl-C: the ranks that are stopped must be resumed, because they cannot end by
+    # themselves.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = {backend: measure(backend, models, rounds, ranks) for backend in backends}
     keep(table(results, ranks), "step_overhead", output, ranks=ranks, seconds_per_step=results)

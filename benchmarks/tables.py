@@ -1,4 +1,4 @@
-"""What the benchmarks' tables have in common: options, the frame, ratios of rounds, and the files that they go to."""
+"""Functions for the tables of several benchmarks: options, headings, ratios per round, and output files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from loops import BATCH, MEASURED, MODELS
 
 RESULTS = Path(__file__).parent / "results"
 BACKENDS = ("ddp", "horovod")
-# For each way, seconds round by round; and that for each backend and model.
+# Seconds by way and round; and the same by backend and model.
 Seconds = dict[str, list[float]]
 Results = Mapping[str, Mapping[str, Seconds]]
 
 
 def options(*, rounds: int, models: Sequence[str] = MEASURED) -> Callable[[Callable[..., None]], Any]:
-    """Return what gives a main function `backends`, `models`, `rounds`, `ranks` and `output`, with these defaults."""
+    """Return a decorator that adds the options `backends`, `models`, `rounds`, `ranks` and `output` to a main
+    function."""
 
     def decorate(main: Callable[..., None]) -> Any:
         for option in (
@@ -39,7 +40,7 @@ def options(*, rounds: int, models: Sequence[str] = MEASURED) -> Callable[[Calla
 
 
 def frame(title: str, quoted: str, made_by: str, ranks: int, header: Sequence[str]) -> list[str]:
-    """Return the lines above the rows; `quoted` says what the figures are, `made_by` with which command."""
+    """Return the lines above the rows. `quoted` explains the figures, and `made_by` is the command that made them."""
     return [
         f"# {title}",
         "",
@@ -53,7 +54,7 @@ def frame(title: str, quoted: str, made_by: str, ranks: int, header: Sequence[st
 
 
 def ratio(ones: Sequence[float], others: Sequence[float]) -> str:
-    """Return the median of the rounds' ratios, and their middle half."""
+    """Return the median and the quartiles of the ratios per round."""
     low, middle, high = statistics.quantiles(
         [one / other for one, other in zip(ones, others, strict=True)], n=4, method="inclusive"
     )
@@ -66,8 +67,8 @@ def columns(results: Results) -> dict[str, Seconds]:
 
 
 def rows(results: Results, against: Mapping[str, str]) -> list[str]:
-    """Return a line for each way in `against`: the ratio of its time and that of the way it is held against, or the
-    milliseconds of one that is held against itself."""
+    """Return a line for each way in `against`, which maps it to its baseline: the ratio of the times, or the
+    milliseconds if a way is its own baseline."""
     lines = []
     for way, base in against.items():
         shown = [
@@ -79,7 +80,7 @@ def rows(results: Results, against: Mapping[str, str]) -> list[str]:
 
 
 def keep(lines: Sequence[str], name: str, output: Path, **figures: Any) -> None:
-    """Print the table, and write it as `name`.md, with the `figures` that it is made of as `name`.json."""
+    """Print the table, and write it to `name`.md, and the underlying `figures` to `name`.json."""
     text = "\n".join(lines) + "\n"
     click.echo(text)
     output.mkdir(parents=True, exist_ok=True)

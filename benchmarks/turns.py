@@ -1,4 +1,5 @@
-"""Ways of training that take turns on the same ranks, so that what disturbs the machine disturbs all alike."""
+"""Ways of training that take turns on the same ranks, so that disturbances of the machine affect all of them
+equally."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What it costs that failures are told, and that checkpoints are written beside the training.
+"""Cost of failure detection, and of writing checkpoints in the background.
 
-Two ranks measure what the ledger of collectives, the watch and the check for signals take of a step of 5 ms; the two
-ways of sending gradients take turns. Then a model of 100 MB is saved beside the training, which waits only for a copy
-in memory: the time until `save` returns against that of copying the same state by hand, in turns too.
+Two ranks measure the time of the flight recorder, the failure monitor and the check for signals in a step of 5 ms;
+reductions with and without the watchdog take turns. Then a model of 100 MB is saved in the background, while the
+training waits only for a copy in memory. The time until `save` returns is compared with that of copying the same state
+directly, also in turns.
 
     python benchmarks/watch_cost.py            # starts its own ranks; writes benchmarks/results/watch_cost.*
 """
@@ -37,13 +38,13 @@ def measure(backend: str, rounds: int, ranks: int) -> dict[str, list[float]]:
     """Return the microseconds per step of each of PARTS, as the mean over ranks, round by round."""
     with RankGroup(backend, ranks, spawn=True) as group:
         group.run(settle)
-        told = [group.run(microseconds, timeout_seconds=300) for _ in track(range(rounds + 1), backend)]
+        costs_by_rank = [group.run(microseconds, timeout_seconds=300) for _ in track(range(rounds + 1), backend)]
     # The first round warms up.
-    return {part: [statistics.fmean(rank[part] for rank in one) for one in told[1:]] for part in PARTS}
+    return {part: [statistics.fmean(rank[part] for rank in one) for one in costs_by_rank[1:]] for part in PARTS}
 
 
 def save(rounds: int) -> Seconds:
-    """Return the seconds until `save` returned, and those of a plain copy of the same state, round by round."""
+    """Return the seconds until `save` returns, and the seconds of a plain copy of the same state, round by round."""
     model = nn.Linear(_MODEL_BYTES // 4 // 5000, 5000, bias=False)
     seconds: Seconds = {"save": [], "copy": []}
     shuffled = random.Random(0)
@@ -102,7 +103,7 @@ def _spread(values: list[float]) -> str:
 @click.option("--rounds", type=click.IntRange(min=2), default=30, show_default=True)
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 def main(backends: list[str], rounds: int, ranks: int, output: Path) -> None:
-    """Measure, print the table and keep it."""
+    """Measure, print the table and save it."""
     costs = {backend: measure(backend, rounds, ranks) for backend in backends}
     saved = save(rounds)
     keep(table(costs, saved, ranks), "watch_cost", output, ranks=ranks, microseconds=costs, save_seconds=saved)

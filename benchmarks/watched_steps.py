@@ -1,4 +1,5 @@
-"""What the ledger, the watch and the check for signals cost a rank, in microseconds per step; for `watch_cost.py`."""
+"""Cost of the flight recorder, the failure monitor and the check for signals, in microseconds per step; for
+`watch_cost.py`."""
 
 from __future__ import annotations
 
@@ -29,10 +30,11 @@ _models: list[nn.Module] = []
 def microseconds(backend: Backend) -> dict[str, float]:
     """Return one round's cost of each of PARTS per step of STEP_SECONDS. All ranks call it.
 
-    gradients: a step whose buckets go through the watched group, less the one beside it whose buckets do not, in the
-    median. ledger: entering one collective, which a step of the Trainer has less than one of. heartbeat: the watch's
-    two questions to the store, twice a second. signals: asking whether it is time to agree, and agreeing every two
-    seconds.
+    gradients: the median difference between a step that reduces buckets through the monitored group and the adjacent
+        step that does not.
+    ledger: recording one collective in the flight recorder; a step of the Trainer calls less than one on average.
+    heartbeat: the two requests of the failure monitor to the store, twice per second.
+    signals: checking whether a sync point is due, and a sync point every two seconds.
     """
     if not _models:
         _models.extend([_wrapped(backend, watched=False), _wrapped(backend, watched=True)])

@@ -1,14 +1,15 @@
-"""Whether anything is lost: runs that are killed and go on elsewhere, and checkpoints that are damaged.
+"""Fault injection: runs that are killed and resumed on other ranks, and checkpoints that are damaged.
 
-Small runs are killed with SIGKILL, one rank or all, at random moments and in the middle of writing a checkpoint, and go
-on with another backend and number of ranks until they are finished. Every epoch must then have seen each sample exactly
-once, and the weights must be those of a run that nobody killed. Then copies of a run are damaged; each must go on from
-the newest checkpoint that is whole, or be refused.
+Small runs are killed with SIGKILL, on one rank or all ranks, at random times or while a checkpoint is written, and are
+resumed with another backend and number of ranks until they are complete. Each epoch must then have used every sample
+exactly once, and the weights must equal those of an uninterrupted run. In the second part, copies of a run are damaged.
+Each must resume from the newest valid checkpoint, or be rejected.
 
     python benchmarks/chaos                # writes benchmarks/results/chaos.*
     python benchmarks/chaos --runs 1000
 
-What is drawn depends on the seed; how far a run has come when the time for its kill is over does not.
+The random choices depend on the seed only, but the progress of a run when it is killed after a time is not
+reproducible.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 
 def kill(folder: Path, runs: int, seed: int) -> Tally:
-    """Return what came of that many runs."""
+    """Run and kill this number of runs, and return the results."""
     chaos = Chaos(folder, seed)
-    # No thread may run beside the forks, as a livelier bar has.
+    # No other thread may run during a fork, so the progress bar must not use one.
     with click.progressbar(range(runs), label="kills", file=sys.stderr) as numbers:
         for number in numbers:
             chaos.run(number)
@@ -42,7 +43,7 @@ def kill(folder: Path, runs: int, seed: int) -> Tally:
 
 
 def corrupt(folder: Path, count: int, seed: int) -> Corruptions:
-    """Return what came of that many damaged copies."""
+    """Damage and resume this number of copies, and return the results."""
     corruptions = Corruptions(folder, seed)
     with click.progressbar(range(count), label="corruptions", file=sys.stderr) as numbers:
         for number in numbers:
@@ -101,13 +102,14 @@ def table_of_corruptions(corruptions: Corruptions, seconds: float) -> list[str]:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(runs: int, copies: int, seed: int, output: Path) -> None:
-    """Kill and damage, print the tables and keep them; exit with 1 where anything was lost."""
+    """Kill and damage runs, print the tables and save them. Exit with status 1 if there are failures."""
     torch.set_num_threads(1)
     text, kept, failures = heading(runs, copies, seed), {"seed": seed}, []
-    # In memory where that is a folder: SIGKILL loses nothing that the kernel has, and a disk takes most of the time.
+    # In memory if there is such a folder: writes that the kernel has accepted survive SIGKILL, and a disk would take
+    # most of the time.
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="unitrain-chaos-", dir=memory if os.access(memory, os.W_OK) else None))
-    folder.chmod(0o755)  # for the user nobody, who is let into what is in it
+    folder.chmod(0o755)  # so that the user nobody can access its content
     click.echo(f"seed {seed}, in {folder}", err=True)
     if runs:
         began = time.monotonic()

@@ -1,7 +1,7 @@
-"""Checkpoints that are damaged in every way that a disk, a full one, or a hand may; then the run is to go on.
+"""Checkpoints that are damaged as by a defective disk, a full disk or a user, after which the run is resumed.
 
-It must go on from the newest checkpoint that is whole, with the weights and the optimizer of that step, and end where
-the run ended that nobody touched; or be refused with a CheckpointError. Anything else is wrong.
+It must resume from the newest valid checkpoint, with the weights and the optimizer state of that step, and end with the
+same weights as an undamaged run, or be rejected with a CheckpointError. Any other outcome is wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from training import Settings, data, difference, final_weights, trainer_of
+from training import Settings, create_trainer, data, difference, final_weights
 
 import unitrain
 from unitrain.backends.base import Backend
@@ -95,7 +95,7 @@ def leave_it_unfinished(folder: Path, checkpoint: Path, chance: Random) -> None:
 def tear_the_history(folder: Path, checkpoint: Path, chance: Random) -> None:
     path = folder / chance.choice(["history.jsonl", "run.jsonl"])
     text = path.read_text()
-    if text.endswith("\n"):  # no more than a row is written at once
+    if text.endswith("\n"):  # at most one row is written at once
         last = text.splitlines()[-1]
         path.write_text(text[: -chance.randint(1, len(last) + 1)])
 
@@ -119,23 +119,23 @@ KINDS = (*DAMAGES, READ_ONLY, FULL)
 
 
 class Corruptions:
-    """Damages copies of a run in `folder` and lets them go on; `outcomes[kind][outcome]` counts what came of it."""
+    """Damages copies of a run in `folder` and resumes them. `outcomes[kind][outcome]` counts the outcomes."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        logging.getLogger("unitrain").setLevel(logging.ERROR)  # what is passed over is said hundreds of times
+        logging.getLogger("unitrain").setLevel(logging.ERROR)  # skipped checkpoints would be logged hundreds of times
         torch.set_num_threads(1)
         self._folder, self._seed = folder, seed
         self._base = folder / "base"
         self.outcomes: dict[str, dict[str, int]] = {}
         self.failures: list[str] = []
         with _backend() as backend:
-            trainer_of(backend, self._base, Settings()).fit(data())
-        self._known = {_step(path): _content(path) for path in files.candidates(self._base)}
-        self._states = {_step(path): _saved_state(path) for path in files.candidates(self._base)}
-        self._wanted = final_weights(self._base)
+            create_trainer(backend, self._base, Settings()).fit(data())
+        self._content_by_step = {_step(path): _content(path) for path in files.candidates(self._base)}
+        self._state_by_step = {_step(path): _saved_state(path) for path in files.candidates(self._base)}
+        self._expected_weights = final_weights(self._base)
 
     def run(self, number: int) -> None:
-        """Make, damage and go on with copy `number`."""
+        """Create, damage and resume copy `number`."""
         chance = random.Random(f"{self._seed}/{number}")
         kind = KINDS[number % len(KINDS)]
         case = self._folder / f"case-{number:05d}"
@@ -151,65 +151,69 @@ class Corruptions:
 
     def _outcome(self, kind: str, case: Path, chance: Random) -> str:
         if kind == READ_ONLY:
-            return self._in_a_read_only_folder(case, chance)
+            return self._resume_in_read_only_folder(case, chance)
         if kind == FULL:
-            return self._on_a_full_disk(case, chance)
+            return self._resume_on_full_disk(case, chance)
         shutil.copytree(self._base, case)
         found = files.candidates(case)
-        # Mostly a few of the newest ones, now and then all of them.
+        # Usually damage a few of the newest checkpoints, and sometimes all of them.
         count = chance.choice([1, 1, 2, 3, len(found)])
         for checkpoint in found[:count]:
             if checkpoint.exists():
                 DAMAGES[kind](case, checkpoint, chance)
-        return self._go_on(case, chance, self._untouched(case))
+        return self._resume(case, chance, self._undamaged_steps(case))
 
-    def _go_on(self, case: Path, chance: Random, sound: list[int]) -> str:
-        """Return what became of the copy with these `sound` steps. Raises AssertionError where it is wrong."""
-        newest = max(sound, default=0)
+    def _resume(self, case: Path, chance: Random, valid_steps: list[int]) -> str:
+        """Resume a copy with these `valid_steps`, and return the outcome. Raises AssertionError for a wrong outcome."""
+        newest = max(valid_steps, default=0)
         settings = Settings(asynchronous=chance.random() < 0.5, keep_last=chance.choice([None, 1, 2]))
         with _backend() as backend:
             try:
-                trainer = trainer_of(backend, case, settings)
+                trainer = create_trainer(backend, case, settings)
             except CheckpointError as error:
-                _check_words(error)
-                # A bit flipped in the manifest may make it one of a later format, which is not to be passed over.
+                _check_message(error)
+                # A flipped bit in the manifest may result in a newer format, which must not be skipped.
                 if newest and os.access(case, os.W_OK, effective_ids=True) and "newer unitrain" not in str(error):
                     raise AssertionError(f"refused, though step {newest} is whole: {error}") from error
                 return REFUSED
             step = trainer.progress.step
             if step < newest:
                 raise AssertionError(f"went on from step {step}, though {newest} is whole")
-            if step and not _same(trainer.model.state_dict(), trainer.optimizer.state_dict(), self._states[step]):
+            if step and not _same(
+                trainer.model.state_dict(), trainer.optimizer.state_dict(), self._state_by_step[step]
+            ):
                 raise AssertionError(f"went on from step {step} with another state than it had")
             if not step and files.candidates(case):
                 raise AssertionError("began anew beside damaged checkpoints")
             trainer.fit(data())
-        apart = difference(final_weights(case), self._wanted)
-        if apart > 1e-6:
-            raise AssertionError(f"went on from step {step} and ended {apart} apart")
-        return NEWEST if step == max(self._known) else OLDER
+        weight_difference = difference(final_weights(case), self._expected_weights)
+        if weight_difference > 1e-6:
+            raise AssertionError(f"went on from step {step} and ended {weight_difference} apart")
+        return NEWEST if step == max(self._content_by_step) else OLDER
 
-    def _untouched(self, case: Path) -> list[int]:
-        """Return the steps of which every file of the copy is what it was, by the bytes and by nothing else."""
-        return [step for step, content in self._known.items() if _content(case / f"step-{step:09d}") == content]
+    def _undamaged_steps(self, case: Path) -> list[int]:
+        """Return the steps whose files in the copy are all byte-identical to the original files."""
+        return [
+            step for step, content in self._content_by_step.items() if _content(case / f"step-{step:09d}") == content
+        ]
 
-    def _in_a_read_only_folder(self, case: Path, chance: Random) -> str:
+    def _resume_in_read_only_folder(self, case: Path, chance: Random) -> str:
         shutil.copytree(self._base, case)
         shutil.rmtree(files.candidates(case)[0])
-        sound = self._untouched(case)
+        valid_steps = self._undamaged_steps(case)
         case.chmod(0o555)
         try:
             with _as_nobody():
-                outcome = self._go_on(case, chance, sound)
+                outcome = self._resume(case, chance, valid_steps)
         finally:
             case.chmod(0o755)
         if outcome != REFUSED:
             raise AssertionError("a folder that cannot be written to was taken")
-        if self._go_on(case, chance, sound) != OLDER:  # writable again
+        if self._resume(case, chance, valid_steps) != OLDER:  # the folder is writable again
             raise AssertionError("it was not the same afterwards")
         return outcome
 
-    def _on_a_full_disk(self, case: Path, chance: Random) -> str:
+    def _resume_on_full_disk(self, case: Path, chance: Random) -> str:
         case.mkdir()
         with _small_disk(case, "8m") as mounted:
             if not mounted:
@@ -220,22 +224,22 @@ class Corruptions:
                 shutil.rmtree(checkpoint)
             free = os.statvfs(case).f_bavail * os.statvfs(case).f_frsize
             ballast.write_bytes(bytes(max(0, free - chance.randrange(0, 60_000))))
-            whole = max(self._untouched(run))
+            whole = max(self._undamaged_steps(run))
             with _backend() as backend:
                 try:
-                    trainer_of(backend, run, Settings(asynchronous=chance.random() < 0.5)).fit(data())
+                    create_trainer(backend, run, Settings(asynchronous=chance.random() < 0.5)).fit(data())
                     outcome = OLDER
                 except CheckpointError as error:
-                    _check_words(error)
+                    _check_message(error)
                     outcome = REFUSED
-            if max(self._untouched_or_new(run)) < whole:
+            if max(self._valid_steps(run)) < whole:
                 raise AssertionError(f"the checkpoint of step {whole} is gone")
             ballast.unlink()
-            if self._go_on(run, chance, self._untouched(run)) == REFUSED:
+            if self._resume(run, chance, self._undamaged_steps(run)) == REFUSED:
                 raise AssertionError("it was not whole once there was room again")
         return outcome
 
-    def _untouched_or_new(self, run: Path) -> list[int]:
+    def _valid_steps(self, run: Path) -> list[int]:
         return [_step(path) for path in files.candidates(run) if files.damage(path) is None]
 
 
@@ -261,7 +265,7 @@ def _content(checkpoint: Path) -> dict[str, bytes]:
 
 
 def _saved_state(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
-    """Return the weights and the optimizer's state, read with torch and safetensors alone."""
+    """Return the weights and the state of the optimizer, read with torch and safetensors only."""
     return load_file(checkpoint / MODEL), torch.load(checkpoint / TRAINING, weights_only=True)["optimizer"]
 
 
@@ -272,7 +276,7 @@ def _same(weights: dict[str, Tensor], optimizer: dict[str, Any], known: tuple[di
     return difference(weights, had) == 0 and all(map(torch.equal, moments, had_moments))
 
 
-def _check_words(error: CheckpointError) -> None:
+def _check_message(error: CheckpointError) -> None:
     if len(str(error).split(". ")) < 2 or "'" not in str(error):
         raise AssertionError(f"does not say what is wrong and what to do: {error}") from error
 
@@ -285,7 +289,7 @@ def _backend() -> Iterator[Backend]:
 
 @contextmanager
 def _as_nobody() -> Iterator[None]:
-    """Do without the powers of root, for whom no folder is read-only."""
+    """Drop the privileges of root, who can write to read-only folders."""
     if os.geteuid() != 0:
         yield
         return
@@ -298,7 +302,7 @@ def _as_nobody() -> Iterator[None]:
 
 @contextmanager
 def _small_disk(place: Path, size: str) -> Iterator[bool]:
-    """Mount a file system of that size; yield whether this process may."""
+    """Mount a file system of this size, and yield whether this process has permission to do so."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     mounted = False
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The small training run that is killed and damaged, and what each of its ranks notes of the samples it trained on."""
+"""The small training run that is killed and damaged, and the record of the samples on which each rank trained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZERS = ("sgd", "adamw")
 
 @dataclass(frozen=True)
 class Settings:
-    """What may differ from run to run."""
+    """Settings that differ between runs."""
 
     optimizer: str = "sgd"
     checkpoint_every_steps: int = 2
@@ -34,8 +34,9 @@ class Settings:
     keep_last: int | None = None
 
 
-def trainer_of(backend: Backend, folder: Path, settings: Settings, *callbacks: Callback) -> Trainer:
-    """Return the run in `folder`, which goes on there if it can; in double precision, so that 1e-6 is far off."""
+def create_trainer(backend: Backend, folder: Path, settings: Settings, *callbacks: Callback) -> Trainer:
+    """Return the run in `folder`, which resumes if there is a checkpoint. It uses double precision, so rounding is far
+    below 1e-6."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     if settings.optimizer == "sgd":
@@ -56,7 +57,7 @@ def trainer_of(backend: Backend, folder: Path, settings: Settings, *callbacks: C
 
 
 def data() -> TensorDataset:
-    """Return samples whose target is a pair: what to learn, and the sample's number."""
+    """Return samples whose target is a pair: the value to learn, and the index of the sample."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
     numbers = torch.arange(SAMPLES, dtype=torch.float64)
@@ -68,7 +69,8 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Notes(Callback):
-    """Writes which samples this rank trained on in each step; each line is in the kernel's hands before the next."""
+    """Writes the samples on which this rank trained in each step. Each line is passed to the kernel before the next
+    step."""
 
     def __init__(self, folder: Path, attempt: int, rank: int, size: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,8 @@ class Notes(Callback):
 
 @dataclass(frozen=True)
 class Audit:
-    """How many samples of the finished run no kept step trained on, and how many were trained on once too often."""
+    """The numbers of samples of the complete run that no retained step trained on, and of samples that were
+    repeated."""
 
     lost: int
     repeated: int
@@ -100,7 +103,8 @@ class Audit:
 
 
 def audit(notes: Path) -> Audit:
-    """Return what all attempts' notes amount to: each starts where it was resumed, and what came after is replaced."""
+    """Return the audit of the notes of all attempts. An attempt replaces the steps after the one from which it was
+    resumed."""
     attempts: dict[str, list[Path]] = {}
     for path in sorted(notes.glob("*.jsonl")):
         attempts.setdefault(path.name.split("-")[0], []).append(path)
@@ -110,7 +114,7 @@ def audit(notes: Path) -> Audit:
         lines = [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.endswith("}")]
         starts = {line["start"] for line in lines if "start" in line}
         if not starts:
-            continue  # killed before it trained
+            continue  # killed before the training began
         if len(starts) > 1:
             raise AssertionError(f"The ranks of one attempt started from steps {sorted(starts)}, in {notes}.")
         (start,) = starts
@@ -129,9 +133,9 @@ def audit(notes: Path) -> Audit:
 
 
 def final_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights that the finished run in `folder` has left.
+    """Return the final weights of the complete run in `folder`.
 
-    Raises AssertionError where its last checkpoint or its history is not whole.
+    Raises AssertionError if its last checkpoint or its history is not valid.
     """
     path = files.checkpoint_path(folder, STEPS)
     newest = files.candidates(folder)[:1]
@@ -146,7 +150,7 @@ def final_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Return the greatest difference between two models' weights."""
+    """Return the largest difference between the weights of two models."""
     if found.keys() != wanted.keys():
         raise AssertionError(f"The weights are {sorted(found)} instead of {sorted(wanted)}.")
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)

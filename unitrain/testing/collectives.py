@@ -375,8 +375,8 @@ def collective_inside_on_rank_zero_raises_immediately(backend: Backend) -> None:
         assert alone == (backend.rank == 0)
         for name, collective in collectives.items():
             if alone:
-                told = f"{name} was called inside on_rank_zero"
-                raises(CollectiveMismatchError, told, collective)
+                expected_message = f"{name} was called inside on_rank_zero"
+                raises(CollectiveMismatchError, expected_message, collective)
     for collective in collectives.values():
         collective()
 

@@ -366,9 +366,12 @@ def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> N
 @may_raise_unsupported_error
 def powersgd_state_of_another_model_raises(backend: Backend) -> None:
     wrapped, memory = with_compression_state(backend, build(), LOW_RANK)
-    for name, shape, told in (("4.weight", (1, 8, 6), "no such parameter"), ("0.weight", (1, 6, 8), "[8, 6]")):
+    for name, shape, expected_message in (
+        ("4.weight", (1, 8, 6), "no such parameter"),
+        ("0.weight", (1, 6, 8), "[8, 6]"),
+    ):
         state = {"steps": 1, "errors": {name: torch.zeros(shape)}, "queries": {}}
-        raises(CheckpointError, told, lambda state=state: memory.load_state_dict(state))
+        raises(CheckpointError, expected_message, lambda state=state: memory.load_state_dict(state))
     backward(wrapped, backend.rank)
 
 

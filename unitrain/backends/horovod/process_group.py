@@ -402,7 +402,10 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return self._gather_pieces(own, result, finish)
 
     def _gather_pieces(self, own: Tensor, result: Any, finish: Callable[..., None]) -> list[HorovodWork]:
-        """Begin to gather the bytes of `own`. `finish(gathered, place=...)` is called per piece, uint8 [size * bytes]."""
+        """Begin to gather the bytes of `own`.
+
+        Each piece, uint8 [size * bytes], is passed to `finish(gathered, place=...)`.
+        """
         payload, size, each = dense_bytes(own), self.size(), own.element_size()
         works = []
         for elements in pieces(own.numel(), size * each):
