@@ -1,8 +1,9 @@
 """Start, monitor and end programs on several hosts, over ssh or through Slurm.
 
 `build_command` is for a launcher that must be started on every host (torchrun). `with_cleanup` is for a launcher that
-reaches the other hosts itself: it runs on this host only, and an agent on each other host ends the processes that the
-launcher leaves there. (Ranks of horovodrun outlive it, and those of mpirun on its own host if it is killed.)
+starts processes on the other hosts itself: it runs on this host only, and an agent on each other host ends the
+processes that remain there after the launcher. (Ranks of horovodrun outlive it, and those of mpirun on its own host if
+it is killed.)
 
 Both return a command that calls `main` in a new process. Its arguments are the plan: JSON with the names of forwarded
 variables, whose values are sent over the connection instead.
@@ -30,7 +31,7 @@ from unitrain.launchers import host_agent
 from unitrain.launchers.hosts import Host, is_this_host, processes_per_host
 from unitrain.launchers.spec import Command, LaunchSpec
 
-# Never prompts. Accepts the key of a new host, rejects a changed key, and notices a lost host within 15 s.
+# Never prompts. Accepts the key of a new host, rejects a changed key, and detects a lost host within 15 s.
 SSH = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "StrictHostKeyChecking=accept-new",
     "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR",
@@ -38,7 +39,7 @@ SSH = (
 _SRUN = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--quit-on-interrupt")
 # Linux limits one argument to 128 KiB.
 _MAX_ARGUMENT_CHARACTERS = 100_000
-# Processes of a launch on several hosts have this variable, by which agents find them.
+# Agents identify the processes of a launch on several hosts by this variable.
 LAUNCH_ID_VARIABLE = "UNITRAIN_LAUNCH"
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _HEARTBEAT_SECONDS = 2.0
@@ -205,7 +206,7 @@ class Agents:
     @staticmethod
     def _send(process: subprocess.Popen[bytes], text: bytes) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # the agent has ended; `run` notices that
+        with contextlib.suppress(OSError, ValueError):  # the agent has ended, which `run` detects
             process.stdin.write(text)
             process.stdin.flush()
 

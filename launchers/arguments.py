@@ -51,7 +51,8 @@ def parse_launcher_args(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def merge_options(defaults: Iterable[Sequence[str]], options: Sequence[str]) -> tuple[str, ...]:
-    """Return `options` preceded by those `defaults` that they do not set. Open MPI rejects an option that occurs twice.
+    """Return `options`, preceded by the `defaults` that they do not override. Open MPI rejects an option that occurs
+    twice.
 
     The last word of a default is its value; the words before it identify the option, with one dash or two.
     """

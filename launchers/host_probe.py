@@ -1,4 +1,4 @@
-"""Probe of one host before a launch. Its source is sent to the host, needs only Python there, and prints JSON.
+"""Probe of one host before a launch. Its source is sent to the host, requires only Python there, and prints JSON.
 
 The sender appends a call of `probe_host` to the source (see `preflight.py`).
 """

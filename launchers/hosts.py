@@ -18,7 +18,7 @@ _HOST = re.compile(r"(?P<name>(?!-)[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(?P<slo
 
 @dataclass(frozen=True)
 class Host:
-    """A host, by name or address, and the number of processes that it takes."""
+    """A host, by name or address, and its slots: the number of processes that it may run."""
 
     name: str
     slots: int

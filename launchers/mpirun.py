@@ -19,8 +19,8 @@ DEFAULT_OPTIONS = (
     # Fill the first host first, as the other launchers do.
     ("--map-by", "slot"),
     # The seconds from mpirun's SIGTERM until the ranks receive theirs, and again until SIGKILL. The default of 1 s is
-    # too short to write a checkpoint. mpirun waits both also if no rank is left, and a failed job should end within
-    # ten seconds.
+    # too short to write a checkpoint. mpirun waits for both periods even if no rank is left, and a failed job should
+    # end within ten seconds.
     ("-mca", "odls_base_sigkill_timeout", "4"),
 )
 # Accepts the key of a new host without a prompt. A changed key is still rejected.

@@ -1,4 +1,4 @@
-"""Checks of all hosts, about one second long, before a launch starts anything there."""
+"""Checks of all hosts before a launch starts anything there. They take about one second."""
 
 from __future__ import annotations
 

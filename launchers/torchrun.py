@@ -13,7 +13,7 @@ from unitrain.launchers.hosts import check_distinct, is_this_host, processes_per
 from unitrain.launchers.rendezvous import DEFAULT_PORT, rendezvous_variables
 from unitrain.launchers.spec import Command, LaunchSpec, launcher_module_command
 
-# Without it the workers of a restart read the addresses of the workers that died (pytorch#135712).
+# Without it, the workers of a restart read the addresses of the workers that ended (pytorch#135712).
 RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 

@@ -1,9 +1,9 @@
-"""`python -m unitrain` is the `unitrain` command; launchers start it as a script."""
+"""`python -m unitrain` is the `unitrain` command. Launchers also start this file as a script."""
 
 import sys
 from pathlib import Path
 
-# A script's own folder is where Python looks first, and this one has modules of common names.
+# Python first searches the folder of a script, and this folder has modules with common names.
 if Path(sys.path[0]) == Path(__file__).parent:
     sys.path[0] = str(Path(__file__).parent.parent)
 

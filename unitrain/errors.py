@@ -96,7 +96,7 @@ class NonFiniteGradientError(ModelError, ArithmeticError):
 
 
 class CallbackError(UnitrainError, RuntimeError):
-    """A callback raised an exception, which is the `__cause__` of this one."""
+    """A callback raised an exception, which is the `__cause__` of this error."""
 
 
 class AuthenticationError(UnitrainError, RuntimeError):
@@ -116,7 +116,7 @@ class DataError(UnitrainError, ValueError):
 
 
 class CheckpointError(UnitrainError, OSError):
-    """A checkpoint cannot be written, or does not fit the objects that it is loaded into."""
+    """A checkpoint cannot be written, or does not fit the objects into which it is loaded."""
 
 
 class ReportError(UnitrainError, ValueError):
@@ -124,11 +124,12 @@ class ReportError(UnitrainError, ValueError):
 
 
 class FunctionError(UnitrainError, ValueError):
-    """A function, its arguments or its result cannot be sent between processes."""
+    """A function, its arguments or its result cannot be transferred between processes."""
 
 
 class RankFailedError(UnitrainError, RuntimeError):
-    """A rank of `unitrain.run` failed. `rank` failed first, and its exception is the `__cause__` of this one.
+    """A rank of `unitrain.run` failed. `rank` is the rank that failed first, and its exception is the `__cause__` of
+    this error.
 
     `rank` is None if no rank has raised an exception, for example because a process was killed.
     """

@@ -28,7 +28,7 @@ LossFunction = Callable[[Any, Any], LossOutput]
 class Evaluation:
     """Evaluates the user's `model` in eval mode, with rank 0's buffers. All ranks make the same calls.
 
-    Ranks have different shards, which may be empty, so an error on one rank is raised on all.
+    Ranks have different shards, which may be empty, so an error on one rank is raised on all ranks.
     """
 
     def __init__(
@@ -99,5 +99,5 @@ class Evaluation:
             with preserve_generators(self._communicator.device), torch.no_grad():
                 yield
         finally:
-            for module, training in modes_before:  # each one: parts of a model may be in eval mode during training
+            for module, training in modes_before:  # parts of a model may be in eval mode during training
                 module.training = training

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_TIMEOUT_SECONDS = 365 * 24 * 3600  # without a timeout, a hang would never be reported
 
-# The default backend of each launcher: the one that it was made for.
+# The default backend of each launcher: the one for which the launcher was designed.
 _BACKEND_OF_LAUNCHER = {
     "none": "local",
     "torchrun": "ddp",
@@ -78,7 +78,7 @@ def init(
     end_workers_with_rank()
     started = backend_class.start(StartOptions(rank_info, device, transport, timedelta(seconds=timeout_seconds)))
     if (started.rank, started.size) != (rank_info.rank, rank_info.size):
-        # Otherwise N processes would each train alone, overwrite each other's results, and exit with code 0.
+        # Otherwise N processes would each train separately, overwrite each other's results, and exit with code 0.
         raise LauncherMismatchError(
             f"{rank_info.source} sets rank {rank_info.rank} of {rank_info.size}, but backend {name!r} started as "
             f"rank {started.rank} of {started.size}. "

@@ -14,7 +14,7 @@ from unitrain.data.batch import map_parts
 from unitrain.data.order import StrideUnit, strided_order
 from unitrain.errors import DataError, ModelError
 
-# Limits the memory that gathering takes on the device: an output is gathered in pieces of this size over all ranks.
+# Limits the memory for gathering on the device: an output is gathered in pieces of this size, summed over all ranks.
 _MAX_GATHERED_BYTES = 1 << 26
 
 
@@ -34,8 +34,8 @@ class _OutputSpec:
 class Outputs:
     """Collects the outputs of this rank, batch by batch, on the CPU, and gathers those of all ranks.
 
-    An output is a tensor whose first dimension is the sample, None, or any nesting of these in lists, tuples, named
-    tuples, mappings and dataclasses.
+    An output is a tensor whose first dimension indexes the samples, None, or any nesting of these in lists, tuples,
+    named tuples, mappings and dataclasses.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Outputs:
         """Return one output for all samples; rank i has counts[i] of them."""
         batches_here = [batch[index] for batch in self._batches]
         for batch in self._batches:
-            batch[index] = torch.empty(0)  # so that memory does not hold the rows twice
+            batch[index] = torch.empty(0)  # so that the rows are not in memory twice
         rows_here = torch.cat(batches_here) if batches_here else torch.empty(0, *spec.shape, dtype=spec.dtype)
         del batches_here
         outputs = torch.empty(sum(counts), *spec.shape, dtype=spec.dtype)
@@ -142,7 +142,7 @@ def _copy_to_cpu(path: str, tensor: Tensor, samples: int) -> Tensor:
             f"predict collects tensors with one row per sample, and {path} has shape {list(tensor.shape)} for a batch "
             f"of {samples}. Do not return it from forward, or make the sample its first dimension."
         )
-    # A copy, also on the CPU: a view would keep its base tensor in memory.
+    # The rows are copied, even on the CPU, because a view would keep its base tensor in memory.
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,5 @@
-"""Usable CPU cores, and termination of processes: all that a command has started, and workers whose parent has ended.
+"""Usable CPU cores, and termination of processes: the processes that a command has started, and workers whose parent
+has ended.
 
 Launchers start ranks in other process groups, so the processes of a command are found by a variable in their
 environment. A DataLoader worker notices the end of its rank only between two batches. A worker that hangs would outlive
@@ -25,7 +26,7 @@ from typing import Any
 _KILL_TIMEOUT_SECONDS = 5.0
 _PARENT_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
-# The process that forked last, and whether its main thread did so; a forked process has its parent's value.
+# The process that forked last, and whether its main thread forked. A forked process inherits its parent's value.
 _last_fork: tuple[int, bool] | None = None
 # The process in which `end_with_parent` was called last.
 _ends_with_parent_pid: int | None = None
@@ -51,7 +52,7 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_SECONDS
-    # Repeated, because the processes may have started others.
+    # Repeated, because the processes may have started further processes.
     while (found := list(find_processes(tag))) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(OSError):
@@ -63,8 +64,8 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
 def end_workers_with_rank() -> None:
     """Let every DataLoader worker that this process forks from now on end with this process.
 
-    It includes DataLoaders of the user's own loops. Workers that are spawned instead of forked are not included; those
-    of the Trainer call `end_with_parent` themselves.
+    This includes workers of DataLoaders in the user's loops. It excludes workers that are spawned instead of forked;
+    spawned workers of the Trainer call `end_with_parent` themselves.
     """
     if not hasattr(os, "register_at_fork"):
         return
@@ -82,7 +83,7 @@ def end_workers_with_rank() -> None:
 
 
 def end_with_parent() -> None:
-    """Let this process be killed when its parent ends for any reason. A second call has no effect."""
+    """Request that the kernel kills this process when its parent ends for any reason. A second call has no effect."""
     global _ends_with_parent_pid
     if _ends_with_parent_pid == os.getpid():
         return

@@ -59,7 +59,8 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def preserve_generators(device: torch.device) -> Iterator[None]:
-    """Restore the generators of this process at the end, as if no number had been drawn inside."""
+    """Context manager that restores the generators of this process at its end, as if no number had been drawn
+    inside."""
     state = capture_generators(device)
     try:
         yield

@@ -1,7 +1,7 @@
 """Private functions of torch that unitrain uses, and public ones that torch renamed.
 
 Each entry names the torch versions that it was checked against. No module of unitrain/backends or unitrain/modules uses
-a private name of torch directly, except that `ddp.py` imports torch._dynamo early.
+a private name of torch directly, except `ddp.py`, which imports torch._dynamo early.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def default_process_group() -> dist.ProcessGroup:
 def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
     """Set the timeout of the transport of `group` for tensors on `device`. 2.11, 2.14."""
     transport = group._get_backend(device)
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, a group that checks arguments and has no timeout wraps the transport.
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, the transport is wrapped in a group that checks arguments and has no timeout.
     getattr(transport, "wrapped_pg", transport)._set_default_timeout(timeout)
 
 
@@ -80,7 +80,7 @@ def is_reached_by_backward(parameter: Tensor) -> bool:
 
 @contextmanager
 def gradient_hooks_disabled(parameter: Tensor) -> Iterator[None]:
-    """Call none of the hooks that are registered on `parameter` inside this context. 2.14."""
+    """Context manager in which the hooks registered on `parameter` are not called. 2.14."""
     registered = [hooks for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if hooks]
     copies = [hooks.copy() for hooks in registered]
     for hooks in registered:
@@ -132,7 +132,7 @@ def has_forward_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
 
 
 def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dictionary in which `module` itself holds its own buffers. 2.14."""
+    """Return the dictionary that contains the buffers of `module`, without those of its submodules. 2.14."""
     return module._buffers
 
 
@@ -151,7 +151,7 @@ class ReducerDDP(DistributedDataParallel):
         self.broadcast_buffers = False  # set afterwards, so that the constructor broadcasts buffers once
 
     def rebuild_reducer(self) -> None:
-        """Replace the reducer by one of the parameters that require gradients now. The old reducer's hooks are
+        """Replace the reducer by a reducer of the parameters that now require gradients. The old reducer's hooks are
         removed."""
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
@@ -171,7 +171,7 @@ class ReducerDDP(DistributedDataParallel):
         self.reducer.prepare_for_backward(reached)
 
     def release_groups(self) -> None:
-        """Delete all references to process groups. The reducer cannot be used any more."""
+        """Delete all references to process groups. The reducer cannot be used afterwards."""
         del self.reducer, self.logger, self.process_group, self._reducer_group
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:

@@ -47,7 +47,7 @@ from unitrain.validation import check_result_name, check_text
 
 
 class Trainer:
-    """Trains `model` on all ranks of `backend`, with the numbers of one process that has the global batch.
+    """Trains `model` on all ranks of `backend`, with the same results as one process that has the global batch.
 
     All ranks create it with the same arguments and call the same methods.
 
@@ -90,7 +90,7 @@ class Trainer:
         check_same_config(config, backend)
         if config.dry_run:
             config, loggers = for_dry_run(config), ()
-        if (overrides := load_overrides()) is not None:  # `unitrain verify` or `unitrain tune` runs this script
+        if (overrides := load_overrides()) is not None:  # started by `unitrain verify` or `unitrain tune`
             given = TrainerArguments(model=model, loss_fn=loss_fn, config=config, callbacks=callbacks, forward=forward)
             used = overrides.override(given, backend)
             loss_fn, config, callbacks, forward, loggers = used.loss_fn, used.config, used.callbacks, used.forward, ()
@@ -117,7 +117,7 @@ class Trainer:
 
         allow_tf32(config.tf32)
         model.to(backend.device)
-        if optimizer.state:  # move state that was loaded before the model
+        if optimizer.state:  # moves state that was loaded before the model was moved
             optimizer.load_state_dict(optimizer.state_dict())
         if config.channels_last:
             use_channels_last(model)
@@ -168,7 +168,7 @@ class Trainer:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler. None without one, and before `fit` for one that is built from the number of steps."""
+        """The scheduler. None without a scheduler, and before `fit` if it is built from the number of steps."""
         return self._scheduler.scheduler if isinstance(self._scheduler, PlannedScheduler) else self._scheduler
 
     @property
@@ -178,7 +178,7 @@ class Trainer:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the last `fit` stopped before the end, None if it did not. It is the same on every rank."""
+        """The reason why the last `fit` stopped before the end, or None. It is the same on every rank."""
         return self._stopping.reason
 
     def fit(self, train_data: Data, val_data: Data | Mapping[str, Data] | None = None) -> dict[str, float]:
@@ -247,11 +247,11 @@ class Trainer:
     def predict(self, data: Data) -> Any:
         """Return the outputs of the model in eval mode for all samples of `data`, in the order of `data`, on the CPU.
 
-        All ranks call it, and each returns all outputs; they must fit into host memory once per rank on the host. The
-        structure is that of the output of the model or `forward`: lists, tuples, mappings and dataclasses of tensors
-        whose first dimension is the sample. Targets are ignored, and without `forward` may be missing. Every rank
-        computes its shard with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank.
-        Raises DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
+        All ranks call it, and each returns all outputs, so the host memory must hold them once for each rank on the
+        host. The structure is that of the output of the model or `forward`: lists, tuples, mappings and dataclasses of
+        tensors whose first dimension is the sample. Targets are ignored, and without `forward` may be missing. Every
+        rank computes its shard with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank. Raises
+        DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
         """
         self._check_data("predict", data=data)
         return self._evaluation.predict(self._evaluation_shard(data))
@@ -321,7 +321,7 @@ class Trainer:
             self._mean.finish_step(self.optimizer, micro_batch)  # divide by the number of tokens, if they are counted
             self._callbacks.call("on_before_optimizer_step", self)
             self._update(progress.step, self._rates)  # unscale, clip, optimizer step, average, step scheduler
-            self._loss.finish_step()  # after the update: a step that an exception interrupts before is trained again
+            self._loss.finish_step()  # after the update: a step that an exception interrupts is trained again
             self._timer.end_step(micro_batch.step_samples)
             progress.advance(micro_batch.step_samples, micro_batch.step_end)
             self._reporter.count_step(epoch, micro_batch.step_samples)
@@ -341,13 +341,14 @@ class Trainer:
                 with self._timer.measure("validation"):
                     self._reporter.report_validation(epoch, progress.step, self._validate(validation))
         samples = progress.sample - first_sample
-        # A converted checkpoint has no sums of losses, so a run resumed from it at the end of an epoch has no mean.
+        # A converted checkpoint contains no sums of losses, so a run that resumes from it at the end of an epoch has no
+        # mean.
         losses = {"train_loss": self._loss.epoch_mean(epoch, progress.step)} if self._loss.steps else {}
         seconds = self._timer.stop()
         self._end_epoch_if_complete(shard)
         speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": samples / seconds}
 
-        # The time after a preemption signal is short, so there is no validation within an epoch.
+        # Little time remains after a preemption signal, so there is no validation within an epoch.
         skip_validation = self._stopping.preempted and progress.sample > 0
         with self._timer.measure("validation"):
             results = {**losses, **({} if skip_validation else self._validate(validation))}
@@ -412,7 +413,7 @@ class Trainer:
     def _evaluation_shard(self, data: Data, limit_batches: int | None = None) -> EvaluationShard:
         config = self.config
         batch_size = limit_batch_size = None
-        if not isinstance(data, DataLoader):  # a DataLoader has its own batch size
+        if not isinstance(data, DataLoader):  # a DataLoader has a batch size
             batch_size, limit_batch_size = evaluation_batch_sizes(
                 config.eval_batch_size or config.batch_size,
                 config.global_batch_size,
@@ -440,7 +441,8 @@ class Trainer:
             self._scheduler.plan(total, self.backend)
 
     def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Let the ranks agree whether to stop and to save a checkpoint; return the `numbers` of every rank."""
+        """Exchange stop requests, and whether a checkpoint is due, between ranks. Return the `numbers` of every
+        rank."""
         ranks = self._sync_point.exchange(self.progress.step, [self.checkpointer.is_due, *numbers])
         if ranks[0][0]:  # by the clock of rank 0
             self._save({}, None)

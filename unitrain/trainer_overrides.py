@@ -36,7 +36,7 @@ class TrainerArguments:
 
 
 class TrainerOverrides(Protocol):
-    """What a tool changes in a run. Loggers are always left out."""
+    """The changes that a tool makes to a run. Loggers are always disabled."""
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
         """Return the arguments to train with. Called on every rank, after the user's arguments were checked."""

@@ -135,7 +135,7 @@ class TrainingRun:
     def start(self, data: TrainingData) -> None:
         """Lock the folder, and continue in `data` with the random numbers of the checkpoint or of the seed.
 
-        The folder stays locked until `Checkpointer.release_folder_at_end`. Between two epochs the data may change.
+        The folder stays locked until `Checkpointer.release_folder_at_end`. The data may change between two epochs.
         Raises CheckpointError on every rank if another job holds the lock, or within an epoch if `data` has another
         order.
         """
@@ -163,7 +163,7 @@ class TrainingRun:
         results: Mapping[str, float],
         row: dict[str, Any] | None,
     ) -> None:
-        """Save a checkpoint of the run. `model` is the user's own, `results` are those of the epoch so far.
+        """Save a checkpoint of the run. `model` is the user's module. `results` are the results of the epoch so far.
 
         At the end of an epoch `row` is its row of the history, which is written after the checkpoint. A run that is
         killed between the two writes takes the row from the checkpoint.
@@ -207,7 +207,8 @@ class TrainingRun:
 
     def _start(self, data: TrainingData) -> None:
         if not self._is_history_rewound:
-            # Also for a run that was not restored: one that ended before its first checkpoint left rows, too.
+            # This includes a run that was not restored, because an attempt that ended before its first checkpoint also
+            # wrote rows.
             self._change_history("", self._rewind)
             self._is_history_rewound = True
         self._data_order = data.order_settings

@@ -19,7 +19,7 @@ _MAX_SHOWN_CHARACTERS = 60
 
 
 def describe_value(value: object) -> str:
-    """Return the value as a message shows it: in full if it is short and equal on every rank, otherwise its type."""
+    """Return a text for `value` in a message: its repr if that is short and equal on every rank, otherwise its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, str | int | float | bool | Path):

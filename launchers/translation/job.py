@@ -1,4 +1,4 @@
-"""`Job`: a job independent of any launcher. Every command line is read into one and written from one."""
+"""`Job`: a job independent of any launcher. Every command line is parsed into a `Job` and written from a `Job`."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def _common(job: Job, pods: Pods, name: str, notes: list[str], launcher: str = L
             secrets.append(one)
             variables.append({"name": one, "valueFrom": {"secretKeyRef": {"name": f"{name}-env", "key": one}}})
     if secrets:
-        # --from-literal would show the values to everybody who lists the processes of this host.
+        # --from-literal would show the values to every user who lists the processes of this host.
         create = f"kubectl create secret generic {name}-env --from-env-file=/dev/stdin"
         notes.append(
             f"The values of {', '.join(secrets)} come from a secret: env | grep -E '^({'|'.join(secrets)})=' | {create}"

@@ -95,7 +95,8 @@ class Syntax:
 
 
 class Options:
-    """The options of one command line. A reader takes those that it knows; `remaining` returns the rest."""
+    """The options of one command line. A parser takes the options that it supports; `remaining` returns the other
+    options."""
 
     def __init__(self, syntax: Syntax, words: Sequence[str]) -> None:
         self._launcher = syntax.launcher
@@ -108,7 +109,7 @@ class Options:
         return taken
 
     def put_back(self, option: ParsedOption) -> None:
-        """Return an option that was taken to the remaining ones."""
+        """Add an option that was taken back to the remaining options."""
         self._options.append(option)
 
     def take_last(self, *names: str) -> str | None:

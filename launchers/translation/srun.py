@@ -27,7 +27,7 @@ _SHORT = {
     "-C": "--constraint", "-w": "--nodelist", "-x": "--exclude", "-Z": "--no-allocate", "-B": "--extra-node-info",
     "-G": "--gpus", "-h": "--help", "-V": "--version",
 }  # fmt: skip
-# Options that sbatch has too; they apply to the complete job.
+# Options that sbatch also has; they apply to the complete job.
 _JOB_OPTIONS = (
     "--account --bb --bbf --begin --cpus-per-task --comment --cpu-freq --dependency --deadline --delay-boot "
     "--gres --gres-flags --hold --job-name --no-kill --licenses --clusters --mail-type --mail-user --mcs-label --nice "

@@ -126,7 +126,7 @@ def write(job: Job) -> Translation:
     options = [*(("--backend", job.backend) if job.backend else ())]
     if launcher != default_launcher:
         options += ["--launcher", launcher]
-    if "--elastic" not in unitrain_options:  # which sets the number of ranks
+    if "--elastic" not in unitrain_options:  # this option sets the number of ranks
         options += ["-np", str(job.size)]
     if job.hosts:
         options += ["-H", format_hosts(job.slots)]

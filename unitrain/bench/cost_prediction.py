@@ -157,7 +157,7 @@ def fit_networks(
 ) -> dict[tuple[str, str], Fit]:
     """Return the network of each (name, algorithm): `given`, or a network fitted to the allreduces in `result`.
 
-    The hierarchical algorithm is fitted as a ring, which it is between hosts.
+    The hierarchical algorithm is fitted as a ring, because it uses a ring between hosts.
     """
     if result is None:
         assert given is not None

@@ -126,7 +126,7 @@ class RankSetSpec:
 
 @contextmanager
 def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[RankSet]]:
-    """RankSetSpec a set of ranks for each spec. The ranks are ended when the context is left, also after SIGTERM."""
+    """Start a set of ranks for each spec. The ranks are ended when the context is left, also after SIGTERM."""
     # SIGTERM is handled like Ctrl-C: suspended ranks would not notice that this process has ended.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:

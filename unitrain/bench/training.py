@@ -45,7 +45,7 @@ class StepProfiler(Callback):
 
     `data` ends when the batch is available, `forward` when the loss is computed, `backward` when this rank's backward
     is done, and `exposed` when the gradients are reduced. `optimizer` is the rest of the step. On a GPU, the profiler
-    synchronizes after each part, so profiled steps are not the steps whose speed is reported.
+    synchronizes after each part, so the reported speed is measured in other steps.
     """
 
     def __init__(self, backend: Backend, forward: Any, loss_fn: Callable[..., Any]) -> None:

@@ -19,7 +19,7 @@ from unitrain.errors import AuthenticationError
 SIGNATURE_BYTES = 32
 _NONCE_BYTES = 16
 _SIGNED, _UNSIGNED = "s", "u"
-# A handshake yields the bytes to send next and the number of bytes to receive after that, and is sent those bytes.
+# Generator that yields (bytes to send, number of bytes to receive), and to which the caller sends the received bytes.
 Handshake = Generator[tuple[bytes, int], bytes, None]
 
 
@@ -29,7 +29,7 @@ def new_key() -> str:
 
 
 def job_key() -> str | None:
-    """Return the key of this job, None if this process has none."""
+    """Return the key of this job, or None if this process has no key."""
     return environment.setting(environment.JOB_KEY)
 
 
@@ -110,7 +110,7 @@ def authenticate(connection: socket.socket, key: str | None, role: str, *, is_se
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return the next `num_bytes` bytes. Raises ConnectionError if the connection is closed before."""
+    """Return the next `num_bytes` bytes. Raises ConnectionError if the connection is closed earlier."""
     received = b""
     while len(received) < num_bytes:
         part = connection.recv(num_bytes - len(received))

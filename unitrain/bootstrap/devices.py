@@ -31,7 +31,7 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         raise ConfigError(f"Device {str(device)!r} was requested, but torch sees no GPU here. Use device='cpu'.")
-    if str(device) == "cuda":  # without a number
+    if str(device) == "cuda":  # without an index
         device = torch.device("cuda", local_rank if num_gpus > 1 else 0)
     if device.index >= num_gpus:
         raise ConfigError(
@@ -43,7 +43,7 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
 
 
 def check_gpus(rendezvous: Rendezvous, device: torch.device, requested: str | torch.device | None) -> None:
-    """Raise ConfigError on every rank if two ranks use one GPU, unless they requested it by its number.
+    """Raise ConfigError on every rank if two ranks use one GPU, unless they requested it by its index.
 
     All ranks call it.
     """

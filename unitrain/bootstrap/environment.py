@@ -1,8 +1,8 @@
 """Environment variables of this process: detection of the launcher and of this process's rank, and job settings.
 
 No other module reads or writes the environment. If one launcher runs inside another, as in `srun torchrun`, the
-innermost one counts, because it has started this process; `_LAUNCHERS` lists them in that order. Variables of an outer
-launcher, such as Open MPI's or Slurm's, are ignored. `detect().evidence` lists the variables that were used.
+innermost launcher is used, because it has started this process; `_LAUNCHERS` lists them in that order. Variables of an
+outer launcher, such as Open MPI's or Slurm's, are ignored. `detect().evidence` lists the variables that were used.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Variables:
     num_nodes: str | None = None
 
 
-# Set if unitrain itself has set Horovod's variables, so that they are not taken for those of horovodrun.
+# Set if unitrain itself has set Horovod's variables, so that they are not attributed to horovodrun.
 HOROVOD_SET_BY_UNITRAIN = "UNITRAIN_SETS_HOROVOD"
 
 _LAUNCHERS = (
@@ -67,8 +67,8 @@ _LAUNCHERS = (
     # Horovod's cross_rank is not the node rank if hosts have different numbers of ranks (see rendezvous.py).
     _Variables("horovodrun", "HOROVOD_RANK", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK",
     "HOROVOD_LOCAL_SIZE"),
-    # docs.open-mpi.org, "Environment variables set for MPI applications". Ranks of a Kubernetes MPIJob and ranks that
-    # jsrun starts with Spectrum MPI have them too.
+    # docs.open-mpi.org, "Environment variables set for MPI applications". Ranks of a Kubernetes MPIJob, and ranks that
+    # jsrun starts with Spectrum MPI, also have these variables.
     _Variables(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -88,7 +88,7 @@ _LAUNCHERS = (
     ),
     # MPICH and Intel MPI (pmodels/mpich#2371). PMI_RANK is not the marker, because srun may set it too.
     _Variables("mpiexec", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # Flux and HPE's PALS may run in a Slurm step, so that their tasks have Slurm's variables too. Flux sets PMI_RANK.
+    # Flux and HPE's PALS may run in a Slurm step, so their tasks also have Slurm's variables. Flux sets PMI_RANK.
     _Variables("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", None, None,
     "FLUX_JOB_NNODES"),
     _Variables("mpiexec", "PALS_RANKID", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
@@ -108,7 +108,7 @@ _ALTERNATIVE_NAMES = {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MAST
 JOB = "UNITRAIN_JOB"
 # Address, host:port, of the supervisor in `unitrain launch`.
 SUPERVISOR = "UNITRAIN_SUPERVISOR"
-# Variables that identify a job, the scheduler's first, and their descriptions.
+# Variables that identify a job, with their descriptions. Variables of schedulers come first.
 _JOB_IDS = (
     ("SLURM_JOB_ID", "Slurm job"), ("LSB_JOBID", "LSF job"), ("PBS_JOBID", "PBS job"), ("FLUX_JOB_ID", "Flux job"),
     (JOB, "unitrain launch"), ("TORCHELASTIC_RUN_ID", "torchrun run"),
@@ -205,7 +205,7 @@ def max_pods() -> int:
 
 
 def check_not_in_step_shell(rank_info: RankInfo) -> None:
-    """Raise EnvironmentVariableError if this process was typed into the interactive shell of `srun --pty`.
+    """Raise EnvironmentVariableError if this process was started from the interactive shell of `srun --pty`.
 
     The shell is task 0 of the step, so its commands inherit rank 0. The other tasks of the step are shells without a
     terminal, which end immediately: the rendezvous would wait for them until its timeout.
@@ -215,7 +215,7 @@ def check_not_in_step_shell(rank_info: RankInfo) -> None:
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
-        return  # a task without a terminal, which another srun has started in the shell
+        return  # a task without a terminal, which a second srun inside the shell has started
     # An interactive shell runs each command in a new process group. srun itself and shell scripts do not.
     if os.getpgrp() != os.getsid(0):
         raise EnvironmentVariableError(
@@ -267,7 +267,7 @@ def export(values: Mapping[str, str]) -> None:
 
 
 def export_defaults(values: Mapping[str, str]) -> None:
-    """Set those of the variables that are not set yet."""
+    """Set the variables that are not set yet."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 

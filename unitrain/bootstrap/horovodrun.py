@@ -60,7 +60,7 @@ def _rank_command(run_command: str, variables: Mapping[str, str]) -> Callable[[S
 
     def command(slot: SlotInfo) -> str:
         assignments = " ".join(f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items())
-        # The shell continues to wait for the rank after a warning signal, which the rank receives too.
+        # After a warning signal, which the rank also receives, the shell continues to wait for the rank.
         return f"trap : USR1 USR2; env {assignments} {run_command}"
 
     return command

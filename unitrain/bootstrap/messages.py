@@ -25,7 +25,7 @@ class MessageStore:
         self._store.set(key, self._seal(key, text))
 
     def get(self, key: str) -> bytes:
-        """Wait for `key` and return its text. Raises AuthenticationError for a value of another program."""
+        """Wait for `key` and return its text. Raises AuthenticationError if another program wrote the value."""
         return self._unseal(key, self._store.get(key)).encode()
 
     def check(self, keys: list[str]) -> bool:
@@ -47,7 +47,7 @@ class MessageStore:
         self._store.append(key, self._seal(key, line) + "\n")  # type: ignore[attr-defined]  # missing in torch's stubs
 
     def lines(self, key: str) -> list[str]:
-        """Return the lines that ranks have appended to `key`; lines of other programs are omitted."""
+        """Return the lines that ranks have appended to `key`, without lines that other programs wrote."""
         if not self._store.check([key]):
             return []
         lines = []

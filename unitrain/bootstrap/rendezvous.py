@@ -30,10 +30,10 @@ _POLL_SECONDS = 0.02
 _POLL_SECONDS_PER_RANK = 0.0001  # limits the requests of all ranks together to 10,000 per second
 _CONNECT_PERIOD_SECONDS = 0.1
 _GROUPS = 2
-_SERVED_CONNECTIONS_PER_RANK = 5  # of each rank to rank 0's process, in addition to those of the process groups
-_SPARE_DESCRIPTORS = 512  # for data, DataLoader workers and files
+_SERVED_CONNECTIONS_PER_RANK = 5  # to rank 0's process, in addition to the connections of process groups
+_SPARE_DESCRIPTORS = 512  # reserve for data, DataLoader workers and files
 _rendezvous_numbers = itertools.count()
-# A proxy is for hosts outside of the job.
+# Proxies are not used, because all hosts belong to the job.
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _server_stores: list[TCPStore] = []  # rank 0's stores stay open until the process ends, because others may use them
 
@@ -138,7 +138,7 @@ class Rendezvous:
 
 
 def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
-    """Connect the ranks of any launcher, and return when all are connected. All ranks call it equally often.
+    """Connect the ranks of any launcher, and return when all are connected. All ranks call it the same number of times.
 
     Raises LauncherMismatchError if the launcher provides no rendezvous address, EnvironmentVariableError for an invalid
     address, and CollectiveTimeoutError that names the missing ranks.
@@ -146,7 +146,8 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     environment.check_not_in_step_shell(rank_info)
     raise_descriptor_limit(rank_info)
     # A restarted job, or a second rendezvous of the same processes, must not read the keys of the previous one.
-    # torchrun counts restarts per host: hosts that joined later have other numbers, but then they share no store.
+    # torchrun counts restarts per host: hosts that joined later have other counts, but such jobs do not share
+    # torchrun's store.
     is_shared = environment.setting("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = (environment.setting("TORCHELASTIC_RESTART_COUNT") if is_shared else None) or "0"
     name = f"unitrain/{attempt}/{next(_rendezvous_numbers)}"
@@ -189,7 +190,7 @@ def _open_shared_store(rank_info: RankInfo, timeout: timedelta, name: str) -> tu
 def _check_is_resolvable(host: str) -> None:
     """Raise EnvironmentVariableError if MASTER_ADDR is a name without an address.
 
-    In Kubernetes, the name of a pod may get its address after other pods have started, so ranks wait for it there.
+    In Kubernetes, the name of a pod may become resolvable after other pods have started, so ranks wait for it.
     """
     if environment.setting("KUBERNETES_SERVICE_HOST") is not None:
         return

@@ -24,7 +24,7 @@ def forward_warnings(variable: str) -> None:
 
     A rank is a descendant that has the environment variable `variable` while its parent does not. Only the main thread
     may call it. Processes that this one starts have the default actions of both signals. If this host has no ranks, the
-    handler prints that.
+    handler prints a message.
     """
 
     def forward(number: int, frame: FrameType | None) -> None:

@@ -41,7 +41,7 @@ _TIMEOUT_SECONDS = 600
 class BoundRendezvous(RendezvousHandler):
     """Rendezvous of a fixed number of nodes with known node ranks, at a store that listens on one address.
 
-    Node 0 serves the store, which all ranks use too. Port 0 selects a free port, for a single node.
+    Node 0 serves the store, which all ranks use too. For a single node, port 0 selects a free port.
     """
 
     def __init__(self, host: str, port: int, node_rank: int, num_nodes: int, run_id: str, timeout: timedelta) -> None:

@@ -1,7 +1,7 @@
 """The `unitrain` command, with one module per subcommand.
 
 A subcommand is imported when it is called, so that --help does not import torch. The modules contain the options and
-the output of a command; its logic is in the package of the same subject.
+the output of a command. Its logic is in the package of the same name.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _MAX_OUTPUT_LINES = 15
 
 
 class ExaminationError(UnitrainError):
-    """The ranks could not be started, or did not reach each other."""
+    """The ranks could not be started, or could not connect to each other."""
 
 
 def examine(timeout_seconds: float) -> dict[str, Any] | None:

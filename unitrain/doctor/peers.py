@@ -21,10 +21,10 @@ _CONNECT_TIMEOUT_SECONDS = 5.0
 class PeerChecks:
     """The results of one rank.
 
-    `address` is its address on the route to the other hosts. `unreachable` has, by host, the address and the error of
-    each failed connection; only the first rank of a host connects. `clock_offset_seconds` is the clock of this host
-    minus that of rank 0, with the accuracy of a message's latency. `shares_folder` is whether a file that rank 0
-    creates in its working directory exists in the working directory of this rank.
+    `address` is its address on the route to the other hosts. `unreachable` maps each host to which the connection
+    failed to its address and the error; only the first rank of a host connects. `clock_offset_seconds` is the clock of
+    this host minus that of rank 0; its error is at most the latency of a message. `shares_folder` is whether a file
+    that rank 0 creates in its working directory exists in the working directory of this rank.
     """
 
     address: str

@@ -2,5 +2,5 @@
 
 run    starts the ranks, prints their output and returns their results
 rank   program of each rank: makes the call and stores its outcome
-call   files with which calls and outcomes are passed between the two
+call   files through which calls and outcomes are passed between the two
 """

@@ -1,4 +1,4 @@
-"""Files with which `unitrain.run` passes a call to its ranks, and each rank returns its outcome.
+"""Files through which `unitrain.run` passes a call to its ranks, and through which each rank returns its outcome.
 
 Functions that other processes cannot import, such as those of a notebook or of `__main__`, are pickled by value.
 """

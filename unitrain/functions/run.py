@@ -26,7 +26,7 @@ from unitrain.functions.call import Call, Outcome
 from unitrain.processes import kill_processes
 
 _MARK = "UNITRAIN_RUN"
-# Launchers of `environment.detect` whose variables a shell or a container may have too, without being a rank.
+# Launchers of `environment.detect` whose variables may also be set in a shell or a container that is not a rank.
 _NOT_NECESSARILY_RANKS = ("none", "env", "srun")
 _MAX_LAST_LINES = 20
 # The time that launchers give their ranks to save and exit.
@@ -199,7 +199,7 @@ def _terminate_with_parent() -> Callable[[], Any] | None:
     """Return a function for a child process that lets it receive SIGTERM when this process ends for any reason."""
     if not sys.platform.startswith("linux"):
         return None
-    prctl = ctypes.CDLL(None).prctl  # looked up before the fork, because importing is not safe after it
+    prctl = ctypes.CDLL(None).prctl  # imported before the fork, because importing afterwards is not safe
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -16,7 +16,7 @@ from unitrain.horovod_wheel import patches
 RECORD = "unitrain_build.json"
 BUILD = "unitrain horovod build"
 
-# Prints one JSON line below the output of the imports. A failure of one part does not affect the others.
+# Prints one JSON line below the output of the imports. A failure of one part does not affect the other parts.
 _PROBE = """
 import importlib.metadata, importlib.util, json, pathlib, shutil, sys, warnings
 warnings.simplefilter("ignore")

@@ -51,7 +51,8 @@ class Tool:
 class Machine:
     """Everything that the build plan depends on. None means that the part was not found.
 
-    `flags` are the variables of FLAGS that are set. `cpu` describes the processor if they select the native one.
+    `flags` are the variables of FLAGS that are set. `cpu` describes the processor if these flags select the native
+    architecture.
     """
 
     torch: Torch

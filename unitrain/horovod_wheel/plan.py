@@ -19,13 +19,13 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 # The newest tested versions. Older versions also work.
 TOOLS = {"setuptools": "setuptools>=64,<85", "wheel": "wheel", "packaging": "packaging"}
 CMAKE = "cmake>=3.26,<5"
-# Measured on 2 cores: 238 s of CPU time (3 % more with NCCL), and the part that is not parallel.
+# Duration of the parallel and the serial part of a build, measured on 2 cores (238 s of CPU time; 3 % more with NCCL).
 PARALLEL_SECONDS, SERIAL_SECONDS = 220.0, 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The request of the user. None means that the machine decides."""
+    """The request of the user. None selects the default for the machine."""
 
     cache: Path
     mpi: bool | None = None
@@ -36,10 +36,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A command, or, if `argv` is empty, the function of that name in `build`. It is skipped if `unless` exists.
+    """A step of a build: the command `argv`, or, if that is empty, the function `name` in `build`. It is skipped if the
+    file `unless` exists.
 
-    `fills` is a folder that builds with other keys share. It is locked and emptied before the step, and complete if it
-    contains `unless`, which is created after the step.
+    `fills` is the folder to which the step writes, if builds with other keys share it. It is locked and emptied before
+    the step. The file `unless` is created in it after the step, and marks it as complete.
     """
 
     name: str

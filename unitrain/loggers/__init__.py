@@ -1,6 +1,6 @@
 """Loggers: write the metrics of a run to files and tracking services.
 
-logger       the interface of a logger, and its help functions
+logger       the interface of a logger, and functions that several loggers use
 background   run a logger in a thread
 json_lines   JSON lines, also used for the history in the output folder
 csv, mlflow, tensorboard, wandb   the other loggers

@@ -14,7 +14,7 @@ from unitrain.loggers.logger import Logger, Start, Status
 
 _MAX_QUEUED_CALLS = 10_000
 _CALL_LIMIT_SECONDS = 120.0
-# How long the end of a run waits for the calls that are still queued.
+# Time limit for the calls that are still queued at the end of a run.
 _FINISH_LIMIT_SECONDS: dict[Status, float] = {"finished": 120.0, "stopped": 30.0, "failed": 30.0}
 
 _log = logging.getLogger(__name__)

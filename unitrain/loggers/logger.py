@@ -59,7 +59,7 @@ class Logger:
         """Log a table. Its cells are numbers, strings, booleans or None."""
 
     def finish(self, status: Status) -> None:
-        """Finish the run: it is complete, was stopped early, or failed with an exception. No call follows."""
+        """Finish the run: it is complete, was stopped early, or failed with an exception. This is the last call."""
 
 
 def import_package(module: str, logger: Logger, extra: str) -> Any:

@@ -5,8 +5,8 @@ watchdog            Watchdog thread: detects failures of other ranks and missed 
 liveness            LivenessCheck: connections on which rank 0 and the other ranks notice that a process was killed
 failure_store       first failure, rank statuses and shutdowns, exchanged through the rendezvous store
 flight_recorder     history of this rank's recent collectives and backwards
-rank_status         RankStatus: where a rank is and what it waits for, as data; and its text
-stack_inspection    user's line, DataLoader worker and function that a stack shows
+rank_status         RankStatus: position and activity of a rank, as data; and its text
+stack_inspection    user's line, DataLoader worker and function, read from a stack
 loop_counters       numbers of backwards and steps, compared between ranks
 peer_connection     connection that distinguishes an orderly exit of the peer from a crash
 supervisor_client   a rank's connection to the `unitrain launch` that restarts its job

@@ -16,7 +16,8 @@ _REQUESTS, _FAILURE, _SHUTDOWN, _PROCESS = "requests", "failure", "shutdown", "p
 _FAILURE_STATUS, _REQUESTED_STATUS = "failure_status", "requested_status"
 _STATUS_TIMEOUT_SECONDS = 3.0
 _POLL_SECONDS = 0.02
-# Any program that reaches the store can increase the number of requests, so only this many are answered at a time.
+# Any program that can connect to the store can increase the number of requests, so only this many are answered at a
+# time.
 _MAX_ANSWERED_REQUESTS = 100
 
 
@@ -38,8 +39,8 @@ class RankProcess(NamedTuple):
 class FailureStore:
     """One thread's access to the reports of all ranks. Each thread needs its own object.
 
-    It has its own connection to the store, because a connection that waits for an answer blocks its other users. Every
-    method raises dist.DistError if rank 0's process, which serves the store, has exited.
+    Each object has a separate connection to the store, because a connection that waits for a response blocks its other
+    users. Every method raises dist.DistError if rank 0's process, which serves the store, has exited.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
@@ -48,7 +49,8 @@ class FailureStore:
         self._num_answered = 0
 
     def report_failure(self, failure: Failure, reporter: str) -> tuple[Failure, str]:
-        """Report `failure` unless another one was reported before; return the first one and the name of its reporter.
+        """Report `failure` unless another one was reported before; return the first failure and the name of its
+        reporter.
 
         `reporter` is unique among all threads of all ranks.
         """
@@ -96,14 +98,14 @@ class FailureStore:
     ) -> dict[int, RankStatus]:
         """Return the statuses that `ranks` publish after a failure, without those of ranks that do not respond.
 
-        `while_waiting` is called repeatedly until all have responded.
+        `while_waiting` is called repeatedly until all ranks have responded.
         """
         return self._collect(_FAILURE_STATUS, ranks, while_waiting)
 
     def request_statuses(
         self, ranks: Sequence[int], while_waiting: Callable[[], object] | None = None
     ) -> dict[int, RankStatus]:
-        """Ask `ranks` for their status now, and return it, without those of ranks that do not respond."""
+        """Request the current status of `ranks`, and return the statuses of the ranks that respond."""
         return self._collect(f"{_REQUESTED_STATUS}/{self.messages.add(_REQUESTS, 1)}", ranks, while_waiting)
 
     def answer_requests(self, status: Callable[[], RankStatus]) -> None:

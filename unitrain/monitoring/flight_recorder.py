@@ -27,7 +27,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class CollectiveCall:
     """One rank's arguments of collective number `number`.
 
-    `shape` is [bytes] for objects. `refused` means that this rank's arguments are invalid.
+    `shape` is [bytes] for objects. `refused` is True if this rank's arguments are invalid.
     """
 
     number: int
@@ -139,7 +139,7 @@ class FlightRecorder:
         if (position := self._positions.get(operation_type)) is not None:
             try:
                 called = sys._getframe(position.depth)
-            except ValueError:  # the stack is not that deep
+            except ValueError:  # the stack has fewer frames
                 pass
             else:
                 if called.f_code is position.called and (user := called.f_back) and user.f_code is position.user:

@@ -1,4 +1,4 @@
-"""Liveness check: one connection between rank 0 and every other rank, on which a killed process is noticed.
+"""Liveness check: one connection between rank 0 and every other rank, which detects that a process was killed.
 
 If no launcher monitors the ranks, nothing else reports that a process was killed.
 """
@@ -35,15 +35,16 @@ _MAX_EXTRA_PENDING = 64
 class LivenessCheck:
     """This rank's connections for the liveness check. All ranks create theirs at the same time, then call `start`.
 
-    Rank 0 has a connection to each other rank, which has one to rank 0. `on_process_ended` is called once, in a thread,
-    with the first rank whose process has ended unexpectedly. A rank that could not be connected is not monitored.
+    Rank 0 has a connection to each other rank, and the other ranks have one connection, to rank 0. `on_process_ended`
+    is called once, in a thread, with the first rank whose process has ended unexpectedly. A rank that could not be
+    connected is not monitored.
     """
 
     def __init__(self, rendezvous: Rendezvous, on_process_ended: Callable[[int], None]) -> None:
         self._on_process_ended = on_process_ended
         self._peers: dict[int, PeerConnection] = {}
         self._is_closed = False
-        self.exited_ranks: set[int] = set()  # ranks that have exited in order
+        self.exited_ranks: set[int] = set()  # ranks with an orderly exit
         store = MessageStore(dist.PrefixStore("liveness", rendezvous.store), "liveness")
         with contextlib.suppress(OSError, dist.DistError, AuthenticationError):
             if rendezvous.rank_info.rank == 0:
@@ -96,7 +97,8 @@ def _connect_to_rank_zero(rendezvous: Rendezvous, store: MessageStore) -> dict[i
 def _accept_ranks(rendezvous: Rendezvous, store: MessageStore) -> dict[int, PeerConnection]:
     """Accept the connections of all other ranks, for at most `_CONNECT_TIMEOUT_SECONDS` in total.
 
-    All connections are authenticated concurrently, so that a program that connects and sends nothing delays no rank.
+    All connections are authenticated concurrently, so that a program that connects and sends nothing does not delay the
+    ranks.
     """
     token = secrets.token_hex(_TOKEN_BYTES)
     num_peers = rendezvous.rank_info.size - 1
@@ -153,7 +155,8 @@ class _PendingConnection:
         connection.sendall(to_send)
 
     def advance(self) -> int | None:
-        """Receive what has arrived, and answer it; return the rank when the connection is authenticated.
+        """Process the data that has arrived, and send the response. Return the rank when the connection is
+        authenticated.
 
         Raises OSError, ValueError or AuthenticationError if it does not belong to a rank of this job.
         """

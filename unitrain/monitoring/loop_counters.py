@@ -25,10 +25,10 @@ class LoopCounters:
     """Numbers of backwards, optimizer steps and forwards of this rank, which must be equal on all ranks.
 
     The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the others. If a rank
-    skips a backward, each of its later backwards is averaged with a backward of another step of the other ranks. No
-    collective notices that, but the counts do: the rank has stepped without that backward, or has run a forward that
-    no backward followed. Forwards before the first backward are not compared, because one rank may summarize or draw
-    the model before training.
+    skips a backward, each of its later backwards is averaged with a backward of another step of the other ranks.
+    Collectives cannot detect this, but the counts differ: the rank has stepped without that backward, or has run a
+    forward that no backward followed. Forwards before the first backward are not compared, because one rank may
+    summarize or plot the model before training.
     """
 
     def __init__(self) -> None:

@@ -24,10 +24,10 @@ from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, RankStatus, name_ranks
 from unitrain.monitoring.watchdog import Deadline, Watchdog
 
-# Ranks reach the timeout at slightly different times; each waits this long for the reports of the others.
+# Ranks reach the timeout at slightly different times. Each rank waits for the reports of the other ranks for this time.
 _LATE_RANKS_TIMEOUT = timedelta(seconds=2)
-# A thread that blocks lets its core sleep, and waking it takes longer than a small collective: with polling, an
-# exchange of 1 KB between two ranks takes 0.3 ms instead of 0.9. Longer waits block, which frees the core.
+# When a thread blocks, its core may sleep, and waking the core takes longer than a small collective: with polling, an
+# exchange of 1 KB between two ranks takes 0.3 ms instead of 0.9 ms. Longer waits block, which frees the core.
 _POLL_SECONDS = 0.005
 
 
@@ -36,8 +36,8 @@ class FailureMonitor:
 
     A backend records its collectives, waits for them with `wait_for_ranks`, and reports its own failure. Errors then
     name the missing ranks and their position in the program. All ranks create their monitor at the same time. With
-    `polls`, waits poll for a few milliseconds before they block, which only works on CPU tensors allow.
-    `use_watchdog=False` omits the thread that notices failures of other ranks.
+    `polls`, waits poll for a few milliseconds before they block, which requires operations on CPU tensors.
+    `use_watchdog=False` omits the thread that detects failures of other ranks.
     """
 
     def __init__(self, rendezvous: Rendezvous, *, polls: bool, use_watchdog: bool = True) -> None:
@@ -67,7 +67,7 @@ class FailureMonitor:
             work.wait()
         except (RuntimeError, CollectiveTimeoutError) as error:
             if "imed out" in str(error) or "imeout" in str(error):
-                raise CollectiveTimeoutError(self._describe_timeout()) from None  # the transport names no rank
+                raise CollectiveTimeoutError(self._describe_timeout()) from None  # the transport does not name ranks
             self.raise_cause_of(error)
             raise
         finally:
@@ -107,7 +107,7 @@ class FailureMonitor:
     def _describe_timeout(self, phase: GradientPhase | None = None) -> str:
         """Return the text of the error for the latest operation, or for an earlier `phase`, that has timed out.
 
-        It exchanges the ranks' positions through the rendezvous store, which works while the backend is stuck.
+        It exchanges the ranks' positions through the rendezvous store, which is usable while the backend is stuck.
         """
         rank, seconds = self._rendezvous.rank_info.rank, self._rendezvous.timeout.total_seconds()
         operation = self._recorder.latest_operation if phase is None else str(phase)
@@ -116,7 +116,7 @@ class FailureMonitor:
         try:
             self._rendezvous.post(key)
             missing = self._rendezvous.missing_ranks(key, _LATE_RANKS_TIMEOUT)
-        except RuntimeError:  # the store ended with rank 0's process
+        except RuntimeError:  # rank 0's process, which serves the store, has ended
             return f"{headline}: the process of rank 0 has exited. See the first error that rank 0 logged."
         statuses: dict[int, RankStatus] = {}
         if self._watchdog is not None and missing:

@@ -1,7 +1,7 @@
 """Connection between two processes of a job that distinguishes an orderly exit of the peer from a crash.
 
-The operating system closes the connections of a process when it ends for any reason. A process that ends in order
-sends a final message before. Used between ranks for the liveness check, and between ranks and the supervisor.
+The operating system closes the connections of a process when it ends for any reason. A process with an orderly exit
+sends a final message first. Used between ranks for the liveness check, and between ranks and the supervisor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from weakref import WeakSet
 
 from unitrain.bootstrap.authentication import authenticate, job_key
 
-# Final messages of a process: it ends in order, or it ends after a checkpoint because it was preempted.
+# Final messages of a process: orderly exit, or exit after a checkpoint because of a preemption.
 GOODBYE, PREEMPTED = "bye", "preempted"
 _FINAL_MESSAGES = (GOODBYE, PREEMPTED)
-# Errors of a connection whose peer has ended, or that this process has closed. Others are errors of the network.
+# Errors of a connection whose peer has ended, or that this process has closed. Other errors are network errors.
 _CLOSED_ERRORS = (errno.ECONNRESET, errno.EPIPE, errno.EBADF)
 _MAX_MESSAGE_BYTES = 1000
 _open_connections: WeakSet[PeerConnection] = WeakSet()
@@ -38,8 +38,8 @@ class Disconnect(Enum):
 class PeerConnection:
     """A connection on which the peers exchange lines of text. It takes over an authenticated, blocking socket.
 
-    When this process exits in order, it sends `final_message`. Processes that are forked from this one, such as
-    DataLoader workers, close their copy, so that it does not outlive this process.
+    At an orderly exit, this process sends `final_message`. Processes that are forked from this one, such as DataLoader
+    workers, close their copy, so that it does not outlive this process.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -70,7 +70,7 @@ class PeerConnection:
         self._socket.settimeout(seconds)
 
     def enable_keepalive(self, idle_seconds: int, interval_seconds: int, probes: int) -> None:
-        """Let the system notice that the peer's host has become unreachable."""
+        """Enable TCP keepalive, which detects that the peer's host has become unreachable."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_seconds)
@@ -96,7 +96,7 @@ class PeerConnection:
         return self._latest_message
 
     def send_final_message(self) -> None:
-        """Announce that this process ends in order."""
+        """Announce an orderly exit of this process."""
         self.send(self.final_message)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from unitrain.monitoring.stack_inspection import (
 
 
 class Activity(Enum):
-    """Activity of a rank's main thread, or the reason why it has none."""
+    """Activity of a rank's main thread, or the reason why there is none."""
 
     RUNNING = "running"
     WAITING_FOR_RANKS = "waiting for ranks"
@@ -47,10 +47,10 @@ class Failure(NamedTuple):
 class RankStatus:
     """Status of a rank; fields that do not apply to its activity are empty.
 
-    `location` is the user's line ("train.py:41: code"), `operation` the collective or gradient phase that the rank
-    waits in, `worker` the DataLoader worker that it waits for. `library_function` and `unitrain_function` are the
-    functions that it runs. `detail` is the error of a failed rank, or the reason of a shutdown. `latest_entry` is the
-    latest operation and its line, `stack` the innermost frames as text, `records` the history of operations.
+    `location` is the user's line ("train.py:41: code"). `operation` is the collective or gradient phase in which the
+    rank waits, and `worker` the DataLoader worker for which it waits. `library_function` and `unitrain_function` are
+    the functions that it runs. `detail` is the error of a failed rank, or the reason of a shutdown. `latest_entry` is
+    the latest operation and its line, `stack` the innermost frames as text, `records` the history of operations.
     """
 
     activity: Activity = Activity.NO_RESPONSE
@@ -101,7 +101,8 @@ class RankStatus:
 
     @property
     def shows_stack(self) -> bool:
-        """Whether `stack` says more than the description: a waiting rank's shows torch's and unitrain's frames only."""
+        """Whether `stack` adds information to the description. The stack of a waiting rank contains frames of torch and
+        unitrain only."""
         return not self.waits_for_ranks and self.activity is not Activity.WAITING_FOR_DATA
 
     def to_json(self) -> str:

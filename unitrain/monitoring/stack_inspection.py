@@ -1,4 +1,4 @@
-"""User's lines, functions and DataLoader workers that the stack of a thread shows."""
+"""User's lines, functions and DataLoader workers, read from the stack of a thread."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def is_in_backward(frame: FrameType) -> bool:
 
 
 def awaited_worker(frame: FrameType) -> str | None:
-    """Return the DataLoader worker that `frame` waits for, and its activity where that is known; None if it does not.
+    """Return the DataLoader worker for which `frame` waits, and its activity if that is known; None if it does not
+    wait.
 
     The workers of a Trainer report their activity (`unitrain.data.workers`).
     """
@@ -99,7 +100,7 @@ def is_unitrain_frame(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_UNITRAIN_FOLDER)
 
 
-@cache  # every backward calls it, and a program has few files
+@cache  # every backward calls it, and a program has few source files
 def _is_user_file(file: str) -> bool:
     return not file.startswith((_UNITRAIN_FOLDER, *_LIBRARY_FOLDERS, "<frozen"))
 

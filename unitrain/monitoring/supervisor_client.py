@@ -1,7 +1,8 @@
 """A rank's connection to the supervisor: the `unitrain launch` that restarts its job.
 
-Through it the supervisor notices that the rank's process or host has failed, asks the job to save and exit when its
-hosts change, and ends the ranks that remain of an attempt. A thread waits for its messages; training does not.
+Through this connection, the supervisor detects that the process or host of the rank has failed, requests a checkpoint
+and an exit when the hosts of the job change, and ends the remaining ranks of an attempt. A thread waits for its
+messages, so training does not.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _SupervisorClient:
             is_asked = True
             self._wait_for_signal_handler()
             os.kill(self._pid, signal.SIGTERM)
-        # The supervisor has ended, so its children end too: this is the time for a last checkpoint.
+        # Time for a last checkpoint after the supervisor has ended, because its child processes then end too.
         sys.stderr.write(f"unitrain: stopping rank {self._rank} because unitrain launch has ended\n")
         if not is_asked:
             os.kill(self._pid, signal.SIGTERM)
@@ -48,7 +49,8 @@ class _SupervisorClient:
         os._exit(1)
 
     def _wait_for_signal_handler(self) -> None:
-        """Wait until the program handles SIGTERM: before that, the signal would end it without a checkpoint."""
+        """Wait until the program handles SIGTERM. Before that, the signal would end the program without a
+        checkpoint."""
         deadline = time.monotonic() + _MAX_SIGNAL_DELAY_SECONDS
         while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -69,7 +71,7 @@ def connect(rank: int) -> None:
         connection.set_timeout(None)
         _client = _SupervisorClient(connection, rank)
     except (OSError, OverflowError, ValueError, AuthenticationError) as error:
-        # The job works without the supervisor: it restarts the job by the launcher's exit code.
+        # The job works without this connection: the supervisor then restarts it based on the exit code of the launcher.
         sys.stderr.write(f"unitrain: rank {rank} cannot reach unitrain launch at {address}: {error}\n")
 
 

@@ -34,19 +34,19 @@ from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, format_statuses
 
 _PERIOD_SECONDS = 0.5
-# How long the main thread may take to fail by itself after another rank's failure.
+# Time that the main thread has to raise an error after the failure of another rank.
 _GRACE_SECONDS = 5.0
-# How long a rank that is blamed for a failure may take to print the report.
+# Time that a rank which caused a failure has to print the report.
 _REPORT_SECONDS = 3.5
-# Launchers that leave their ranks running when they are killed.
+# Launchers whose ranks continue to run when the launcher is killed.
 _LAUNCHERS_WITHOUT_CLEANUP = ("torchrun",)
 _LAST_CHECKPOINT_SECONDS = 60.0
-# How long a rank that has lost a peer waits for a report of that peer's failure.
+# Time that a rank which has lost a peer waits for a report of that peer's failure.
 _FAILURE_REPORT_SECONDS = 4 * _PERIOD_SECONDS
 # A deadline expires this much later than the timeout with which the main thread itself waits.
 _DEADLINE_MARGIN_SECONDS = 5.0
-# How long ranks may still finish a collective after rank 0's process has exited and the store with it: whether rank 0
-# took part in that collective is then unknown.
+# Time that ranks have to complete a collective after the exit of rank 0's process, which serves the store. Without the
+# store, it is unknown whether rank 0 took part in that collective.
 _UNKNOWN_PARTICIPATION_SECONDS = 30.0
 _PROCESS_ENDED = "its process was killed or crashed"
 _SHUTDOWN_TOO_EARLY = "it shut down while other ranks still waited for it"
@@ -72,7 +72,7 @@ class Deadline:
 
 
 class Deadlines:
-    """Deadlines of unfinished work. The training thread adds them; the watchdog thread asks for one that has expired.
+    """Deadlines of unfinished work. The training thread adds them; the watchdog thread checks whether one has expired.
 
     The host may run ahead of a GPU by several backwards. The time of each begins when the watchdog finds that all
     earlier work is done, so work that is added later does not move the deadline of work that never ends.
@@ -105,19 +105,19 @@ class Deadlines:
 class Watchdog:
     """Watchdog of this rank's main thread, active until `stop`. All ranks create theirs at the same time.
 
-    A rank that fails calls `report_failure`. Failures of killed ranks are reported by rank 0, whose liveness check
-    notices them.
+    A rank that fails calls `report_failure`. Failures of killed ranks are detected by the liveness check and reported
+    by rank 0.
     """
 
     def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, loop_counters: LoopCounters) -> None:
         self._rank, self._size = rendezvous.rank_info.rank, rendezvous.rank_info.size
         self._flight_recorder, self._loop_counters = flight_recorder, loop_counters
-        self._thread_store = FailureStore(rendezvous.store, self._rank)  # of the watchdog thread
-        self._store = FailureStore(rendezvous.store, self._rank)  # of all other threads
+        self._thread_store = FailureStore(rendezvous.store, self._rank)  # used by the watchdog thread
+        self._store = FailureStore(rendezvous.store, self._rank)  # used by all other threads
         self._deadlines = Deadlines(rendezvous.timeout.total_seconds() + _DEADLINE_MARGIN_SECONDS)
         self._launcher, self._parent_pid, self._pid = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
         self._ended, self._failure_is_known = threading.Event(), threading.Event()
-        self._error: BaseException | None = None  # with which this rank fails
+        self._error: BaseException | None = None  # the error with which this rank fails
         self._first_failure: Failure | None = None
         self._has_reported = False  # whether this rank reported the first failure
         self._report: list[str] = []
@@ -148,7 +148,7 @@ class Watchdog:
     def set_deadline(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
         """End the process with the text that `describe` returns unless `is_done` returns true in time.
 
-        It is for waits that cannot be interrupted otherwise, and takes about a microsecond. The limit is a few seconds
+        Use it for waits that cannot be interrupted otherwise. It takes about a microsecond. The limit is a few seconds
         more than the timeout, beginning now or when earlier work is done.
         """
         return self._deadlines.add(is_done, describe)
@@ -188,7 +188,7 @@ class Watchdog:
         self._error = error
         failure = Failure(self._rank, _first_line(error))
         if _is_peer_lost(error):
-            self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # because that peer has failed first
+            self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # because that peer failed first
         if _is_consequence(error):
             failure = self._early_shutdown() or self._missing_rank() or failure
         self._ended.set()
@@ -235,7 +235,7 @@ class Watchdog:
     def _shutdown_of_awaited_rank(self) -> Failure | None:
         """Return the shutdown of a rank that this rank waits for in an operation that the other one never began.
 
-        Such a wait cannot end, and not every transport notices it.
+        Such a wait cannot end, and not every transport detects it.
         """
         shutdown, num_recorded = self._first_shutdown(), self._flight_recorder.num_recorded
         if shutdown is None or not self._status().waits_for_ranks:
@@ -253,7 +253,7 @@ class Watchdog:
     # --- failures ---
 
     def _missing_rank(self) -> Failure | None:
-        """Return the first rank that this one has waited for until the timeout, unless that rank waits too."""
+        """Return the first rank for which this rank has waited until the timeout, unless that rank also waits."""
         for rank, status in sorted(self._missing.items()):
             if not status.waits_for_ranks:
                 error = f"it did not join {self._flight_recorder.latest_operation} of rank {self._rank} in time"
@@ -373,7 +373,7 @@ class Watchdog:
     def _blame(self, failure: Failure) -> None:
         """Report `failure` of another rank, which cannot report it itself, and end this process."""
         self._reporter = threading.current_thread()
-        if failure.rank == 0:  # the store may have ended with it, or may never respond
+        if failure.rank == 0:  # the store may have ended with that rank, or may never respond
             self._first_failure = self._first_failure or failure
         elif self._announce(failure):
             ranks = [rank for rank in range(self._size) if rank != failure.rank]
@@ -384,7 +384,7 @@ class Watchdog:
     def _handle_expired(self, deadline: Deadline) -> None:
         """End the process if the work is still not done: the main thread waits where no exception can reach it."""
         error = CollectiveTimeoutError(deadline.describe())
-        if deadline.is_done():  # meanwhile, or the main thread has noticed the timeout itself
+        if deadline.is_done():  # completed in the meantime, or the main thread has detected the timeout
             return
         stack = RankStatus.of_main_thread(self._flight_recorder).stack
         self.report_failure(error)
@@ -418,7 +418,7 @@ class Watchdog:
         follows = first is not None and first.rank != self._rank
         text = f"rank {self._rank} of {self._size} ended with {own}{place}"
         if follows and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
-            # Its traceback would be one of many, and show a consequence of the failure instead of the failure.
+            # Its traceback would be one of many, and would show a consequence of the failure instead of its cause.
             _print([f"unitrain: {text}; {first}"])
         else:
             self._original_excepthook(error_class, error, traceback)

@@ -68,7 +68,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A valid launch: the job, its first command, and for an elastic job the choice of its hosts."""
+    """A validated launch: the job, its first command, and for an elastic job the selection of its hosts."""
 
     job: Job
     command: Command
@@ -113,7 +113,8 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
 
 
 def execute(plan: LaunchPlan) -> NoReturn:
-    """Become the launcher, or supervise it (restarts, an elastic job, --log-dir) and exit with its exit code.
+    """Replace this process by the launcher, or supervise it (restarts, an elastic job, --log-dir) and exit with its
+    exit code.
 
     Raises LaunchError if a later attempt of a supervised job cannot be started.
     """
@@ -151,7 +152,7 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
         registry.check_backend_name(backend)
     launcher = request.launcher
     if launcher is None:
-        # --gloo and --mpi are options of horovodrun, so they choose it unless something else does.
+        # --gloo and --mpi are options of horovodrun, so they select it unless --launcher or --backend is given.
         implied = "horovodrun" if request.controller is not None and backend is None else "torchrun"
         launcher = launchers.DEFAULT_LAUNCHERS.get(backend or "", implied)
     if backend is None:

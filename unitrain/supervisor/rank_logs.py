@@ -61,7 +61,8 @@ def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_befor
 
 
 def main(folder: Path, program: list[str]) -> None:
-    """Replace this process by `program`, so that it receives all signals; a child process copies its output."""
+    """Replace this process by `program`, so that the program receives all signals. A child process copies its
+    output."""
     rank_info = environment.detect()
     folder.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()

@@ -12,19 +12,20 @@ from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import PREEMPTED, Disconnect, PeerConnection
 from unitrain.monitoring.supervisor_client import EXIT, ROLE, SAVE_AND_EXIT
 
-# A host that does not respond is noticed after 5 + 3 x 5 seconds.
+# A host that does not respond is detected after 5 + 3 x 5 seconds.
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 5, 5, 3
 _GREETING_TIMEOUT_SECONDS = 10.0
-# How much later than the launcher's exit the exit of its ranks may be noticed.
+# Maximum delay between the exit of the launcher and the detected exit of its ranks.
 _NOTICE_SECONDS = 1.0
 
 
 class Ranks:
     """Connections of the ranks of one attempt at the job named `job`, which connect to `address`.
 
-    `lost` lists the ranks whose process was killed or crashed, in the order in which they ended; `unreachable` those
-    whose host does not respond. `is_preempted` is true if ranks have ended after a checkpoint, as requested. Ranks
-    authenticate with `key`. Use it as a context manager: leaving it closes the connections without waiting for ranks.
+    `lost` lists the ranks whose process was killed or crashed, in the order in which they ended, and `unreachable` the
+    ranks whose host does not respond. `is_preempted` is true if ranks have ended after a checkpoint, as requested.
+    Ranks authenticate with `key`. Use it as a context manager: leaving it closes the connections without waiting for
+    ranks.
     """
 
     def __init__(self, job: str, key: str | None, listen_on: str, advertised_host: str) -> None:
@@ -56,14 +57,15 @@ class Ranks:
         return self.lost[0] if self.lost and not self._first_exit_was_orderly else None
 
     def ask_to_end(self) -> None:
-        """Ask rank 0 to save a checkpoint and end the job, as soon as it is connected."""
+        """Request that rank 0 saves a checkpoint and ends the job, as soon as it is connected."""
         with self._change:
             self.is_asked_to_end = True
             if 0 in self._connections:
                 self._connections[0].send(SAVE_AND_EXIT)
 
     def end_all(self, timeout_seconds: float) -> None:
-        """Let all remaining ranks exit immediately; those still connected at the timeout count as unreachable."""
+        """Request that all remaining ranks exit immediately. Ranks that are still connected at the timeout count as
+        unreachable."""
         with self._change:
             self._has_ended = True  # also for ranks that connect later
             self._change.wait_for(self._all_disconnected, _NOTICE_SECONDS)

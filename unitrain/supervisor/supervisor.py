@@ -30,7 +30,7 @@ _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PREEMPTED_CODE = int(Preempted(None).code or 0)
 # A host, a file system or a port that has just failed the job may need a moment.
 _RESTART_PAUSE_SECONDS = 2.0
-# A launcher that does not notice an unreachable host is terminated after this time, and killed after twice this time.
+# A launcher that does not detect an unreachable host is terminated after this time, and killed after twice this time.
 _LAUNCHER_TIMEOUT_SECONDS = 10.0
 # Ranks that are asked to exit do so immediately, unless their host is unreachable.
 _RANK_EXIT_TIMEOUT_SECONDS = 15.0
@@ -136,7 +136,7 @@ class Supervisor:
             click.echo(command.shell(), err=True)
             environ = environment.without_rank_variables() | dict(command.environment)
             self._process = process = subprocess.Popen(command.argv, env=environ)
-            if self._must_end.is_set():  # a signal came before there was a process to forward it to
+            if self._must_end.is_set():  # a signal was received before the process was started
                 process.terminate()
             has_ended = threading.Event()
             monitor = threading.Thread(target=self._monitor_hosts, args=(ranks, has_ended), daemon=True)
@@ -199,8 +199,8 @@ def _select_addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
         return "127.0.0.1", "127.0.0.1"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((remote_host.name.strip("[]"), 9))  # any port: no packet is sent, only the route is used
+            probe.connect((remote_host.name.strip("[]"), 9))  # any port: only the route is used, and no packet is sent
             address = str(probe.getsockname()[0])
             return address, address
-    except OSError:  # the host may be known to ssh only
+    except OSError:  # the name may be defined in the ssh configuration only
         return "", socket.gethostname()

@@ -12,7 +12,7 @@
     backend = FakeBackend(rank=0, size=4, peers=lambda operation, value, rank: value + rank)
     assert backend.allreduce(torch.zeros(1)).item() == 1.5
 
-A package with its own backend, registered in the entry-point group `unitrain.backends`, runs the contract of
+A package that provides a backend in the entry-point group `unitrain.backends` runs the contract of
 `unitrain/backends/base.py` with one command:
 
     UNITRAIN_CONTRACT_BACKENDS=mine pytest --pyargs unitrain.testing.test_contract

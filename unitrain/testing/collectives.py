@@ -77,7 +77,7 @@ def allreduce_takes_the_mean_by_default(backend: Backend) -> None:
 
 @contract
 def mean_is_finite_where_the_sum_overflows_float16(backend: Backend) -> None:
-    own = torch.full((3, backend.size), 40_000.0, dtype=torch.float16)  # the sum of two is more than float16 holds
+    own = torch.full((3, backend.size), 40_000.0, dtype=torch.float16)  # the sum of two overflows in float16
     assert torch.equal(backend.allreduce(own), own)
     assert torch.equal(backend.reducescatter(own.t())[0], own[:, 0])
 

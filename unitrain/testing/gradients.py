@@ -191,7 +191,7 @@ class _SumInBackward(torch.autograd.Function):
 class _Deep(nn.Module):
     """Layers of one gradient bucket each. With a backend, the backward of each layer calls a collective.
 
-    `forward` skips the layers in `skipped`, if the caller passes any.
+    `forward` skips the layers whose numbers are in `skipped`.
     """
 
     def __init__(self, backend: Backend | None) -> None:
@@ -200,9 +200,9 @@ class _Deep(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(400, 400).double() for _ in range(8))
         self.backend = backend
 
-    def forward(self, x: Tensor, left_out: set[int]) -> Tensor:
+    def forward(self, x: Tensor, skipped: set[int]) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = x if number in left_out else layer(x).tanh()
+            x = x if number in skipped else layer(x).tanh()
             x = x if self.backend is None else _SumInBackward.apply(x, self.backend)
         return x
 
@@ -218,9 +218,9 @@ def collectives_may_run_inside_backward(backend: Backend) -> None:
             def run(
                 m: nn.Module, rank: int, step: int = step, find_unused_parameters: bool = find_unused_parameters
             ) -> None:
-                left_out = {(2 * rank + step) % 8, (rank + 5 * step) % 8} if find_unused_parameters else set()
+                skipped = {(2 * rank + step) % 8, (rank + 5 * step) % 8} if find_unused_parameters else set()
                 x = torch.randn(2, 400, generator=torch.Generator().manual_seed(rank)).double().requires_grad_()
-                m(x, left_out).sin().sum().backward()
+                m(x, skipped).sin().sum().backward()
 
             model.zero_grad()
             run(wrapped, backend.rank)
@@ -243,7 +243,7 @@ def evaluation_forward_does_not_communicate(backend: Backend) -> None:
     wrapped = backend.distributed_model(model)
     for step in range(2):
         with torch.no_grad():
-            for _ in range(backend.rank):  # another number on every rank
+            for _ in range(backend.rank):  # a different number of forwards on each rank
                 wrapped(batch(backend.rank))
         model.zero_grad()
         backward(wrapped, backend.rank, step)

@@ -44,7 +44,7 @@ def step_after_backward_inside_no_sync_raises(backend: Backend) -> None:
         with backend.no_sync(wrapped):
             backward(wrapped, backend.rank, 1)
         _assert_refused(backend, model, optimizer)
-        backward(wrapped, backend.rank, 2)  # which reduces all that was added
+        backward(wrapped, backend.rank, 2)  # this backward reduces everything that was accumulated
         optimizer.step()
         same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
@@ -234,7 +234,7 @@ def closure_that_leaves_local_gradients_raises(backend: Backend) -> None:
             return reduced()
 
     with backend.no_sync(wrapped):
-        backward(wrapped, backend.rank)  # which the closure drops
+        backward(wrapped, backend.rank)  # the closure discards these gradients
     before = [parameter.detach().clone() for parameter in model.parameters()]
     raises(ModelError, _LOCAL, lambda: optimizer.step(local))  # type: ignore[arg-type]
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))

@@ -37,9 +37,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def mean_gradients(
     backend: Backend, model: nn.Module, run: Callable[[nn.Module, int], Any]
 ) -> dict[str, Tensor | None]:
-    """Return the mean over ranks of the gradients that `run(model, rank)` leaves, computed locally.
+    """Return the mean over ranks of the gradients that `run(model, rank)` computes, without communication.
 
-    A parameter that no rank uses has None; on a rank that does not use a parameter, its gradient counts as zero.
+    The gradient of a parameter that no rank uses is None; on a rank that does not use a parameter, it counts as zero.
     """
     found: list[dict[str, Tensor | None]] = []
     for rank in range(backend.size):
@@ -71,7 +71,7 @@ def assert_gradients(actual: nn.Module, expected: dict[str, Tensor | None], tole
 def assert_reduced(
     backend: Backend, wrapped: nn.Module, model: nn.Module, twin: nn.Module, run: Callable[[nn.Module, int], Any]
 ) -> None:
-    """Assert in three steps that `run(wrapped, rank)` leaves the mean gradients in `model`.
+    """Assert in three steps that `run(wrapped, rank)` computes the mean gradients of `model`.
 
     `twin` is a copy of the model that computes the expected gradients locally. DDP builds its buckets in the first
     step and rebuilds them in the second.

@@ -28,7 +28,8 @@ _fork_server: ForkServer | None = None
 
 
 class RankError(AssertionError):
-    """A function failed on some rank. The text has the traceback of the first rank that failed and the state of others.
+    """A function failed on some rank. The text contains the traceback of the first rank that failed and the state of
+    the other ranks.
 
     `kind` is the name of the exception class; `errors` maps each failed rank to its message.
     """

@@ -53,7 +53,7 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
             function, args = pickle.loads(message)
             answer: tuple[Any, ...] = (True, function(backend, *args))
         except BaseException as error:
-            # The time identifies the rank that failed first: the first report often comes from a rank that lost a peer.
+            # The time identifies the rank that failed first: the first report is often that of a rank that lost a peer.
             answer = (False, type(error).__name__, str(error), traceback.format_exc(), time.time())
         # parent.send would pass tensors as shared memory, which this process frees when it ends.
         parent.send_bytes(pickle.dumps(answer))

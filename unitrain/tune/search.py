@@ -24,7 +24,7 @@ PAIRS, _MAX_DISAGREEING_PAIRS = 8, 1
 # Smallest gain in a single pair for which settings are measured again, and smallest gain for which they are combined.
 _PROMISING_RATIO, _COMBINED_RATIO = 1.01, 1.02
 _REPETITIONS = 2
-_TYPICAL_PROMISING = 4  # settings that look promising on a noisy machine, to estimate the duration of a search
+_TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the duration of a search
 
 
 @dataclass(frozen=True)

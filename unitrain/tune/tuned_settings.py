@@ -64,8 +64,7 @@ class Tuned:
     """An entry of the file: the `variables` that made a run faster.
 
     `gain` is the median ratio of the step time without them to that with them, and `spread` has the lowest and the
-    highest ratio. The other fields are those of `Run`. They are None in files of earlier versions, which did not record
-    them.
+    highest ratio. The other fields are those of `Run`. They are None in files that earlier versions wrote without them.
     """
 
     script: str

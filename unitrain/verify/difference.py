@@ -2,7 +2,7 @@
 
 A difference is permitted if it is small relative to the size of the values, to the distance that training has moved
 them, and to the rounding of their dtype. The size alone would accept a wrong gradient at a small learning rate: 20
-steps of 1e-8 change no parameter by more than the default tolerance, whatever the gradient is.
+steps of 1e-8 change no parameter by more than the default tolerance, for any gradient.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
 
 
 def why_not_comparable(record: Record) -> str | None:
-    """Return why a comparison with this run would prove nothing: a value is not finite, or no parameter changed."""
+    """Return the reason why a comparison with this run would not be meaningful: a value is not finite, or no parameter
+    changed."""
     for step, loss in enumerate(record.losses(), 1):
         if not math.isfinite(loss):
             return f"the loss of step {step} is {loss}, so the run cannot be compared"
@@ -144,7 +145,8 @@ def why_not_comparable(record: Record) -> str | None:
 
 @dataclass(frozen=True)
 class _Scales:
-    """The scales for the difference of one tensor: its own `distance`, and the largest distance among its kind."""
+    """The scales for the difference of one tensor: the `distance` that it moved, and the largest distance of its
+    kind."""
 
     tolerance: float
     relative: float

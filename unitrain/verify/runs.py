@@ -52,8 +52,8 @@ class Verification:
     ) -> list[Group]:
         """Run every backend on each number of ranks in `sizes`, and compare the runs of each size.
 
-        `controllers` has, by backend, the controllers to launch it with. `with_local` adds a run on one process to each
-        group.
+        `controllers` maps each backend to the controllers with which it is launched. `with_local` adds a run on one
+        process to each group.
         """
         groups = []
         local: Outcome | None = None

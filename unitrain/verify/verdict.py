@@ -17,9 +17,10 @@ Status = Literal["reference", "same numbers", "differs", "by design", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run to make: `processes` ranks that train with the global batch of `as_ranks` ranks.
+    """A requested run: `processes` ranks that train with the global batch of `as_ranks` ranks.
 
-    `controller` is that of horovodrun, and `transport` the one requested from `unitrain.init`; None is the default.
+    `controller` is the controller of horovodrun, and `transport` the argument of `unitrain.init`. None selects the
+    default.
     """
 
     backend: str
@@ -120,7 +121,8 @@ def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, 
 
 
 def settle_with_float64(group: Group, repeated: Group) -> Group:
-    """Return `group` with every row that needs double precision settled by the same run in `repeated`, in float64."""
+    """Return `group` with the status of each row that needs double precision determined by the same run in
+    `repeated`."""
     found = {row.outcome.run: row for row in repeated.rows}
     return replace(group, rows=[_settle(row, found.get(row.outcome.run)) for row in group.rows])
 
@@ -161,7 +163,7 @@ def _can_be_same(record: Record, reference: Record, tolerance: float, *, float64
 def expected_difference(record: Record, reference: Record) -> str | None:
     """Return why two runs on different numbers of ranks differ by design, or None if they must have the same numbers.
 
-    The reasons are settings that belong to each rank or are derived from the number of ranks.
+    The reasons are settings that apply per rank or are derived from the number of ranks.
     """
     if record.first.size == reference.first.size:
         return None
