@@ -48,9 +48,9 @@ def check(backend: str, device: str, model: str, batch_size: int, steps: int, ro
         lines.append(f"| {backend} | with and without prefetch, largest difference | {difference:.1e} | {verdict} |")
         for precision in PRECISIONS:
             (difference,) = group.run(trained, precision)
-            fine = difference <= TOLERANCE[precision]
-            well &= fine
-            verdict = "ok" if fine else f"**above {TOLERANCE[precision]:g}**"
+            is_within_tolerance = difference <= TOLERANCE[precision]
+            well &= is_within_tolerance
+            verdict = "ok" if is_within_tolerance else f"**above {TOLERANCE[precision]:g}**"
             lines.append(f"| {backend} | {precision}, 20 steps, largest difference | {difference:.1e} | {verdict} |")
         measured: dict[str, list[dict[str, float]]] = {"by hand": [], "Trainer": []}
         for _ in range(rounds):

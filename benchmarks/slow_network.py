@@ -60,7 +60,7 @@ def tune(first: Host, backend: str, minutes: float, seconds: float) -> list[str]
 @click.option("--seconds", type=float, default=2, show_default=True, help="Steps that are timed in each run.")
 def main(output: Path, backends: list[str], rate: str, minutes: float, seconds: float) -> None:
     """Tune on each backend, and save the output."""
-    said: dict[str, list[str]] = {}
+    outputs: dict[str, list[str]] = {}
     output = output.resolve()
     with tempfile.TemporaryDirectory() as folder, chdir(folder):  # the tuned settings are saved in the current folder
         (Path(folder) / "hosts").mkdir()
@@ -68,7 +68,7 @@ def main(output: Path, backends: list[str], rate: str, minutes: float, seconds: 
             for host in both:
                 slow_down(host, rate)
             for backend in backends:
-                said[backend] = tune(both[0], backend, minutes, seconds)
+                outputs[backend] = tune(both[0], backend, minutes, seconds)
     lines = [
         "# What `unitrain tune` finds on two hosts joined by a slow network",
         "",
@@ -77,7 +77,7 @@ def main(output: Path, backends: list[str], rate: str, minutes: float, seconds: 
         f"{platform.python_version()}, {os.cpu_count()} processors. Made by `python benchmarks/slow_network.py "
         f"--minutes {minutes:g} --seconds {seconds:g}`.",
     ]
-    for backend, words in said.items():
+    for backend, words in outputs.items():
         lines += ["", f"## {backend}", "", *(f"    {word}" for word in words)]
     output.mkdir(parents=True, exist_ok=True)
     (output / "slow_network.md").write_text("\n".join([*lines, ""]))

@@ -42,18 +42,18 @@ def microseconds(backend: Backend) -> dict[str, float]:
     taken = []
     for number in range(_STEPS):
         order = _models if number % 2 else _models[::-1]
-        seconds = {id(model): _each(partial(_step, model), 1) for model in order}
+        seconds = {id(model): _seconds_per_call(partial(_step, model), 1) for model in order}
         taken.append([seconds[id(model)] for model in _models])
     flight_recorder, call = FlightRecorder(), CollectiveCall(1, "allreduce", "mean", dtype=torch.float32, shape=(2,))
     watchdog: Any = backend._monitor._watchdog  # type: ignore[attr-defined]
     with StopCoordinator(backend, max_seconds=None, signals=["SIGUSR1"]) as stopping:
-        due = _each(lambda: stopping.is_due(0), _CALLS)
-        agree = _each(lambda: stopping.exchange(1, [0.0, 0.0]), 20)
-    beat = _each(watchdog._poll_store, 50)
+        due = _seconds_per_call(lambda: stopping.is_due(0), _CALLS)
+        agree = _seconds_per_call(lambda: stopping.exchange(1, [0.0, 0.0]), 20)
+    heartbeat_seconds = _seconds_per_call(watchdog._poll_store, 50)
     costs = {
         "gradients": statistics.median(watched - bare for bare, watched in taken),
-        "ledger": _each(lambda: flight_recorder.record(call), _CALLS),
-        "heartbeat": beat * STEP_SECONDS / _HEARTBEAT_SECONDS,
+        "ledger": _seconds_per_call(lambda: flight_recorder.record(call), _CALLS),
+        "heartbeat": heartbeat_seconds * STEP_SECONDS / _HEARTBEAT_SECONDS,
         "signals": due + agree * STEP_SECONDS / _AGREE_SECONDS,
     }
     return {part: cost * 1e6 for part, cost in costs.items()}
@@ -75,7 +75,7 @@ def _step(model: nn.Module) -> None:
     model.zero_grad()
 
 
-def _each(action: Callable[[], object], times: int) -> float:
+def _seconds_per_call(action: Callable[[], object], times: int) -> float:
     started = time.perf_counter()
     for _ in range(times):
         action()

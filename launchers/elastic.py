@@ -41,11 +41,11 @@ class Elastic:
 
         The result is empty if the hosts have fewer than `least` slots.
         """
-        offered = tuple(hosts)
-        used = processes_per_host(self.most, offered)
+        available_hosts = tuple(hosts)
+        used = processes_per_host(self.most, available_hosts)
         if sum(used) < self.least:
             return ()
-        return tuple(Host(host.name, count) for host, count in zip(offered, used, strict=False))
+        return tuple(Host(host.name, count) for host, count in zip(available_hosts, used, strict=False))
 
     def node_range(self, hosts: tuple[Host, ...]) -> tuple[int, int]:
         """Return the minimum and maximum number of hosts, for a launcher that counts hosts instead of ranks.

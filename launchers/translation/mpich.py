@@ -49,7 +49,7 @@ def read(words: Sequence[str]) -> Job:
         )
     variables = {option.values[0]: option.values[1] for option in options.take_all("-genv", "-env")}
     lists = [option.values[0] for option in options.take_all("-genvlist", "-envlist")]
-    counts, names, notes = _placed(options)
+    counts, names, notes = _read_placement(options)
     return Job(
         program=options.program,
         counts=counts,
@@ -80,7 +80,7 @@ def write(job: Job) -> Translation:
     return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
 
-def _placed(options: Options) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
+def _read_placement(options: Options) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the number of processes on each host, the names of the hosts, and remarks."""
     size, per_host = options.take_number("-n"), options.take_number("-ppn")
     text, file = options.take_last("-hosts"), options.take_last("-f")

@@ -92,7 +92,7 @@ def read(words: Sequence[str]) -> Job:
             variables[name] = value
         else:
             forwarded.append(name)
-    counts, names, notes = _placed(options, hosts)
+    counts, names, notes = _read_placement(options, hosts)
     directory = options.take_last("--wdir")
     launcher_options = [*_settings_with_equivalents(options), *options.remaining(_TOPICS)]
     return Job(
@@ -137,7 +137,9 @@ def write(job: Job) -> Translation:
     return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
 
-def _placed(options: Options, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
+def _read_placement(
+    options: Options, hosts: tuple[Host, ...]
+) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the number of processes on each host, the names of the hosts, and remarks."""
     size = options.take_number("--np")
     per_host = (

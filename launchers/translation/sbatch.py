@@ -49,7 +49,7 @@ def write(job: Job, directives: Sequence[str] = ()) -> Translation:
         )
     defaults = [
         f"--job-name={job_name(job)}",
-        *_tasks(job),
+        *_task_options(job),
         f"--signal=USR1@{_WARNING_SECONDS}",
         "--requeue",
         "--output=%x-%j.out",
@@ -98,7 +98,7 @@ def write(job: Job, directives: Sequence[str] = ()) -> Translation:
     return Translation(text="\n".join(lines) + "\n", remarks=[*job.remarks, *notes])
 
 
-def _tasks(job: Job) -> list[str]:
+def _task_options(job: Job) -> list[str]:
     words = task_options(job.counts)[:-1]
     return [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
 

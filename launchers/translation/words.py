@@ -45,13 +45,13 @@ def split(line: str) -> list[str]:
             word = None
             at += 1
             if here == "\n" and words and line[at:].strip():
-                raise _not_one_command(line[at:].strip().splitlines()[0])
+                raise _several_commands_error(line[at:].strip().splitlines()[0])
         elif here == "#" and word is None:  # a comment
             at = line.find("\n", at) % (len(line) + 1)
         elif here in "|;&<>()":
             if word is not None:
                 words.append(word)
-            raise _not_one_command(line[at:].strip())
+            raise _several_commands_error(line[at:].strip())
         else:
             part, at = _part(line, at)
             word = (word or "") + part
@@ -123,7 +123,7 @@ def _part(line: str, at: int) -> tuple[str, int]:
     if here == "'":
         end = line.find("'", at + 1)
         if end < 0:
-            raise _unclosed("'", line[at:])
+            raise _unclosed_quote_error("'", line[at:])
         return line[at + 1 : end], end + 1
     if here == '"':
         return _quoted(line, at)
@@ -159,7 +159,7 @@ def _quoted(line: str, at: int) -> tuple[str, int]:
             text += line[at]
             at += 1
     if at >= len(line):
-        raise _unclosed('"', line[start:])
+        raise _unclosed_quote_error('"', line[start:])
     return text or expansion('""'), at + 1
 
 
@@ -172,7 +172,7 @@ def _ansi_quoted(line: str, at: int) -> tuple[str, int]:
     while end < len(line) and line[end] != "'":
         end += 2 if line[end] == "\\" else 1
     if end >= len(line):
-        raise _unclosed("$'", line[at:])
+        raise _unclosed_quote_error("$'", line[at:])
     text = _ESCAPE.sub(lambda match: _unescaped(match[1]), line[at + 2 : end]).partition("\0")[0]
     try:
         return os.fsencode(text).decode(), end + 1
@@ -217,7 +217,7 @@ def _expansion(line: str, at: int) -> int:
     if line[at] == "`":
         end = line.find("`", at + 1)
         if end < 0:
-            raise _unclosed("`", line[at:])
+            raise _unclosed_quote_error("`", line[at:])
         return end + 1
     closing = _PAIRS.get(line[at + 1 : at + 2])
     if closing is None:
@@ -229,14 +229,14 @@ def _expansion(line: str, at: int) -> int:
         end += 1
         if depth == 0:
             return end
-    raise _unclosed(f"${opening}", line[at:])
+    raise _unclosed_quote_error(f"${opening}", line[at:])
 
 
-def _unclosed(quote_mark: str, text: str) -> LaunchError:
+def _unclosed_quote_error(quote_mark: str, text: str) -> LaunchError:
     return LaunchError(f"{quote_mark} in {text!r} is not closed. Close it, or put a \\ before it")
 
 
-def _not_one_command(text: str) -> LaunchError:
+def _several_commands_error(text: str) -> LaunchError:
     return LaunchError(
         f"The command line continues with {text!r} after the command. Give only the command that starts the job, "
         "without pipes and redirections, in quotes, as in: "

@@ -101,9 +101,9 @@ def broadcast_with_tensors(communicator: Communicator, obj: Any) -> Any:
     """
     tensors: list[Tensor] = []
     is_root = communicator.rank == 0
-    skeleton = communicator.broadcast_object(_extract_tensors(obj, tensors) if is_root else None)
+    obj_without_tensors = communicator.broadcast_object(_extract_tensors(obj, tensors) if is_root else None)
     if not is_root:
-        obj = _insert_tensors(skeleton, communicator.device, tensors)
+        obj = _insert_tensors(obj_without_tensors, communicator.device, tensors)
     contents = [as_bytes(tensor) for tensor in tensors]
     for chunk in _chunks([len(content) for content in contents]):
         parts = [contents[index][place] for index, place in chunk]

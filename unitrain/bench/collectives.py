@@ -88,14 +88,14 @@ def _stream(backend: Backend, size: int, calls: int) -> float | None:
     sender = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), 1)
     seconds: float | None = None
     with socket.socket() as listener:
-        offer = None
+        endpoint = None
         if backend.rank == 0:
             listener.bind(("", 0))
             listener.listen(1)
             listener.settimeout(_SOCKET_TIMEOUT_SECONDS)
             token = secrets.token_bytes(_TOKEN_BYTES)
-            offer = (own_addresses(), listener.getsockname()[1], token)
-        addresses, port, token = backend.broadcast_object(offer)
+            endpoint = (own_addresses(), listener.getsockname()[1], token)
+        addresses, port, token = backend.broadcast_object(endpoint)
         try:
             if backend.rank == sender:
                 seconds = _send(addresses, port, token, size, calls)

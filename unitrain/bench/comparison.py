@@ -83,8 +83,8 @@ def mann_whitney_p_value(ones: Sequence[float], others: Sequence[float]) -> floa
                 ways[count][total + rank] += number
     mean = len(ones) * (len(ones) + len(others) + 1)
     distance = abs(sum(doubled[value] for value in ones) - mean)
-    extreme = sum(number for total, number in ways[-1].items() if abs(total - mean) >= distance)
-    return extreme / comb(len(ones) + len(others), len(ones))
+    num_extreme = sum(number for total, number in ways[-1].items() if abs(total - mean) >= distance)
+    return num_extreme / comb(len(ones) + len(others), len(ones))
 
 
 def _verdicts(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Verdict]:

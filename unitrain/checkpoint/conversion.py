@@ -66,7 +66,10 @@ def _dictionary(path: Path, loaded: dict[str, Any]) -> Foreign:
     lightning = "pytorch-lightning_version" in parts
     epoch, step = _number(_first(parts, _EPOCH)), _number(_first(parts, _STEP))
     kind = "Lightning checkpoint" if lightning else "dictionary of a training script"
-    optimizer, scheduler = _only(path, _first(parts, _OPTIMIZER)), _only(path, _first(parts, _SCHEDULER))
+    optimizer, scheduler = (
+        _single_state(path, _first(parts, _OPTIMIZER)),
+        _single_state(path, _first(parts, _SCHEDULER)),
+    )
     return Foreign(kind, _without_ddp(model), optimizer, scheduler, epoch, step)
 
 
@@ -113,7 +116,7 @@ def _first(parts: dict[str, Any], names: tuple[str, ...]) -> Any:
     return next((parts[name] for name in names if name in parts), None)
 
 
-def _only(path: Path, found: Any) -> dict[str, Any] | None:
+def _single_state(path: Path, found: Any) -> dict[str, Any] | None:
     """Return the single element of a list, as in Lightning's lists of optimizer states."""
     if isinstance(found, (list, tuple)):
         if len(found) > 1:

@@ -102,7 +102,7 @@ def newest_valid(where: Path, *, required: bool) -> Path | None:
     """
     found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else candidates(where)
     for path in found:
-        _refuse_newer(path)
+        _check_format(path)
         damaged = damage(path)
         if damaged is None:
             return path
@@ -117,7 +117,7 @@ def newest_valid(where: Path, *, required: bool) -> Path | None:
     return None
 
 
-def _refuse_newer(path: Path) -> None:
+def _check_format(path: Path) -> None:
     """Raise CheckpointError if the checkpoint has a newer format, so that the run does not continue from an older
     checkpoint."""
     written = read_manifest(path).get("format")
@@ -133,8 +133,8 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
 
     Raises CheckpointError for state that would not load safely, otherwise OSError and the errors of safetensors.
     """
-    place = ("step", "epoch", "sample")
-    if damage(target) is None and all(read_manifest(target).get(name) == facts.get(name) for name in place):
+    position_fields = ("step", "epoch", "sample")
+    if damage(target) is None and all(read_manifest(target).get(name) == facts.get(name) for name in position_fields):
         return  # the run was resumed from this checkpoint and had no steps left
     training = plain_state(training)
     unfinished = target.with_name(f".{target.name}.unfinished")
@@ -273,13 +273,16 @@ def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str |
     }
 
 
-def _check_classes(path: Path, wrote: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+def _check_classes(
+    path: Path, saved_classes: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any
+) -> None:
     """Raise CheckpointError if the checkpoint has the state of another class of optimizer or scheduler."""
     for part, name in classes(optimizer, scheduler).items():
-        if wrote.get(part) is not None and name is not None and wrote[part] != name:
+        if saved_classes.get(part) is not None and name is not None and saved_classes[part] != name:
             raise CheckpointError(
-                f"Checkpoint '{path}' has the state of a {wrote[part]}, but the {part} of this run is a {name}. "
-                f"Use {wrote[part]}, or start a new run from the weights: "
+                f"Checkpoint '{path}' has the state of a {saved_classes[part]}, but the {part} of this run is a "
+                f"{name}. "
+                f"Use {saved_classes[part]}, or start a new run from the weights: "
                 f"safetensors.torch.load_model(model, '{path / MODEL}')."
             )
 
@@ -292,27 +295,35 @@ def _check_settings(
 
     The values of the checkpoint are used, because schedulers and callbacks may have changed them since the start.
     """
-    for number, (kept, own) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
-        missing = [name for name in own if name not in kept and name != "initial_lr"]
-        if "lr" in missing or (missing and [name for name in kept if name not in own and name != "initial_lr"]):
+    for number, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
+        missing = [name for name in current_settings if name not in saved_settings and name != "initial_lr"]
+        if "lr" in missing or (
+            missing and [name for name in saved_settings if name not in current_settings and name != "initial_lr"]
+        ):
             raise CheckpointError(
                 f"Checkpoint '{path}' has no {', '.join(missing)} of a {type(optimizer).__name__}: another optimizer "
                 "wrote it. Build the optimizer that wrote it, or start a new run from the weights: "
                 f"safetensors.torch.load_model(model, '{path / MODEL}')."
             )
-        for name in kept:
+        for name in saved_settings:
             # With a scheduler, compare the initial learning rate only, because the scheduler may have changed the other
             # settings.
             before = "initial_lr" if scheduled and name == "lr" else name
-            if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in kept:
+            if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in saved_settings:
                 continue
-            had, has = kept[before], own.get(before, own.get(name))
-            if has is not None and _is_plain(had) and _is_plain(has) and float(had) != float(has):
+            saved_value = saved_settings[before]
+            current_value = current_settings.get(before, current_settings.get(name))
+            if (
+                current_value is not None
+                and _is_plain(saved_value)
+                and _is_plain(current_value)
+                and float(saved_value) != float(current_value)
+            ):
                 _log.warning(
                     "Checkpoint '%s' has %s=%g in parameter group %d, and the optimizer of this run was built with "
                     "%s=%g. The run continues with %g. To change it, set it after the Trainer is built: "
                     "optimizer.param_groups[%d][%r] = %g",
-                    path, name, had, number, name, has, had, number, name, has,
+                    path, name, saved_value, number, name, current_value, saved_value, number, name, current_value,
                 )  # fmt: skip
 
 

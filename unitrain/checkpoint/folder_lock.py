@@ -33,8 +33,8 @@ _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, err
 
 _log = logging.getLogger(__name__)
 # Locks that this process holds: descriptor of the open file, and number of holders.
-_held: dict[Path, tuple[int, int]] = {}
-_changing = threading.Lock()
+_held_locks: dict[Path, tuple[int, int]] = {}
+_held_locks_mutex = threading.Lock()
 
 
 class FolderLock:
@@ -54,7 +54,7 @@ class FolderLock:
         """
         _close_in_forks()
         end = time.monotonic() + timeout_seconds
-        while not self._try():
+        while not self._try_acquire():
             now, holder = time.monotonic(), _read(self._path)
             if self._deadline is None:
                 same = holder.get("job") is not None and holder.get("job") == environment.job_description()
@@ -76,13 +76,14 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock if no other object of this process holds it. Does nothing if this object does not hold
         it."""
-        with _changing:
-            if not self._holds or self._path not in _held:  # a forked process does not hold the locks of its parent
+        with _held_locks_mutex:
+            # A forked process does not hold the locks of its parent.
+            if not self._holds or self._path not in _held_locks:
                 return
             self._holds -= 1
-            descriptor, holders = _held.pop(self._path)
+            descriptor, holders = _held_locks.pop(self._path)
             if holders > 1:
-                _held[self._path] = (descriptor, holders - 1)
+                _held_locks[self._path] = (descriptor, holders - 1)
                 return
             # Remove the file while it is locked. A process that locks the removed file afterwards detects that it is
             # not in the folder.
@@ -91,17 +92,17 @@ class FolderLock:
                     self._path.unlink()
             os.close(descriptor)
 
-    def _try(self) -> bool:
-        with _changing:
-            if self._path in _held:
-                descriptor, holders = _held[self._path]
-                _held[self._path] = (descriptor, holders + 1)
+    def _try_acquire(self) -> bool:
+        with _held_locks_mutex:
+            if self._path in _held_locks:
+                descriptor, holders = _held_locks[self._path]
+                _held_locks[self._path] = (descriptor, holders + 1)
             elif not self._lock_file():
                 return False
             self._holds += 1
             return True
 
-    def _open(self) -> int:
+    def _open_lock_file(self) -> int:
         """Open the lock file, which is overwritten later. Raises CheckpointError for a symbolic link."""
         try:
             return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -115,7 +116,7 @@ class FolderLock:
 
     def _lock_file(self) -> bool:
         while True:
-            descriptor = self._open()
+            descriptor = self._open_lock_file()
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -136,7 +137,7 @@ class FolderLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(_this_job()).encode(), 0)
         os.fsync(descriptor)
-        _held[self._path] = (descriptor, 1)
+        _held_locks[self._path] = (descriptor, 1)
         return True
 
 
@@ -179,9 +180,9 @@ def _close_in_forks() -> None:
 
 
 def _close_all() -> None:
-    global _changing
-    _changing = threading.Lock()  # another thread may have held it during the fork
-    for descriptor, _ in _held.values():
+    global _held_locks_mutex
+    _held_locks_mutex = threading.Lock()  # another thread may have held it during the fork
+    for descriptor, _ in _held_locks.values():
         with suppress(OSError):
             os.close(descriptor)
-    _held.clear()
+    _held_locks.clear()

@@ -116,7 +116,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, communicator: Communicator, retention: Retention, *, asynchronous: bool) -> None:
         self._folder, self._communicator = folder, communicator
         self._retention, self._asynchronous = retention, asynchronous
-        self._busy = False
+        self._is_busy = False
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
@@ -126,7 +126,7 @@ class CheckpointWriter:
         Raises CheckpointError on every rank if the previous one failed, or this one if writing is not asynchronous.
         """
         self.wait()
-        self._busy = True
+        self._is_busy = True
         if self._communicator.rank == 0:
             self._start(files.checkpoint_path(self._folder, step), (model.state_dict(), training), manifest)
         if not self._asynchronous:
@@ -134,12 +134,12 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises CheckpointError on every rank if writing failed."""
-        if not self._busy:
+        if not self._is_busy:
             return
         # Writing a large model may take longer than a collective may, so the ranks exchange its state periodically.
         while self._communicator.broadcast_object(self._is_writing()):
             pass
-        self._busy, error, self._error = False, self._error, None
+        self._is_busy, error, self._error = False, self._error, None
         raise_on_all_ranks(self._communicator, error)
 
     def when_written(self, call: Callable[[], None]) -> None:

@@ -148,9 +148,9 @@ class _Progress:
         columns = (TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
         self._terminal = Console().is_terminal
         self._bar: Any = Progress(*columns, TimeElapsedColumn(), TextColumn("of usually {task.fields[usual]}"))
-        self._usual = _duration(plan.typical_seconds)
+        self._typical_duration = _duration(plan.typical_seconds)
         self._task: Any = None
-        self._tenth = 0
+        self._reported_tenths = 0
         self._started = time.monotonic()
 
     def __enter__(self) -> _Progress:
@@ -172,14 +172,16 @@ class _Progress:
             self._bar.remove_task(self._task)
             self._task = None
         if self._terminal and step.name == "wheel":
-            self._task = self._bar.add_task("compiling", total=100, usual=self._usual)
+            self._task = self._bar.add_task("compiling", total=100, usual=self._typical_duration)
 
     def percent(self, done: int) -> None:
         if self._task is not None:
             self._bar.update(self._task, completed=done)
-        elif done // 10 > self._tenth:
-            self._tenth = done // 10
-            click.echo(f"  {done:>3} % after {_duration(time.monotonic() - self._started)}, usually {self._usual}")
+        elif done // 10 > self._reported_tenths:
+            self._reported_tenths = done // 10
+            click.echo(
+                f"  {done:>3} % after {_duration(time.monotonic() - self._started)}, usually {self._typical_duration}"
+            )
 
 
 def _print_report(report: Report) -> None:

@@ -32,8 +32,8 @@ def common_prefetch_count(prefetched: int, communicator: Communicator) -> int:
 
     StepAligner may keep batches that are prefetched anyway. Without workers no batch is loaded before it is needed.
     """
-    everywhere: list[int] = communicator.allgather_object(prefetched)
-    return min(_MAX_WINDOW, *everywhere)
+    counts_by_rank: list[int] = communicator.allgather_object(prefetched)
+    return min(_MAX_WINDOW, *counts_by_rank)
 
 
 class StepAligner:

@@ -141,15 +141,15 @@ class TrainingStream(TrainingData):
         It loads the next step to find out. If there is one, a resumed run loads it again, so the random numbers that
         loading it drew in this process are restored.
         """
-        over = False
+        is_exhausted = False
         if self._steps.position <= position:
             device = self._communicator.device
             generators = capture_generators(device)
-            over = next(self._steps, None) is None
-            if not over:
+            is_exhausted = next(self._steps, None) is None
+            if not is_exhausted:
                 restore_generators(generators, device)
         self.end_epoch()
-        return over
+        return is_exhausted
 
     def end_epoch(self) -> None:
         self._steps.close()

@@ -131,10 +131,10 @@ def _end_workers() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     deadline = time.monotonic() + _EXIT_SECONDS
     while time.monotonic() < deadline:
-        living = [process for process in multiprocessing.active_children() if process.daemon]
-        if not living:
+        running_workers = [process for process in multiprocessing.active_children() if process.daemon]
+        if not running_workers:
             return
-        for process in living:
+        for process in running_workers:
             process.terminate()
         time.sleep(_EXIT_INTERVAL_SECONDS)
     for process in multiprocessing.active_children():

@@ -191,7 +191,7 @@ def _interfaces(ranks: Sequence[RankReport]) -> Iterator[Finding]:
                 )
 
 
-def _reach(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _reachability(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for report in ranks:
         for host, why in (report.peer_checks.unreachable if report.peer_checks else {}).items():
             yield Finding(
@@ -306,6 +306,6 @@ def _authentication(ranks: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[Sequence[RankReport]], Iterator[Finding]], ...] = (
-    _versions, _reach, _gpus, _horovod, _names, _interfaces, _folders, _limits, _cores, _clocks, _variables,
+    _versions, _reachability, _gpus, _horovod, _names, _interfaces, _folders, _limits, _cores, _clocks, _variables,
     _authentication,
 )  # fmt: skip

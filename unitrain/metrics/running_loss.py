@@ -60,7 +60,7 @@ class RunningLoss:
         total, count = map(sum, zip(*ranks, strict=True))
         mean = _mean(total - self._synced_totals[0], count - self._synced_totals[1])
         if not math.isfinite(mean):
-            raise _not_finite(mean, epoch, step, ranks)
+            raise _non_finite_error(mean, epoch, step, ranks)
         self._synced_totals = (total, count)
         return mean
 
@@ -71,7 +71,7 @@ class RunningLoss:
         self._totals = (total, count)
         mean = _mean(total, count)
         if not math.isfinite(mean):
-            raise _not_finite(mean, epoch, step, self._communicator.allgather_object(here))
+            raise _non_finite_error(mean, epoch, step, self._communicator.allgather_object(here))
         return mean
 
     def start_epoch(self) -> None:
@@ -111,7 +111,7 @@ def _mean(total: float, count: float) -> float:
     return total / count if count else 0.0  # no batch had a token
 
 
-def _not_finite(mean: float, epoch: int, step: int, ranks: Sequence[Sequence[float]]) -> NonFiniteLossError:
+def _non_finite_error(mean: float, epoch: int, step: int, ranks: Sequence[Sequence[float]]) -> NonFiniteLossError:
     """Return the error that names the ranks whose sum is not finite. The sum is the first number of each rank."""
     failed_ranks = [rank for rank, (total, _) in enumerate(ranks) if not math.isfinite(total)]
     where = ""

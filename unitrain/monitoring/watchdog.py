@@ -192,7 +192,7 @@ class Watchdog:
         if _is_consequence(error):
             failure = self._early_shutdown() or self._missing_rank() or failure
         self._ended.set()
-        if self._announce(failure):
+        if self._publish_failure(failure):
             self._has_reported = True
             other_ranks = [rank for rank in range(self._size) if rank != self._rank]
             statuses = self._complete_statuses(self._collect_statuses(other_ranks), other_ranks)
@@ -260,7 +260,7 @@ class Watchdog:
                 return Failure(rank, error + (f", and {status}" if status.activity is Activity.NO_RESPONSE else ""))
         return None
 
-    def _announce(self, failure: Failure) -> bool:
+    def _publish_failure(self, failure: Failure) -> bool:
         """Report `failure` to all ranks unless an earlier one is known; return whether this call did.
 
         Several ranks may find the same failure at once. Only the thread that gets True prints the report.
@@ -340,7 +340,7 @@ class Watchdog:
             if self._liveness.exited_ranks and self._error is None:
                 failure = self._shutdown_of_awaited_rank()
                 if failure is not None:
-                    self._blame(failure)
+                    self._report_failed_peer(failure)
                     return
             if (deadline := self._deadlines.expired()) is not None:
                 self._handle_expired(deadline)
@@ -354,7 +354,7 @@ class Watchdog:
             return True
         problem = self._compare_loops()
         if problem is not None:
-            self._announce(Failure(self._rank, f"{ModelError.__name__}: {problem}"))
+            self._publish_failure(Failure(self._rank, f"{ModelError.__name__}: {problem}"))
             return True
         return False
 
@@ -368,14 +368,14 @@ class Watchdog:
     def _on_process_ended(self, rank: int) -> None:
         """Report that the process of `rank` has ended unexpectedly. The thread of the liveness check calls it."""
         if not self._ended.is_set():
-            self._blame(Failure(rank, _PROCESS_ENDED))
+            self._report_failed_peer(Failure(rank, _PROCESS_ENDED))
 
-    def _blame(self, failure: Failure) -> None:
+    def _report_failed_peer(self, failure: Failure) -> None:
         """Report `failure` of another rank, which cannot report it itself, and end this process."""
         self._reporter = threading.current_thread()
         if failure.rank == 0:  # the store may have ended with that rank, or may never respond
             self._first_failure = self._first_failure or failure
-        elif self._announce(failure):
+        elif self._publish_failure(failure):
             ranks = [rank for rank in range(self._size) if rank != failure.rank]
             statuses = self._collect_statuses([rank for rank in ranks if rank != self._rank])
             _print(self._format_report(self._complete_statuses({**statuses, self._rank: self._status()}, ranks)))

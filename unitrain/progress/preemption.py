@@ -35,10 +35,10 @@ class PreemptionHandler:
         if not free or threading.current_thread() is not threading.main_thread():
             return self
         _ignore_signals_in_forks()
-        self._ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        self._theirs = theirs
-        self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        self._receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        self._sender = sender
+        self._wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="unitrain preemption", daemon=True)
         self._thread.start()
@@ -60,15 +60,15 @@ class PreemptionHandler:
             return
         # Shut the connection down: closing it would not end the thread while a forked process, such as a DataLoader
         # worker, holds a copy of the socket.
-        self._ours.shutdown(socket.SHUT_RDWR)
+        self._receiver.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._ours.close()
-        self._theirs.close()
+        self._receiver.close()
+        self._sender.close()
 
     def _watch(self) -> None:
         """Read the numbers of received signals until the connection is shut down."""
         first = 0.0
-        while numbers := self._ours.recv(16):
+        while numbers := self._receiver.recv(16):
             for number in numbers:
                 if number not in self._handled:
                     continue

@@ -34,13 +34,13 @@ class StopCoordinator:
         self._started = 0.0
         self._interval = self._next = 1
         # Completed steps and time at the last exchange, or when training started or continued.
-        self._since: tuple[int, float] | None = None
+        self._timing_start: tuple[int, float] | None = None
 
     def __enter__(self) -> Self:
         self.reason, self.preempted, self._requested = None, False, None
         self._started = time.perf_counter()
         self._preemption.__enter__()
-        self._interval, self._next, self._since = 1, 1, None  # exchange after one step, to measure its time
+        self._interval, self._next, self._timing_start = 1, 1, None  # exchange after one step, to measure its time
         return self
 
     def __exit__(
@@ -55,7 +55,7 @@ class StopCoordinator:
 
         The step of the next exchange does not change, because epochs may be shorter than the interval.
         """
-        self._since = (step, time.perf_counter())
+        self._timing_start = (step, time.perf_counter())
 
     def request(self, reason: str) -> None:
         """Request a stop for `reason`. A request by one rank is sufficient."""
@@ -76,15 +76,15 @@ class StopCoordinator:
             self.request(f"max_seconds={limit:g} are over")
         if signalled is not None:
             self.request(f"{signalled} came to rank {self._communicator.rank}")
-        before, then = self._since or (step, now)
+        before, start_time = self._timing_start or (step, now)
         trained = step > before  # otherwise there is no step to measure
-        pace = (now - then) / (step - before) if trained else 0.0
-        here = torch.tensor([[self._requested is not None, pace, *numbers]], dtype=torch.float64)
+        seconds_per_step = (now - start_time) / (step - before) if trained else 0.0
+        here = torch.tensor([[self._requested is not None, seconds_per_step, *numbers]], dtype=torch.float64)
         ranks = self._communicator.allgather(here.to(self._communicator.device)).tolist()
         if trained:
-            slowest = max(pace for _, pace, *_ in ranks)
+            slowest = max(seconds_per_step for _, seconds_per_step, *_ in ranks)
             self._interval = max(1, round(_INTERVAL_SECONDS / max(slowest, 1e-9)))
-        self._since = (step, now)
+        self._timing_start = (step, now)
         # An exchange at the end of an epoch must not delay the next regular one.
         self._next = step + self._interval if step >= self._next else min(self._next, step + self._interval)
         if any(requested for requested, *_ in ranks):

@@ -61,7 +61,7 @@ class StragglerDetector:
 
     def __init__(self) -> None:
         self.slow: list[Straggler] = []
-        self._suspects: set[int] = set()
+        self._previously_slow: set[int] = set()
         self._collected: Seconds = []
         self._steps = 0
 
@@ -77,8 +77,8 @@ class StragglerDetector:
         self._collected = seconds
         if max(map(sum, seconds)) >= _OBSERVATION_SECONDS:
             found = find_stragglers(seconds, self._steps)
-            self.slow = [one for one in found if one.rank in self._suspects]
-            self._suspects = {one.rank for one in found}
+            self.slow = [one for one in found if one.rank in self._previously_slow]
+            self._previously_slow = {one.rank for one in found}
             self._collected, self._steps = [], 0
 
     def __str__(self) -> str:

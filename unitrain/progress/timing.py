@@ -154,10 +154,10 @@ class LoopTimer:
         """Return a list over ranks of the seconds in each of PARTS since `start`, under names such as "data_seconds".
         All ranks call it."""
         here = torch.tensor([[self._seconds[part] for part in PARTS]], dtype=torch.float64)
-        everywhere = self._communicator.allgather(here.to(self._communicator.device)).T.tolist()
+        seconds_by_part = self._communicator.allgather(here.to(self._communicator.device)).T.tolist()
         return {
             f"{part}_seconds": [round(seconds, 6) for seconds in ranks]
-            for part, ranks in zip(PARTS, everywhere, strict=True)
+            for part, ranks in zip(PARTS, seconds_by_part, strict=True)
         }
 
     def _queue_callback(self, gradient: Tensor) -> None:

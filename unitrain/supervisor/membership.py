@@ -29,7 +29,7 @@ class Membership:
         self._elastic, self._list_hosts, self._timeout_seconds = elastic, list_hosts, timeout_seconds
         self._selected: tuple[Host, ...] = ()
         self._latest_choice: tuple[Host, ...] = ()
-        self._silent_since: dict[str, float] = {}
+        self._unresponsive_since: dict[str, float] = {}
         self._excluded_until: dict[str, float] = {}
         self._failures_in_a_row: tuple[str, int] = ("", 0)
 
@@ -40,7 +40,7 @@ class Membership:
         immediately if hosts cannot be probed at all.
         """
         deadline, is_reported = time.monotonic() + self._timeout_seconds, False
-        self._silent_since.clear()
+        self._unresponsive_since.clear()
         while not must_end.is_set():
             problem = ""
             try:
@@ -50,7 +50,7 @@ class Membership:
             if hosts := self._choose(listed):
                 self._selected = self._latest_choice = hosts
                 return hosts
-            found = ", ".join(str(host) for host in listed if host.name not in self._silent_since) or "none"
+            found = ", ".join(str(host) for host in listed if host.name not in self._unresponsive_since) or "none"
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"--elastic {self._elastic} needs slots for at least {self._elastic.least} "
@@ -110,7 +110,7 @@ class Membership:
             host
             for host in listed
             if host.name not in not_probed
-            and now - self._silent_since.get(host.name, -_PROBE_AGAIN_SECONDS) >= _PROBE_AGAIN_SECONDS
+            and now - self._unresponsive_since.get(host.name, -_PROBE_AGAIN_SECONDS) >= _PROBE_AGAIN_SECONDS
         ]
         try:
             responding = find_reachable_hosts(probed)
@@ -118,9 +118,9 @@ class Membership:
             if not is_running:
                 raise
             responding = set()
-        self._silent_since |= {host.name: now for host in probed if host.name not in responding}
+        self._unresponsive_since |= {host.name: now for host in probed if host.name not in responding}
         for name in responding:
-            self._silent_since.pop(name, None)
+            self._unresponsive_since.pop(name, None)
         available = [host for host in listed if host.name in responding or host.name in not_probed]
         available.sort(key=lambda host: host.name not in members)
         not_excluded = [host for host in available if self._excluded_until.get(host.name, 0.0) <= now]

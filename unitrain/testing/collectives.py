@@ -347,17 +347,17 @@ def barrier_returns_on_every_rank(backend: Backend) -> None:
 
 @contract
 def ranks_and_local_ranks_are_numbered_without_gaps(backend: Backend) -> None:
-    seats = backend.allgather_object(
+    positions = backend.allgather_object(
         (backend.rank, backend.size, backend.node_rank, backend.local_rank, backend.local_size, backend.num_nodes)
     )
-    assert [seat[0] for seat in seats] == list(range(backend.size))
-    assert {seat[1] for seat in seats} == {backend.size}
-    places = [(seat[2], seat[3]) for seat in seats]
+    assert [position[0] for position in positions] == list(range(backend.size))
+    assert {position[1] for position in positions} == {backend.size}
+    places = [(position[2], position[3]) for position in positions]
     assert len(set(places)) == backend.size, f"two ranks share a place: {places}"
     for node in range(backend.num_nodes):
         local = sorted(place[1] for place in places if place[0] == node)
         assert local == list(range(len(local)))
-        assert all(seat[4] == len(local) for seat in seats if seat[2] == node)
+        assert all(position[4] == len(local) for position in positions if position[2] == node)
 
 
 @contract
@@ -371,10 +371,10 @@ def collective_inside_on_rank_zero_raises_immediately(backend: Backend) -> None:
         "allgather_object": lambda: backend.allgather_object(1),
         "barrier": backend.barrier,
     }
-    with backend.on_rank_zero() as alone:
-        assert alone == (backend.rank == 0)
+    with backend.on_rank_zero() as is_rank_zero:
+        assert is_rank_zero == (backend.rank == 0)
         for name, collective in collectives.items():
-            if alone:
+            if is_rank_zero:
                 expected_message = f"{name} was called inside on_rank_zero"
                 raises(CollectiveMismatchError, expected_message, collective)
     for collective in collectives.values():

@@ -123,11 +123,11 @@ def half_precision_rounds_accumulated_gradients_once(backend: Backend) -> None:
 
     expected = mean_gradients(backend, twin, both)
     for name, gradient in gradients(model).items():
-        want = expected[name]
+        expected_gradient = expected[name]
         assert gradient is not None
-        assert want is not None
+        assert expected_gradient is not None
         assert torch.equal(gradient, gradient.bfloat16().double())
-        torch.testing.assert_close(gradient, want, rtol=2**-6, atol=2**-7)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=2**-6, atol=2**-7)
 
 
 @contract
@@ -164,12 +164,12 @@ def parameters_used_in_an_earlier_micro_batch_are_compressed(backend: Backend) -
             window(wrapped, backend.rank, step)
             expected = mean_gradients(backend, twin, lambda m, rank, step=step: window(m, rank, step))
             for name, gradient in gradients(model).items():
-                want = expected[name]
+                expected_gradient = expected[name]
                 assert gradient is not None
-                assert want is not None
+                assert expected_gradient is not None
                 if compression == "bf16":
                     assert torch.equal(gradient, gradient.bfloat16().double()), name
-                    torch.testing.assert_close(gradient, want, rtol=2**-6, atol=2**-7)
+                    torch.testing.assert_close(gradient, expected_gradient, rtol=2**-6, atol=2**-7)
                 elif gradient.dim() == 2:
                     assert torch.linalg.matrix_rank(gradient) == 1, name
 
@@ -257,13 +257,13 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
 
     low_rank = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
     for compression in ("fp16", low_rank):
-        model, twin, alone = build().float(), build().float(), build().float()
-        for module in (model, twin, alone):
+        model, twin, expected_model = build().float(), build().float(), build().float()
+        for module in (model, twin, expected_model):
             module.double()
         wrapped = backend.distributed_model(model, compression=compression)
         window(wrapped, backend.rank, wrapped)
         # One backward over all micro-batches, which is compressed once.
-        plain = backend.distributed_model(alone, compression=compression)
+        plain = backend.distributed_model(expected_model, compression=compression)
         total = torch.zeros((), dtype=torch.float64)
         for micro_step in range(3):
             inputs = batch(backend.rank, micro_step).requires_grad_()
@@ -272,12 +272,12 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
             total = total + loss + slope.pow(2).sum()
         total.backward()
         for name, gradient in gradients(model).items():
-            want = gradients(alone)[name]
+            expected_gradient = gradients(expected_model)[name]
             assert gradient is not None
-            assert want is not None
+            assert expected_gradient is not None
             # A sum in another order may round differently.
             place = 2 * torch.finfo(torch.float16).eps if compression == "fp16" else 1e-9
-            torch.testing.assert_close(gradient, want, rtol=place, atol=1e-9)
+            torch.testing.assert_close(gradient, expected_gradient, rtol=place, atol=1e-9)
         if compression == "fp16":
             exact = mean_gradients(backend, twin, lambda m, rank: window(m, rank, None))
             for name, gradient in gradients(model).items():

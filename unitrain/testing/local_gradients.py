@@ -377,11 +377,11 @@ def deleted_model_is_released(backend: Backend) -> None:
     import weakref
 
     model = build()
-    gone = weakref.ref(next(model.parameters()))
+    parameter_reference = weakref.ref(next(model.parameters()))
     wrapped = backend.distributed_model(model)
     backward(wrapped, backend.rank)
     with backend.no_sync(wrapped):
         backward(wrapped, backend.rank)
     del model, wrapped
     gc.collect()
-    assert gone() is None
+    assert parameter_reference() is None

@@ -123,13 +123,13 @@ def optimizer_state_is_kept_and_portable(backend: Backend) -> None:
     torch.save({"model": backend.unwrap(wrapped).state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    alone = build(seed=9)
-    alone.load_state_dict(loaded["model"])
-    alone_optimizer = torch.optim.AdamW(alone.parameters(), lr=0.5)
+    single_process_model = build(seed=9)
+    single_process_model.load_state_dict(loaded["model"])
+    alone_optimizer = torch.optim.AdamW(single_process_model.parameters(), lr=0.5)
     alone_optimizer.load_state_dict(loaded["optimizer"])
-    _train_alone(backend, alone, alone_optimizer, range(6, 8))
+    _train_alone(backend, single_process_model, alone_optimizer, range(6, 8))
     _train_alone(backend, twin, twin_optimizer, range(6, 8))
-    _assert_same_parameters(alone, twin)
+    _assert_same_parameters(single_process_model, twin)
 
 
 @contract
@@ -189,14 +189,16 @@ def one_model_with_two_optimizers(backend: Backend) -> None:
 @contract
 def optimizer_of_other_parameters_raises(backend: Backend) -> None:
     wrapped = backend.distributed_model(build())
-    stranger = torch.optim.SGD(build().parameters(), lr=0.1)
+    unrelated_optimizer = torch.optim.SGD(build().parameters(), lr=0.1)
     text = raises(
-        ModelError, "6 of 6 parameters that are not", lambda: backend.distributed_optimizer(stranger, wrapped)
+        ModelError,
+        "6 of 6 parameters that are not",
+        lambda: backend.distributed_optimizer(unrelated_optimizer, wrapped),
     )
     same_on_every_rank(backend, text)
     if backend.size > 1:
         own = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        mixed = stranger if backend.rank == backend.size - 1 else own
+        mixed = unrelated_optimizer if backend.rank == backend.size - 1 else own
         raises(ModelError, "parameters that are not", lambda: backend.distributed_optimizer(mixed, wrapped))
 
 

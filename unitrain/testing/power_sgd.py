@@ -63,13 +63,13 @@ def powersgd_gradient_has_low_rank_and_is_equal_on_every_rank(backend: Backend) 
         same_on_every_rank(backend, {name: gradient.tolist() for name, gradient in sent.items()})
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
         for name, gradient in sent.items():
-            want = expected[name]
-            assert want is not None
+            expected_gradient = expected[name]
+            assert expected_gradient is not None
             if name in MATRICES:
                 assert torch.linalg.matrix_rank(gradient) == 1
-                assert not torch.allclose(gradient, want, rtol=1e-3)
+                assert not torch.allclose(gradient, expected_gradient, rtol=1e-3)
             else:
-                torch.testing.assert_close(gradient, want, rtol=0, atol=1e-12)
+                torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-12)
 
 
 @contract
@@ -93,16 +93,16 @@ def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
         backward(wrapped, backend.rank, 3 * step + 2)
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: window(m, rank, step))
         for name, gradient in gradients(model).items():
-            want = expected[name]
+            expected_gradient = expected[name]
             assert gradient is not None
-            assert want is not None
+            assert expected_gradient is not None
             sent[name] += gradient
-            true[name] += want
-    owed = errors(backend, memory)
-    assert tuple(owed) == MATRICES
+            true[name] += expected_gradient
+    unsent_errors = errors(backend, memory)
+    assert tuple(unsent_errors) == MATRICES
     for name, total in true.items():
-        assert name not in owed or owed[name].abs().max() > 1e-3
-        torch.testing.assert_close(sent[name] + owed.get(name, 0), total, rtol=0, atol=1e-12)
+        assert name not in unsent_errors or unsent_errors[name].abs().max() > 1e-3
+        torch.testing.assert_close(sent[name] + unsent_errors.get(name, 0), total, rtol=0, atol=1e-12)
 
 
 @contract
@@ -120,9 +120,9 @@ def error_feedback_converges_to_the_gradient(backend: Backend) -> None:
             backward(wrapped, backend.rank)
             assert weight.grad is not None
             total += weight.grad
-        want = mean_gradients(backend, twin, backward)["0.weight"]
-        assert want is not None
-        return float((total / 40 - want).norm() / want.norm())
+        expected_gradient = mean_gradients(backend, twin, backward)["0.weight"]
+        assert expected_gradient is not None
+        return float((total / 40 - expected_gradient).norm() / expected_gradient.norm())
 
     with_feedback, without = missing(True), missing(False)
     assert with_feedback < without / 5, (with_feedback, without)
@@ -147,7 +147,10 @@ def powersgd_below_min_compression_rate_sends_uncompressed_gradients(backend: Ba
     wrapped, memory = with_compression_state(backend, model, PowerSGD(rank=1, start_step=0, min_compression_rate=4))
     for step, sent in enumerate(steps(backend, model, wrapped, 2)):
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
-        assert allclose_up_to_order(sent, {name: want for name, want in expected.items() if want is not None})
+        assert allclose_up_to_order(
+            sent,
+            {name: expected_gradient for name, expected_gradient in expected.items() if expected_gradient is not None},
+        )
     assert not memory.state_dict()["errors"]
 
 
@@ -177,15 +180,15 @@ def powersgd_skips_parameters_unused_on_every_rank(backend: Backend) -> None:
     for part in (0, 1, 1 if backend.rank == 0 else 0, 0, 0):
         step(part)
     before = errors(backend, memory)
-    assert all(owed.any() for owed in before.values())
+    assert all(unsent_errors.any() for unsent_errors in before.values())
     step(1)
     assert all(parameter.grad is None for parameter in model.parts[0].parameters())
     after = errors(backend, memory)
-    for name, owed in after.items():
-        assert torch.equal(owed, before[name]) == name.startswith("parts.0"), name
+    for name, unsent_errors in after.items():
+        assert torch.equal(unsent_errors, before[name]) == name.startswith("parts.0"), name
     step(0, weight=0.0)
     assert all(not p.grad.any() for p in model.parts[0].parameters() if p.grad is not None)
-    assert all(torch.equal(owed, after[name]) for name, owed in errors(backend, memory).items())
+    assert all(torch.equal(unsent_errors, after[name]) for name, unsent_errors in errors(backend, memory).items())
 
 
 @contract
@@ -222,20 +225,23 @@ def powersgd_keeps_the_error_of_frozen_parameters(backend: Backend) -> None:
             module.zero_grad()
             for name, layer in module.named_children():
                 layer.requires_grad_(name in trained)
-        owed_before = errors(backend, memory)
+        previous_unsent_errors = errors(backend, memory)
         backward(wrapped, backend.rank, step)
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
         for name, gradient in gradients(model).items():
-            want = expected[name]
-            assert (gradient is None) == (want is None) == (name[0] not in trained), name
-            if gradient is not None and want is not None:
+            expected_gradient = expected[name]
+            assert (gradient is None) == (expected_gradient is None) == (name[0] not in trained), name
+            if gradient is not None and expected_gradient is not None:
                 sent[name] += gradient
-                true[name] += want
-        owed = errors(backend, memory)
-        assert all(torch.equal(owed[name], before) == (name[0] not in trained) for name, before in owed_before.items())
-    assert sorted(owed) == list(MATRICES)
+                true[name] += expected_gradient
+        unsent_errors = errors(backend, memory)
+        assert all(
+            torch.equal(unsent_errors[name], before) == (name[0] not in trained)
+            for name, before in previous_unsent_errors.items()
+        )
+    assert sorted(unsent_errors) == list(MATRICES)
     for name, total in true.items():
-        torch.testing.assert_close(sent[name] + owed.get(name, 0), total, rtol=0, atol=1e-12)
+        torch.testing.assert_close(sent[name] + unsent_errors.get(name, 0), total, rtol=0, atol=1e-12)
 
 
 @contract
@@ -264,7 +270,7 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
     for bad in (float("inf"), float("nan")):
         model, twin = build(), build()
         wrapped, memory = with_compression_state(backend, model, LOW_RANK)
-        undisturbed, other = with_compression_state(backend, twin, LOW_RANK)
+        reference_wrapped, other = with_compression_state(backend, twin, LOW_RANK)
         for step in range(6):
             model.zero_grad()
             if step == 3:
@@ -281,10 +287,10 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
                 model.zero_grad()
             backward(wrapped, backend.rank, step)
             twin.zero_grad()
-            backward(undisturbed, backend.rank, step)
+            backward(reference_wrapped, backend.rank, step)
             assert_gradients(model, gradients(twin), 0)
-        found, want = errors(backend, memory), errors(backend, other)
-        assert all(torch.equal(found[name], want[name]) for name in want)
+        found, expected_gradient = errors(backend, memory), errors(backend, other)
+        assert all(torch.equal(found[name], expected_gradient[name]) for name in expected_gradient)
 
 
 @contract
@@ -292,13 +298,13 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
 def powersgd_error_follows_the_loss_scale(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped, memory = with_compression_state(backend, model, LOW_RANK)
-    undisturbed, _ = with_compression_state(backend, twin, LOW_RANK)
+    reference_wrapped, _ = with_compression_state(backend, twin, LOW_RANK)
     for step, scale in enumerate((1.0, 4.0, 1024.0, 2.0)):
         memory.loss_scale = lambda scale=scale: torch.tensor(scale)
         model.zero_grad()
         (scale * loss_of(wrapped(batch(backend.rank, step)))).backward()
         twin.zero_grad()
-        backward(undisturbed, backend.rank, step)
+        backward(reference_wrapped, backend.rank, step)
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad /= scale
@@ -329,8 +335,11 @@ def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
     for _ in steps(backend, model, wrapped, 3):
         pass
     state = backend.broadcast_object(plain(memory))
-    some = {name: torch.cat([owed, owed[:1] * 2]) for name, owed in state["errors"].items()}
-    means = {name: owed.mean(0, keepdim=True).expand(backend.size, *owed.shape[1:]) for name, owed in some.items()}
+    some = {name: torch.cat([unsent_errors, unsent_errors[:1] * 2]) for name, unsent_errors in state["errors"].items()}
+    means = {
+        name: unsent_errors.mean(0, keepdim=True).expand(backend.size, *unsent_errors.shape[1:])
+        for name, unsent_errors in some.items()
+    }
     rewrapped, other = with_compression_state(backend, resumed, LOW_RANK)
     other.load_state_dict({**state, "errors": some})
     expected, third = with_compression_state(backend, uniform, LOW_RANK)

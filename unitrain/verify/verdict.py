@@ -124,10 +124,10 @@ def settle_with_float64(group: Group, repeated: Group) -> Group:
     """Return `group` with the status of each row that needs double precision determined by the same run in
     `repeated`."""
     found = {row.outcome.run: row for row in repeated.rows}
-    return replace(group, rows=[_settle(row, found.get(row.outcome.run)) for row in group.rows])
+    return replace(group, rows=[_settle_row(row, found.get(row.outcome.run)) for row in group.rows])
 
 
-def _settle(row: Row, repeated: Row | None) -> Row:
+def _settle_row(row: Row, repeated: Row | None) -> Row:
     if not row.needs_float64 or repeated is None:
         return row
     if repeated.difference is None:
@@ -204,7 +204,7 @@ def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: 
         found = compare(outcome.record, reference[1], tolerance, float64=float64)
     if (mismatch := outcome.record.first_replica_mismatch()) is not None:
         rank, parameter = mismatch
-        reasons = [] if found is None else list(_causes(found, outcome.record, reference[1]))
+        reasons = [] if found is None else list(_known_causes(found, outcome.record, reference[1]))
         reasons.append(f"after the last step, {parameter} on rank {rank} differs from rank 0")
         return Row(outcome=outcome, status="differs", difference=found, reasons=reasons)
     if found is None:
@@ -213,13 +213,13 @@ def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: 
         return Row(outcome=outcome, status="same numbers", difference=found)
     if (reason := expected_difference(outcome.record, reference[1])) is not None:
         return Row(outcome=outcome, status="by design", difference=found, reasons=[reason])
-    if causes := list(_causes(found, outcome.record, reference[1])):
+    if causes := list(_known_causes(found, outcome.record, reference[1])):
         return Row(outcome=outcome, status="differs", difference=found, reasons=causes)
     reason = _HIDDEN_BY_ROUNDING if found.is_within_tolerance else _UNKNOWN_CAUSE
     return Row(outcome=outcome, status="differs", difference=found, reasons=[reason], needs_float64=not float64)
 
 
-def _causes(found: Difference, run: Record, reference: Record) -> Iterator[str]:
+def _known_causes(found: Difference, run: Record, reference: Record) -> Iterator[str]:
     """Yield the known causes of a difference. A cause precedes the causes that may follow from it."""
     if found.mismatched is not None:
         yield f"{found.mismatched} exists in only one of the runs, or its shapes differ"

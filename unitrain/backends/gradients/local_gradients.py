@@ -33,7 +33,7 @@ class LocalGradients:
         self._parameter_ids = frozenset(self._names)
         # Ids instead of tensors: a hook that refers to parameters would keep a deleted model in memory.
         self._local: set[int] = set()
-        self._not_reduced = frozenset[int]()
+        self._unreduced_ids = frozenset[int]()
         # If two models share a parameter, a reduction by either makes its gradient global for both.
         self._sharing: WeakSet[LocalGradients] = WeakSet(
             other for other in LocalGradients._instances if not self._names.keys().isdisjoint(other._names)
@@ -59,19 +59,19 @@ class LocalGradients:
 
     def set_reduced_parameters(self, trained: Iterable[Tensor]) -> None:
         """Restrict `mark_global` to the parameters in `trained`, whose gradients the reducer reduces."""
-        self._not_reduced = frozenset(self._names.keys() - set(map(id, trained)))
+        self._unreduced_ids = frozenset(self._names.keys() - set(map(id, trained)))
 
     def mark_global(self) -> None:
         """Mark the gradients as global. Every rank calls this at the end of a backward that reduces them."""
         local = self._local
-        if self._not_reduced:
-            local &= self._not_reduced
+        if self._unreduced_ids:
+            local &= self._unreduced_ids
         else:
             local.clear()
         if not self._is_sharing:  # iterating over a WeakSet takes a microsecond
             return
         for other in self._sharing:
-            other._local -= self._names.keys() - self._not_reduced
+            other._local -= self._names.keys() - self._unreduced_ids
 
     def with_local_gradients(self) -> list[Tensor]:
         """Return the parameters with local values in `.grad`. `.grad` may have been set to None in the meantime."""

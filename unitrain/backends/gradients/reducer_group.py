@@ -95,7 +95,7 @@ class ReducerGroup(dist.ProcessGroup):
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Context manager in which the watchdog monitors the waits for gradients."""
-        deadline = self._monitor.set_deadline(_never, self._phase)
+        deadline = self._monitor.set_deadline(_is_never_done, self._phase)
         try:
             yield
         finally:
@@ -145,7 +145,7 @@ class ReducerGroup(dist.ProcessGroup):
             self._counted_backwards = self._backward_count
             self.loop_counters.count_backward()
         # Like `watched`, without the cost of a context manager in every step.
-        deadline = self._monitor.set_deadline(_never, self._phase)
+        deadline = self._monitor.set_deadline(_is_never_done, self._phase)
         try:
             for late in self._deferred_works:
                 late.work = self._group.allreduce(late.tensors, late.opts)
@@ -203,5 +203,5 @@ class _DeferredWork(Work):
         return self.tensors
 
 
-def _never() -> bool:
+def _is_never_done() -> bool:
     return False

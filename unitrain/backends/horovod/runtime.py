@@ -74,8 +74,8 @@ def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendez
         start_horovod(rank_info, rendezvous)
         return rendezvous
     raise_descriptor_limit(rank_info)
-    nowhere = Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timeout)
-    start_horovod(rank_info, nowhere)
+    local_rendezvous = Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timeout)
+    start_horovod(rank_info, local_rendezvous)
     store, host = _store_through_horovod(rank_info, timeout)
     return Rendezvous(rank_info, dist.PrefixStore("unitrain", store), host, timeout)
 
@@ -104,17 +104,17 @@ def _serve_horovod_rendezvous(rank_info: RankInfo, rendezvous: Rendezvous) -> No
             f"rank {rank_info.rank} of {rank_info.size}. "
             "Build it with both controllers: unitrain horovod build --force"
         )
-    seats = rendezvous.node_positions
+    positions = rendezvous.node_positions
     address = rendezvous.own_address or address_towards(rendezvous.host)
     own = ""
     if rank_info.rank == 0:
         server = BoundRendezvousServer(address)
         port = server.start()
-        server.init([_slot(seats, rank) for rank in range(rank_info.size)])
+        server.init([_slot(positions, rank) for rank in range(rank_info.size)])
         _servers.append(server)
         own = f"{address}:{port}"
     host, _, port_text = rendezvous.allgather("horovod_server", own)[0].rpartition(":")
-    slot = _slot(seats, rank_info.rank)
+    slot = _slot(positions, rank_info.rank)
     environment.export(
         {
             environment.HOROVOD_SET_BY_UNITRAIN: "1",
@@ -136,16 +136,16 @@ def _serve_horovod_rendezvous(rank_info: RankInfo, rendezvous: Rendezvous) -> No
         environment.export_defaults({"HOROVOD_GLOO_IFACE": interface})
 
 
-def _slot(seats: list[NodePosition], rank: int) -> SlotInfo:
+def _slot(positions: list[NodePosition], rank: int) -> SlotInfo:
     """Return a rank's position in Horovod's terms. "cross" counts the ranks with the same local_rank on all hosts."""
-    own = seats[rank]
-    peers = [seat for seat in seats if seat.local_rank == own.local_rank]
+    own = positions[rank]
+    peers = [one for one in positions if one.local_rank == own.local_rank]
     return SlotInfo(
         hostname=f"node{own.node_rank}",
         rank=rank,
         local_rank=own.local_rank,
         cross_rank=peers.index(own),
-        size=len(seats),
+        size=len(positions),
         local_size=own.local_size,
         cross_size=len(peers),
     )
