@@ -180,13 +180,13 @@ DTYPES = (
 
 def predicted_as_bytes(backend: Backend, length: int) -> dict[str, tuple[Any, ...]]:
     """Predict in every format, a few bytes at a time; return formats, shapes and bytes."""
-    before, prediction._PIECE_BYTES = prediction._PIECE_BYTES, 24
+    before, prediction._MAX_GATHERED_BYTES = prediction._MAX_GATHERED_BYTES, 24
     try:
         outputs = make(backend, model=Formats(), forward=None).predict(
             DataLoader(TensorDataset(torch.arange(length) - 2.0), 2)
         )
     finally:
-        prediction._PIECE_BYTES = before
+        prediction._MAX_GATHERED_BYTES = before
     return {name: raw(output) for name, output in outputs.items()}
 
 
@@ -358,17 +358,17 @@ def test_what_cannot_be_put_together_is_named() -> None:
         predict(mean)
     with pytest.raises(ModelError, match=r"and output\[1\]\.index has shape \[3, 2\] for a batch of 2\."):
         predict(lambda index: (index, Nested(torch.ones(3, 2), index)))
-    with pytest.raises(ModelError, match=r"^predict collects tensors, and output\[0\] is a str\. Leave it out"):
+    with pytest.raises(ModelError, match=r"^predict collects tensors, and output\[0\] is a str\. Do not return it"):
         predict(lambda index: ["text", index])
     with pytest.raises(ModelError, match=r"^predict collects dense tensors, and output has layout torch\.sparse_coo"):
         predict(lambda index: index.double().to_sparse())
     with pytest.raises(
         ModelError,
         match=r"they differ between batches: output: float32 \[1\] \(per sample\) and output: float32 \[3\]\. Let "
-        r"forward return the same for every batch, for example padded",
+        r"forward return the same shapes for every batch, for example padded",
     ):
         predict(lambda index: torch.ones(len(index), int(index[0]) + 1))
-    with pytest.raises(ModelError, match=r"output\['b'\]: int64 \[\] \(per sample\) and nothing more\."):
+    with pytest.raises(ModelError, match=r"output\['b'\]: int64 \[\] \(per sample\) and no other output\."):
         predict(lambda index: {"a": index, "b": index} if index[0] == 0 else {"a": index})
 
 
