@@ -31,8 +31,8 @@ from tables import RESULTS, keep
 from torch import Tensor, nn
 
 from unitrain.backends.base import StartOptions
+from unitrain.backends.checks import check_same_model
 from unitrain.backends.consistency import ConsistencyCheck
-from unitrain.backends.gradients.ddp_wrapper import check_same_model
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous

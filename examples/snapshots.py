@@ -50,6 +50,7 @@ class SnapshotTrainer:
 
     def train(self, loader: unitrain.ShardedLoader, epochs: int, save_every: int, fail_in_epoch: int | None) -> None:
         """Train until `epochs` epochs are complete."""
+        loader.epoch = self.epoch  # each epoch has its own order of samples
         while self.epoch < epochs:
             if self.epoch + 1 == fail_in_epoch and not self.restarted:
                 raise RuntimeError(f"rank {self.backend.rank} fails in epoch {fail_in_epoch}, as requested")

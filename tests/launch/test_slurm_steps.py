@@ -122,10 +122,10 @@ WARNED = """
 import os, sys, time
 from pathlib import Path
 
-from unitrain.progress.preemption import Preemption
+from unitrain.progress.preemption import PreemptionHandler
 
 name = os.environ["RANK"]
-with Preemption(["SIGUSR1", "SIGTERM"]) as preemption:
+with PreemptionHandler(["SIGUSR1", "SIGTERM"]) as preemption:
     Path(sys.argv[1], f"started-{name}").touch()
     end = time.monotonic() + 60
     while preemption.received is None and time.monotonic() < end:

@@ -90,7 +90,7 @@ def awaited_worker(frame: FrameType) -> str | None:
         name = f"DataLoader worker {number} (process {iterator._workers[number].pid})"
     except (AttributeError, KeyError, IndexError):  # another version of torch, or a loader without workers
         return None
-    report = getattr(iterator._worker_init_fn, "doing", None)
+    report = getattr(iterator._worker_init_fn, "describe_activity", None)
     activity = report(number) if callable(report) else ""
     return f"{name}, which {activity}" if activity else name
 
