@@ -233,7 +233,7 @@ def train_on_nothing(backend: Backend, kind: str) -> str:
 def test_an_epoch_without_any_sample_is_an_error(group: RankGroup, kind: str) -> None:
     texts = group.run(train_on_nothing, kind)
     assert len(set(texts)) == 1
-    wanted = "The training data has no sample in a whole epoch: " if kind == "map" else "SampleStream ended before"
+    wanted = "The training data has no sample in an entire epoch: " if kind == "map" else "SampleStream ended before"
     assert texts[0].startswith(f"DataError: {wanted}"), texts[0]
 
 
