@@ -24,7 +24,7 @@ from slow_network_training import PARAMETERS
 from tables import BACKENDS, RESULTS
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "tests"))
+sys.path.append(str(HERE.parent / "tests" / "support"))
 from hosts import Host, hosts  # noqa: E402
 
 
