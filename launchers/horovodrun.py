@@ -12,7 +12,7 @@ from unitrain.launchers.spec import Command, LaunchSpec, find_program, launcher_
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the command. It runs on one host and starts the ranks on the others itself."""
+    """Return the command. It runs on one host and itself starts the ranks on the other hosts."""
     if not spec.hosts and (job := slurm.multi_host_allocation()) is not None:
         job.check_slots(spec.num_processes)
         spec = replace(spec, hosts=job.hosts)

@@ -28,7 +28,7 @@ SSH_OPTION = ("-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new")
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the command. It runs on one host and starts the ranks on the others itself.
+    """Return the command. It runs on one host and itself starts the ranks on the other hosts.
 
     Without hosts the ranks run on this host, or on the hosts of the current Slurm allocation. Variables are forwarded
     by name, so that the command line shows no values. The rendezvous uses a free port of this host, or port 29500 of

@@ -105,8 +105,8 @@ def allocated_slots(launcher: str) -> int | None:
 def is_one_of_several_tasks() -> bool:
     """Return whether srun has started this command in each of several tasks.
 
-    The result is False in the shell of `srun --pty`: it is the first task, and the others, which have no terminal, end
-    immediately.
+    The result is False in the shell of `srun --pty`: it is the first task, and the other tasks, which have no terminal,
+    end immediately.
     """
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or "SLURM_STEP_ID" not in os.environ:
         return False

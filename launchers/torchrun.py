@@ -18,7 +18,7 @@ RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the command. It runs on one host and starts torchrun on each of the others over ssh.
+    """Return the command. It runs on one host and starts torchrun on each of the other hosts over ssh.
 
     In a Slurm allocation of several hosts it uses the hosts of the allocation if the spec names none, and starts
     torchrun through srun. On one host the rendezvous uses a free port, so that two jobs do not collide; on several

@@ -24,7 +24,7 @@ from unitrain.torch_compat import without_compile
 
 
 class LocalBackend(Backend, SupportsPowerSGD):
-    """A group of one."""
+    """A group with one rank."""
 
     name = "local"
     transport = "none"

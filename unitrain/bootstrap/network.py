@@ -47,7 +47,7 @@ def interface_of(address: str) -> str | None:
 
 
 def own_addresses() -> list[str]:
-    """Return this host's addresses: first that of the default route, then others, loopback last."""
+    """Return this host's addresses: first that of the default route, then all others, and loopback addresses last."""
     found = list(interfaces().values())
     with contextlib.suppress(OSError):  # there is no default route
         found.insert(0, address_towards("10.255.255.255"))

@@ -35,7 +35,7 @@ _SPARE_DESCRIPTORS = 512  # reserve for data, DataLoader workers and files
 _rendezvous_numbers = itertools.count()
 # Proxies are not used, because all hosts belong to the job.
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_server_stores: list[TCPStore] = []  # rank 0's stores stay open until the process ends, because others may use them
+_server_stores: list[TCPStore] = []  # kept open until the process ends, because other ranks may use them
 
 
 @dataclass(frozen=True)

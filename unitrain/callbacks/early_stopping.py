@@ -48,7 +48,7 @@ class EarlyStopping(Callback):
         self._stop_if_patience_is_exhausted(trainer)
 
     def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
-        """Compare the result with the best so far. A part of an epoch does not count."""
+        """Compare the result with the best so far. Incomplete epochs are ignored."""
         result = results.get(self.monitor)
         if result is None or trainer.progress.sample:
             return

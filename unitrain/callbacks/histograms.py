@@ -32,7 +32,7 @@ class Histograms(Callback):
         self.every, self.parameters, self.gradients = every, parameters, gradients
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        """Log the gradients and the parameters that they were computed with."""
+        """Log the gradients and the parameters with which they were computed."""
         if trainer.backend.rank != 0 or (trainer.progress.step + 1) % self.every:
             return
         scale = trainer.loss_scale

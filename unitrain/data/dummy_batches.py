@@ -123,7 +123,7 @@ class StepAligner:
                 for index, (micro_batch, counted) in enumerate(zip(indices, window, strict=True)):
                     if (
                         counted is not None and not micro_batch.samples
-                    ):  # a dummy batch: another rank trains on its sample
+                    ):  # a dummy batch, on whose sample another rank trains
                         window[index] = counted._replace(samples=0)
                 _, samples = self._exchange_counts(window)
                 ends = [0, *(index + 1 for index, micro_batch in enumerate(indices) if micro_batch.ends_step)]
@@ -154,7 +154,7 @@ class StepAligner:
                 window[index] = None
                 continue
             _, samples_here, batch = window[index] or CountedBatch(0, 0, None)
-            window[index] = None  # so that only the training loop refers to the batch
+            window[index] = None  # so that only the training loop holds a reference to the batch
             if not samples_here and self._dummy_batch is not None:
                 batch = self._dummy_batch.batch
             yield batch, micro_batch._replace(samples=samples_here, step_samples=total, ends_step=index == nonempty[-1])
@@ -214,7 +214,7 @@ class StepAligner:
             error, self._error = self._error, None
             raise_on_all_ranks(self._communicator, error)
         if _HAS_NO_DUMMY in states and _HAS_DUMMY in states:
-            # At most once in a run, for a rank that has never had a batch.
+            # This happens at most once in a run, for a rank that has not had a batch yet.
             received = self._communicator.broadcast_object(self._dummy_batch, root=states.index(_HAS_DUMMY))
             self._dummy_batch = self._dummy_batch or received
         return [counts[: len(window)] for counts in counts_of_ranks], [

@@ -70,7 +70,7 @@ class StreamSource:
         self._rank, self._seed = rank, seed
         self._generator = torch.Generator()
         collate = data.collate_fn if isinstance(data, DataLoader) else default_collate
-        # A limit counts batches of all ranks for a shared stream, otherwise batches of this rank.
+        # For a shared stream, the limit counts batches of all ranks, otherwise batches of this rank.
         self._limit_batches = limit_batches if stream_kind == "own" else None
         max_items = None
         if limit_batches is not None and stream_kind == "shared":
@@ -88,7 +88,7 @@ class StreamSource:
             max_items=max_items,
         )
         self._loader = _loader(data, self._batches, num_workers, pin_memory, self._generator)
-        # Fingerprint of the first item of a shared stream, as read by the worker of the last batch.
+        # Fingerprint of the first item of a shared stream, as read by the worker that loaded the last batch.
         self.first_item: int | None = None
         # Number of positions per micro-batch: items of all ranks for a shared stream, otherwise 1.
         self.stride = size * (self.batch_size or 1) if stream_kind == "shared" else 1
@@ -200,7 +200,7 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         self._batch_size, self._drop_last = batch_size, drop_last
         self._rank, self._size, self._kind, self._seed = rank, size, stream_kind, seed
         self._first_item: int | None = None
-        # Persistent workers have a copy of this object; only shared memory reaches them.
+        # Persistent workers have a copy of this object, so values are passed to them in shared memory.
         self._epoch_and_start = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def begin(self, epoch: int, start: int) -> None:
@@ -249,7 +249,7 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         stream = islice(chain(first, stream), self._max_items)
         length = self._batch_size or 1
         for micro_step in count():
-            # Items of other ranks and workers are not kept.
+            # Items of other ranks and workers are discarded.
             if micro_step % workers != worker:
                 _skip_items(stream, self._size * length)
                 continue

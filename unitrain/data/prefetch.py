@@ -49,7 +49,8 @@ class Prefetcher:
         return prefetch_one(iter(items), self._begin_copy, self._await_copy)
 
     def overlapped_work(self) -> tuple[Callable[[], None], ...]:
-        """Return the functions to call while gradients are reduced: one that loads the next batch, or none."""
+        """Return the functions to call while gradients are reduced: a function that loads the next batch, or no
+        function."""
         return () if self._iterator_reference is None else (self._fetch_next,)
 
     def _fetch_next(self) -> None:

@@ -128,7 +128,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
         else:
-            if process.returncode < 0:  # the ranks of a launcher that was killed save and exit by themselves
+            if process.returncode < 0:  # ranks whose launcher was killed save a checkpoint and exit by themselves
                 is_read.wait(_GRACE_SECONDS)
         kill_processes(process, tag)
         is_killed.set()

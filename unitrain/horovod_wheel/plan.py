@@ -85,7 +85,8 @@ class BuildPlan:
         return self.folder / "build.log"
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of every command: `inherited` without variables that would contradict the plan."""
+        """Return the environment for all commands: `inherited` without variables that contradict the plan, and the
+        settings."""
         kept = {name: value for name, value in inherited.items() if name[:8] != "HOROVOD_" and name != "CCL_ROOT"}
         for name, prefix in (("PATH", self.path_prefix), ("PYTHONPATH", self.python_path_prefix)):
             if prefix:
@@ -179,7 +180,7 @@ def _settings(machine: Machine, *, mpi: bool, home: str, nccl: str, jobs: int) -
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI": "1",
-        # Some toolkits contain NVTX and others do not, but the same facts must give the same wheel.
+        # Only some toolkits contain NVTX, but the same facts must result in the same wheel.
         "HOROVOD_WITHOUT_NVTX": "1",
         # CMake 4 rejects the version 2.8.12 that the bundled gloo requires. Older versions ignore the variable.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",

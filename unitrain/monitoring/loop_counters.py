@@ -24,8 +24,8 @@ class Counts(NamedTuple):
 class LoopCounters:
     """Numbers of backwards, optimizer steps and forwards of this rank, which must be equal on all ranks.
 
-    The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the others. If a rank
-    skips a backward, each of its later backwards is averaged with a backward of another step of the other ranks.
+    The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the other ranks. If a
+    rank skips a backward, each of its later backwards is averaged with a backward of another step of the other ranks.
     Collectives cannot detect this, but the counts differ: the rank has stepped without that backward, or has run a
     forward that no backward followed. Forwards before the first backward are not compared, because one rank may
     summarize or plot the model before training.

@@ -335,7 +335,8 @@ class Watchdog:
                     self._end_process()
                     return
             except dist.DistError:
-                # Rank 0's process has exited. Operations that need it fail by themselves; others continue.
+                # Rank 0's process has exited. Operations that need this process fail by themselves; all other
+                # operations continue.
                 store_is_reachable = False
             if self._liveness.exited_ranks and self._error is None:
                 failure = self._shutdown_of_awaited_rank()

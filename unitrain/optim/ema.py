@@ -37,7 +37,7 @@ class WeightAverage:
 
     @classmethod
     def create(cls, model: nn.Module, decay: float | None) -> Self | None:
-        """Return an average of the weights of `model`, None if `decay` is None."""
+        """Return an average of the weights of `model`, or None if `decay` is None."""
         return None if decay is None else cls(model, decay)
 
     def start(self) -> None:

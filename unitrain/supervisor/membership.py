@@ -67,8 +67,8 @@ class Membership:
     def find_change(self) -> str | None:
         """Return a description of the change if the job should be restarted on other hosts, else None.
 
-        That is so if there are more slots than the job uses, or if a host is no longer listed and enough others remain.
-        The change must be found in two consecutive calls, because hosts often join one after another.
+        This is the case if there are more slots than the job uses, or if a host is no longer listed and enough other
+        hosts remain. The change must be found in two consecutive calls, because hosts often join one after another.
         """
         try:
             listed = self._list_hosts()

@@ -288,7 +288,8 @@ def running_statistics_are_local_until_shared(backend: Backend) -> None:
     model = nn.BatchNorm1d(FEATURES).double()
     wrapped = backend.distributed_model(model)
     for step in range(backend.rank + 1):
-        # Only forward passes without gradients may differ in number between ranks; the others are counted and compared.
+        # Only the number of forward passes without gradients may differ between ranks; all other forward passes are
+        # counted and compared.
         with torch.set_grad_enabled(step == 0):
             wrapped(batch(backend.rank, step))
     for name, buffer in trained(backend.rank).named_buffers():

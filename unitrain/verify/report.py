@@ -88,7 +88,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _explain(console: Console, group: Group, row: Row) -> None:
-    """Print the reasons of a row, which do not fit into the table."""
+    """Print the reasons for the status of a row, which do not fit into the table."""
     if row.status == "reference" or not (row.reasons or row.status in _VERBS):
         return
     verb = _VERBS.get(row.status)

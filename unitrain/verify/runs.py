@@ -1,4 +1,4 @@
-"""Make the runs of a verification, one after the other, and compare those with the same global batch."""
+"""Execute the runs of a verification, one after the other, and compare runs with the same global batch."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Verification:
     def _run_local(self, size: int, others: Sequence[Outcome]) -> Outcome:
         """Run one process with the global batch of `others`.
 
-        The script's own batch is multiplied by `size`. If that does not give the global batch because the script
-        divides its batch by the number of ranks, the process runs with the script's own batch.
+        The batch size of the script is multiplied by `size`. If that does not give the global batch because the script
+        divides its batch by the number of ranks, the process uses the batch size of the script.
         """
         outcome = self._run(Run(backend="local", as_ranks=size, processes=1))
         batches = {
