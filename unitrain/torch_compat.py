@@ -139,6 +139,22 @@ def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
 # --- DistributedDataParallel ---
 
 
+@contextmanager
+def ignored_by_ddp(module: nn.Module, names: list[str]) -> Iterator[None]:
+    """Exclude the buffers `names` of `module` from a DistributedDataParallel that is created in this context. 2.14."""
+    attribute = "_ddp_params_and_buffers_to_ignore"
+    previous = getattr(module, attribute, None)
+    if names:
+        setattr(module, attribute, [*(previous or ()), *names])
+    try:
+        yield
+    finally:
+        if names and previous is None:
+            delattr(module, attribute)
+        elif names:
+            setattr(module, attribute, previous)
+
+
 class ReducerDDP(DistributedDataParallel):
     """DistributedDataParallel whose reducer communicates in `reducer_group` instead of `process_group`. 2.14.
 

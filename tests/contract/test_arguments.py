@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "config dict": (
         lambda p: p.trainer(config={"max_epochs": 1}),
-        "Trainer(config=...) must be a TrainConfig, got {'epochs': 1}.",
+        "Trainer(config=...) must be a TrainConfig, got {'max_epochs': 1}.",
         "Use TrainConfig(max_epochs=10).",
     ),
     "backend name": (
@@ -174,7 +174,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     "callback class": (
         lambda p: p.trainer(callbacks=[unitrain.EarlyStopping]),
         "A callback must be a unitrain.Callback, got <class",
-        "Subclass it",
+        "Subclass unitrain.Callback",
     ),
     "one logger": (
         lambda p: p.trainer(loggers="csv"),

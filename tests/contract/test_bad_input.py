@@ -168,7 +168,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     ),
     (shuffled_on_one_rank, "differs between ranks in shuffle: [False, True].", "Use shuffle=False on every rank"),
     (dropped_on_one_rank, "differs between ranks in drop_last: [True, False].", "Use drop_last=True on every rank"),
-    (different_lengths, "not the same number of samples on every rank: [8, 9]", "Give every rank the whole dataset"),
+    (different_lengths, "the same number of samples on every rank: [8, 9]", "Give every rank the complete dataset"),
     (different_seeds_of_a_share, "differs between ranks in seed: [0, 1].", "Use seed=0 on every rank"),
     (a_sampler_on_one_rank, "differs between ranks in sampler: [None, 'WeightedRandomSampler']", "Use sampler=None on"),
     (no_batch_size_on_one_rank, "A TensorDataset was given without a batch size", "Use TrainConfig(batch_size=32)"),

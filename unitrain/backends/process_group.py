@@ -27,9 +27,9 @@ from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, Global
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
-from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_with_tensors, pack, unpack
+from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_tensors, broadcast_with_tensors, pack, unpack
 from unitrain.backends.synchronized_errors import call_on_all_ranks
-from unitrain.backends.tensors import from_ordered_keys, needs_keys, ordered_keys
+from unitrain.backends.tensors import from_ordered_keys, is_expanded, needs_keys, ordered_keys
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
@@ -204,6 +204,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             **{environment.DEBUG: is_debugging},
         )
         checks.check_same_model(self, model)
+        broadcast_tensors(self, [buffer for buffer in model.buffers() if is_expanded(buffer)])
         if find_unused_parameters and self._unused_parameters_group is None:
             # Ranks that use different parameters begin to reduce their buckets at different times, relative to
             # collectives inside the backward. In one group, a bucket could be matched with such a collective.

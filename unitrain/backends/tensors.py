@@ -37,6 +37,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flatten(tensor).view(torch.uint8)
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements of `tensor` share memory because it is an expanded view, which torch refuses to write to."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Copy `source` into `target`, of the same shape, also if `target` is an expanded view.
 

@@ -26,6 +26,7 @@ from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import check_first_backward
+from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import EnvironmentVariableError, ModelError
@@ -36,6 +37,7 @@ from unitrain.torch_compat import (
     ddp_finds_all,
     disable_compile,
     gradient_hooks_disabled,
+    ignored_by_ddp,
     is_reached_by_backward,
     without_compile,
 )
@@ -89,14 +91,17 @@ class GlobalGradients(ReducerDDP):
         buffers: ForwardBuffers | None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(
-            model,
-            reducer_group,
-            device_ids=[device] if device.type == "cuda" else None,
-            process_group=group,
-            find_unused_parameters=find_unused_parameters,
-            **read_bucket_settings(),
-        )
+        # DDP broadcasts parameters and buffers, but cannot write to an expanded view: the backend does that.
+        expanded = [name for name, buffer in model.named_buffers() if is_expanded(buffer)]
+        with ignored_by_ddp(model, expanded):
+            super().__init__(
+                model,
+                reducer_group,
+                device_ids=[device] if device.type == "cuda" else None,
+                process_group=group,
+                find_unused_parameters=find_unused_parameters,
+                **read_bucket_settings(),
+            )
         self._gradient_group = reducer_group
         self._forward_buffers = buffers
         if compressor != "none":
