@@ -169,13 +169,13 @@ def test_a_step_that_fp16_skips_does_not_move_it(fused: bool) -> None:
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=LOCAL, config=config)
     average, steps = trainer._average, []
     assert average is not None
-    follow = average.follow
+    update = average.update
 
     def counted() -> None:
         steps.append(trainer.progress.step)
-        follow()
+        update()
 
-    average.follow = counted  # type: ignore[method-assign]
+    average.update = counted  # type: ignore[method-assign]
     trainer.fit(data())
     assert steps == [0, 1, 4, 5]
 

@@ -38,7 +38,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether elements of `tensor` share memory because it is an expanded view, which torch refuses to write to."""
+    """Return whether elements of `tensor` share memory because it is an expanded view. torch refuses to write to it."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
