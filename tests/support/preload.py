@@ -69,6 +69,8 @@ _UNDERSTOOD_VARIABLES = (
     "PYTHONFAULTHANDLER",
     "PYTHONPYCACHEPREFIX",
     "TORCHINDUCTOR_CACHE_DIR",  # which torch._dynamo sets itself
+    "KMP_DUPLICATE_LIB_OK",  # which scikit-learn sets itself
+    "KMP_INIT_AT_FORK",
 )
 _NAMESPACES = {"user": 0x10000000, "ipc": 0x08000000, "uts": 0x04000000, "net": 0x40000000, "mnt": 0x00020000,
                "pid": 0x20000000}  # fmt: skip
