@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 HOROVOD := $(VENV)/.horovod
 
 # Test processes; more than cores, because many tests wait for timeouts. Files are not split: their tests share ranks.
-WORKERS ?= 3
+WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 CASES ?= 1000

@@ -163,7 +163,7 @@ def test_a_slow_rank_is_named(rows: dict[str, Row], case: str, part: str) -> Non
         assert "slow" not in row["shown"]
         return
     first, *_ = (look for look in row["looks"] if "slow" in look)
-    assert first["step"] in (15, 20)  # in the second 0.4 s that were heard of
+    assert first["step"] in (10, 15, 20)  # in the second period of 0.4 s; on a busy machine, 5 steps take longer
     for look in row["looks"][row["looks"].index(first) :]:
         (named,) = look["slow"]
         assert (named["rank"], named["part"]) == (last, part)
