@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 HOROVOD := $(VENV)/.horovod
 
-# Test processes; more than cores, because many tests wait for timeouts. Files are not split: their tests share ranks.
+# Test processes. Files are not split, because their tests share ranks.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
