@@ -141,9 +141,8 @@ def test_ranks_save_after_a_warning(options: list[str], received: str, code: int
     """A scheduler warns with SIGUSR1, whose default action ends a launcher and with it the ranks that save."""
     script = tmp_path / "train.py"
     script.write_text(WARNED)
-    with started(
-        [sys.executable, "-m", "unitrain", "launch", "-np", "2", *options, str(script), str(tmp_path)]
-    ) as launch:
+    command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", *options, str(script), str(tmp_path)]
+    with started(command, fresh=True) as launch:  # the launcher finds its ranks among its descendants
         for rank in (0, 1):
             wait_for(tmp_path / f"started-{rank}")
         for pid in [launch.process.pid] if target == "launcher" else launch.living():
