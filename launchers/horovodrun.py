@@ -18,7 +18,8 @@ def build(spec: LaunchSpec) -> Command:
         spec = replace(spec, hosts=job.hosts)
     check_distinct(spec.hosts)
     fix = "Build Horovod for this torch with: unitrain horovod build"
-    start = launcher_module_command("horovodrun", "horovod", spec.python, fix, is_dry_run=spec.is_dry_run)
+    module = "unitrain.backends.horovod.horovodrun"
+    start = launcher_module_command(module, "horovod", spec.python, fix, is_dry_run=spec.is_dry_run)
     options = ["-np", str(spec.num_processes)]
     if spec.hosts:
         options += ["-H", ",".join(map(str, spec.hosts))]

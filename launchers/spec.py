@@ -160,17 +160,18 @@ def find_program(name: str, python: str, fix: str, *, is_dry_run: bool = False) 
 
 
 def launcher_module_command(
-    name: str, package: str, python: str, fix: str, *, is_dry_run: bool = False
+    module: str, package: str, python: str, fix: str, *, is_dry_run: bool = False
 ) -> tuple[str, ...]:
-    """Return the command that runs launcher `name`, a part of `package`, with the interpreter `python`.
+    """Return the command that runs `module`, a launcher that needs `package`, with the interpreter `python`.
 
     A program of this name on PATH may belong to another environment, whose ranks would run another Python. Raises
     MissingLauncherError with the `fix` if this Python lacks the package and this is not a dry run.
     """
     if not is_dry_run and python == sys.executable and importlib.util.find_spec(package) is None:
+        name = module.rpartition(".")[2]
         raise MissingLauncherError(f"Launcher {name!r} is not installed for {python}. {fix}")
     # -P prevents a file in the current folder from replacing a module that the launcher imports.
-    return (python, "-P", "-m", f"unitrain.bootstrap.{name}")
+    return (python, "-P", "-m", module)
 
 
 def find_module(name: str) -> Path | None:

@@ -150,7 +150,7 @@ def _secret_names(spec: LaunchSpec) -> list[str]:
 
 
 def _command(spec: LaunchSpec, options: list[str]) -> Command:
-    start = launcher_module_command(
-        "torchrun", "torch", spec.python, "Install torch there: pip install torch", is_dry_run=spec.is_dry_run
-    )
+    fix = "Install torch there: pip install torch"
+    module = "unitrain.bootstrap.torchrun"
+    start = launcher_module_command(module, "torch", spec.python, fix, is_dry_run=spec.is_dry_run)
     return Command((*start, *options, *spec.launcher_args, *spec.program), {**RESTART_VARIABLES, **spec.variables})

@@ -18,7 +18,7 @@ from unitrain.launchers.translation.writing import DEFAULT_BACKENDS, Translation
 _DIRECTORY = re.compile(r"\s*cd\s+((?:[^&|;<>()'\"\s]|'[^']*'|\"[^\"]*\")+)\s*&&")
 _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "unitrain.bootstrap.torchrun")
-_HOROVODRUN_MODULES = ("horovod.runner.launch", "unitrain.bootstrap.horovodrun")
+_HOROVODRUN_MODULES = ("horovod.runner.launch", "unitrain.backends.horovod.horovodrun")
 _LOCAL = ("localhost", "127.0.0.1")
 _READABLE = "torchrun, horovodrun, mpirun, mpiexec, srun, python and unitrain launch"
 TARGETS: dict[str, Callable[[Job], Translation]] = {

@@ -131,9 +131,9 @@ def test_the_parts_of_training_add_up_to_what_it_took(rows: dict[str, Row]) -> N
 
 def late_rank_is_seen(row: Row, part: str) -> None:
     """`part` of the last rank took as long as it was late, and the others waited for it."""
-    # A busy machine makes everything later than it was asked to be, and nothing earlier.
+    # Extrapolated from one or two measured steps, in which a busy machine prolongs other parts too.
     *others, late = row[f"{part}_seconds"]
-    assert 0.9 * DELAYED < late < 2 * DELAYED
+    assert 0.6 * DELAYED < late < 2 * DELAYED
     assert max(others, default=0.0) < 0.5 * late
     *waits, own_wait = row["wait_seconds"]
     assert all(seconds > 0.7 * DELAYED for seconds in waits)

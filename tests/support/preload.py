@@ -49,7 +49,7 @@ _IMPORTS = (
 _MODULES = (
     "torch.distributed.run",
     "unitrain.bootstrap.torchrun",
-    "unitrain.bootstrap.horovodrun",
+    "unitrain.backends.horovod.horovodrun",
     "unitrain.testing.worker",
 )
 _COMMANDS = (("unitrain", "bench"), ("unitrain", "tune"), ("unitrain", "verify"))

@@ -6,6 +6,7 @@ Tensors on torch's `meta` device have no values, so any attempt of the host to r
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import unitrain
+from unitrain.backends.horovod import work as horovod_work
 from unitrain.backends.local import LocalBackend
 from unitrain.data.batch import CountedBatch
 from unitrain.data.dummy_batches import StepAligner
@@ -94,9 +96,6 @@ class Event:
 
 
 def test_a_wait_orders_the_stream_of_the_caller_after_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    horovod_work = pytest.importorskip("unitrain.backends.horovod.work")
-    from datetime import timedelta
-
     streams: dict[int, Stream] = {}
 
     def current_stream(device: torch.device) -> Stream:

@@ -23,7 +23,7 @@ from unitrain.launchers.hosts import check_distinct
 from unitrain.launchers.torchrun import commands_per_host
 
 TORCHRUN = (sys.executable, "-P", "-m", "unitrain.bootstrap.torchrun")
-HOROVODRUN = (sys.executable, "-P", "-m", "unitrain.bootstrap.horovodrun")
+HOROVODRUN = (sys.executable, "-P", "-m", "unitrain.backends.horovod.horovodrun")
 
 ALLOWED = os.sched_getaffinity(0)
 

@@ -89,7 +89,7 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
             job(("/v/bin/python", "t.py"), counts=(2,)),
         ),
         (
-            "/v/bin/python -P -m unitrain.bootstrap.horovodrun -np 2 --gloo /v/bin/python t.py",
+            "/v/bin/python -P -m unitrain.backends.horovod.horovodrun -np 2 --gloo /v/bin/python t.py",
             job(("/v/bin/python", "t.py"), counts=(2,), backend="horovod"),
         ),
         (

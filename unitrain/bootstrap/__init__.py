@@ -7,6 +7,5 @@ authentication      signatures, and authentication of connections, with the key 
 network             addresses and interfaces of this host, and listening sockets
 devices             device of a rank
 torchrun            program: torchrun with a rendezvous that listens on one address
-horovodrun          program: horovodrun without environment variables on command lines
 signal_forwarding   forwards a scheduler's warning signals from these launchers to their ranks
 """

@@ -5,14 +5,13 @@ process_group  Horovod's collectives as a torch.distributed process group
 work           operations in flight, and their completion
 tensors        tensors and reductions in the forms that Horovod accepts
 runtime        starting Horovod under any launcher
+horovodrun     program: horovodrun without environment variables on command lines
 
 `register_process_group` serves users of torch.distributed who do not use a unitrain backend. It imports Horovod when it
 is called.
 """
 
 from __future__ import annotations
-
-from unitrain.backends import registry
 
 
 def register_process_group() -> None:
@@ -22,6 +21,8 @@ def register_process_group() -> None:
     MASTER_PORT, which torch reads. Further calls do nothing. Raises BackendUnavailableError if Horovod is missing or
     was built for another torch.
     """
+    from unitrain.backends import registry
+
     registry.load("horovod")
     from unitrain.backends.horovod import process_group
 

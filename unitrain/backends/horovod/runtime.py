@@ -12,9 +12,9 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints that it is missing)
 
 from unitrain.backends.capabilities import Tunable
+from unitrain.backends.horovod.horovodrun import BoundRendezvousServer
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
-from unitrain.bootstrap.horovodrun import BoundRendezvousServer
 from unitrain.bootstrap.network import LOOPBACK, address_towards, interface_of, own_addresses, reachable_addresses
 from unitrain.bootstrap.rendezvous import (
     NodePosition,

@@ -1,4 +1,4 @@
-"""horovodrun without environment variables on command lines; run it with `python -m unitrain.bootstrap.horovodrun`.
+"""horovodrun without environment variables on command lines: `python -m unitrain.backends.horovod.horovodrun`.
 
 It has horovodrun's options. horovodrun writes all environment variables into the command line of each rank, which every
 user of the host can read, and its rendezvous server listens on all network interfaces. With this module, ranks on this
@@ -6,11 +6,13 @@ host inherit the environment, ranks on other hosts receive it on the standard in
 server listens only on the address that the ranks use. Checked with Horovod 0.28.1.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks on this host. If the first failed rank exits with 75 because it was
-preempted, this process does too.
+preempted, this process does too. After SIGTERM or SIGINT it fails unless all ranks succeed, which horovodrun does not
+guarantee: it sometimes loses the exit codes of the ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -18,6 +20,7 @@ from shlex import quote, split
 from sys import executable, exit
 from typing import Any
 
+import psutil
 from horovod.runner import gloo_run, launch
 from horovod.runner.common.util import env as exports
 from horovod.runner.common.util import safe_shell_exec
@@ -103,7 +106,35 @@ def _launch_bound(command: Any, exec_command: Any, settings: Any, nics: Any, var
 
 def _run_middleman(*arguments: Any) -> None:
     survive_warnings()
+    safe_shell_exec.terminate_executor_shell_and_children = terminate_rank
     _exec_middleman(*arguments)
+
+
+def terminate_rank(shell_id: int) -> None:
+    """Send SIGTERM to the children of the shell with process id `shell_id`, and SIGKILL if they do not end in time.
+
+    The shell then ends by itself, with the exit code of the rank. Horovod's function waits for the shell, in another
+    thread than the one that reads the exit code: the code is 0 if this wait ends first.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):  # the shell has ended
+        shell = psutil.Process(shell_id)
+        shell.suspend()  # so that it starts no process between the next two lines
+        children = shell.children()
+        if not children:
+            shell.kill()
+        for child in children:
+            _end(child.terminate)
+        shell.resume()
+        _, alive = psutil.wait_procs(children, timeout=safe_shell_exec.GRACEFUL_TERMINATION_TIME_S)
+        for child in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in (*child.children(recursive=True), child):
+                    _end(process.kill)
+
+
+def _end(end: Callable[[], None]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        end()
 
 
 _launch_gloo = gloo_run.launch_gloo
