@@ -16,6 +16,7 @@ from launches import started
 from requirements import needs_mpi
 
 from unitrain.backends.base import Backend
+from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.network import free_port
 from unitrain.errors import CollectiveTimeoutError
@@ -48,6 +49,28 @@ def test_a_timeout_names_the_missing_rank(backend: str) -> None:
         assert text.startswith("allreduce(float32 [2], mean) (collective #")
         assert f" timed out after 4 s on rank {rank}. Missing ranks: 1. " in text
         assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 8
+
+
+def miss_a_broadcast(backend: Backend) -> str:
+    assert isinstance(backend, ProcessGroupBackend)
+    wait = backend.start_broadcasts([(torch.ones(2), 1)])
+    wait()
+    if backend.rank == 1:
+        time.sleep(2.5 * TIMEOUT)
+        return ""
+    wait = backend.start_broadcasts([(torch.ones(2), 1)])
+    try:
+        wait()
+    except CollectiveTimeoutError as error:
+        return str(error)
+    raise AssertionError("the broadcast was completed")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_timeout_of_concurrent_broadcasts_names_the_missing_rank(backend: str) -> None:
+    with RankGroup(backend, 2, backend_timeout_seconds=TIMEOUT) as group:
+        text = group.run(miss_a_broadcast)[0]
+    assert text.startswith(f"parameter broadcast #1 timed out after {TIMEOUT:g} s on rank 0. Missing ranks: 1. ")
 
 
 def test_a_group_that_cannot_start_raises_immediately() -> None:

@@ -6,6 +6,7 @@ The ddp and the horovod backend inherit this code, so they compute the same resu
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend, ReduceOp
+from unitrain.backends.broadcasts import Broadcasts
 from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, Tunable
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.consistency import ConsistencyCheck
@@ -86,6 +88,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self._needs_group_order = transport == "nccl"
         self._monitor = FailureMonitor(rendezvous, polls=device.type == "cpu")
         self._check_consistency = ConsistencyCheck(self, self._monitor, control_group)
+        self._broadcasts: Broadcasts | None = None
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         dtype = _reduction_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check rejects other objects
@@ -152,6 +155,16 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         if result.numel():
             self._monitor.wait_for_ranks(dist.broadcast(result, root, async_op=True))
         return result.to(tensor.dtype)
+
+    def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
+        """Begin to broadcast each piece, (contiguous tensor [elements], root), in place, and return a function that
+        waits. See `Broadcasts.start`."""
+        self.check_collective_allowed("start_broadcasts")
+        if self.size == 1:
+            return lambda: None
+        if self._broadcasts is None:
+            self._broadcasts = Broadcasts(self._monitor, self.rank, on_stream=self._waits_on_stream)
+        return self._broadcasts.start(pieces)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         payload, error = pack(obj) if root == self.rank else (EMPTY_PAYLOAD, None)

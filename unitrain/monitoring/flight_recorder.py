@@ -76,7 +76,7 @@ class CollectiveCall:
 
 
 class GradientPhase(NamedTuple):
-    """A phase of gradient synchronization: `kind` is "backward" or "bucket rebuild", numbered by kind."""
+    """A phase of a step: `kind` is "backward", "bucket rebuild" or "parameter broadcast", numbered by kind."""
 
     kind: str
     number: int
@@ -120,23 +120,23 @@ class FlightRecorder:
         self.is_main_thread_waiting = False
         self._entries: deque[tuple[int, CollectiveCall | GradientPhase, str, int]] = deque(maxlen=_MAX_KEPT)
         self._num_recorded = 0
-        # Position of the user's frame in the stack, by type of the operation: in a loop it is the same in every step.
-        self._positions: dict[type, _UserFramePosition] = {}
+        # Position of the user's frame in the stack, by kind of the operation: in a loop it is the same in every step.
+        self._positions: dict[str, _UserFramePosition] = {}
 
     def record(self, operation: CollectiveCall | GradientPhase) -> None:
         """Record that this rank begins `operation` now."""
-        frame = self._user_frame(type(operation))
+        frame = self._user_frame(operation.kind if isinstance(operation, GradientPhase) else "collective")
         self._entries.append((self._num_recorded, operation, frame.f_code.co_filename, frame.f_lineno))
         self._num_recorded += 1
 
-    def _user_frame(self, operation_type: type) -> FrameType:
+    def _user_frame(self, kind: str) -> FrameType:
         """Return the user's frame that leads to the call of `record`.
 
         Python allocates each frame object when it is first accessed. Within a loop, the user's frame is usually at the
         same depth as in the previous step, so only that frame and the one that it called are compared with the known
         ones.
         """
-        if (position := self._positions.get(operation_type)) is not None:
+        if (position := self._positions.get(kind)) is not None:
             try:
                 called = sys._getframe(position.depth)
             except ValueError:  # the stack has fewer frames
@@ -148,7 +148,7 @@ class FlightRecorder:
         user = user_frame(called.f_back or called)
         while called.f_back is not None and called.f_back is not user:
             called, depth = called.f_back, depth + 1
-        self._positions[operation_type] = _UserFramePosition(depth, called.f_code, user.f_code)
+        self._positions[kind] = _UserFramePosition(depth, called.f_code, user.f_code)
         return user
 
     @property

@@ -50,8 +50,11 @@ class FailureMonitor:
         if use_watchdog and rendezvous.rank_info.size > 1:
             self._watchdog = Watchdog(rendezvous, self._recorder, self.loop_counters)
 
-    def wait_for_ranks(self, work: dist.Work | None, *, polls: bool | None = None) -> None:
-        """Wait for `work`, which belongs to the latest recorded operation; under NCCL, let the stream wait for it.
+    def wait_for_ranks(
+        self, work: dist.Work | None, *, polls: bool | None = None, phase: GradientPhase | None = None
+    ) -> None:
+        """Wait for `work`, which belongs to the latest recorded operation, or to an earlier `phase`; under NCCL, let
+        the stream wait for it.
 
         `polls` overrides the constructor's. Raises CollectiveTimeoutError that names the missing ranks, or the
         ModelError with which another rank has failed.
@@ -67,7 +70,9 @@ class FailureMonitor:
             work.wait()
         except (RuntimeError, CollectiveTimeoutError) as error:
             if "imed out" in str(error) or "imeout" in str(error):
-                raise CollectiveTimeoutError(self._describe_timeout()) from None  # the transport does not name ranks
+                raise CollectiveTimeoutError(
+                    self._describe_timeout(phase)
+                ) from None  # the transport does not name ranks
             self.raise_cause_of(error)
             raise
         finally:

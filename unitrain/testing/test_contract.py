@@ -13,6 +13,7 @@ import pytest
 from unitrain.bootstrap import environment
 from unitrain.testing import (
     RankGroup,
+    broadcasts,
     buffers,
     collectives,
     compression,
@@ -26,6 +27,7 @@ from unitrain.testing import (
 from unitrain.testing.cases import CASES
 
 __all__ = [
+    "broadcasts",
     "buffers",
     "collectives",
     "compression",

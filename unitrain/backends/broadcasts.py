@@ -1,0 +1,106 @@
+"""Concurrent broadcasts in place, each from a root of its own: the way a sharded optimizer distributes its updates.
+
+Several broadcasts take less time than an allgather on every transport, and do not need a second copy of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unitrain.monitoring.flight_recorder import GradientPhase
+from unitrain.monitoring.monitor import FailureMonitor
+
+# Pieces of at most this size are copied to a buffer per root, because starting a broadcast takes longer than copying.
+SMALL_BYTES = 2**16
+BUFFER_BYTES = 2**20
+
+
+class Broadcasts:
+    """Starts broadcasts in the default process group.
+
+    Args:
+        on_stream: whether a GPU stream waits for the broadcasts instead of the host, as with NCCL. The watchdog then
+            checks that they complete, and otherwise ends the process.
+    """
+
+    def __init__(self, monitor: FailureMonitor, rank: int, *, on_stream: bool) -> None:
+        self._monitor, self._rank, self._on_stream = monitor, rank, on_stream
+        self._numbers = count()
+
+    def start(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
+        """Begin to set each piece to its root's values, and return a function that waits for all of them.
+
+        Each of `pieces` is a contiguous tensor, [elements], and its root. All ranks pass pieces of the same sizes and
+        roots in the same order, and begin their other collectives in the same order relative to this call. There is no
+        consistency check. Pieces must not be read or written before the returned function returns. On GPUs it orders
+        the current stream after the broadcasts. It raises CollectiveTimeoutError, which names the missing ranks.
+        """
+        phase = GradientPhase("parameter broadcast", next(self._numbers))
+        self._monitor.record(phase)
+        works: list[dist.Work | None] = []
+        buffers: list[tuple[Tensor, list[Tensor]]] = []
+        small: dict[int, list[Tensor]] = {}
+        small_bytes: dict[int, int] = {}
+
+        def begin(tensor: Tensor, root: int) -> None:
+            try:
+                works.append(dist.broadcast(tensor, root, async_op=True))
+            except RuntimeError as error:  # Horovod rejects operations after another rank has ended
+                self._monitor.raise_cause_of(error)
+                raise
+
+        def begin_small(root: int) -> None:
+            parts = small.pop(root)
+            if len(parts) == 1:
+                begin(parts[0], root)
+                return
+            # The buffers of all ranks have the same size, but only the root's is filled.
+            is_root = root == self._rank
+            buffer = torch.cat(parts) if is_root else parts[0].new_empty(small_bytes[root])
+            begin(buffer, root)
+            if not is_root:
+                buffers.append((buffer, parts))
+
+        for piece, root in pieces:
+            content = _bytes_in_place(piece)
+            if not content.numel():
+                continue
+            if content.numel() > SMALL_BYTES:
+                begin(content, root)
+                continue
+            if root in small and small_bytes[root] + content.numel() > BUFFER_BYTES:
+                begin_small(root)
+            if root not in small:
+                small[root], small_bytes[root] = [], 0
+            small[root].append(content)
+            small_bytes[root] += content.numel()
+        for root in list(small):
+            begin_small(root)
+        if self._on_stream and works:
+            started = list(works)
+            self._monitor.set_deadline(lambda: all(work is None or work.is_completed() for work in started), phase)
+
+        def wait() -> None:
+            for work in works:
+                self._monitor.wait_for_ranks(work, phase=phase)
+            for buffer, parts in buffers:
+                if buffer.is_cuda:
+                    buffer.record_stream(torch.cuda.current_stream(buffer.device))  # not the stream that allocated it
+                torch._foreach_copy_(parts, buffer.split([part.numel() for part in parts]))
+            works.clear()
+            buffers.clear()
+
+        return wait
+
+
+def _bytes_in_place(piece: Tensor) -> Tensor:
+    """Return the memory of a contiguous `piece`, [elements], as uint8 [bytes]. One dtype serves all transports."""
+    assert piece.dim() == 1, piece.shape
+    assert piece.is_contiguous(), piece.stride()
+    # torch regards a single element as contiguous at any stride, but can view it as bytes only at stride 1.
+    return piece.detach().as_strided(piece.shape, (1,)).view(torch.uint8)

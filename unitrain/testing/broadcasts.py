@@ -1,0 +1,67 @@
+"""Contract of concurrent broadcasts in place, on backends over a process group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unitrain.backends.base import Backend
+from unitrain.backends.broadcasts import BUFFER_BYTES, SMALL_BYTES
+from unitrain.backends.process_group import ProcessGroupBackend
+from unitrain.errors import CollectiveMismatchError
+from unitrain.testing.cases import contract, raises
+
+# Elements of float32: empty, small, at both sides of the limit of small pieces, large.
+_LENGTHS = (0, 1, 5, 1000, SMALL_BYTES // 4 - 1, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, SMALL_BYTES, SMALL_BYTES * 4)
+
+
+def _pieces(rank: int, size: int, lengths: tuple[int, ...] | list[int]) -> list[tuple[Tensor, int]]:
+    """Return pieces of `rank`, with roots in turn, that are neighboring slices of one tensor per dtype."""
+    pieces: list[tuple[Tensor, int]] = []
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        generator = torch.Generator().manual_seed(rank)
+        whole = torch.randint(0, 2 if dtype == torch.bool else 100, (sum(lengths),), generator=generator).to(dtype)
+        pieces += [(piece, len(pieces) + index) for index, piece in enumerate(whole.split(list(lengths)))]
+    return [(piece, root % size) for piece, root in pieces]
+
+
+@contract
+def start_broadcasts_copies_each_piece_from_its_root_in_place(backend: Backend) -> None:
+    if not isinstance(backend, ProcessGroupBackend):
+        return
+    many_small = [100 + index for index in range(3 * BUFFER_BYTES // 4 // 1000)] * backend.size
+    for lengths in (_LENGTHS, [3], many_small, []):
+        own = _pieces(backend.rank, backend.size, lengths)
+        inputs = [_pieces(rank, backend.size, lengths) for rank in range(backend.size)]
+        backend.start_broadcasts(iter(own))()
+        for index, (piece, root) in enumerate(own):
+            assert torch.equal(piece, inputs[root][index][0]), (index, len(piece), root)
+
+
+@contract
+def start_broadcasts_overlaps_with_collectives_and_other_broadcasts(backend: Backend) -> None:
+    if not isinstance(backend, ProcessGroupBackend):
+        return
+    last = backend.size - 1
+    parameter = torch.nn.Parameter(torch.full((SMALL_BYTES,), float(backend.rank)))
+    column = torch.full((1, 3), float(backend.rank))[:, 0]  # one element with stride 3
+    assert column.stride() == (3,)
+    wait_for_first = backend.start_broadcasts([(parameter, last), (column, 0)])
+    second = torch.full((10,), backend.rank)
+    wait_for_second = backend.start_broadcasts([(second[:5], 0), (second[5:], last)])
+    total = backend.allreduce(torch.ones(SMALL_BYTES), "sum")
+    wait_for_second()
+    wait_for_first()
+    assert torch.equal(total, torch.full((SMALL_BYTES,), float(backend.size)))
+    assert torch.equal(parameter.detach(), torch.full((SMALL_BYTES,), float(last)))
+    assert column.item() == 0
+    assert second.tolist() == [0] * 5 + [last] * 5
+
+
+@contract
+def start_broadcasts_inside_on_rank_zero_raises(backend: Backend) -> None:
+    if not isinstance(backend, ProcessGroupBackend):
+        return
+    with backend.on_rank_zero() as is_rank_zero:
+        if is_rank_zero:
+            raises(CollectiveMismatchError, "start_broadcasts was called", lambda: backend.start_broadcasts([]))
