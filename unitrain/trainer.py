@@ -38,8 +38,7 @@ from unitrain.optim.precision import Precision, allow_tf32
 from unitrain.optim.schedulers import BuildScheduler, EpochScheduler, PlannedScheduler
 from unitrain.optim.step import Forward, ForwardFunction, Update, backward, without_gradients
 from unitrain.progress.reporter import RunReporter
-from unitrain.progress.stopping import StopCoordinator
-from unitrain.progress.sync_point import SyncPoint
+from unitrain.progress.stopping import StopCoordinator, SyncPoint
 from unitrain.progress.timing import LoopTimer
 from unitrain.trainer_overrides import TrainerArguments, load_overrides
 from unitrain.training_run import Stateful, TrainingRun

@@ -1,8 +1,7 @@
 """Position, timing and reporting of a training run.
 
 training_progress   TrainingProgress: completed epochs, steps and samples
-sync_point          periodic exchange between ranks of stop requests and step times
-stopping            stop requests and time limits, on all ranks at the same step
+stopping            stop requests and time limits, on all ranks at the same step, and their periodic exchange
 preemption          signals that announce the end of the job
 timing              LoopTimer: how long each part of the loop takes
 stragglers          ranks for which the other ranks wait

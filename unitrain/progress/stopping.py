@@ -1,11 +1,12 @@
-"""Stopping a run before its end, at the same step on every rank."""
+"""Periodic exchange between ranks of stop requests and step times: they stop at the same step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -13,6 +14,9 @@ from unitrain.backends.base import Communicator
 from unitrain.errors import Preempted
 from unitrain.monitoring import supervisor_client
 from unitrain.progress.preemption import PreemptionHandler
+from unitrain.progress.reporter import RunReporter
+from unitrain.progress.stragglers import StragglerDetector
+from unitrain.progress.timing import LoopTimer
 
 # Approximate number of seconds between two exchanges.
 _INTERVAL_SECONDS = 2.0
@@ -92,3 +96,27 @@ class StopCoordinator:
             self.reason = next(reason for reason, _ in reasons if reason is not None)
             self.preempted = any(preempted for _, preempted in reasons)
         return [others for _, _, *others in ranks]
+
+
+class SyncPoint:
+    """One collective at which the ranks agree whether to stop, and detect slow ranks. All ranks call `exchange`."""
+
+    def __init__(self, stopping: StopCoordinator, timer: LoopTimer, reporter: RunReporter) -> None:
+        self._stopping, self._timer, self._reporter = stopping, timer, reporter
+        self._detector = StragglerDetector()
+
+    def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """Synchronize after `step` steps, and return the `numbers` of every rank. All ranks pass the same number of
+        them."""
+        previous_reason = self._stopping.reason
+        seconds, steps = self._timer.take_recent_seconds()
+        ranks = self._stopping.exchange(step, [*seconds, *numbers])
+        self._detector.add([row[: len(seconds)] for row in ranks], steps)
+        self._reporter.report_slow_ranks(str(self._detector))
+        if self._stopping.reason not in (None, previous_reason):
+            self._reporter.report_stop(step, self._stopping.reason)
+        return [row[len(seconds) :] for row in ranks]
+
+    def slow_ranks(self) -> dict[str, Any]:
+        """Return the slow ranks for the row of a step in the history; empty if there are none."""
+        return {"slow": [asdict(one) for one in self._detector.slow]} if self._detector.slow else {}
