@@ -30,11 +30,17 @@ with unitrain.init() as backend:
     print(f"{backend.name} rank {backend.rank} of {backend.size}: {total} from {unitrain.__file__}", flush=True)
 """
 TYPED_SCRIPT = """
+from unitrain import Callback, Trainer
 from unitrain.launchers import LaunchSpec, build, parse_hosts
 
 command = build("torchrun", LaunchSpec(script="train.py", num_processes=2, hosts=parse_hosts("a:1,b:1")))
 reveal_type(command.argv)
 LaunchSpec(script=3)
+
+
+class StopAfterFirstStep(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        trainer.stop("one step is enough")
 """
 
 
@@ -168,6 +174,6 @@ def test_user_script_is_type_checked_against_the_installed_package(installed: Pa
     command = [str(installed / "python"), "-m", "mypy", "--strict", "--no-incremental", "script.py"]
     done = run(command, tmp_path)
     lines = done.stdout.splitlines()
-    assert lines[0] == 'script.py:4: note: Revealed type is "tuple[str, ...]"', done.stdout + done.stderr
-    assert 'script.py:5: error: Argument "script" to "LaunchSpec" has incompatible type "int"' in lines[1]
+    assert lines[0] == 'script.py:5: note: Revealed type is "tuple[str, ...]"', done.stdout + done.stderr
+    assert 'script.py:6: error: Argument "script" to "LaunchSpec" has incompatible type "int"' in lines[1]
     assert lines[2] == "Found 1 error in 1 file (checked 1 source file)"

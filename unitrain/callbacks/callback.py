@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from torch import Tensor, nn
+
+from unitrain.backends.base import Backend
+from unitrain.config import TrainConfig
+from unitrain.data.order import MicroBatch
 from unitrain.errors import CallbackError, ConfigError, UnitrainError
-
-if TYPE_CHECKING:
-    from unitrain.data.order import MicroBatch
-    from unitrain.optim.loss_weighting import Loss
-    from unitrain.trainer import Trainer
+from unitrain.optim.loss_weighting import Loss
+from unitrain.progress.training_progress import TrainingProgress
 
 _HOOKS = (
     "on_fit_start",
@@ -22,41 +24,72 @@ _HOOKS = (
 )
 
 
+class RunningTrainer(Protocol):
+    """The attributes of the Trainer that the callbacks of this package use. The Trainer imports this package."""
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def config(self) -> TrainConfig: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def progress(self) -> TrainingProgress: ...
+
+    @property
+    def result_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def last_loss(self) -> Tensor: ...
+
+    @property
+    def loss_scale(self) -> Tensor | None: ...
+
+    def stop(self, reason: str) -> None: ...
+
+    def log_histogram(self, name: str, values: Tensor) -> None: ...
+
+
 class Callback:
     """Base class for side effects of a run. Override the hooks that you need. They are called on every rank.
 
-    A hook may read the attributes of `trainer`, call `trainer.stop`, and call collectives of `trainer.backend` if every
-    rank calls the same ones. An exception in a hook ends the run with a CallbackError that names the hook. A hook that
-    is not overridden is not called and costs no time.
+    `trainer` is the unitrain.Trainer. A hook may read its attributes, call `trainer.stop`, and call collectives of
+    `trainer.backend` if every rank calls the same ones. An exception in a hook ends the run with a CallbackError that
+    names the hook. A hook that is not overridden is not called and costs no time.
     """
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    # The hooks declare `trainer` as Any, so that mypy accepts overrides that annotate it as unitrain.Trainer.
+
+    def on_fit_start(self, trainer: Any) -> None:
         """Called before `fit` trains its first step, which is the one after `trainer.progress`."""
 
-    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
+    def on_micro_batch_end(self, trainer: Any, batch: Any, part: MicroBatch, loss: Loss) -> None:
         """Called after forward and backward of a micro-batch. `batch` is that of this rank, on its device.
 
         `part.samples` is the number of samples that count: 0 for a dummy batch. `loss.value` is the mean over them, or,
         if loss_fn counts tokens, the sum over `loss.tokens` tokens.
         """
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: Any) -> None:
         """Called when the gradients of the global batch are complete, before they are clipped.
 
         In fp16, they are still multiplied by the loss scale.
         """
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Any) -> None:
         """Called after the optimizer step, also if fp16 skipped it. `trainer.progress.step` already counts it."""
 
-    def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
+    def on_epoch_end(self, trainer: Any, results: dict[str, float]) -> None:
         """Called after the training and validation of an epoch, before its checkpoint is written.
 
         `results` are equal on all ranks. If the run stops within an epoch, the hook is called with
         `trainer.progress.sample` above 0, and again at the end of that epoch after a resume.
         """
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Any) -> None:
         """Called at the end of `fit`, after its last checkpoint, and also if an exception ends `fit`."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +118,7 @@ class Callbacks:
             for hook in _HOOKS
         }
 
-    def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
+    def call(self, hook: str, trainer: RunningTrainer, *arguments: Any) -> None:
         """Call `hook` of every callback that overrides it.
 
         An exception other than UnitrainError is raised as a CallbackError.

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from unitrain import validation
-from unitrain.callbacks.callback import Callback
+from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from unitrain.trainer import Trainer
 
 Mode = Literal["min", "max"]
 
@@ -38,7 +35,7 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.epochs_without_improvement = 0
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Check `monitor`, and stop a run that was already stopped before it was resumed."""
         if self.monitor not in trainer.result_names:
             raise ConfigError(
@@ -47,7 +44,7 @@ class EarlyStopping(Callback):
             )
         self._stop_if_patience_is_exhausted(trainer)
 
-    def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
+    def on_epoch_end(self, trainer: RunningTrainer, results: dict[str, float]) -> None:
         """Compare the result with the best so far. Incomplete epochs are ignored."""
         result = results.get(self.monitor)
         if result is None or trainer.progress.sample:
@@ -72,7 +69,7 @@ class EarlyStopping(Callback):
         gain = self.best - result if self.mode == "min" else result - self.best
         return gain > self.min_delta
 
-    def _stop_if_patience_is_exhausted(self, trainer: Trainer) -> None:
+    def _stop_if_patience_is_exhausted(self, trainer: RunningTrainer) -> None:
         if self.epochs_without_improvement >= self.patience:
             best = "it was always nan" if self.best is None else f"the best was {self.best:.4g}"
             trainer.stop(f"{self.monitor} has not improved for {self.epochs_without_improvement} epochs; {best}")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
-from unitrain.callbacks.callback import Callback
+from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError, NonFiniteGradientError
-
-if TYPE_CHECKING:
-    from unitrain.trainer import Trainer
 
 # fp16 starts with a loss scale of 2**16 and halves it at each overflow. After this many overflows in a row, the loss
 # scale cannot be the cause.
@@ -32,7 +27,7 @@ class GradientWatch(Callback):
         self.every = every
         self._overflows = 0
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: RunningTrainer) -> None:
         """Check the gradients, which are equal on every rank."""
         if trainer.progress.step % self.every:
             return
@@ -60,11 +55,11 @@ class GradientWatch(Callback):
         )
 
 
-def _named_parameters(trainer: Trainer) -> list[tuple[str, nn.Parameter]]:
+def _named_parameters(trainer: RunningTrainer) -> list[tuple[str, nn.Parameter]]:
     return list(trainer.backend.unwrap(trainer.model).named_parameters())
 
 
-def _describe_losses(trainer: Trainer) -> str:
+def _describe_losses(trainer: RunningTrainer) -> str:
     """Return on which ranks the loss of the last micro-batch was not finite. All ranks call it."""
     losses = trainer.backend.allgather(trainer.last_loss.detach().double()).tolist()
     ranks = [str(rank) for rank, loss in enumerate(losses) if not abs(loss) < float("inf")]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from unitrain.callbacks.callback import Callback
+from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from unitrain.trainer import Trainer
 
 
 class Histograms(Callback):
@@ -31,7 +26,7 @@ class Histograms(Callback):
             )
         self.every, self.parameters, self.gradients = every, parameters, gradients
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: RunningTrainer) -> None:
         """Log the gradients and the parameters with which they were computed."""
         if trainer.backend.rank != 0 or (trainer.progress.step + 1) % self.every:
             return

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from unitrain import validation
 from unitrain.backends.synchronized_errors import call_on_all_ranks
-from unitrain.callbacks.callback import Callback
+from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from unitrain.trainer import Trainer
 
 
 class Profiler(Callback):
@@ -35,14 +32,14 @@ class Profiler(Callback):
         self._profile: torch.profiler.profile | None = None
         self._steps_done = 0
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Create the folder, and start the profiler if no step is skipped."""
         self._folder = call_on_all_ranks(trainer.backend, lambda: self._create_folder(trainer.config.output_dir))
         self._steps_done = 0
         if self.skip == 0:
             self._start(trainer)
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: RunningTrainer) -> None:
         """Start the profiler after the skipped steps, and stop it after the recorded steps."""
         self._steps_done += 1
         if self._steps_done == self.skip:
@@ -53,7 +50,7 @@ class Profiler(Callback):
             else:
                 self._profile.step()
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         """Write the trace if the run ended before all steps were recorded."""
         if self._profile is not None:
             self._stop(trainer)
@@ -71,14 +68,14 @@ class Profiler(Callback):
             raise ConfigError(f"Profiler cannot write to '{folder}': {error}. Choose another folder.") from error
         return folder
 
-    def _start(self, trainer: Trainer) -> None:
+    def _start(self, trainer: RunningTrainer) -> None:
         activities = [ProfilerActivity.CPU]
         if trainer.backend.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(activities=activities, **self.options)
         self._profile.start()
 
-    def _stop(self, trainer: Trainer) -> None:
+    def _stop(self, trainer: RunningTrainer) -> None:
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()
