@@ -43,6 +43,7 @@ class SnapshotTrainer:
     def save(self) -> None:
         """Write a snapshot atomically."""
         if self.backend.rank == 0:
+            self.snapshot.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.snapshot.with_suffix(".unfinished")
             model = self.backend.unwrap(self.model).state_dict()  # names without a prefix
             torch.save({"model": model, "optimizer": self.optimizer.state_dict(), "epoch": self.epoch}, unfinished)
@@ -80,7 +81,7 @@ def noisy_plane() -> tuple[Tensor, Tensor]:
 @click.option("--epochs", default=10, show_default=True)
 @click.option("--save-every", default=1, show_default=True, help="Epochs between two snapshots.")
 @click.option("--batch-size", default=32, show_default=True, help="Samples per rank.")
-@click.option("--snapshot", type=click.Path(path_type=Path), default=Path("snapshot.pt"), show_default=True)
+@click.option("--snapshot", type=click.Path(path_type=Path), default=Path("runs/snapshot.pt"), show_default=True)
 @click.option("--fail-in-epoch", type=int, help="Fail in this epoch, unless the run resumed from a snapshot.")
 def main(backend_name: str | None, device: str | None, snapshot: Path, batch_size: int, **training: int) -> None:
     """Fit a plane through points in 20 dimensions."""
