@@ -10,7 +10,7 @@ The package imports neither torch nor the rest of unitrain, so a command can be 
 Another package adds a launcher through the entry-point group `unitrain.launchers` (name -> build function).
 
 - `spec`: `LaunchSpec` (the request), `Command` (the result), and lookup of programs and modules
-- `registry`: launcher names, `build`
+- `registry`: launcher names, `build` and `build_local`
 - `torchrun`, `horovodrun`, `mpirun`, `srun`: one launcher each
 - `hosts`: hosts and slots, hostfiles, placement of processes
 - `elastic`: the allowed range of ranks, host discovery, reachability
@@ -28,9 +28,9 @@ from unitrain.launchers.elastic import Elastic, HostDiscoveryError, discover_hos
 from unitrain.launchers.errors import LaunchError, MissingLauncherError
 from unitrain.launchers.hosts import Host, is_this_host, parse_hosts, processes_per_host, read_hostfile
 from unitrain.launchers.preflight import check_hosts
-from unitrain.launchers.registry import DEFAULT_LAUNCHERS, available, build
+from unitrain.launchers.registry import DEFAULT_LAUNCHERS, available, build, build_local
 from unitrain.launchers.slurm import allocated_hosts, allocated_slots, is_one_of_several_tasks
-from unitrain.launchers.spec import Command, LaunchSpec, count_usable_cores, find_module, local_spec
+from unitrain.launchers.spec import Command, LaunchSpec, count_usable_cores, find_module
 
 __all__ = [
     "DEFAULT_LAUNCHERS",
@@ -46,6 +46,7 @@ __all__ = [
     "allocated_slots",
     "available",
     "build",
+    "build_local",
     "check_hosts",
     "count_usable_cores",
     "discover_hosts",
@@ -53,7 +54,6 @@ __all__ = [
     "find_reachable_hosts",
     "is_one_of_several_tasks",
     "is_this_host",
-    "local_spec",
     "parse_elastic",
     "parse_exports",
     "parse_hosts",

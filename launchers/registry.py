@@ -6,10 +6,11 @@ import difflib
 import shlex
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import Any
 
 from unitrain.launchers import horovodrun, mpirun, srun, torchrun
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import check_is_this_host
+from unitrain.launchers.hosts import Host, check_is_this_host
 from unitrain.launchers.spec import Command, LaunchSpec
 
 # The launcher of each backend unless the user chooses another.
@@ -62,6 +63,20 @@ def build(launcher: str, spec: LaunchSpec) -> Command:
             f"Use --backend ddp or --backend horovod for -np {spec.num_processes}, or -np 1 for one process."
         )
     return function(spec)
+
+
+def build_local(launcher: str | None, script: str, num_processes: int, backend: str, **fields: Any) -> Command:
+    """Return the command that runs `script` as `num_processes` ranks on this host, also inside a Slurm allocation of
+    several hosts.
+
+    With `launcher` None, use the default launcher of the backend. `fields` are further fields of the LaunchSpec. Raises
+    LaunchError. srun is the exception: it starts the ranks on the hosts of the allocation.
+    """
+    launcher = launcher or DEFAULT_LAUNCHERS.get(backend, "torchrun")
+    # The host is named explicitly, because launchers otherwise use the hosts of the allocation.
+    hosts = () if launcher == "srun" else (Host("localhost", num_processes),)
+    spec = LaunchSpec(script=script, num_processes=num_processes, hosts=hosts, backend=backend, **fields)
+    return build(launcher, spec)
 
 
 def _load(launcher: str) -> Callable[[LaunchSpec], Command]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 from unitrain.launchers.elastic import Elastic
 from unitrain.launchers.errors import LaunchError, MissingLauncherError
@@ -132,15 +131,6 @@ class Command:
             return "\n".join(f"on {host}: {command.shell()}" for host, command in self.per_host)
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.argv)])
-
-
-def local_spec(script: str, num_processes: int, backend: str | None, **fields: Any) -> LaunchSpec:
-    """Return the spec of `num_processes` ranks on this host, also inside a Slurm allocation of several hosts.
-
-    The host is named explicitly because launchers otherwise use the hosts of the allocation.
-    """
-    hosts = (Host("localhost", num_processes),)
-    return LaunchSpec(script=script, num_processes=num_processes, hosts=hosts, backend=backend, **fields)
 
 
 def count_usable_cores() -> int:

@@ -72,7 +72,7 @@ def list_rank_sets(backends: str | None, ranks: int, device: str) -> tuple[list[
             if controller != "mpi":
                 specs.append(RankSetSpec(name, ranks))
                 continue
-            command = launchers.build("horovodrun", launchers.local_spec("-", ranks, name, controller=controller))
+            command = launchers.build_local("horovodrun", "-", ranks, name, controller=controller)
             prefix = command.argv[:-2]  # without the Python interpreter and the script
             specs.append(RankSetSpec(name, ranks, command=prefix, variables=command.environment))
     if not specs:

@@ -166,10 +166,9 @@ def _build_command(
         added["OMP_NUM_THREADS"] = str(max(1, launchers.count_usable_cores() // max_ranks))
     if cpu:
         added["CUDA_VISIBLE_DEVICES"] = ""
-    spec = launchers.local_spec(
-        script, run.processes, run.backend, args=args, controller=run.controller, environment=added
-    )
     try:
-        return launchers.build(launchers.DEFAULT_LAUNCHERS.get(run.backend, "torchrun"), spec)
+        return launchers.build_local(
+            None, script, run.processes, run.backend, args=args, controller=run.controller, environment=added
+        )
     except launchers.LaunchError as error:
         raise ConfigError(str(error)) from error

@@ -81,22 +81,12 @@ def run(
     with tempfile.TemporaryDirectory(prefix="unitrain-run-") as name:
         folder = Path(name)
         Call(function, tuple(args), dict(kwargs or {})).write(folder)
-        launcher = launcher or launchers.DEFAULT_LAUNCHERS.get(backend, "torchrun")
         if launcher == "srun":
             _check_one_host()
         try:
-            command = launchers.build(
-                launcher,
-                launchers.LaunchSpec(
-                    script=str(Path(__file__).with_name("rank.py")),
-                    args=(name,),
-                    num_processes=np,
-                    # Without hosts, launchers would use those of a Slurm allocation.
-                    hosts=() if launcher == "srun" else (launchers.Host("localhost", np),),
-                    backend=backend,
-                    environment={_MARK: secrets.token_hex(8)},
-                ),
-            )
+            script = str(Path(__file__).with_name("rank.py"))
+            mark = {_MARK: secrets.token_hex(8)}
+            command = launchers.build_local(launcher, script, np, backend, args=(name,), environment=mark)
         except launchers.LaunchError as error:
             raise ConfigError(str(error)) from error
         code, last_lines = _run_command(command, timeout_seconds)
