@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Backend
-from unitrain.backends.gradients.ddp_wrapper import GlobalGradients
+from unitrain.backends.gradients.ddp_wrapper import DistributedModel
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
 from unitrain.progress.stopping import StopCoordinator
 
@@ -61,13 +61,13 @@ def microseconds(backend: Backend) -> dict[str, float]:
 
 def _wrapped(backend: Backend, *, watched: bool) -> nn.Module:
     torch.manual_seed(1)
-    kept = GlobalGradients._ddp_init_helper
+    kept = DistributedModel._ddp_init_helper
     if not watched:
-        GlobalGradients._ddp_init_helper = DistributedDataParallel._ddp_init_helper  # type: ignore[method-assign]
+        DistributedModel._ddp_init_helper = DistributedDataParallel._ddp_init_helper  # type: ignore[method-assign]
     try:
         return backend.distributed_model(network([64, 64]))
     finally:
-        GlobalGradients._ddp_init_helper = kept  # type: ignore[method-assign]
+        DistributedModel._ddp_init_helper = kept  # type: ignore[method-assign]
 
 
 def _step(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ Another package adds a launcher through the entry-point group `unitrain.launcher
 - `translation`: convert the command line of one launcher into that of another
 """
 
-from unitrain.launchers.agents import LAUNCH_ID_VARIABLE, with_cleanup
+from unitrain.launchers.agents import LAUNCH_ID_VARIABLE, add_cleanup
 from unitrain.launchers.arguments import parse_exports, parse_launcher_args
 from unitrain.launchers.elastic import Elastic, HostDiscoveryError, discover_hosts, find_reachable_hosts, parse_elastic
 from unitrain.launchers.errors import LaunchError, MissingLauncherError
@@ -42,6 +42,7 @@ __all__ = [
     "LaunchError",
     "LaunchSpec",
     "MissingLauncherError",
+    "add_cleanup",
     "allocated_hosts",
     "allocated_slots",
     "available",
@@ -60,5 +61,4 @@ __all__ = [
     "parse_launcher_args",
     "processes_per_host",
     "read_hostfile",
-    "with_cleanup",
 ]

@@ -1,6 +1,6 @@
 """Start, monitor and end programs on several hosts, over ssh or through Slurm.
 
-`build_command` is for a launcher that must be started on every host (torchrun). `with_cleanup` is for a launcher that
+`build_command` is for a launcher that must be started on every host (torchrun). `add_cleanup` is for a launcher that
 starts processes on the other hosts itself: it runs on this host only, and an agent on each other host ends the
 processes that remain there after the launcher. (Ranks of horovodrun outlive it, and those of mpirun on its own host if
 it is killed.)
@@ -63,7 +63,7 @@ def build_command(
     return _main_command(python, hosts, forwarded, "")
 
 
-def with_cleanup(command: Command, spec: LaunchSpec) -> Command:
+def add_cleanup(command: Command, spec: LaunchSpec) -> Command:
     """Return the command that runs `command` on this host and ends its leftover processes on all hosts of the spec.
 
     The environment of the spec must contain LAUNCH_ID_VARIABLE, which all processes of the launch inherit.

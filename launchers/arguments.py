@@ -85,7 +85,7 @@ def parse_exports(
                 f"-x {text} sets {name} to one value on all ranks, but the launcher sets it on each rank. "
                 f"Leave -x {text} out. -np sets the number of ranks."
             )
-        if equals and looks_secret(name, value):
+        if equals and is_likely_secret(name, value):
             raise LaunchError(
                 f"-x {name}=... shows a value that looks secret to everybody who lists the processes of this host. "
                 f"Set it first, with: export {name}=..., and give its name alone: -x {name}"
@@ -101,7 +101,7 @@ def parse_exports(
     return tuple(names), values
 
 
-def looks_secret(name: str, value: str = "") -> bool:
+def is_likely_secret(name: str, value: str = "") -> bool:
     """Return whether other users of a host should not see the value of a variable.
 
     The criterion is a word in its name, as in WANDB_API_KEY, or a URL with a password in its value.

@@ -28,22 +28,22 @@ class HostDiscoveryError(LaunchError):
 
 @dataclass(frozen=True)
 class Elastic:
-    """The allowed number of ranks of an elastic job, `least` to `most`: one rank per slot of the reachable hosts."""
+    """The allowed number of ranks of an elastic job. One rank runs on each slot of the reachable hosts."""
 
-    least: int
-    most: int
+    min_ranks: int
+    max_ranks: int
 
     def __str__(self) -> str:
-        return f"{self.least}:{self.most}"
+        return f"{self.min_ranks}:{self.max_ranks}"
 
     def select_slots(self, hosts: Iterable[Host]) -> tuple[Host, ...]:
         """Return the hosts to use, filled in order, with the number of slots used on each.
 
-        The result is empty if the hosts have fewer than `least` slots.
+        The result is empty if the hosts have fewer than `min_ranks` slots.
         """
         available_hosts = tuple(hosts)
-        used = processes_per_host(self.most, available_hosts)
-        if sum(used) < self.least:
+        used = processes_per_host(self.max_ranks, available_hosts)
+        if sum(used) < self.min_ranks:
             return ()
         return tuple(Host(host.name, count) for host, count in zip(available_hosts, used, strict=False))
 
@@ -59,13 +59,13 @@ class Elastic:
                 f"torchrun counts hosts, and {str(self)!r} counts ranks: hosts need equal slots, but -H has "
                 f"{hosts[0]} and {uneven}. Use -H {hosts[0].name}:{uneven.slots}, or --launcher horovodrun."
             )
-        least, most = -(-self.least // slots), self.most // slots
-        if most < least:
+        min_nodes, max_nodes = -(-self.min_ranks // slots), self.max_ranks // slots
+        if max_nodes < min_nodes:
             raise LaunchError(
                 f"--elastic {self} contains no multiple of {slots}, the number of slots of each host. "
-                f"Use --elastic {least * slots}:{least * slots}"
+                f"Use --elastic {min_nodes * slots}:{min_nodes * slots}"
             )
-        return least, most
+        return min_nodes, max_nodes
 
 
 def parse_elastic(text: str) -> Elastic:
@@ -73,13 +73,13 @@ def parse_elastic(text: str) -> Elastic:
     match = _RANGE.fullmatch(text.strip())
     if match is None:
         raise LaunchError(f"--elastic takes MIN:MAX ranks, got {text!r}. Write two whole numbers, as in --elastic 2:8")
-    least, most = int(match[1]), int(match[2])
-    if least < 1 or most < least:
+    min_ranks, max_ranks = int(match[1]), int(match[2])
+    if min_ranks < 1 or max_ranks < min_ranks:
         raise LaunchError(
             f"--elastic takes MIN:MAX ranks with MIN from 1 and MAX from MIN, got {text!r}. "
-            f"Use --elastic {max(1, min(least, most))}:{max(1, least, most)}"
+            f"Use --elastic {max(1, min(min_ranks, max_ranks))}:{max(1, min_ranks, max_ranks)}"
         )
-    return Elastic(least, most)
+    return Elastic(min_ranks, max_ranks)
 
 
 def discover_hosts(script: Path) -> tuple[Host, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from unitrain.launchers import agents, slurm
-from unitrain.launchers.arguments import looks_secret, names_forwarded_by_default
+from unitrain.launchers.arguments import is_likely_secret, names_forwarded_by_default
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import check_distinct, is_this_host, processes_per_host
 from unitrain.launchers.rendezvous import DEFAULT_PORT, rendezvous_variables
@@ -131,9 +131,9 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
 
 def _options_with_restarts(spec: LaunchSpec, number: int, counts: Sequence[int]) -> list[str]:
     """Return the options of host `number` for a job that the torchrun agents restart themselves."""
-    least, most = (len(counts), len(counts)) if spec.elastic is None else spec.elastic.node_range(spec.hosts)
+    min_nodes, max_nodes = (len(counts), len(counts)) if spec.elastic is None else spec.elastic.node_range(spec.hosts)
     return c10d_rendezvous_options(
-        f"{least}:{most}",
+        f"{min_nodes}:{max_nodes}",
         counts[number],
         spec.max_restarts,
         (spec.hosts[0].name, DEFAULT_PORT),
@@ -145,7 +145,9 @@ def _options_with_restarts(spec: LaunchSpec, number: int, counts: Sequence[int])
 
 def _secret_names(spec: LaunchSpec) -> list[str]:
     return [
-        name for name in spec.forwarded if name not in spec.environment and looks_secret(name, os.environ.get(name, ""))
+        name
+        for name in spec.forwarded
+        if name not in spec.environment and is_likely_secret(name, os.environ.get(name, ""))
     ]
 
 

@@ -151,10 +151,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_length()
-        for name, least, fix in _INTEGER_SETTINGS:
-            validation.check_integer(_full_name(name), getattr(self, name), least, fix)
-        for name, least, fix in _OPTIONAL_INTEGER_SETTINGS:
-            validation.check_integer(_full_name(name), getattr(self, name), least, fix, optional=True)
+        for name, minimum, fix in _INTEGER_SETTINGS:
+            validation.check_integer(_full_name(name), getattr(self, name), minimum, fix)
+        for name, minimum, fix in _OPTIONAL_INTEGER_SETTINGS:
+            validation.check_integer(_full_name(name), getattr(self, name), minimum, fix, optional=True)
         for name, choices in _CHOICE_SETTINGS.items():
             validation.check_choice(_full_name(name), getattr(self, name), get_args(choices))
         for name in _BOOLEAN_SETTINGS:

@@ -15,7 +15,7 @@ FIT = ("train_data", "val_data")
 _REQUIRED = ("model", "optimizer", "loss_fn", "config", "train_data")
 
 
-def made_by(target: str) -> Mapping[str, Any]:
+def call_training_function(target: str) -> Mapping[str, Any]:
     """Call the function `target`, package.module:function or file.py:function, and return its result.
 
     The function takes no arguments. It returns a dictionary with "model", "optimizer", "loss_fn", "config",

@@ -74,7 +74,7 @@ class Outputs:
 
         layout = read_part("output", output)
         if self._batches and specs != self._specs:
-            raise ModelError(_disagreement("batches", self._specs, specs))
+            raise ModelError(_mismatch_message("batches", self._specs, specs))
         self._layout, self._specs = layout, specs
         self._batches.append(tensors)
         self._samples.append(samples)
@@ -95,7 +95,7 @@ class Outputs:
         specs, layout = found[0]
         for other, _ in found:
             if other != specs:
-                raise ModelError(_disagreement("ranks", specs, other))
+                raise ModelError(_mismatch_message("ranks", specs, other))
         lengths = [lengths for _, _, _, lengths in summaries]
         counts = [sum(lengths_of_rank) for lengths_of_rank in lengths]
         outputs = [self._gather_output(index, spec, counts, communicator) for index, spec in enumerate(specs)]
@@ -146,7 +146,7 @@ def _copy_to_cpu(path: str, tensor: Tensor, samples: int) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _disagreement(between: str, one: list[_OutputSpec], other: list[_OutputSpec]) -> str:
+def _mismatch_message(between: str, one: list[_OutputSpec], other: list[_OutputSpec]) -> str:
     first, second = (
         ", ".join(str(spec) for spec in specs if spec not in others) or "no other output"
         for specs, others in ((one, other), (other, one))

@@ -22,7 +22,7 @@ from unitrain.backends.compression_setting import PowerSGD, read_compression
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files
 from unitrain.checkpoint.checkpointer import GRADIENTS, Checkpointer
-from unitrain.checkpoint.output_folder import WRITABLE, on_rank_zero
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
 from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.data.training_data import TrainingData
@@ -282,7 +282,7 @@ class TrainingRun:
         folder = self._checkpointer.folder
         if folder is not None:
             history, task = History(folder), f"write '{folder / name}'"
-            on_rank_zero(self._backend, task, WRITABLE, lambda: change(history))
+            on_rank_zero(self._backend, task, CHECK_WRITABLE, lambda: change(history))
 
 
 def _describe_parts(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:

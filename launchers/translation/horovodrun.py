@@ -120,7 +120,7 @@ def write(job: Job) -> Translation:
 def _tuning_option(option: ParsedOption) -> LauncherOption:
     """Return an option that tunes Horovod, with the variable that has the same effect under any launcher."""
     if option.name == "--fusion-threshold-mb":
-        megabytes = number(option.name, option.values[0], least=0)
+        megabytes = number(option.name, option.values[0], minimum=0)
         variables = {"HOROVOD_FUSION_THRESHOLD": str(megabytes * 1024 * 1024)}
     elif option.name == "--tcp":
         variables = {"NCCL_IB_DISABLE": "1"}
@@ -147,11 +147,11 @@ def _elastic(options: Options, size: int) -> tuple[list[LauncherOption], str | N
         return [], None
     found = options.take_all("--min-np", "--max-np", "--host-discovery-script")
     values = {option.name: option.values[0] for option in found}
-    least = number("--min-np", values.get("--min-np", str(size or 1)))
-    most = number("--max-np", values.get("--max-np", str(max(size, least))))
+    min_ranks = number("--min-np", values.get("--min-np", str(size or 1)))
+    max_ranks = number("--max-np", values.get("--max-np", str(max(size, min_ranks))))
     script = values.get("--host-discovery-script")
     words = tuple(word for option in found for word in option.words)
-    counterpart = ("--elastic", f"{least}:{most}", *(("--host-discovery-script", script) if script else ()))
+    counterpart = ("--elastic", f"{min_ranks}:{max_ranks}", *(("--host-discovery-script", script) if script else ()))
     launcher_options = [LauncherOption(LAUNCHER, words, "elastic", equivalents={"unitrain": counterpart})]
     for name, theirs in (("--elastic-timeout", "--elastic-timeout"), ("--reset-limit", "--max-restarts")):
         equivalents = [(option.words, {"unitrain": (theirs, option.values[0])}) for option in options.take_all(name)]

@@ -108,11 +108,11 @@ class Job:
         return self.counts[0]
 
 
-def number(option: str, text: str, least: int = 1) -> int:
+def number(option: str, text: str, minimum: int = 1) -> int:
     """Return the whole number in the value of `option`. Raise LaunchError for any other text."""
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+    if not (text.isascii() and text.isdecimal()) or int(text) < minimum:
         raise LaunchError(
-            f"{option} must be a whole number from {least}, got {as_typed(text)!r}. Write a number, as in: "
-            f"{option} {max(least, 2)}"
+            f"{option} must be a whole number from {minimum}, got {as_typed(text)!r}. Write a number, as in: "
+            f"{option} {max(minimum, 2)}"
         )
     return int(text)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from unitrain.launchers import mpirun
-from unitrain.launchers.arguments import looks_secret, merge_options
+from unitrain.launchers.arguments import is_likely_secret, merge_options
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.translation import torchrun
@@ -92,14 +92,14 @@ def _name(job: Job, given: str | None, kind: str) -> str:
     suffix = {
         "PyTorchJob": f"-worker-{max(0, last - 1)}", "MPIJob": f"-worker-{last}", "TrainJob": f"-node-0-{last}-abcde"
     }[kind]  # fmt: skip
-    most = _MAX_LABEL_CHARACTERS - len(suffix)
+    max_characters = _MAX_LABEL_CHARACTERS - len(suffix)
     wanted = given if given is not None else job_name(job)
     label = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-") or "job"
-    fitting = (label if label[0].isalpha() else f"job-{label}")[:most].rstrip("-")
-    if given is not None and (len(given) > most or not _NAME.fullmatch(given)):
+    fitting = (label if label[0].isalpha() else f"job-{label}")[:max_characters].rstrip("-")
+    if given is not None and (len(given) > max_characters or not _NAME.fullmatch(given)):
         raise LaunchError(
-            f"The name of a {kind} must have at most {most} lowercase letters, digits and dashes and begin with a "
-            f"letter, because the names of its pods end in {suffix}, got {given!r}. Use: --job-name {fitting}"
+            f"The name of a {kind} must have at most {max_characters} lowercase letters, digits and dashes and begin "
+            f"with a letter, because the names of its pods end in {suffix}, got {given!r}. Use: --job-name {fitting}"
         )
     return given or fitting
 
@@ -226,7 +226,7 @@ def _common(job: Job, pods: Pods, name: str, notes: list[str], launcher: str = L
     secrets: list[str] = []
     values = variables_for(job, launcher)
     for one in dict.fromkeys([*values, *job.forwarded]):
-        if one in values and not looks_secret(one, values[one]):
+        if one in values and not is_likely_secret(one, values[one]):
             variables.append({"name": one, "value": values[one]})
         else:
             secrets.append(one)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unitrain.launchers.arguments import looks_secret
+from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host
 from unitrain.launchers.translation.hosts import divide_evenly, format_hosts, place_processes, read_hosts
@@ -67,7 +67,7 @@ def write(job: Job) -> Translation:
     job.check_hosts_named(LAUNCHER)
     extra_options, notes = options_for(job, LAUNCHER)
     variables = variables_for(job, LAUNCHER) | job.rendezvous  # MPICH does not set a rendezvous address
-    secrets = {name: value for name, value in variables.items() if looks_secret(name, value)}
+    secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
     options = ["-n", str(job.size)]
     if job.hosts:
         options += ["-hosts", format_hosts(job.slots)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unitrain.launchers import mpirun
-from unitrain.launchers.arguments import looks_secret, merge_options
+from unitrain.launchers.arguments import is_likely_secret, merge_options
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host
 from unitrain.launchers.translation.hosts import (
@@ -124,7 +124,7 @@ def write(job: Job) -> Translation:
         options += ["-H", f"localhost:{job.size}"]
     # Values that look secret are forwarded by name: every user of the host can read the command line.
     own = {name: variables.pop(name) for name in list(variables) if is_open_mpi_variable(name)}
-    secrets = {name: value for name, value in variables.items() if looks_secret(name, value)}
+    secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
     names = [*job.forwarded, *secrets, *(("PATH",) if several and "PATH" not in job.forwarded else ())]
     options += [word for name in dict.fromkeys(names) for word in ("-x", name)]
     options += [word for name, value in variables.items() if name not in secrets for word in ("-x", f"{name}={value}")]

@@ -125,10 +125,10 @@ class Options:
         """Return whether one of these options was given, without taking it."""
         return any(option.name in names for option in self._options)
 
-    def take_number(self, *names: str, least: int = 1) -> int | None:
+    def take_number(self, *names: str, minimum: int = 1) -> int | None:
         """Take the options of these names and return the number of the last one, or None. Raises LaunchError."""
         text = self.take_last(*names)
-        return None if text is None else number(names[0], text, least)
+        return None if text is None else number(names[0], text, minimum)
 
     def remaining(self, topics: Mapping[str, str]) -> tuple[LauncherOption, ...]:
         """Return the options that were not taken, each with its topic."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from unitrain.launchers.arguments import looks_secret, merge_options
+from unitrain.launchers.arguments import is_likely_secret, merge_options
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.srun import task_options
 from unitrain.launchers.translation.job import Job
@@ -41,7 +41,7 @@ def write(job: Job, directives: Sequence[str] = ()) -> Translation:
     extra_options, notes = options_for(
         replace(job, launcher_options=tuple(one for one in job.launcher_options if one not in srun_only)), LAUNCHER
     )
-    secrets = [name for name, value in job.environment.items() if looks_secret(name, value)]
+    secrets = [name for name, value in job.environment.items() if is_likely_secret(name, value)]
     if secrets:
         raise LaunchError(
             f"{secrets[0]}=... looks secret and would be written into the script. "

@@ -79,12 +79,14 @@ def read(words: Sequence[str]) -> Job:
     text = options.take_last("--nodelist")
     names = expand_nodelist(text) if text is not None else ()
     tasks, per_node = options.take_number("--ntasks"), options.take_number("--ntasks-per-node")
-    least, dash, most = (options.take_last("--nodes") or "").partition("-")
+    min_nodes, dash, max_nodes = (options.take_last("--nodes") or "").partition("-")
     notes: list[str] = []
     per_gpu = options.take_number("--ntasks-per-gpu")
-    if dash and least != most:
-        notes.append(f"--nodes {least}-{most} lets Slurm choose the number: the job is written for {most}.")
-    nodes = number("--nodes", most or least) if least else len(names) or None
+    if dash and min_nodes != max_nodes:
+        notes.append(
+            f"--nodes {min_nodes}-{max_nodes} lets Slurm choose the number: the job is written for {max_nodes}."
+        )
+    nodes = number("--nodes", max_nodes or min_nodes) if min_nodes else len(names) or None
     if per_gpu is not None and tasks is None:
         tasks = per_gpu * _gpus(options, nodes)
     if per_gpu is not None:

@@ -47,7 +47,7 @@ def read(words: Sequence[str], python: str = "python") -> Job:
             "Write the number, as in: --nproc-per-node 8"
         )
     count = number("--nproc-per-node", processes)
-    address, port = options.take_last("--master-addr"), options.take_number("--master-port", least=0)
+    address, port = options.take_last("--master-addr"), options.take_number("--master-port", minimum=0)
     backend = options.take_last("--rdzv-backend")
     server = backend is not None and backend.startswith("etcd")  # its endpoint is the etcd server, not one of the hosts
     endpoint = None if server else options.take_last("--rdzv-endpoint")
@@ -55,12 +55,12 @@ def read(words: Sequence[str], python: str = "python") -> Job:
         notes.append(f"--rdzv-backend {backend} is left out: the translated job does not use an etcd server.")
     if endpoint and not options.take_flag("--standalone"):
         host, _, text = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
-        address, port = host, number("--rdzv-endpoint HOST:PORT", text, least=0) if text else None
+        address, port = host, number("--rdzv-endpoint HOST:PORT", text, minimum=0) if text else None
     if options.take_flag("--standalone") or (nodes == 1 and address in ("localhost", "127.0.0.1")):
         address = None
     # The node rank of this command, and an option that torchrun always implies.
     options.take_all("--node-rank", "--use-env")
-    restart_notes = options.take_number("--max-restarts", least=0) or 0
+    restart_notes = options.take_number("--max-restarts", minimum=0) or 0
     program = options.program
     if options.take_flag("--no-python"):
         pass
@@ -150,10 +150,12 @@ def _parse_own_option(option: LauncherOption) -> ParsedOption | None:
 
 
 def _nodes(text: str, notes: list[str]) -> int:
-    least, colon, most = text.partition(":")
-    if colon and least != most:
-        notes.append(f"--nnodes {text} may run on fewer hosts than {most}: the job is written for all {most}.")
-    return number("--nnodes", most or least)
+    min_nodes, colon, max_nodes = text.partition(":")
+    if colon and min_nodes != max_nodes:
+        notes.append(
+            f"--nnodes {text} may run on fewer hosts than {max_nodes}: the job is written for all {max_nodes}."
+        )
+    return number("--nnodes", max_nodes or min_nodes)
 
 
 def torchrun_and_program(job: Job) -> tuple[list[str], tuple[str, ...]]:

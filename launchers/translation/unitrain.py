@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from unitrain.launchers.arguments import looks_secret, parse_launcher_args
+from unitrain.launchers.arguments import is_likely_secret, parse_launcher_args
 from unitrain.launchers.elastic import parse_elastic
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.translation.hosts import format_hosts, place_processes, read_hosts
@@ -38,8 +38,8 @@ def read(words: Sequence[str]) -> Job:
     script = options.take_last("--host-discovery-script")
     elastic = options.take_last("--elastic")
     if elastic is not None:
-        most = parse_elastic(elastic).most
-        size = min(most, slots or most)
+        max_ranks = parse_elastic(elastic).max_ranks
+        size = min(max_ranks, slots or max_ranks)
     controller = options.take_all("--gloo", "--mpi")
     backend, launcher = options.take_last("--backend"), options.take_last("--launcher")
     launcher = launcher or (
@@ -79,7 +79,7 @@ def read(words: Sequence[str]) -> Job:
         backend=backend,
         environment=variables,
         forwarded=tuple(dict.fromkeys(forwarded)),
-        max_restarts=options.take_number("--max-restarts", least=0) or 0,
+        max_restarts=options.take_number("--max-restarts", minimum=0) or 0,
         discovery=script if elastic is not None else None,
         launcher_options=(*launcher_options, *options.remaining(_TOPICS)),
         remarks=notes,
@@ -122,7 +122,7 @@ def write(job: Job) -> Translation:
             variables = {**other.variables, **variables}
     if len(job.counts) > 1 or job.address or job.port:
         variables |= {} if default_launcher == launcher == "horovodrun" else job.rendezvous
-    secrets = {name: value for name, value in variables.items() if looks_secret(name, value)}
+    secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
     options = [*(("--backend", job.backend) if job.backend else ())]
     if launcher != default_launcher:
         options += ["--launcher", launcher]

@@ -257,4 +257,4 @@ def test_every_built_in_model_can_be_trained() -> None:
         assert isinstance(made["config"], unitrain.TrainConfig)
     assert sum(parameter.numel() for parameter in models.mlp_25m()["model"].parameters()) == 24_549_642
     with pytest.raises(ConfigError, match=r"There is no function 'nothing' in unitrain.bench.models"):
-        factories.made_by("unitrain.bench.models:nothing")
+        factories.call_training_function("unitrain.bench.models:nothing")

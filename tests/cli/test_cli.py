@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from unitrain import __version__
 from unitrain.cli import unitrain
 from unitrain.errors import ConfigError
-from unitrain.factories import made_by
+from unitrain.factories import call_training_function
 
 # Scripts and job files depend on these names, so a change must be deliberate. All commands also have --help and -h.
 OPTIONS = {
@@ -414,4 +414,4 @@ def test_mpi_without_mpirun_is_rejected(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_missing_function_is_reported(target: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        made_by(target)
+        call_training_function(target)

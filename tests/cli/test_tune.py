@@ -37,7 +37,7 @@ from unitrain.tune.tuned_settings import (
     BUILT_IN_VARIABLES,
     TUNED_FILE,
     Run,
-    Tuned,
+    TunedEntry,
     describe_machine,
     find_tuned,
     remove_tuned,
@@ -208,10 +208,10 @@ def test_an_invalid_bucket_size_is_refused(text: str, monkeypatch: pytest.Monkey
         read_bucket_settings()
 
 
-def tuned(script: Path | str, size: int = 2, **others: object) -> Tuned:
+def tuned(script: Path | str, size: int = 2, **others: object) -> TunedEntry:
     run = asdict(Run.here(str(script), ("--epochs", "3 0"), "ddp", size, 1))
     found = {"variables": {"OMP_NUM_THREADS": "1", "UNITRAIN_BUCKETS_MB": "5,5"}, "gain": 1.2, "spread": (1.1, 1.3)}
-    return Tuned(**{**run, **found, **others})
+    return TunedEntry(**{**run, **found, **others})
 
 
 @pytest.fixture

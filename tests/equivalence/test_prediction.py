@@ -93,11 +93,11 @@ def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
     """Return of each case what evaluation and prediction gave here, and the samples seen here; or the refusals."""
     seen: list[int] = []
 
-    def watched(model: nn.Module, batch: list[Tensor]) -> tuple[Any, Tensor]:
+    def monitored_wait(model: nn.Module, batch: list[Tensor]) -> tuple[Any, Tensor]:
         seen.extend(batch[2].tolist())
         return forward(model, batch)
 
-    trainer = make(backend, forward=watched)
+    trainer = make(backend, forward=monitored_wait)
     # Ranks gather statistics of their own while they train; rank 0's count.
     trainer.backend.unwrap(trainer.model).norm.running_mean.fill_(0.25 + backend.rank)
     results: list[Any] = []

@@ -231,13 +231,13 @@ def trained(backend: Backend, kind: str) -> tuple[list[Tensor], dict[str, float]
     """Return parameters, results, and of every call of `forward` whether the model trained and was the wrapped one."""
     calls: list[tuple[bool, bool]] = []
 
-    def watched(model: nn.Module, batch: Any) -> Any:
+    def monitored_wait(model: nn.Module, batch: Any) -> Any:
         calls.append((model.training, model is trainer.model))
         return SHAPES[kind](model, batch)
 
     size = 12 // backend.size
     accumulate = 2 if backend.size < 3 else 1  # of what a rank takes, so that all take the same steps of 12
-    trainer = make(backend, watched if SHAPES[kind] else None, gradient_accumulation_steps=accumulate)
+    trainer = make(backend, monitored_wait if SHAPES[kind] else None, gradient_accumulation_steps=accumulate)
     results = trainer.fit(data(kind, size // accumulate), data(kind, 5, 7))
     return (
         [parameter.detach().clone() for parameter in trainer.backend.unwrap(trainer.model).parameters()],

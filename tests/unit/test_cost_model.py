@@ -26,7 +26,7 @@ from unitrain.bench.cost_model import (
     tree_allreduce,
     tree_broadcast,
 )
-from unitrain.bench.cost_prediction import Layer, Model, Work, cost_functions, even_work, predict_step
+from unitrain.bench.cost_prediction import Layer, Model, Work, cost_functions, predict_step, uniform_work
 from unitrain.bench.cost_prediction import predict as calculate
 from unitrain.cli import unitrain as command
 from unitrain.errors import ReportError
@@ -327,8 +327,8 @@ def vgg16(seconds: float) -> Work:
 
 def test_published_efficiency_of_horovod_on_512_gpus() -> None:
     predicted = {
-        "Inception V3": horovod_512(even_work(64 / 142, 4 * 23.8 * MILLION)),
-        "ResNet-101": horovod_512(even_work(64 / (1656.82 / 16), 4 * 44.5 * MILLION)),
+        "Inception V3": horovod_512(uniform_work(64 / 142, 4 * 23.8 * MILLION)),
+        "ResNet-101": horovod_512(uniform_work(64 / (1656.82 / 16), 4 * 44.5 * MILLION)),
         "VGG-16": horovod_512(vgg16(64 / 154)),
     }
     published = {"Inception V3": 0.90, "ResNet-101": 0.90, "VGG-16": 0.68}
@@ -344,7 +344,7 @@ def test_published_efficiencies_do_not_depend_on_one_assumption() -> None:
     """
     for alpha, share in itertools.product((5e-6, 25e-6), (0.7, 1.0)):
         network = Network(alpha=alpha, beta=1 / (share * 25e9 / 8))
-        even = horovod_512(even_work(64 / 142, 4 * 23.8 * MILLION), network)
+        even = horovod_512(uniform_work(64 / 142, 4 * 23.8 * MILLION), network)
         vgg = horovod_512(vgg16(64 / 154), network)
         assert even == pytest.approx(0.90, abs=0.06)
         assert vgg == pytest.approx(0.68, abs=0.15)
@@ -358,7 +358,7 @@ def test_published_efficiency_of_goyal_on_256_gpus() -> None:
     Assumed: backward is two thirds of the step, 10 microseconds and 20 GB/s inside a host, 25 microseconds and 80 % of
     the line rate between hosts, buckets of 25 MB. The model has neither slow ranks nor data loading, so it is too high.
     """
-    work = even_work(0.12 * 3 / 2, 100e6)
+    work = uniform_work(0.12 * 3 / 2, 100e6)
     host = Network(alpha=10e-6, beta=1 / 20e9)
     between = Network(alpha=25e-6, beta=1 / (0.8 * 50e9 / 8))
     one_host = predict_step(work, lambda size: ring_allreduce(8, size, host))
@@ -406,7 +406,7 @@ def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
     )
     code, output = predict(str(measured), "--train", str(trained), "--json", str(saved), "--ranks", "1,2,1024")
     assert code == 0, output
-    work = even_work(0.3, 1e8)
+    work = uniform_work(0.3, 1e8)
     seconds = {ranks: predict_step(work, lambda size, p=ranks: ring_allreduce(p, size, network)) for ranks in (2, 1024)}
     result = json.loads(saved.read_text())
     found = {row["ranks"]: row for row in result["rows"]}

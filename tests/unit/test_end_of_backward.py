@@ -12,7 +12,7 @@ from unitrain.backends.gradients.end_of_backward import EndOfBackward, Step
 from unitrain.torch_compat import queue_backward_callback
 
 ORDER = [
-    "FIND_UNUSED_PARAMETERS", "REDUCE_BUCKETS", "COMPRESS", "COMPLETE_TRANSPORT", "MARK_GLOBAL", "DDP", "RAISE_ERRORS",
+    "FIND_UNUSED_PARAMETERS", "REDUCE_BUCKETS", "COMPRESS", "COMPLETE_TRANSPORT", "MARK_REDUCED", "DDP", "RAISE_ERRORS",
 ]  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def test_a_step_may_add_steps_to_the_same_backward() -> None:
         add(Step.COMPRESS, "compress")
 
     def add_first(_: Tensor) -> None:
-        add(Step.MARK_GLOBAL, "mark")
+        add(Step.MARK_REDUCED, "mark")
         end_of_backward.add(Step.FIND_UNUSED_PARAMETERS, find_unused)
 
     run_backward(add_first)
@@ -60,11 +60,11 @@ def test_a_backward_inside_another_one_has_its_own_steps() -> None:
     end_of_backward, ran = EndOfBackward(), list[str]()
 
     def run_inner() -> None:
-        run_backward(lambda _: end_of_backward.add(Step.MARK_GLOBAL, lambda: ran.append("inner")))
+        run_backward(lambda _: end_of_backward.add(Step.MARK_REDUCED, lambda: ran.append("inner")))
         ran.append("outer")
 
     def add_outer(_: Tensor) -> None:
-        end_of_backward.add(Step.MARK_GLOBAL, lambda: ran.append("outer, last"))
+        end_of_backward.add(Step.MARK_REDUCED, lambda: ran.append("outer, last"))
         end_of_backward.add(Step.FIND_UNUSED_PARAMETERS, run_inner)
 
     run_backward(add_outer)
@@ -75,7 +75,7 @@ def test_a_backward_that_raises_leaves_no_steps_behind() -> None:
     end_of_backward, ran = EndOfBackward(), list[str]()
 
     def add_and_raise(_: Tensor) -> None:
-        end_of_backward.add(Step.MARK_GLOBAL, lambda: ran.append("marked"))
+        end_of_backward.add(Step.MARK_REDUCED, lambda: ran.append("marked"))
         raise ValueError("in a hook")
 
     with pytest.raises(ValueError, match="in a hook"):

@@ -217,4 +217,4 @@ def test_the_mark_of_a_job_is_not_written_through_a_symbolic_link(
     (folder / ".job.new").symlink_to(other)
     output_folder.record_job(folder)
     assert other.read_text() == "not of this run"
-    assert output_folder.is_own(folder)
+    assert output_folder.belongs_to_this_job(folder)

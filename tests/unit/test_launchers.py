@@ -107,14 +107,14 @@ def test_launch_spec_rejects_zero_processes_and_more_processes_than_slots() -> N
 
 
 @pytest.mark.parametrize(
-    ("processes", "hosts", "most", "threads"),
+    ("processes", "hosts", "max_processes", "threads"),
     [(1, "", 1, "8"), (2, "", 2, "4"), (16, "", 16, "1"), (5, "a:4,b:4", 4, "2"), (3, "a:1,b:2", 2, "4")],
 )
 def test_threads_per_rank_divide_the_cores_of_the_fullest_host(
-    processes: int, hosts: str, most: int, threads: str
+    processes: int, hosts: str, max_processes: int, threads: str
 ) -> None:
     launch_spec = spec(num_processes=processes, hosts=parse_hosts(hosts) if hosts else ())
-    assert launch_spec.processes_on_fullest_host == most
+    assert launch_spec.processes_on_fullest_host == max_processes
     assert launch_spec.variables == {"OMP_NUM_THREADS": threads}
 
 

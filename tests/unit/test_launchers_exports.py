@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from unitrain.launchers import LaunchError, LaunchSpec, build, parse_exports, parse_hosts, parse_launcher_args
-from unitrain.launchers.arguments import looks_secret
+from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.torchrun import commands_per_host
 
 
@@ -22,7 +22,7 @@ from unitrain.launchers.torchrun import commands_per_host
     ],
 )  # fmt: skip
 def test_looks_secret(name: str, value: str, secret: bool) -> None:
-    assert looks_secret(name, value) is secret
+    assert is_likely_secret(name, value) is secret
 
 
 def test_parse_exports_accepts_names_and_values() -> None:

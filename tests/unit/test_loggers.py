@@ -11,7 +11,7 @@ import logger_output
 import numpy as np
 import pytest
 
-from unitrain.loggers.background import Background
+from unitrain.loggers.background import BackgroundLogger
 from unitrain.loggers.csv import CSVLogger
 from unitrain.loggers.json_lines import JSONLinesLogger
 from unitrain.loggers.logger import Logger, Start
@@ -39,7 +39,7 @@ def _mlflow_database(tmp_path: Path) -> None:
 def run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -> None:
     """Log "loss" in the steps after `first`, "even" and "rate" in every second step, and an image after the last."""
     logger.prepare(folder)
-    background = Background(logger, Start(first, folder, DESCRIPTION))
+    background = BackgroundLogger(logger, Start(first, folder, DESCRIPTION))
     for step in range(first + 1, last + 1):
         background.call("log", {"loss": step + offset}, step)
         if step % 2 == 0:

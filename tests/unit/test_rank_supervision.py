@@ -88,10 +88,10 @@ def test_the_first_killed_rank_is_known_unless_another_rank_ended_before() -> No
 def test_rank_0_is_asked_to_end_before_or_after_it_connects(early: bool) -> None:
     with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         if early:
-            ranks.ask_to_end()
+            ranks.request_end()
         asked = Rank(ranks, 0, "handles SIGTERM")
         if not early:
-            ranks.ask_to_end()
+            ranks.request_end()
         assert asked.end() == 0
         wait_until(lambda: ranks.is_preempted)
         assert ranks.lost == []

@@ -136,10 +136,10 @@ class ConsistencyCheck:
         size, rank = self._backend.size, self._backend.rank
         # Only the root knows the number of bytes of its object, so the sum over ranks is that number.
         has_count = call.operation != "broadcast_object" or rank == call.root
-        own = [*_split_bits(call.fingerprint), *_split_bits(call.count if has_count else 0)]
+        local_header = [*_split_bits(call.fingerprint), *_split_bits(call.count if has_count else 0)]
         values = None if tensor is None or dtype is None else _small_summands(tensor, dtype, call.op)
         vector = torch.zeros(_SUM_HEADER + _MAX_SUMMED_ELEMENTS, dtype=torch.float64)
-        header = [*own, *(part * part for part in own), values is not None]
+        header = [*local_header, *(part * part for part in local_header), values is not None]
         vector[:_SUM_HEADER] = torch.tensor(header, dtype=torch.float64)
         if values is not None:
             vector[_SUM_HEADER : _SUM_HEADER + values.numel()] = values
@@ -147,7 +147,7 @@ class ConsistencyCheck:
         *sums, ranks_with_values = vector[:_SUM_HEADER].tolist()
         is_equal = [
             total == size * part and squares == size * part * part
-            for part, total, squares in zip(own, sums, sums[2 * _PARTS :], strict=False)
+            for part, total, squares in zip(local_header, sums, sums[2 * _PARTS :], strict=False)
         ]
         if not all(is_equal[:_PARTS]):
             return None
@@ -214,11 +214,11 @@ class ConsistencyCheck:
             "every rank, with the same shape and dtype, and none of them inside `if rank == 0`."
         )
 
-    def _allgather(self, own: Tensor) -> Tensor:
-        """Return every rank's one-dimensional `own`, of the same length on every rank, as [ranks, length]."""
-        gathered = own.new_empty(self._backend.size, own.numel())
-        if own.numel():
-            self._wait(all_gather(gathered.view(-1), own, group=self._group, async_op=True))
+    def _allgather(self, local_header: Tensor) -> Tensor:
+        """Return every rank's one-dimensional `local_header`, of the same length on every rank, as [ranks, length]."""
+        gathered = local_header.new_empty(self._backend.size, local_header.numel())
+        if local_header.numel():
+            self._wait(all_gather(gathered.view(-1), local_header, group=self._group, async_op=True))
         return gathered
 
     def _wait(self, work: dist.Work | None) -> None:

@@ -25,7 +25,7 @@ from unitrain.backends.compression_setting import Compression
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.fork_safety import make_forks_safe
 from unitrain.backends.gradients.compression import CompressionStates
-from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, GlobalGradients
+from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
@@ -78,7 +78,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self.size = dist.get_world_size()
         self._rendezvous = rendezvous
         self._is_group_destroyed = False
-        self._models: WeakSet[GlobalGradients] = WeakSet()
+        self._models: WeakSet[DistributedModel] = WeakSet()
         self._unused_parameters_group: Any = None
         self._compression_states = CompressionStates()
         own = rendezvous.node_positions[self.rank]
@@ -226,7 +226,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
                 timeout = self._rendezvous.timeout + NCCL_TIMEOUT_MARGIN
                 set_transport_timeout(self._unused_parameters_group, self.device, timeout)
         group = self._unused_parameters_group if find_unused_parameters else None
-        distributed = GlobalGradients(
+        distributed = DistributedModel(
             model,
             self.device,
             self._rendezvous,
@@ -255,13 +255,13 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         if self.rank != 0:
             optimizer.load_state_dict(state)
         distributed = without_compile(model)
-        if isinstance(distributed, GlobalGradients):
+        if isinstance(distributed, DistributedModel):
             check_before_step(optimizer, distributed.check_reduced)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         distributed = without_compile(model)
-        if not isinstance(distributed, GlobalGradients):
+        if not isinstance(distributed, DistributedModel):
             raise ModelError(
                 f"no_sync takes the model that distributed_model returned, got {type(model).__name__}. "
                 "Use: model = backend.distributed_model(model)"
@@ -270,7 +270,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         model = without_compile(model)
-        return without_compile(model.module if isinstance(model, GlobalGradients) else model)
+        return without_compile(model.module if isinstance(model, DistributedModel) else model)
 
     def report_failure(self, error: BaseException) -> None:
         self._monitor.report_failure(error)

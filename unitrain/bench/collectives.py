@@ -14,7 +14,7 @@ from torch import Tensor
 from unitrain.backends.base import Backend, Communicator
 from unitrain.bootstrap.network import own_addresses
 
-FLOORS = ("memory copy", "tcp stream")
+LOWER_BOUNDS = ("memory copy", "tcp stream")
 _ELEMENT_BYTES = 4  # float32
 _SOCKET_TIMEOUT_SECONDS = 30.0
 _CONNECT_TIMEOUT_SECONDS = 2.0

@@ -64,7 +64,7 @@ class Step:
         return 1 - self.exposed / self.seconds
 
 
-def even_work(
+def uniform_work(
     step_seconds: float,
     gradient_bytes: float,
     backward_share: float = 2 / 3,
@@ -127,7 +127,7 @@ class Model:
                 "bytes. Use --bucket-bytes 25MB"
             )
         layer = min(bucket, FIRST_BUCKET_BYTES)
-        return even_work(self.step_seconds, gradient_bytes, self.backward_share, largest_layer=layer)
+        return uniform_work(self.step_seconds, gradient_bytes, self.backward_share, largest_layer=layer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 
 from unitrain import __version__
 from unitrain.bench import collectives, training
-from unitrain.bench.collectives import FLOORS, round_up_bytes
+from unitrain.bench.collectives import LOWER_BOUNDS, round_up_bytes
 from unitrain.bench.rank_sets import RankSet
 from unitrain.bench.results import PARTS
 from unitrain.bench.training import TrainTurn
@@ -42,7 +42,7 @@ def measure_collectives(
     for number, index in rounds:
         rank_set = rank_sets[index]
         with rank_set.activate():
-            for operation in (*operations, *(FLOORS if index == 0 else ())):
+            for operation in (*operations, *(LOWER_BOUNDS if index == 0 else ())):
                 for size in sizes:
                     key = (index, operation, size)
                     turns = rank_set.run(collectives.take_turn, operation, size, calls.get(key, 1))
@@ -76,7 +76,7 @@ def measure_collectives(
         ],
         "floors": [
             {"name": name, "bytes": round_up_bytes(size, ranks), "seconds": measured}
-            for name in FLOORS
+            for name in LOWER_BOUNDS
             for size in sizes
             if (measured := found.get((0, name, size)))
         ],

@@ -116,10 +116,11 @@ _prepared: dict[str, _Prepared] = {}
 def take_turn(
     backend: Backend, target: str, settings: Mapping[str, Any], batch_size: int | None, steps: int
 ) -> TrainTurn:
-    """Train `target` (see `factories.made_by`) for `steps` steps, at least 2, with `settings` of TrainConfig.
+    """Train `target` for `steps` steps, at least 2, with `settings` of TrainConfig.
 
-    All ranks call it. The first turn creates the model, and later turns continue its training. Checkpoints, validation,
-    schedulers, loggers and callbacks are disabled. Raises ConfigError and the errors of the Trainer.
+    `target` is an argument of `factories.call_training_function`. All ranks call it. The first turn creates the model,
+    and later turns continue its training. Checkpoints, validation, schedulers, loggers and callbacks are disabled.
+    Raises ConfigError and the errors of the Trainer.
     """
     began = time.perf_counter()
     key = json.dumps([target, dict(settings), batch_size, steps], default=str)
@@ -141,7 +142,7 @@ def _prepare(
     backend: Backend, target: str, settings: Mapping[str, Any], batch_size: int | None, steps: int
 ) -> _Prepared:
     randomness.seed_generators(0)
-    made = factories.made_by(target)
+    made = factories.call_training_function(target)
     config: TrainConfig = made["config"]
     overrides: dict[str, Any] = {
         "max_epochs": None,

@@ -2,7 +2,7 @@
 
 Schedulers send SIGUSR1 or SIGUSR2 some time before they end a job, as Slurm does with `--signal=USR1@120`. By default,
 these signals end torchrun and horovodrun, and thereby the ranks before they can write a checkpoint. A launcher that
-calls `forward_warnings` forwards the signal to its ranks and continues to wait for them.
+calls `forward_warning_signals` forwards the signal to its ranks and continues to wait for them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 # Exit code of a rank that has saved a checkpoint after a warning: EX_TEMPFAIL of sysexits.h, as in `errors.Preempted`.
 PREEMPTED = 75
 
 
-def forward_warnings(variable: str) -> None:
+def forward_warning_signals(variable: str) -> None:
     """Forward SIGUSR1 and SIGUSR2 from this process to its ranks on this host.
 
     A rank is a descendant that has the environment variable `variable` while its parent does not. Only the main thread
@@ -37,27 +37,27 @@ def forward_warnings(variable: str) -> None:
             with contextlib.suppress(OSError):  # the rank has just ended
                 os.kill(rank, number)
 
-    for number in WARNINGS:
+    for number in WARNING_SIGNALS:
         signal.signal(number, forward)
 
 
-def survive_warnings() -> None:
+def install_no_op_warning_handlers() -> None:
     """Handle SIGUSR1 and SIGUSR2 without an effect in this process, which a launcher uses to start a rank.
 
     Slurm sends them to every process of a job step. In contrast to ignored signals, handled ones have their default
     actions in programs that this process starts.
     """
-    for number in WARNINGS:
+    for number in WARNING_SIGNALS:
         signal.signal(number, lambda *_: None)
 
 
 @contextlib.contextmanager
-def warnings_ignored() -> Iterator[None]:
+def ignore_warning_signals() -> Iterator[None]:
     """Ignore SIGUSR1 and SIGUSR2 within the context, and in processes that are started there.
 
     Only the main thread may use it.
     """
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in WARNINGS}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in WARNING_SIGNALS}
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from unitrain.bootstrap.network import LOOPBACK, listen
-from unitrain.bootstrap.signal_forwarding import PREEMPTED, WARNINGS, forward_warnings
+from unitrain.bootstrap.signal_forwarding import PREEMPTED, WARNING_SIGNALS, forward_warning_signals
 
 _BACKEND = "unitrain"
 _TIMEOUT_SECONDS = 600
@@ -113,10 +113,10 @@ def main() -> None:
     options = run.parse_args(None)
     if options.max_restarts:
         # torchrun would restart ranks that exit after a checkpoint. It also forwards SIGTERM, without a restart.
-        for number in WARNINGS:
+        for number in WARNING_SIGNALS:
             signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     else:
-        forward_warnings("LOCAL_RANK")
+        forward_warning_signals("LOCAL_RANK")
     try:
         _run(options)
     except ChildFailedError as error:

@@ -17,8 +17,13 @@ from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.checkpoint import files, output_folder
 from unitrain.checkpoint.folder_lock import FolderLock
-from unitrain.checkpoint.output_folder import WRITABLE, on_rank_zero
-from unitrain.checkpoint.writer import PATIENCE_SECONDS, CheckpointWriter, Retention, wait_for_earlier_writer
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
+from unitrain.checkpoint.writer import (
+    MAX_WAIT_PER_COLLECTIVE_SECONDS,
+    CheckpointWriter,
+    Retention,
+    wait_for_earlier_writer,
+)
 from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError, ConfigError
@@ -64,10 +69,10 @@ class Checkpointer:
         return folder if continues else None
 
     def load(
-        self, where: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, required: bool
+        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, required: bool
     ) -> dict[str, Any] | None:
         """Load a checkpoint, and return the rest of its training state. See `load_checkpoint`."""
-        return load_checkpoint(where, model, optimizer, scheduler, self._communicator, required=required)
+        return load_checkpoint(path, model, optimizer, scheduler, self._communicator, required=required)
 
     def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
         """Save the checkpoint of `step`: the weights of `model`, the state `training`, and values for the `manifest`.
@@ -104,7 +109,7 @@ class Checkpointer:
             return
 
         def try_to_lock() -> bool:
-            if not lock.acquire(PATIENCE_SECONDS):
+            if not lock.acquire(MAX_WAIT_PER_COLLECTIVE_SECONDS):
                 return False
             files.remove_unfinished(folder)
             output_folder.record_job(folder)
@@ -112,7 +117,9 @@ class Checkpointer:
 
         # Rank 0 may wait longer than a collective may take, so the ranks exchange its state periodically.
         task = f"write to output folder '{folder}'"
-        while not self._communicator.broadcast_object(on_rank_zero(self._communicator, task, WRITABLE, try_to_lock)):
+        while not self._communicator.broadcast_object(
+            on_rank_zero(self._communicator, task, CHECK_WRITABLE, try_to_lock)
+        ):
             pass
 
     @contextmanager
@@ -122,7 +129,7 @@ class Checkpointer:
             yield
         finally:
             if self._lock is not None and self._writer is not None:
-                self._writer.when_written(self._lock.release)
+                self._writer.call_when_written(self._lock.release)
 
     def release_folder(self) -> None:
         """Release the lock now. It does not communicate."""
@@ -136,7 +143,9 @@ class Checkpointer:
         folder = self.folder
         self.stored_batch_sizes.append(batch)
         task = f"write to output folder '{folder}'"
-        on_rank_zero(self._communicator, task, WRITABLE, lambda: output_folder.store_batch_size(folder, fit, batch))
+        on_rank_zero(
+            self._communicator, task, CHECK_WRITABLE, lambda: output_folder.store_batch_size(folder, fit, batch)
+        )
 
     def find_best(self) -> Path:
         """Return the checkpoint with the best result according to `keep_best`. Waits until the last checkpoint is
@@ -167,7 +176,7 @@ class Checkpointer:
 
 
 def load_checkpoint(
-    where: Path,
+    path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
@@ -175,7 +184,7 @@ def load_checkpoint(
     *,
     required: bool,
 ) -> dict[str, Any] | None:
-    """Load the newest valid checkpoint in folder `where`, or the checkpoint `where`; return its `training` state.
+    """Load the newest valid checkpoint in folder `path`, or the checkpoint `path`; return its `training` state.
 
     All ranks call it. The result is equal on all ranks; it is None if there is no checkpoint and none is `required`.
     Rank 0 reads the files and loads its `model` and `optimizer`; `distributed_model` and `distributed_optimizer`
@@ -185,11 +194,11 @@ def load_checkpoint(
     """
 
     def load() -> dict[str, Any] | None:
-        path = files.newest_valid(where, required=required)
-        return None if path is None else files.load(path, model, optimizer, scheduler)
+        checkpoint = files.find_newest_valid(path, required=required)
+        return None if checkpoint is None else files.load(checkpoint, model, optimizer, scheduler)
 
     fix = "Read it with the versions of torch and unitrain that wrote it."
-    training: dict[str, Any] | None = on_rank_zero(communicator, f"restore from '{where}'", fix, load)
+    training: dict[str, Any] | None = on_rank_zero(communicator, f"restore from '{path}'", fix, load)
     gradients = None if training is None else training.pop(GRADIENTS, None)
     training = communicator.broadcast_object(training)
     if training is None:
@@ -203,7 +212,7 @@ def load_checkpoint(
         except Exception as error:  # an error on this rank alone would make the other ranks wait
             name, found = type(scheduler).__name__, f"{type(error).__name__}: {error}"
             problem = CheckpointError(
-                f"Cannot restore from '{where}': {name}.load_state_dict raised {found} on rank "
+                f"Cannot restore from '{path}': {name}.load_state_dict raised {found} on rank "
                 f"{communicator.rank}. Build the scheduler that wrote it on every rank."
             )
             problem.__cause__ = error
@@ -219,7 +228,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
     """
 
     def load() -> None:
-        found = files.newest_valid(path, required=True)
+        found = files.find_newest_valid(path, required=True)
         assert found is not None
         files.load_weights(found, model, average)
 

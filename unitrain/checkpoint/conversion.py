@@ -28,7 +28,7 @@ _DDP = "module."
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ForeignCheckpoint:
     """A checkpoint of another program: its model, and other state if present. `kind` describes the format."""
 
     kind: str
@@ -39,23 +39,23 @@ class Foreign:
     step: int | None
 
 
-def read_foreign(path: Path) -> Foreign:
+def read_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
     """Read a checkpoint of another program without executing code in it. Raises CheckpointError for unknown formats."""
     if path.is_dir():
         return _accelerate(path)
     if path.suffix == ".safetensors":
-        return Foreign("safetensors file", _without_ddp(read_tensors(path)), None, None, None, None)
+        return ForeignCheckpoint("safetensors file", _without_ddp(read_tensors(path)), None, None, None, None)
     loaded = _load(path)
     if not isinstance(loaded, dict):
         raise CheckpointError(
             f"'{path}' holds a {type(loaded).__name__}, not a dictionary. Save model.state_dict() instead of the model."
         )
     if _is_state_dict(loaded):
-        return Foreign("state dictionary", _without_ddp(loaded), None, None, None, None)
+        return ForeignCheckpoint("state dictionary", _without_ddp(loaded), None, None, None, None)
     return _dictionary(path, loaded)
 
 
-def _dictionary(path: Path, loaded: dict[str, Any]) -> Foreign:
+def _dictionary(path: Path, loaded: dict[str, Any]) -> ForeignCheckpoint:
     parts = {str(name).lower(): value for name, value in loaded.items()}
     model = _first(parts, _MODEL)
     if not (isinstance(model, dict) and _is_state_dict(model)):
@@ -70,10 +70,10 @@ def _dictionary(path: Path, loaded: dict[str, Any]) -> Foreign:
         _single_state(path, _first(parts, _OPTIMIZER)),
         _single_state(path, _first(parts, _SCHEDULER)),
     )
-    return Foreign(kind, _without_ddp(model), optimizer, scheduler, epoch, step)
+    return ForeignCheckpoint(kind, _without_ddp(model), optimizer, scheduler, epoch, step)
 
 
-def _accelerate(folder: Path) -> Foreign:
+def _accelerate(folder: Path) -> ForeignCheckpoint:
     weights = folder / "model.safetensors"
     if weights.exists():
         model = read_tensors(weights)
@@ -86,7 +86,7 @@ def _accelerate(folder: Path) -> Foreign:
         )
     parts = {name: folder / f"{name}.bin" for name in ("optimizer", "scheduler")}
     optimizer, scheduler = (_load(file) if file.exists() else None for file in parts.values())
-    return Foreign("Accelerate folder", _without_ddp(model), optimizer, scheduler, None, None)
+    return ForeignCheckpoint("Accelerate folder", _without_ddp(model), optimizer, scheduler, None, None)
 
 
 def _load(path: Path) -> Any:

@@ -94,7 +94,7 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def newest_valid(where: Path, *, required: bool) -> Path | None:
+def find_newest_valid(where: Path, *, required: bool) -> Path | None:
     """Return the newest valid checkpoint in folder `where`, or the checkpoint `where`; None if there is none.
 
     Skipped checkpoints are logged. Raises CheckpointError if there are checkpoints but none is valid, if there is none

@@ -20,7 +20,7 @@ from unitrain.checkpoint import files
 from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError
 
-WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
+CHECK_WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
 _DAMAGED = "A file in the folder may be damaged: restore or remove it, or choose another output_dir."
 _JOB_FILE = ".job"
 _MAX_JOB_FILE_BYTES = 1 << 20
@@ -41,7 +41,7 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
         except CheckpointError as caught:
             error = caught
         except Exception as caught:  # an exception on rank 0 alone would make the other ranks wait
-            remedy = fix if fix != WRITABLE or isinstance(caught, OSError) else _DAMAGED
+            remedy = fix if fix != CHECK_WRITABLE or isinstance(caught, OSError) else _DAMAGED
             error = CheckpointError(f"Cannot {task}: {type(caught).__name__}: {caught}. {remedy}")
             error.__cause__ = caught
     raise_on_all_ranks(communicator, error)
@@ -61,7 +61,7 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
         probe = folder / f".probe-{os.getpid()}.unfinished"
         probe.mkdir()
         probe.rmdir()
-        found, continues = files.candidates(folder), resume or is_own(folder)
+        found, continues = files.candidates(folder), resume or belongs_to_this_job(folder)
         if found and not continues:
             raise CheckpointError(
                 f"Output folder '{folder}' already holds a run, up to {found[0].name}. "
@@ -69,25 +69,25 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
             )
         return continues, stored_batch_sizes(folder)
 
-    prepared = on_rank_zero(communicator, f"write to output folder '{folder}'", WRITABLE, prepare)
+    prepared = on_rank_zero(communicator, f"write to output folder '{folder}'", CHECK_WRITABLE, prepare)
     answer: tuple[bool, list[ElasticBatchSize]] = communicator.broadcast_object(prepared)
     return answer
 
 
-def is_own(folder: Path) -> bool:
+def belongs_to_this_job(folder: Path) -> bool:
     """Return whether an earlier attempt of this job began the run in `folder`."""
     return environment.job_id() is not None and _read(folder).get("job") == environment.job_id()
 
 
 def record_job(folder: Path) -> None:
     """Record this job as the owner of the run in `folder`, if the job has an ID under which it can be restarted."""
-    if environment.job_id() is not None and not is_own(folder):
+    if environment.job_id() is not None and not belongs_to_this_job(folder):
         _write(folder, [])
 
 
 def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
     """Return the batch sizes that earlier attempts of this job stored, one for each call of `fit`."""
-    stored = _read(folder).get("batches", []) if environment.job_id() is None or is_own(folder) else []
+    stored = _read(folder).get("batches", []) if environment.job_id() is None or belongs_to_this_job(folder) else []
     return [ElasticBatchSize(*batch) for batch in stored]
 
 

@@ -18,12 +18,12 @@ from torch import nn
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.checkpoint import files
-from unitrain.checkpoint.output_folder import WRITABLE
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.errors import CheckpointError
 
 # Limit of the time that the other ranks wait in one collective while rank 0 waits for a lock or a writer.
-PATIENCE_SECONDS = 1.0
+MAX_WAIT_PER_COLLECTIVE_SECONDS = 1.0
 
 Mode = Literal["min", "max"]
 
@@ -106,7 +106,7 @@ def _is_running_after_wait(thread: threading.Thread | None) -> bool:
     """Wait for at most PATIENCE_SECONDS for `thread` to end, and return whether it is still running."""
     if thread is None:
         return False
-    thread.join(PATIENCE_SECONDS)
+    thread.join(MAX_WAIT_PER_COLLECTIVE_SECONDS)
     return thread.is_alive()
 
 
@@ -142,19 +142,19 @@ class CheckpointWriter:
         self._is_busy, error, self._error = False, self._error, None
         raise_on_all_ranks(self._communicator, error)
 
-    def when_written(self, call: Callable[[], None]) -> None:
-        """Call `call` when this process has finished writing: now, or later in a thread after an exception in `fit`.
+    def call_when_written(self, function: Callable[[], None]) -> None:
+        """Call `function` when this process has finished writing: now, or later in a thread.
 
-        It does not communicate.
+        The latter is possible after an exception in `fit`. This method does not communicate.
         """
         thread = self._thread
         if thread is None or not thread.is_alive():
-            call()
+            function()
             return
 
         def wait() -> None:
             thread.join()
-            call()
+            function()
 
         threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True).start()
 
@@ -182,5 +182,5 @@ class CheckpointWriter:
         except CheckpointError as error:
             self._error = error
         except Exception as error:  # an exception that is lost in the thread would make the other ranks wait
-            self._error = CheckpointError(f"Cannot write checkpoint '{target}': {error}. {WRITABLE}")
+            self._error = CheckpointError(f"Cannot write checkpoint '{target}': {error}. {CHECK_WRITABLE}")
             self._error.__cause__ = error

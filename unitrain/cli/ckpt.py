@@ -100,7 +100,7 @@ def show(checkpoint: Path) -> None:
 
     from unitrain.checkpoint import files
 
-    path = files.newest_valid(checkpoint, required=True)
+    path = files.find_newest_valid(checkpoint, required=True)
     assert path is not None
     manifest = files.read_manifest(path)
     click.echo(json.dumps({"checkpoint": str(path), **manifest}, indent=2))
@@ -129,9 +129,9 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     TrainConfig(resume="FOLDER", output_dir=...).
     """
     from unitrain.checkpoint import files
-    from unitrain.checkpoint.conversion import read_foreign
+    from unitrain.checkpoint.conversion import read_foreign_checkpoint
 
-    found = read_foreign(source)
+    found = read_foreign_checkpoint(source)
     if strip_prefix and not any(name.startswith(strip_prefix) for name in found.model):
         names = ", ".join(list(found.model)[:3])
         raise CheckpointError(

@@ -123,14 +123,14 @@ def derive_batch_sizes(
     if batch_size is None:
         micro_batches = size * (gradient_accumulation_steps or 1)
         if global_batch_size % micro_batches:
-            _refuse(
+            _raise_not_divisible(
                 global_batch_size,
                 micro_batches,
                 f"{size} ranks x gradient_accumulation_steps {gradient_accumulation_steps or 1}",
             )
         return BatchSizes(global_batch_size // micro_batches, gradient_accumulation_steps or 1)
     if global_batch_size % (size * batch_size):
-        _refuse(global_batch_size, size * batch_size, f"{size} ranks x batch_size {batch_size}")
+        _raise_not_divisible(global_batch_size, size * batch_size, f"{size} ranks x batch_size {batch_size}")
     steps_needed = global_batch_size // (size * batch_size)
     if gradient_accumulation_steps not in (None, steps_needed):
         raise ConfigError(
@@ -160,7 +160,7 @@ def evaluation_batch_sizes(
     return train_batch_size or -(-batch_size_of_all // size), batch_size_of_all
 
 
-def _refuse(global_batch_size: int, micro_batches: int, product: str) -> NoReturn:
+def _raise_not_divisible(global_batch_size: int, micro_batches: int, product: str) -> NoReturn:
     below = global_batch_size // micro_batches * micro_batches
     choices = f"{below} or {below + micro_batches}" if below else str(micro_batches)
     raise ConfigError(

@@ -20,7 +20,7 @@ _FINISH_LIMIT_SECONDS: dict[Status, float] = {"finished": 120.0, "stopped": 30.0
 _log = logging.getLogger(__name__)
 
 
-class Background:
+class BackgroundLogger:
     """Thread that starts a logger and executes its calls in order, up to the first call that fails.
 
     A logger that fails, hangs or is too slow is disabled with a warning, and the run continues without it. If `finish`

@@ -21,7 +21,7 @@ from unitrain.bootstrap.messages import MessageStore
 from unitrain.bootstrap.network import listen
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import AuthenticationError
-from unitrain.monitoring.peer_connection import GOODBYE, PeerConnection
+from unitrain.monitoring.peer_connection import ORDERLY_EXIT, PeerConnection
 
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _POLL_MILLISECONDS = 500
@@ -76,7 +76,7 @@ class LivenessCheck:
                 peer = self._peers.get(rank)
                 if peer is None:  # `close` was called
                     return
-                if peer.receive() == GOODBYE:
+                if peer.receive() == ORDERLY_EXIT:
                     self.exited_ranks.add(rank)
                 else:
                     if not self._is_closed:

@@ -74,8 +74,10 @@ class LoopCounters:
             self._expected = expected = Counts(*json.loads(store.get(_KEY)))
         if expected.backwards > self._latest[0]:
             return None
-        own = Counts(*self._history[expected.backwards % _MAX_KEPT])
-        return None if own.backwards != expected.backwards else _describe_difference(expected, own, rank)
+        local_counts = Counts(*self._history[expected.backwards % _MAX_KEPT])
+        return (
+            None if local_counts.backwards != expected.backwards else _describe_difference(expected, local_counts, rank)
+        )
 
 
 class CountedForward:
@@ -93,18 +95,24 @@ class CountedForward:
             self._counters = None
 
 
-def _describe_difference(rank_zero: Counts, own: Counts, rank: int) -> str | None:
+def _describe_difference(rank_zero_counts: Counts, local_counts: Counts, rank: int) -> str | None:
     # Neither difference alone is an error: a rank may use several forwards in one backward, or leave one unused.
-    has_skipped = rank_zero.forwards != own.forwards and rank_zero.unused_forwards != own.unused_forwards
-    if rank_zero.steps == own.steps and not has_skipped:
+    has_skipped = (
+        rank_zero_counts.forwards != local_counts.forwards
+        and rank_zero_counts.unused_forwards != local_counts.unused_forwards
+    )
+    if rank_zero_counts.steps == local_counts.steps and not has_skipped:
         return None
-    if rank_zero.steps != own.steps:
-        quantity, counts = "optimizer steps", (rank_zero.steps, own.steps)
+    if rank_zero_counts.steps != local_counts.steps:
+        quantity, counts = "optimizer steps", (rank_zero_counts.steps, local_counts.steps)
     else:
-        quantity, counts = "forwards without a backward", (rank_zero.unused_forwards, own.unused_forwards)
+        quantity, counts = (
+            "forwards without a backward",
+            (rank_zero_counts.unused_forwards, local_counts.unused_forwards),
+        )
     return (
-        f"The ranks are not in the same step: before the end of backward #{own.backwards}, rank 0 had run {counts[0]} "
-        f"{quantity} and rank {rank} had run {counts[1]}. One of them skipped a backward, so gradients of different "
-        "steps are averaged. Run every backward on every rank, with a loss of (output * 0).sum() if a rank has no "
-        "data, and other forwards inside torch.no_grad()."
+        f"The ranks are not in the same step: before the end of backward #{local_counts.backwards}, rank 0 had run "
+        f"{counts[0]} {quantity} and rank {rank} had run {counts[1]}. One of them skipped a backward, so gradients of "
+        "different steps are averaged. Run every backward on every rank, with a loss of (output * 0).sum() if a rank "
+        "has no data, and other forwards inside torch.no_grad()."
     )

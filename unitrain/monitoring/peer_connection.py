@@ -19,8 +19,8 @@ from weakref import WeakSet
 from unitrain.bootstrap.authentication import authenticate, job_key
 
 # Final messages of a process: orderly exit, or exit after a checkpoint because of a preemption.
-GOODBYE, PREEMPTED = "bye", "preempted"
-_FINAL_MESSAGES = (GOODBYE, PREEMPTED)
+ORDERLY_EXIT, PREEMPTED = "orderly exit", "preempted"
+_FINAL_MESSAGES = (ORDERLY_EXIT, PREEMPTED)
 # Errors of a connection whose peer has ended, or that this process has closed. Other errors are network errors.
 _CLOSED_ERRORS = (errno.ECONNRESET, errno.EPIPE, errno.EBADF)
 _MAX_MESSAGE_BYTES = 1000
@@ -43,7 +43,7 @@ class PeerConnection:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self.final_message = GOODBYE
+        self.final_message = ORDERLY_EXIT
         self._socket = connection
         self._received = b""
         self._latest_message = ""

@@ -34,16 +34,16 @@ class _SupervisorClient:
         threading.Thread(target=self._run, name="unitrain supervisor client", daemon=True).start()
 
     def _run(self) -> None:
-        is_asked = False
+        is_requested = False
         while isinstance(message := self.connection.receive(), str):
             if message == EXIT:
                 os._exit(1)
-            is_asked = True
+            is_requested = True
             self._wait_for_signal_handler()
             os.kill(self._pid, signal.SIGTERM)
         # Time for a last checkpoint after the supervisor has ended, because its child processes then end too.
         sys.stderr.write(f"unitrain: stopping rank {self._rank} because unitrain launch has ended\n")
-        if not is_asked:
+        if not is_requested:
             os.kill(self._pid, signal.SIGTERM)
         time.sleep(_LAST_CHECKPOINT_SECONDS)
         os._exit(1)

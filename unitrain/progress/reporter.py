@@ -16,7 +16,7 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, LoggerError, Preempted, UnitrainError
 from unitrain.loggers import create_loggers
-from unitrain.loggers.background import Background
+from unitrain.loggers.background import BackgroundLogger
 from unitrain.loggers.images import check_image, check_table, to_histogram, to_pixels
 from unitrain.loggers.logger import Start, Status
 from unitrain.progress.display import Progress, choose_progress
@@ -35,7 +35,7 @@ class RunReporter:
         self._config, self._communicator = config, communicator
         self._output_dir = None if config.output_dir is None else Path(config.output_dir)
         self._loggers = call_on_all_ranks(communicator, lambda: create_loggers(loggers))
-        self._started: list[Background] = []
+        self._started: list[BackgroundLogger] = []
         self._description: Mapping[str, Any] | None = None
         self._use_display(Progress())
         call_on_all_ranks(communicator, self._prepare)
@@ -149,7 +149,7 @@ class RunReporter:
     def _start(self, step: int) -> None:
         if self._communicator.rank == 0:
             start = Start(step, self._output_dir, self._description or {})
-            self._started = [Background(logger, start) for logger in self._loggers]
+            self._started = [BackgroundLogger(logger, start) for logger in self._loggers]
 
     def _finish(self, status: Status) -> None:
         started, self._started = self._started, []

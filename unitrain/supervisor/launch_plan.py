@@ -135,7 +135,7 @@ def execute(plan: LaunchPlan) -> NoReturn:
     command = plan.command
     click.echo(command.shell(), err=True)
     if plan.uses_other_hosts and not command.per_host:
-        command = launchers.with_cleanup(command, plan.job.spec)
+        command = launchers.add_cleanup(command, plan.job.spec)
     os.execvpe(command.argv[0], command.argv, environment.without_rank_variables() | dict(command.environment))
 
 
@@ -229,7 +229,7 @@ def _plan_elastic_job(
     if launcher == "torchrun" and len(listed) > 1:
         hosts = listed  # torchrun rejects several hosts, with instructions for all of them
     else:
-        hosts = limits.select_slots(listed) or (Host("localhost", limits.least),)
+        hosts = limits.select_slots(listed) or (Host("localhost", limits.min_ranks),)
     return job, job.command(hosts), membership
 
 
@@ -291,13 +291,13 @@ def _host_source(request: LaunchRequest, spec: LaunchSpec, limits: Elastic) -> C
     """Return the function that lists the hosts of an elastic job. Raises LaunchError if fixed hosts are too few."""
     if request.host_discovery_script is not None:
         return partial(launchers.discover_hosts, request.host_discovery_script)
-    hosts = spec.hosts or (Host("localhost", limits.most),)
+    hosts = spec.hosts or (Host("localhost", limits.max_ranks),)
     slots = sum(host.slots for host in hosts)
-    if slots < limits.least:
+    if slots < limits.min_ranks:
         raise LaunchError(
-            f"--elastic {limits} needs slots for {limits.least} ranks, but the hosts have {slots} in all. "
-            f"Use --elastic {slots}:{limits.most}, or give the hosts more slots: "
-            f"-H {hosts[0].name}:{hosts[0].slots + limits.least - slots}"
+            f"--elastic {limits} needs slots for {limits.min_ranks} ranks, but the hosts have {slots} in all. "
+            f"Use --elastic {slots}:{limits.max_ranks}, or give the hosts more slots: "
+            f"-H {hosts[0].name}:{hosts[0].slots + limits.min_ranks - slots}"
         )
     return lambda: hosts
 

@@ -53,13 +53,13 @@ class Membership:
             found = ", ".join(str(host) for host in listed if host.name not in self._unresponsive_since) or "none"
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"--elastic {self._elastic} needs slots for at least {self._elastic.least} "
-                    f"{'rank' if self._elastic.least == 1 else 'ranks'}, but after {self._timeout_seconds:g} s the "
+                    f"--elastic {self._elastic} needs slots for at least {self._elastic.min_ranks} "
+                    f"{'rank' if self._elastic.min_ranks == 1 else 'ranks'}, but after {self._timeout_seconds:g} s the "
                     f"hosts that respond are: {found}{problem}. Start more hosts, or raise the limit with: "
                     f"--elastic-timeout {2 * self._timeout_seconds:g}"
                 )
             if not is_reported:
-                _report(f"waiting for slots for {self._elastic.least} ranks; hosts that respond: {found}{problem}")
+                _report(f"waiting for slots for {self._elastic.min_ranks} ranks; hosts that respond: {found}{problem}")
                 is_reported = True
             must_end.wait(POLL_SECONDS)
         return ()

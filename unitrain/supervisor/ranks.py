@@ -56,7 +56,7 @@ class Ranks:
         """The rank that was killed or crashed before any other rank had ended, None if there is none."""
         return self.lost[0] if self.lost and not self._first_exit_was_orderly else None
 
-    def ask_to_end(self) -> None:
+    def request_end(self) -> None:
         """Request that rank 0 saves a checkpoint and ends the job, as soon as it is connected."""
         with self._change:
             self.is_asked_to_end = True

@@ -15,7 +15,7 @@ from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.errors import did_you_mean
 from unitrain.launchers import LaunchError, parse_exports
-from unitrain.launchers.arguments import looks_secret
+from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.translation import Job, Translation, kubernetes, sbatch
 from unitrain.launchers.translation.hosts import divide_evenly
 from unitrain.supervisor.checks import check_script
@@ -68,7 +68,7 @@ def write_submission(request: SubmitRequest) -> Translation:
         # Pods do not inherit the variables of this shell. Values that look secret come from a Kubernetes secret.
         variables = environment.copy()
         inherited = {name: variables.get(name, "") for name in forwarded if name not in values}
-        values |= {name: value for name, value in inherited.items() if not looks_secret(name, value)}
+        values |= {name: value for name, value in inherited.items() if not is_likely_secret(name, value)}
     size = request.num_processes or request.nodes * max(request.gpus_per_node or 1, 1)
     if size < request.nodes:
         raise LaunchError(f"-np {size} leaves some of {request.nodes} nodes without a rank. Use: --nodes {size}")

@@ -152,7 +152,7 @@ class Supervisor:
             change = self._membership.find_change()
             if change is not None and not has_ended.is_set():
                 click.echo(f"unitrain: {change}: asking the job to save a checkpoint and exit", err=True)
-                ranks.ask_to_end()
+                ranks.request_end()
                 return
 
     def _forward_signal(self, number: int, frame: FrameType | None) -> None:

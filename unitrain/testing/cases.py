@@ -27,7 +27,7 @@ def raises(kind: type[BaseException], text: str, action: Callable[[], object]) -
     raise AssertionError(f"{kind.__name__} with {text!r} was not raised")
 
 
-def same_on_every_rank(backend: Backend, value: object) -> None:
+def assert_same_on_every_rank(backend: Backend, value: object) -> None:
     """Assert that `value` is equal on every rank. Every rank must call this."""
     values = backend.allgather_object(value)
     assert all(other == values[0] for other in values), f"the ranks differ: {values}"

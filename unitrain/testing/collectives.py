@@ -14,7 +14,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.checks import DTYPES, REDUCE_OPS
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError
-from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.fake_backend import FakeBackend
 from unitrain.testing.models import build
 
@@ -86,7 +86,7 @@ def mean_is_finite_where_the_sum_overflows_float16(backend: Backend) -> None:
 def mean_of_integers_raises_on_every_rank(backend: Backend) -> None:
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
         text = raises(TensorError, "mean", lambda dtype=dtype: backend.allreduce(torch.ones(2).to(dtype)))
-        same_on_every_rank(backend, text)
+        assert_same_on_every_rank(backend, text)
     raises(TensorError, "sum of booleans", lambda: backend.allreduce(torch.ones(2).bool(), "sum"))
     raises(TensorError, "mean", lambda: backend.reducescatter(torch.ones(backend.size).long()))
 
@@ -97,7 +97,7 @@ def invalid_argument_on_one_rank_raises_on_every_rank(backend: Backend) -> None:
         return
     tensor = torch.ones(2, dtype=torch.int64 if backend.rank == backend.size - 1 else torch.float32)
     text = raises(TensorError, "The mean of int64", lambda: backend.allreduce(tensor))
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)
 
 
 @contract
@@ -130,7 +130,7 @@ def different_shapes_dtypes_ops_and_calls_raise_on_every_rank(backend: Backend) 
     for disagreement in disagreements:
         text = raises(CollectiveMismatchError, "called different collectives", disagreement)
         assert f"rank {backend.size - 1} called" in text, text
-        same_on_every_rank(backend, text)
+        assert_same_on_every_rank(backend, text)
     backend.barrier()  # and the group still works
 
 
@@ -231,7 +231,7 @@ def tensor_that_requires_grad_raises_on_every_rank(backend: Backend) -> None:
         raises(TensorError, "that requires grad", lambda collective=collective: collective(own * 2))
         text = raises(TensorError, "that requires grad", lambda collective=collective: collective(own))
         assert "differentiable_allgather" in text
-        same_on_every_rank(backend, text)
+        assert_same_on_every_rank(backend, text)
         with torch.no_grad():
             assert not collective(own).requires_grad
         assert not collective(own.detach()).requires_grad
@@ -295,7 +295,7 @@ def unpicklable_object_raises_on_every_rank(backend: Backend) -> None:
     for action in (lambda: backend.allgather_object(sent), lambda: backend.broadcast_object(sent, last)):
         text = raises(ConfigError, "cannot be pickled", action)
         assert text.startswith("A dict was passed to a collective of objects")
-        same_on_every_rank(backend, text)
+        assert_same_on_every_rank(backend, text)
 
 
 @contract
@@ -307,7 +307,7 @@ def values_are_gathered_only_if_they_differ(backend: Backend) -> None:
     if last > 0:
         for sent in (lambda: None, {"callback": lambda: None} if backend.rank == last else {}):
             text = raises(ConfigError, "cannot be pickled", lambda sent=sent: gather_if_different(backend, sent))
-            same_on_every_rank(backend, text)
+            assert_same_on_every_rank(backend, text)
 
 
 @contract

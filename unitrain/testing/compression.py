@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unitrain.backends.base import Backend
 from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import ConfigError, ModelError, UnsupportedError
-from unitrain.testing.cases import Case, contract, raises, same_on_every_rank
+from unitrain.testing.cases import Case, assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import (
     FEATURES,
     assert_gradients,
@@ -37,7 +37,7 @@ def may_raise_unsupported_error(case: Case) -> Case:
         try:
             case(backend)
         except UnsupportedError as error:
-            same_on_every_rank(backend, str(error))
+            assert_same_on_every_rank(backend, str(error))
 
     return tolerant
 
@@ -103,7 +103,7 @@ def half_precision_rounds_each_gradient_and_the_sum(backend: Backend) -> None:
             assert torch.equal(parameter.grad, parameter.grad.to(dtype).float()), "it is not of the format"
             place = torch.finfo(dtype).eps  # relative error of one rounding
             torch.testing.assert_close(parameter.grad, total.to(dtype).float(), rtol=place, atol=0)
-        same_on_every_rank(backend, [p.grad.tolist() for p in model.parameters() if p.grad is not None])
+        assert_same_on_every_rank(backend, [p.grad.tolist() for p in model.parameters() if p.grad is not None])
 
 
 @contract
@@ -143,7 +143,7 @@ def unused_parameters_raise_on_every_rank_with_compression(backend: Backend) -> 
             "2 parameters got no gradient on",
             lambda wrapped=wrapped, heads=heads: loss_of(wrapped(batch(backend.rank), heads)).backward(),
         )
-        same_on_every_rank(backend, text)
+        assert_same_on_every_rank(backend, text)
 
 
 @contract
@@ -238,7 +238,7 @@ def complex_gradients_keep_real_and_imaginary_parts(backend: Backend) -> None:
                 assert torch.equal(parts, parts.to(half).float()), "it is not of the format"
             place = 1e-5 if half is None else 2 * torch.finfo(half).eps
             torch.testing.assert_close(parts, wanted, rtol=place, atol=place)
-            same_on_every_rank(backend, parts.tolist())
+            assert_same_on_every_rank(backend, parts.tolist())
 
 
 @contract

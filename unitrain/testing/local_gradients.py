@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
 from unitrain.errors import ModelError
-from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import FEATURES, assert_gradients, assert_reduced, backward, batch, build, loss_of
 from unitrain.testing.models import mean_gradients as mean_of_ranks
 from unitrain.testing.parameters import TwoHeads
@@ -27,11 +27,11 @@ def _start(backend: Backend, **settings: Any) -> tuple[nn.Module, nn.Module, tor
     return model, wrapped, backend.distributed_optimizer(optimizer, wrapped)
 
 
-def _assert_refused(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+def _assert_step_raises(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
     """Assert that a step raises the same ModelError on every rank and changes neither parameters nor state."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     text = raises(ModelError, _LOCAL, lambda: optimizer.step(*arguments))
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
     assert not optimizer.state
 
@@ -43,10 +43,10 @@ def step_after_backward_inside_no_sync_raises(backend: Backend) -> None:
         backward(wrapped, backend.rank, 0)
         with backend.no_sync(wrapped):
             backward(wrapped, backend.rank, 1)
-        _assert_refused(backend, model, optimizer)
+        _assert_step_raises(backend, model, optimizer)
         backward(wrapped, backend.rank, 2)  # this backward reduces everything that was accumulated
         optimizer.step()
-        same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+        assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
 
 @contract
@@ -100,11 +100,11 @@ def step_after_backward_of_the_unwrapped_model_raises(backend: Backend) -> None:
     if wrapped is model:
         return  # a single process, whose gradients are global
     backward(model, backend.rank)
-    _assert_refused(backend, model, optimizer)
+    _assert_step_raises(backend, model, optimizer)
     optimizer.zero_grad()
     backward(wrapped, backend.rank)
     backward(model, backend.rank)
-    _assert_refused(backend, model, optimizer)
+    _assert_step_raises(backend, model, optimizer)
 
 
 class _Slotted:
@@ -159,14 +159,14 @@ def retained_graph_of_an_undetected_output_raises(backend: Backend) -> None:
         loss = loss_of(wrapped(batch(backend.rank))())
         loss.backward(retain_graph=True)
         optimizer.step()
-    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+    assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
     if wrapped is model:
         return
     optimizer.zero_grad()
     loss = loss_of(wrapped(batch(backend.rank))())
     loss.backward(retain_graph=True)
     loss.backward()
-    _assert_refused(backend, model, optimizer)
+    _assert_step_raises(backend, model, optimizer)
 
 
 @contract
@@ -177,7 +177,7 @@ def discarded_local_gradients_are_ignored(backend: Backend) -> None:
             backward(wrapped, backend.rank)
         optimizer.zero_grad(set_to_none=set_to_none)
         optimizer.step()
-    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+    assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
 
 @contract
@@ -191,7 +191,7 @@ def manually_assigned_gradients_are_accepted(backend: Backend) -> None:
     for parameter, gradient in zip(model.parameters(), found, strict=True):
         parameter.grad = gradient
     optimizer.step()
-    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+    assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
 
 def _penalty(model: nn.Module) -> Tensor:
@@ -239,7 +239,7 @@ def closure_that_leaves_local_gradients_raises(backend: Backend) -> None:
     raises(ModelError, _LOCAL, lambda: optimizer.step(local))  # type: ignore[arg-type]
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
     optimizer.step(reduced)  # type: ignore[arg-type]
-    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+    assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
 
 @contract
@@ -271,7 +271,7 @@ def freezing_a_parameter_with_a_local_gradient_raises(backend: Backend) -> None:
     model[0].requires_grad_(True)  # type: ignore[index]
     backward(wrapped, backend.rank)
     optimizer.step()
-    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+    assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
 
 @contract
@@ -310,7 +310,7 @@ def parameters_used_only_in_no_sync_are_reduced_after_unfreezing(backend: Backen
         assert calls == (["hook", "post hook"] if backend.rank == user else [])
         assert_gradients(model, mean_of_ranks(backend, twin, run))
         optimizer.step()
-        same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+        assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
 
 @contract
@@ -331,7 +331,7 @@ def two_models_share_parameters(backend: Backend) -> None:
     with backend.no_sync(wrapped[0]):
         backward(wrapped[0], backend.rank)
     raises(ModelError, "0.weight", optimizers[1].step)
-    same_on_every_rank(backend, [parameter.tolist() for model in pair for parameter in model.parameters()])
+    assert_same_on_every_rank(backend, [parameter.tolist() for model in pair for parameter in model.parameters()])
 
 
 @contract
@@ -342,7 +342,7 @@ def model_can_be_distributed_twice(backend: Backend) -> None:
         optimizer.zero_grad()
         backward(again, backend.rank, step)
         optimizer.step()
-    same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+    assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 
 
 @contract
@@ -361,7 +361,7 @@ def added_parameters_must_belong_to_a_distributed_model(backend: Backend) -> Non
     optimizer.zero_grad()
     loss_of(other(wrapped(batch(backend.rank)))).backward()
     text = raises(ModelError, "holds 2 parameters that no distributed model has, of shape [2, 3], [2]", optimizer.step)
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
     for parameter in other.parameters():

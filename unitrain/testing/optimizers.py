@@ -10,7 +10,7 @@ from torch import nn
 
 from unitrain.backends.base import Backend
 from unitrain.errors import ModelError
-from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import batch, build, loss_of, mean_gradients
 
 
@@ -21,7 +21,7 @@ def _train(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer,
         optimizer.step()
 
 
-def _train_alone(
+def _train_in_one_process(
     backend: Backend,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -62,9 +62,9 @@ def training_equals_plain_torch(backend: Backend) -> None:
         wrapped = backend.distributed_model(model)
         optimizer = backend.distributed_optimizer(make(model.parameters()), wrapped)
         _train(backend, wrapped, optimizer, range(5))
-        _train_alone(backend, twin, make(twin.parameters()), range(5))
+        _train_in_one_process(backend, twin, make(twin.parameters()), range(5))
         _assert_same_parameters(model, twin)
-        same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+        assert_same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
 
 
 @contract
@@ -95,9 +95,9 @@ def overflow_on_one_rank_skips_the_step_on_every_rank(backend: Backend) -> None:
         twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
         for step in steps:
             if step != overflow:
-                _train_alone(backend, twin, twin_optimizer, range(step, step + 1), clip_norm)
+                _train_in_one_process(backend, twin, twin_optimizer, range(step, step + 1), clip_norm)
         _assert_same_parameters(model, twin)
-        same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+        assert_same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
 
 
 @contract
@@ -105,7 +105,7 @@ def optimizer_state_is_kept_and_portable(backend: Backend) -> None:
     """Train in one process, resume on the backend, save, and resume in one process: equal to uninterrupted training."""
     twin = build()
     twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    _train_alone(backend, twin, twin_optimizer, range(3))
+    _train_in_one_process(backend, twin, twin_optimizer, range(3))
     saved_model, saved = copy.deepcopy(twin.state_dict()), copy.deepcopy(twin_optimizer.state_dict())
 
     model = build(seed=9)
@@ -116,7 +116,7 @@ def optimizer_state_is_kept_and_portable(backend: Backend) -> None:
     backend.distributed_optimizer(optimizer, wrapped)
     assert optimizer.param_groups[0]["lr"] == 0.01
     _train(backend, wrapped, optimizer, range(3, 6))
-    _train_alone(backend, twin, twin_optimizer, range(3, 6))
+    _train_in_one_process(backend, twin, twin_optimizer, range(3, 6))
     _assert_same_parameters(model, twin)
 
     file = io.BytesIO()
@@ -127,8 +127,8 @@ def optimizer_state_is_kept_and_portable(backend: Backend) -> None:
     single_process_model.load_state_dict(loaded["model"])
     alone_optimizer = torch.optim.AdamW(single_process_model.parameters(), lr=0.5)
     alone_optimizer.load_state_dict(loaded["optimizer"])
-    _train_alone(backend, single_process_model, alone_optimizer, range(6, 8))
-    _train_alone(backend, twin, twin_optimizer, range(6, 8))
+    _train_in_one_process(backend, single_process_model, alone_optimizer, range(6, 8))
+    _train_in_one_process(backend, twin, twin_optimizer, range(6, 8))
     _assert_same_parameters(single_process_model, twin)
 
 
@@ -156,7 +156,7 @@ def schedulers_work_as_in_plain_torch(backend: Backend) -> None:
     twin_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(twin_optimizer, T_max=5)
     for step in range(5):
         _train(backend, wrapped, optimizer, range(step, step + 1))
-        _train_alone(backend, twin, twin_optimizer, range(step, step + 1))
+        _train_in_one_process(backend, twin, twin_optimizer, range(step, step + 1))
         scheduler.step()
         twin_scheduler.step()
         assert optimizer.param_groups[0]["lr"] == twin_optimizer.param_groups[0]["lr"]
@@ -195,7 +195,7 @@ def optimizer_of_other_parameters_raises(backend: Backend) -> None:
         "6 of 6 parameters that are not",
         lambda: backend.distributed_optimizer(unrelated_optimizer, wrapped),
     )
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)
     if backend.size > 1:
         own = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         mixed = unrelated_optimizer if backend.rank == backend.size - 1 else own
@@ -217,4 +217,4 @@ def closure_uses_global_gradients(backend: Backend) -> None:
 
     for _ in range(3):
         optimizer.step(closure)  # type: ignore[arg-type]
-    same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+    assert_same_on_every_rank(backend, [value.tolist() for value in model.parameters()])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from unitrain import share_buffers
 from unitrain.backends.base import Backend
 from unitrain.errors import ModelError
-from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import (
     FEATURES,
     assert_gradients,
@@ -70,7 +70,7 @@ def unused_parameters_raise_on_every_rank(backend: Backend) -> None:
         text = raises(ModelError, "2 parameters got no gradient on", step)
         assert "right.weight, right.bias" in text
         assert "find_unused_parameters=True" in text
-        same_on_every_rank(backend, text)
+        assert_same_on_every_rank(backend, text)
 
 
 @contract
@@ -140,7 +140,7 @@ def parameters_may_be_frozen_and_unfrozen_at_any_time(backend: Backend) -> None:
             assert_gradients(model, mean_gradients(backend, twin, run))
             optimizer.step()
             twin.load_state_dict(model.state_dict())
-        same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+        assert_same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
 
 
 @contract
@@ -155,7 +155,7 @@ def freezing_different_parameters_per_rank_raises(backend: Backend) -> None:
         ModelError, f"is trained on rank 0 and frozen on rank {backend.size - 1}", lambda: backward(wrapped, 0)
     )
     assert "'0.weight'" in text
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)
 
 
 @contract
@@ -207,7 +207,7 @@ def loss_on_one_of_two_outputs_is_reduced(backend: Backend) -> None:
         ModelError, "2 parameters got no gradient", lambda: loss_of(wrapped(batch(backend.rank))[1]).backward()
     )
     assert "first.weight, first.bias" in text
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)
 
 
 @contract
@@ -237,7 +237,7 @@ def parameters_unused_in_the_last_micro_batch_raise(backend: Backend) -> None:
         "2 parameters got no gradient on every rank: right.weight, right.bias",
         lambda: loss_of(wrapped(batch(backend.rank), "left")).backward(),
     )
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)
 
 
 @contract
@@ -314,14 +314,14 @@ def embedding_with_max_norm_raises(backend: Backend) -> None:
         model = nn.Sequential(kind(10, 3, max_norm=1.5, norm_type=1.0))
         text = raises(ModelError, "'0' has max_norm=1.5", lambda model=model: backend.distributed_model(model))
         assert "embedding.weight.renorm_(1, 0, 1.5)" in text
-        same_on_every_rank(backend, text)
+        assert_same_on_every_rank(backend, text)
     last = backend.rank == backend.size - 1
     text = raises(
         ModelError,
         "max_norm=2",
         lambda: backend.distributed_model(nn.Sequential(nn.Embedding(10, 3, max_norm=2.0 if last else None))),
     )
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)
 
 
 @contract
@@ -330,7 +330,7 @@ def model_on_another_device_raises(backend: Backend) -> None:
     model = build().to("meta") if last else build()
     text = raises(ModelError, "The model is on meta", lambda: backend.distributed_model(model))
     assert f"this rank computes on {backend.device}. Use model.to(backend.device) first." in text
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)
 
 
 @contract
@@ -340,10 +340,10 @@ def models_that_differ_between_ranks_raise(backend: Backend) -> None:
     last = backend.rank == backend.size - 1
     model = nn.Sequential(nn.Linear(3, 4 if last else 2))
     text = raises(ModelError, "'0.weight' is float32 [2, 3] on rank 0", lambda: backend.distributed_model(model))
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)
     text = raises(
         ModelError,
         "no parameter that requires a gradient",
         lambda: backend.distributed_model(build().requires_grad_(not last)),
     )
-    same_on_every_rank(backend, text)
+    assert_same_on_every_rank(backend, text)

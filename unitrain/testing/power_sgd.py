@@ -13,7 +13,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, require
 from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import CheckpointError, ModelError
-from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.compression import allclose_up_to_order, may_raise_unsupported_error, steps
 from unitrain.testing.models import (
     FEATURES,
@@ -60,7 +60,7 @@ def powersgd_gradient_has_low_rank_and_is_equal_on_every_rank(backend: Backend) 
     model, twin = build(), build()
     wrapped, _ = with_compression_state(backend, model, LOW_RANK)
     for step, sent in enumerate(steps(backend, model, wrapped, 4)):
-        same_on_every_rank(backend, {name: gradient.tolist() for name, gradient in sent.items()})
+        assert_same_on_every_rank(backend, {name: gradient.tolist() for name, gradient in sent.items()})
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
         for name, gradient in sent.items():
             expected_gradient = expected[name]

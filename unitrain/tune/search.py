@@ -79,13 +79,15 @@ def list_tunables(backend_tunables: Sequence[Tunable], threads: int | None, core
     return found
 
 
-def measure_ratio(without: Callable[[], float], within: Callable[[], float], generator: random.Random) -> float:
-    """Return the seconds of `without` divided by those of `within`, measured in random order."""
+def measure_ratio(
+    without_settings: Callable[[], float], with_settings: Callable[[], float], generator: random.Random
+) -> float:
+    """Return the seconds of `without_settings` divided by those of `with_settings`, measured in random order."""
     if generator.random() < 0.5:
-        seconds = without()
-        return seconds / within()
-    seconds = within()
-    return without() / seconds
+        seconds = without_settings()
+        return seconds / with_settings()
+    seconds = with_settings()
+    return without_settings() / seconds
 
 
 def search(

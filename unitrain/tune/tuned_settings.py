@@ -60,7 +60,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
+class TunedEntry:
     """An entry of the file: the `variables` that made a run faster.
 
     `gain` is the median ratio of the step time without them to that with them, and `spread` has the lowest and the
@@ -114,7 +114,7 @@ class Tuned:
         return (script, self.backend, self.num_processes, self.args, self.num_nodes, self.machine)
 
 
-def find_tuned(run: Run, file: Path = TUNED_FILE) -> tuple[Tuned | None, list[str]]:
+def find_tuned(run: Run, file: Path = TUNED_FILE) -> tuple[TunedEntry | None, list[str]]:
     """Return the entry of `file` for this run, or None.
 
     If the file only has entries for the same script, backend and number of ranks under other circumstances, the list
@@ -131,7 +131,7 @@ def remove_tuned(run: Run, file: Path = TUNED_FILE) -> None:
     """Remove the entry for this run from `file`, and entries of earlier versions for its script."""
     found = _load(file)
 
-    def is_obsolete(one: Tuned) -> bool:
+    def is_obsolete(one: TunedEntry) -> bool:
         unrecorded = None in (one.torch, one.args, one.num_nodes, one.machine)
         same = (one.args, one.num_nodes, one.machine) == (run.args, run.num_nodes, run.machine)
         return one.matches(run) and (unrecorded or same)
@@ -183,11 +183,11 @@ def _format_hosts(count: int) -> str:
     return f"{count} host{'s' if count > 1 else ''}"
 
 
-def _store(entries: list[Tuned], file: Path) -> None:
+def _store(entries: list[TunedEntry], file: Path) -> None:
     file.write_text(json.dumps([asdict(one) for one in entries], indent=2) + "\n")
 
 
-def _load(file: Path) -> list[Tuned]:
+def _load(file: Path) -> list[TunedEntry]:
     if not file.exists():
         return []
     try:
@@ -196,7 +196,7 @@ def _load(file: Path) -> list[Tuned]:
         raise ConfigError(f"{file} cannot be read: {error}. Delete it and run `unitrain tune` again.") from error
 
 
-def _parse_entry(entry: Any) -> Tuned:
+def _parse_entry(entry: Any) -> TunedEntry:
     if not isinstance(entry, dict):
         raise TypeError("an entry is not an object")
     for name in ("script", "backend"):
@@ -205,4 +205,4 @@ def _parse_entry(entry: Any) -> Tuned:
     if not isinstance(entry.get("variables"), dict) or not isinstance(entry.get("gain"), int | float):
         raise TypeError("'variables' or 'gain' of an entry is missing or has another type")
     lists = {name: tuple(entry[name]) for name in ("spread", "args") if entry.get(name) is not None}
-    return Tuned(**{**entry, **lists})
+    return TunedEntry(**{**entry, **lists})

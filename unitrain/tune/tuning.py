@@ -18,7 +18,7 @@ from unitrain.errors import ConfigError
 from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
 from unitrain.tune.trial import TIMER, Request, Result
-from unitrain.tune.tuned_settings import TUNED_FILE, Run, Tuned, format_settings, remove_tuned
+from unitrain.tune.tuned_settings import TUNED_FILE, Run, TunedEntry, format_settings, remove_tuned
 from unitrain.verify.commands import last_lines, run_command
 
 _WARMUP_STEPS = 10
@@ -129,7 +129,7 @@ def save_and_describe(found: SearchResult, run: Run) -> str:
         best = f" The best gain, {_format_gain(gain)}, is within the noise." if gain is not None else ""
         remove_tuned(run)
         return f"No settings are significantly faster than the default settings.{best}{skipped}"
-    Tuned(
+    TunedEntry(
         **asdict(run),
         variables=found.settings,
         gain=round(gain.median, 4),

@@ -125,7 +125,7 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
     )
 
 
-def why_not_comparable(record: Record) -> str | None:
+def reason_not_comparable(record: Record) -> str | None:
     """Return the reason why a comparison with this run would not be meaningful: a value is not finite, or no parameter
     changed."""
     for step, loss in enumerate(record.losses(), 1):

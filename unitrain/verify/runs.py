@@ -14,7 +14,7 @@ from unitrain.errors import ConfigError
 from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines, run_command
 from unitrain.verify.record import RECORDER, Record, Request
-from unitrain.verify.verdict import Group, Outcome, Run, compare_outcomes, settle_with_float64
+from unitrain.verify.verdict import Group, Outcome, Run, compare_outcomes, resolve_with_float64
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-6, 1e-8
 
@@ -108,7 +108,7 @@ class Verification:
         in_float64 = replace(self, float64=True, tolerance=FLOAT64_TOLERANCE)
         repeated = [*(row for row in group.rows if row.status == "reference"), *unclear]
         outcomes = [in_float64._run(row.outcome.run) for row in repeated]
-        return settle_with_float64(group, compare_outcomes(group.ranks, outcomes, FLOAT64_TOLERANCE, float64=True))
+        return resolve_with_float64(group, compare_outcomes(group.ranks, outcomes, FLOAT64_TOLERANCE, float64=True))
 
     def _run(self, run: Run) -> Outcome:
         folder = Path(tempfile.mkdtemp(prefix=f"{run.backend}-", dir=self.folder))

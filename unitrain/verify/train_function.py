@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def train(target: str) -> None:
-    """Train with the arguments that the function named by `target` returns (see `factories.made_by`).
+    """Train with the arguments that the function named by `target` returns (see `factories.call_training_function`).
 
     The generators of torch, numpy and Python are seeded with 0 on every rank before the function is called.
     """
@@ -19,7 +19,7 @@ def train(target: str) -> None:
 
     with unitrain.init() as backend:
         randomness.seed_generators(0)
-        made = factories.made_by(target)
+        made = factories.call_training_function(target)
         arguments = {name: value for name, value in made.items() if name not in factories.FIT}
         unitrain.Trainer(**arguments, backend=backend).fit(*(made[name] for name in factories.FIT if name in made))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from unitrain.verify.difference import Difference, compare, why_not_comparable
+from unitrain.verify.difference import Difference, compare, reason_not_comparable
 from unitrain.verify.record import Record
 
 _UNKNOWN_CAUSE = "the cause is unknown: initial values, samples and learning rates are the same in both runs"
@@ -120,14 +120,14 @@ def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, 
     return Group(ranks=ranks, rows=rows)
 
 
-def settle_with_float64(group: Group, repeated: Group) -> Group:
+def resolve_with_float64(group: Group, repeated: Group) -> Group:
     """Return `group` with the status of each row that needs double precision determined by the same run in
     `repeated`."""
     found = {row.outcome.run: row for row in repeated.rows}
-    return replace(group, rows=[_settle_row(row, found.get(row.outcome.run)) for row in group.rows])
+    return replace(group, rows=[_resolve_row(row, found.get(row.outcome.run)) for row in group.rows])
 
 
-def _settle_row(row: Row, repeated: Row | None) -> Row:
+def _resolve_row(row: Row, repeated: Row | None) -> Row:
     if not row.needs_float64 or repeated is None:
         return row
     if repeated.difference is None:
@@ -148,7 +148,7 @@ def _settle_row(row: Row, repeated: Row | None) -> Row:
 
 
 def _fail_if_not_comparable(outcome: Outcome) -> Outcome:
-    if outcome.record is None or (reason := why_not_comparable(outcome.record)) is None:
+    if outcome.record is None or (reason := reason_not_comparable(outcome.record)) is None:
         return outcome
     return replace(outcome, record=None, failure=reason)
 

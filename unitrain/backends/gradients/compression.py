@@ -105,7 +105,7 @@ class _BucketCompression:
     @torch.no_grad()
     def _finish(self) -> None:
         buckets = [bucket for bucket, _ in self._in_flight]
-        with self._group().watched():
+        with self._group().monitored_wait():
             while self._in_flight:
                 waiting, self._in_flight = self._in_flight, []
                 for bucket, wait in waiting:

@@ -68,7 +68,7 @@ class _PendingForwards:
     shares_buffers: bool = True  # whether the next forward begins by sharing buffers
 
 
-class GlobalGradients(ReducerDDP):
+class DistributedModel(ReducerDDP):
     """The module that `distributed_model` returns: DDP with corrections that satisfy the contract. `module` is the
     user's model.
 
@@ -76,7 +76,7 @@ class GlobalGradients(ReducerDDP):
     shared before those forwards in which DDP would broadcast them.
     """
 
-    _instances: ClassVar[WeakSet[GlobalGradients]] = WeakSet()
+    _instances: ClassVar[WeakSet[DistributedModel]] = WeakSet()
     _is_sharing: bool
 
     def __init__(
@@ -112,7 +112,7 @@ class GlobalGradients(ReducerDDP):
         self._has_left = False
         self._local = LocalGradients(without_compile(model))
         self._local.set_reduced_parameters(self._trained_parameters())
-        reducer_group.on_reduced = self._local.mark_global
+        reducer_group.on_reduced = self._local.mark_reduced
         global _models_wrapped
         _models_wrapped += 1
         self._rendezvous, self._key, self._freeze_changes = rendezvous, f"model/{_models_wrapped}", 0
@@ -143,7 +143,7 @@ class GlobalGradients(ReducerDDP):
         if has_gradients and reduces:
             requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
             if requires_grad != self._requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
-                self._follow_freezing(requires_grad)
+                self._update_trained_parameters(requires_grad)
         if has_gradients and self._forward_buffers is not None:
             if pending.shares_buffers:  # otherwise an earlier forward of the same step has shared them
                 self._forward_buffers.share()
@@ -197,16 +197,16 @@ class GlobalGradients(ReducerDDP):
     def _find_sharing_models(self) -> None:
         """Find the distributed models that share trained parameters with this one."""
         own = {id(parameter) for parameter in self._all_parameters}
-        self._sharing: WeakSet[GlobalGradients] = WeakSet(
+        self._sharing: WeakSet[DistributedModel] = WeakSet(
             other
-            for other in GlobalGradients._instances
+            for other in DistributedModel._instances
             if not other._has_left and any(id(parameter) in own for parameter in other._all_parameters)
         )
         for other in self._sharing:
             other._sharing.add(self)
             other._is_sharing = True
         self._is_sharing = len(self._sharing) > 0  # iterating over a WeakSet takes a microsecond
-        GlobalGradients._instances.add(self)
+        DistributedModel._instances.add(self)
 
     def _check_no_shared_backward(self, backward: int) -> None:
         """Raise ModelError if another distributed model with some of these parameters takes part in `backward`."""
@@ -225,7 +225,7 @@ class GlobalGradients(ReducerDDP):
                 )
 
     @disable_compile
-    def _follow_freezing(self, requires_grad: list[bool]) -> None:
+    def _update_trained_parameters(self, requires_grad: list[bool]) -> None:
         """Reduce only the gradients of parameters that require them from now on.
 
         DDP only reduces the parameters that required gradients when it was constructed. It would not reduce the

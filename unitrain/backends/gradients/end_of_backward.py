@@ -47,7 +47,7 @@ class Step(IntEnum):
     REDUCE_BUCKETS = 2
     COMPRESS = 3
     COMPLETE_TRANSPORT = 4
-    MARK_GLOBAL = 5
+    MARK_REDUCED = 5
     RAISE_ERRORS = 6
 
 

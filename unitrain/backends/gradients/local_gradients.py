@@ -18,7 +18,7 @@ class LocalGradients:
     """The set of parameters of `model` whose `.grad` contains values that no reduction over ranks has included.
 
     A hook on each parameter records every backward that adds to its gradient, independent of how the forward is called
-    and of the type of its output. `mark_global` empties the set.
+    and of the type of its output. `mark_reduced` empties the set.
 
     Without a reducer, as on a single rank, pass `accumulates`, a function that returns, during a backward, whether it
     runs inside `no_sync`. A backward outside `no_sync` makes all gradients global. The hooks are registered at the
@@ -58,10 +58,10 @@ class LocalGradients:
             ]
 
     def set_reduced_parameters(self, trained: Iterable[Tensor]) -> None:
-        """Restrict `mark_global` to the parameters in `trained`, whose gradients the reducer reduces."""
+        """Restrict `mark_reduced` to the parameters in `trained`, whose gradients the reducer reduces."""
         self._unreduced_ids = frozenset(self._names.keys() - set(map(id, trained)))
 
-    def mark_global(self) -> None:
+    def mark_reduced(self) -> None:
         """Mark the gradients as global. Every rank calls this at the end of a backward that reduces them."""
         local = self._local
         if self._unreduced_ids:

@@ -234,8 +234,8 @@ class PowerSGDCompressor(CompressionState):
             torch.mul(error, self._scale.to(dtype), out=remainder).add_(own)
         query = self._queries.get(name)
         query = self._first_query(name, remainder) if query is None else self._fill_columns(name, query.to(dtype))
-        least, most = torch.aminmax(own)
-        return _Matrix(name, gradient, remainder, _orthonormal(query), (least.ne(0) | most.ne(0)).to(dtype))
+        smallest, largest = torch.aminmax(own)
+        return _Matrix(name, gradient, remainder, _orthonormal(query), (smallest.ne(0) | largest.ne(0)).to(dtype))
 
     def _fill_columns(self, name: str, query: Tensor) -> Tensor:
         """Return Q with a random column instead of each column that is rounding noise, as for a gradient of lower rank.

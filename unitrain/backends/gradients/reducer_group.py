@@ -80,7 +80,7 @@ class ReducerGroup(dist.ProcessGroup):
         if backward not in (-1, self._last_backward):
             self._last_backward = backward
             end_of_backward.add(Step.REDUCE_BUCKETS, self._wait_for_buckets)
-            end_of_backward.add(Step.MARK_GLOBAL, self._mark_global)
+            end_of_backward.add(Step.MARK_REDUCED, self._mark_reduced)
         if self._check_bucket is not None:
             self._check_bucket(bucket)
 
@@ -93,7 +93,7 @@ class ReducerGroup(dist.ProcessGroup):
         self._monitor.wait_for_ranks(work)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def monitored_wait(self) -> Iterator[None]:
         """Context manager in which the watchdog monitors the waits for gradients."""
         deadline = self._monitor.set_deadline(_is_never_done, self._phase)
         try:
@@ -144,7 +144,7 @@ class ReducerGroup(dist.ProcessGroup):
         if self._counted_backwards != self._backward_count:  # otherwise a nested backward has counted it
             self._counted_backwards = self._backward_count
             self.loop_counters.count_backward()
-        # Like `watched`, without the cost of a context manager in every step.
+        # Like `monitored_wait`, without the cost of a context manager in every step.
         deadline = self._monitor.set_deadline(_is_never_done, self._phase)
         try:
             for late in self._deferred_works:
@@ -159,7 +159,7 @@ class ReducerGroup(dist.ProcessGroup):
             self._deferred_works.clear()
             self._end_deadline(deadline)
 
-    def _mark_global(self) -> None:
+    def _mark_reduced(self) -> None:
         self.on_reduced()
 
     def _end_deadline(self, deadline: Deadline | None) -> None:

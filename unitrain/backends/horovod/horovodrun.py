@@ -30,7 +30,12 @@ from horovod.runner.util.remote import get_ssh_command
 from horovod.runner.util.threads import in_thread
 
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.signal_forwarding import PREEMPTED, forward_warnings, survive_warnings, warnings_ignored
+from unitrain.bootstrap.signal_forwarding import (
+    PREEMPTED,
+    forward_warning_signals,
+    ignore_warning_signals,
+    install_no_op_warning_handlers,
+)
 
 # Program that reads the output of `env -0` into its environment, except variables that horovodrun does not export, and
 # then becomes the shell that runs the rank's command.
@@ -86,7 +91,7 @@ def _remote_command(
 
 def _launch_bound(command: Any, exec_command: Any, settings: Any, nics: Any, variables: Any, server_ip: str) -> None:
     gloo_run.RendezvousServer = lambda verbose: BoundRendezvousServer(server_ip, verbose)
-    with warnings_ignored():  # the tracker serves the processes that horovodrun starts
+    with ignore_warning_signals():  # the tracker serves the processes that horovodrun starts
         resource_tracker.ensure_running()
     failures: list[tuple[float, int]] = []
 
@@ -105,7 +110,7 @@ def _launch_bound(command: Any, exec_command: Any, settings: Any, nics: Any, var
 
 
 def _run_middleman(*arguments: Any) -> None:
-    survive_warnings()
+    install_no_op_warning_handlers()
     safe_shell_exec.terminate_executor_shell_and_children = terminate_rank
     _exec_middleman(*arguments)
 
@@ -149,7 +154,7 @@ def main() -> None:
         gloo_run.get_remote_command = _remote_command
     gloo_run.launch_gloo = _launch_bound
     safe_shell_exec._exec_middleman = _run_middleman
-    forward_warnings("HOROVOD_RANK")
+    forward_warning_signals("HOROVOD_RANK")
     launch.run_commandline()
 
 

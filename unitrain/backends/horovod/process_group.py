@@ -39,7 +39,7 @@ from unitrain.backends.horovod.tensors import (
     pieces,
     reduction,
 )
-from unitrain.backends.horovod.work import Completions, HorovodWork, joined
+from unitrain.backends.horovod.work import Completions, HorovodWork, join_works
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import UnsupportedError
@@ -121,16 +121,16 @@ class HorovodProcessGroup(dist.ProcessGroup):
             return self._issue(
                 "allreduce", values, functools.partial(hvd.allreduce_async_, values, op=hvd.Sum), tensors
             )
-        return joined(self._reduce("allreduce", tensor, tensor, op, tensors), tensors, tensor.device)
+        return join_works(self._reduce("allreduce", tensor, tensor, op, tensors), tensors, tensor.device)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         works = [self._reduce("allreduce", tensor, tensor, opts.reduceOp, tensors) for tensor in tensors]
-        return _joined_all(works, tensors)
+        return _join_all(works, tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
         target = tensor if self.rank() == opts.rootRank else None
-        return joined(self._reduce("reduce", tensor, target, opts.reduceOp, tensors), tensors, tensor.device)
+        return join_works(self._reduce("reduce", tensor, target, opts.reduceOp, tensors), tensors, tensor.device)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
@@ -148,34 +148,36 @@ class HorovodProcessGroup(dist.ProcessGroup):
                     None if shared else _copier(part, target if place.stop == len(payload) else None),
                 )
             )
-        return joined(works, tensors, tensor.device)
+        return join_works(works, tensors, tensor.device)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        (own,), (parts,) = inputs, outputs
-        return joined(self._gather(own, parts, outputs), outputs, own.device)
+        (local_tensor,), (parts,) = inputs, outputs
+        return join_works(self._gather(local_tensor, parts, outputs), outputs, local_tensor.device)
 
-    def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        return joined(self._gather(own, output, [output]), [output], own.device)
+    def _allgather_base(self, output: Tensor, local_tensor: Tensor, opts: Any = None) -> dist.Work:
+        return join_works(self._gather(local_tensor, output, [output]), [output], local_tensor.device)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        works = [self._gather(own, output, outputs) for output, own in zip(outputs, inputs, strict=True)]
-        return _joined_all(works, outputs)
+        works = [
+            self._gather(local_tensor, output, outputs) for output, local_tensor in zip(outputs, inputs, strict=True)
+        ]
+        return _join_all(works, outputs)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        (own,) = inputs
+        (local_tensor,) = inputs
         parts = outputs[0] if self.rank() == opts.rootRank else []
-        return joined(self._gather(own, parts, outputs), outputs, own.device)
+        return join_works(self._gather(local_tensor, parts, outputs), outputs, local_tensor.device)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        (own,) = outputs
-        target, size = Destination(own), self.size()
+        (local_tensor,) = outputs
+        target, size = Destination(local_tensor), self.size()
         parts = [dense_bytes(part) for part in inputs[0]] if self.rank() == opts.rootRank else []
         works = []
         for place in pieces(len(target.bytes), size):
             count = place.stop - place.start
-            block = own.new_empty(size, count, dtype=torch.uint8)
+            block = local_tensor.new_empty(size, count, dtype=torch.uint8)
             for rank, part in enumerate(parts):
                 block[rank] = part[place]
 
@@ -193,31 +195,31 @@ class HorovodProcessGroup(dist.ProcessGroup):
                     finish,
                 )
             )
-        return joined(works, outputs, own.device)
+        return join_works(works, outputs, local_tensor.device)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         return self._reduce_scatter_base(outputs[0], torch.cat([flatten_dense(part) for part in inputs[0]]), opts)
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        return joined(self._reduce_scatter(output, source, op, [output]), [output], output.device)
+        return join_works(self._reduce_scatter(output, source, op, [output]), [output], output.device)
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
         works = [
             self._reduce_scatter(output, source, opts.reduceOp, outputs)
             for output, source in zip(outputs, inputs, strict=True)
         ]
-        return _joined_all(works, outputs)
+        return _join_all(works, outputs)
 
     def alltoall_base(
-        self, output: Tensor, own: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self, output: Tensor, local_tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
-        size, rows = self.size(), own.shape[0]
-        row_bytes = math.prod(own.shape[1:]) * own.element_size()
-        payload, target = dense_bytes(own).view(rows, row_bytes), Destination(output)
+        size, rows = self.size(), local_tensor.shape[0]
+        row_bytes = math.prod(local_tensor.shape[1:]) * local_tensor.element_size()
+        payload, target = dense_bytes(local_tensor).view(rows, row_bytes), Destination(output)
         if input_splits or output_splits:
             sent = input_splits or [rows // size] * size
-            return joined(self._exchange(payload, sent, target, [output]), [output], own.device)
+            return join_works(self._exchange(payload, sent, target, [output]), [output], local_tensor.device)
         works = []
         for place in pieces(row_bytes, rows):
             piece = payload[:, place].contiguous()
@@ -228,7 +230,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
                     target.finish()
 
             works.append(self._issue_exchange(piece, [rows // size] * size, [output], finish))
-        return joined(works, [output], own.device)
+        return join_works(works, [output], local_tensor.device)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         sent = [dense_bytes(part) for part in inputs]
@@ -243,7 +245,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
         payload = torch.cat(sent).view(-1, 1)
         works = self._exchange(payload, [len(part) for part in sent], all_received, outputs, finish)
-        return joined(works, outputs, inputs[0].device)
+        return join_works(works, outputs, inputs[0].device)
 
     def barrier(self, opts: Any = None) -> HorovodWork:
         token = torch.zeros(1, dtype=torch.int32)
@@ -297,31 +299,31 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     def _reduce(self, operation: str, source: Tensor, target: Tensor | None, op: Any, result: Any) -> list[HorovodWork]:
         """Begin to reduce `source` into `target`, which is None if this rank does not need the result."""
-        how = reduction(source.dtype, op)
-        if how.combine is not None:
-            return self._reduce_gathered(source, target, how.combine, result)
+        reduction_plan = reduction(source.dtype, op)
+        if reduction_plan.combine is not None:
+            return self._reduce_gathered(source, target, reduction_plan.combine, result)
         values = flatten_dense(source)
-        in_place = how.encode is None and target is source and values.data_ptr() == source.data_ptr()
-        into = None if in_place or target is None else Destination(target)
+        in_place = reduction_plan.encode is None and target is source and values.data_ptr() == source.data_ptr()
+        destination = None if in_place or target is None else Destination(target)
         works = []
         for place in pieces(len(values), _encoded_bytes(source.dtype)):
-            wide = how.encoded(values[place])
+            wide = reduction_plan.encoded(values[place])
 
             def finish(reduced: Tensor, place: slice = place) -> None:
-                if into is not None:
-                    into.elements[place] = how.decoded(reduced, source.dtype)
+                if destination is not None:
+                    destination.elements[place] = reduction_plan.decoded(reduced, source.dtype)
                     if place.stop == len(values):
-                        into.finish()
+                        destination.finish()
 
             # Values that are not encoded may share memory with the user's tensor.
-            allreduce = hvd.allreduce_async_ if in_place or how.encode is not None else hvd.allreduce_async
+            allreduce = hvd.allreduce_async_ if in_place or reduction_plan.encode is not None else hvd.allreduce_async
             works.append(
                 self._issue(
                     operation,
                     wide,
-                    functools.partial(allreduce, wide, op=how.op),
+                    functools.partial(allreduce, wide, op=reduction_plan.op),
                     result,
-                    None if into is None else finish,
+                    None if destination is None else finish,
                 )
             )
         return works
@@ -332,57 +334,62 @@ class HorovodProcessGroup(dist.ProcessGroup):
         target: Tensor | None,
         combine: Callable[[Tensor, Tensor], Tensor],
         result: Any,
-        then: Callable[[], None] = lambda: None,
+        on_complete: Callable[[], None] = lambda: None,
     ) -> list[HorovodWork]:
-        into = None if target is None else Destination(target)
+        destination = None if target is None else Destination(target)
 
         def finish(gathered: Tensor, place: slice) -> None:
-            if into is not None:
-                into.bytes[place] = combined(gathered.view(self.size(), -1), source.dtype, combine).view(torch.uint8)
-                if place.stop == len(into.bytes):
-                    into.finish()
-                    then()
+            if destination is not None:
+                destination.bytes[place] = combined(gathered.view(self.size(), -1), source.dtype, combine).view(
+                    torch.uint8
+                )
+                if place.stop == len(destination.bytes):
+                    destination.finish()
+                    on_complete()
 
         return self._gather_pieces(source, result, finish)
 
     def _reduce_scatter(self, output: Tensor, source: Tensor, op: Any, result: Any) -> list[HorovodWork]:
         """Begin to reduce `source`, which consists of `size` equal parts, and write this rank's part to `output`."""
-        how, size, into = reduction(source.dtype, op), self.size(), Destination(output)
+        reduction_plan, size, destination = reduction(source.dtype, op), self.size(), Destination(output)
         parts = flatten_dense(source).view(size, -1) if source.numel() else source.new_empty(size, 0)
-        if how.combine is not None:
+        if reduction_plan.combine is not None:
             complete = torch.empty_like(parts)
 
-            def take_own() -> None:
-                into.elements.copy_(complete[self.rank()])
-                into.finish()
+            def take_local_part() -> None:
+                destination.elements.copy_(complete[self.rank()])
+                destination.finish()
 
-            return self._reduce_gathered(source, complete, how.combine, result, take_own)
-        scatters = how.op in (hvd.Sum, hvd.Average)  # Horovod supports reducescatter for these operations only
+            return self._reduce_gathered(source, complete, reduction_plan.combine, result, take_local_part)
+        scatters = reduction_plan.op in (
+            hvd.Sum,
+            hvd.Average,
+        )  # Horovod supports reducescatter for these operations only
         works = []
         for place in pieces(parts.shape[1], _encoded_bytes(source.dtype) * size):
-            wide = how.encoded(parts[:, place].contiguous().view(-1))
+            wide = reduction_plan.encoded(parts[:, place].contiguous().view(-1))
 
             def finish(reduced: Tensor, place: slice = place) -> None:
-                own = reduced if scatters else reduced.view(size, -1)[self.rank()]
-                into.elements[place] = how.decoded(own, source.dtype)
+                local_tensor = reduced if scatters else reduced.view(size, -1)[self.rank()]
+                destination.elements[place] = reduction_plan.decoded(local_tensor, source.dtype)
                 if place.stop == parts.shape[1]:
-                    into.finish()
+                    destination.finish()
 
             reduce = hvd.reducescatter_async if scatters else hvd.allreduce_async
             works.append(
                 self._issue(
                     "reducescatter" if scatters else "allreduce",
                     wide,
-                    functools.partial(reduce, wide, op=how.op),
+                    functools.partial(reduce, wide, op=reduction_plan.op),
                     result,
                     finish,
                 )
             )
         return works
 
-    def _gather(self, own: Tensor, outputs: list[Tensor] | Tensor, result: Any) -> list[HorovodWork]:
-        """Begin to gather every rank's `own` into `outputs`: a tensor per rank, one tensor, or an empty list."""
-        count = own.numel() * own.element_size()
+    def _gather(self, local_tensor: Tensor, outputs: list[Tensor] | Tensor, result: Any) -> list[HorovodWork]:
+        """Begin to gather `local_tensor` of every rank into `outputs`: a list of tensors, one tensor, or no tensor."""
+        count = local_tensor.numel() * local_tensor.element_size()
         if isinstance(outputs, Tensor):
             targets = [Destination(outputs)]
             rows = [*targets[0].bytes.view(self.size(), count)] if count else []
@@ -399,16 +406,16 @@ class HorovodProcessGroup(dist.ProcessGroup):
                 for target in targets:
                     target.finish()
 
-        return self._gather_pieces(own, result, finish)
+        return self._gather_pieces(local_tensor, result, finish)
 
-    def _gather_pieces(self, own: Tensor, result: Any, finish: Callable[..., None]) -> list[HorovodWork]:
-        """Begin to gather the bytes of `own`.
+    def _gather_pieces(self, local_tensor: Tensor, result: Any, finish: Callable[..., None]) -> list[HorovodWork]:
+        """Begin to gather the bytes of `local_tensor`.
 
         Each piece, uint8 [size * bytes], is passed to `finish(gathered, place=...)`.
         """
-        payload, size, each = dense_bytes(own), self.size(), own.element_size()
+        payload, size, each = dense_bytes(local_tensor), self.size(), local_tensor.element_size()
         works = []
-        for elements in pieces(own.numel(), size * each):
+        for elements in pieces(local_tensor.numel(), size * each):
             place = slice(elements.start * each, elements.stop * each)
             piece = payload[place]
             works.append(
@@ -428,7 +435,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         splits: list[int],
         target: Destination,
         result: Any,
-        then: Callable[[], None] = lambda: None,
+        on_complete: Callable[[], None] = lambda: None,
     ) -> list[HorovodWork]:
         """Begin an alltoall of `payload`, uint8 [rows, bytes], that sends `splits[rank]` rows to each rank.
 
@@ -444,7 +451,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         def finish(received: tuple[Tensor, Tensor]) -> None:
             target.bytes.copy_(received[0].view(-1))
             target.finish()
-            then()
+            on_complete()
 
         return [self._issue_exchange(payload, splits, result, finish)] if payload.shape[1] else []
 
@@ -487,9 +494,9 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return work
 
 
-def _joined_all(works: list[list[HorovodWork]], tensors: list[Tensor]) -> dist.Work:
+def _join_all(works: list[list[HorovodWork]], tensors: list[Tensor]) -> dist.Work:
     device = tensors[0].device if tensors else torch.device("cpu")
-    return joined([work for some in works for work in some], tensors, device)
+    return join_works([work for some in works for work in some], tensors, device)
 
 
 def _copier(part: Tensor, target: Destination | None) -> Callable[[Tensor], None]:

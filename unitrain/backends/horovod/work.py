@@ -186,7 +186,7 @@ class JoinedWork(Work):
         return self._result
 
 
-def joined(works: list[HorovodWork], result: Any, device: torch.device) -> dist.Work:
+def join_works(works: list[HorovodWork], result: Any, device: torch.device) -> dist.Work:
     """Return one work for all `works`. Its future, like theirs, returns `result`."""
     if not works:  # empty tensors, on every rank
         return HorovodWork.completed(result, device)
