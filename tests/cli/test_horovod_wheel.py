@@ -28,8 +28,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     download = next(step for step in decided.build_steps if step.name == "download")
     done = subprocess.run(download.argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    with tarfile.open(decided.sdist) as archive:
-        archive.extractall(cache, filter="data")
+    build.extract(decided.sdist, cache)
     return cache / f"horovod-{plan.HOROVOD}"
 
 
@@ -187,6 +186,22 @@ def test_an_sdist_with_another_checksum_is_refused(tmp_path: Path) -> None:
     decided.sdist.write_bytes(b"something else")
     with pytest.raises(HorovodBuildError, match=r"is not the sdist of Horovod 0\.28\.1: its sha256 is .*rm "):
         build.run(decided, {"PATH": "/usr/bin:/bin"}, Recorded())
+
+
+def test_extract_works_without_extraction_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("content")
+    with tarfile.open(tmp_path / "archive.tar", "w") as archive:
+        archive.add(tmp_path / "file", "file")
+
+    # TarFile as in Python 3.11.0 to 3.11.3.
+    def extractall(self: tarfile.TarFile, path: Path) -> None:
+        for member in self:
+            self.extract(member, path)
+
+    monkeypatch.delattr(tarfile, "data_filter")
+    monkeypatch.setattr(tarfile.TarFile, "extractall", extractall)
+    build.extract(tmp_path / "archive.tar", tmp_path / "folder")
+    assert (tmp_path / "folder" / "file").read_text() == "content"
 
 
 def test_a_dry_run_prints_every_step_and_builds_nothing(tmp_path: Path) -> None:

@@ -205,8 +205,14 @@ def _unpack(plan: BuildPlan) -> None:
             f"{plan.sdist} is not the sdist of Horovod {HOROVOD}: its sha256 is {found}, expected {SDIST_SHA256}. "
             f"Remove it and build again: rm {plan.sdist}"
         )
-    with tarfile.open(plan.sdist) as archive:
-        archive.extractall(plan.work, filter="data")
+    extract(plan.sdist, plan.work)
+
+
+def extract(path: Path, folder: Path) -> None:
+    """Extract the tar archive `path` into `folder`, with the "data" filter if this Python has it (3.11.4 or later)."""
+    with tarfile.open(path) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
 
 
 def _patch(plan: BuildPlan) -> None:
