@@ -166,7 +166,7 @@ class Agents:
                 self._close(process)
                 if process.returncode and not exit_code:
                     exit_code, failed_at = process.returncode, time.monotonic()
-                    reason = ": the connection to it broke" if process.returncode == 255 else ""
+                    reason = ": the connection to the host was lost" if process.returncode == 255 else ""
                     if exit_code != _PREEMPTED_EXIT_CODE:
                         click.echo(f"unitrain: {name} failed first, with exit code {exit_code}{reason}", err=True)
             now = time.monotonic()

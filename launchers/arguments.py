@@ -20,7 +20,7 @@ _SECRET_SUFFIXES = ("APIKEY", "CREDENTIALS", "PASSPHRASE", "PASSWD", "PASSWORD",
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _FORWARDED_PREFIXES = ("PYTHON", "UNITRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
-# Launchers set these to a different value on each rank. One value for all ranks would make each of them rank 7.
+# Launchers set these to a different value on each rank. One value for all ranks would give all of them the same rank.
 _RANK_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),
@@ -87,8 +87,8 @@ def parse_exports(
             )
         if equals and is_likely_secret(name, value):
             raise LaunchError(
-                f"-x {name}=... shows a value that looks secret to everybody who lists the processes of this host. "
-                f"Set it first, with: export {name}=..., and give its name alone: -x {name}"
+                f"-x {name}=... puts a value that is probably secret on the command line, which all users of this "
+                f"host can read. Set it first, with: export {name}=..., and give its name alone: -x {name}"
             )
         if equals:
             values[name] = value
@@ -102,7 +102,7 @@ def parse_exports(
 
 
 def is_likely_secret(name: str, value: str = "") -> bool:
-    """Return whether other users of a host should not see the value of a variable.
+    """Return whether the value of a variable is probably secret, so that other users of the host must not read it.
 
     The criterion is a word in its name, as in WANDB_API_KEY, or a URL with a password in its value.
     """

@@ -22,7 +22,7 @@ def _build_without_launcher(spec: LaunchSpec) -> Command:
     """Return the command of one process. Raises LaunchError for several processes and for options of launchers."""
     if spec.num_processes > 1 or len(spec.hosts) > 1:
         raise LaunchError(
-            f"Without a launcher unitrain starts one process on this host, but -np asks for {spec.num_processes}. "
+            f"Without a launcher unitrain starts one process on this host, but -np requests {spec.num_processes}. "
             f"Use --backend ddp or --backend horovod for -np {spec.num_processes}, or -np 1 for one process."
         )
     if spec.controller is not None:

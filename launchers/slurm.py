@@ -40,7 +40,7 @@ class Allocation:
         """Raise LaunchError for more processes than tasks."""
         if processes > self.slots:
             raise LaunchError(
-                f"-np asks for {processes} processes, but Slurm job {self.job} has {self.slots} "
+                f"-np requests {processes} processes, but Slurm job {self.job} has {self.slots} "
                 f"{'task' if self.slots == 1 else 'tasks'}. Use -np {self.slots}, or request more from Slurm: "
                 f"--ntasks {processes}"
             )

@@ -66,7 +66,7 @@ class LaunchSpec:
         slots = sum(host.slots for host in self.hosts)
         if self.hosts and self.num_processes > slots:
             raise LaunchError(
-                f"-np asks for {self.num_processes} processes, but the hosts have {slots} "
+                f"-np requests {self.num_processes} processes, but the hosts have {slots} "
                 f"{'slot' if slots == 1 else 'slots'}. Use -np {slots}, or give the hosts more slots: "
                 f"-H {self.hosts[0].name}:{self.hosts[0].slots + self.num_processes - slots}"
             )

@@ -47,8 +47,8 @@ def build(spec: LaunchSpec) -> Command:
 def commands_per_host(spec: LaunchSpec) -> list[Command]:
     """Return the command of each host that has a process, in the order of the hosts. The rendezvous is on the first.
 
-    The commands contain the values of forwarded variables, except those that look secret. Raises LaunchError if the
-    name of the first of several hosts resolves to a different host elsewhere.
+    The commands contain the values of forwarded variables, except those that are probably secret. Raises LaunchError if
+    the name of the first of several hosts resolves to a different host elsewhere.
     """
     counts = processes_per_host(spec.num_processes, spec.hosts)
     secrets = _secret_names(spec)

@@ -66,12 +66,12 @@ class TrainConfig:
     """Seed of the data order and of each rank's random number generators (dropout, augmentation). Generators of
     DataLoader workers are seeded at the start of each epoch, persistent workers only when they start."""
     shuffle: bool = True
-    """Shuffle a Dataset in every epoch. A DataLoader decides this itself."""
+    """Shuffle a Dataset in every epoch. The order of a DataLoader depends on its sampler."""
     num_workers: int = 0
     """Worker processes per rank that load a Dataset; 0 loads it in the training process."""
     stream: StreamKind = "shared"
     """How ranks and workers read an IterableDataset. "shared": the dataset yields the same items everywhere, and each
-    item is used by one of them; it must not shard itself. "own": the items of each rank and worker are its own, as from
+    item is used by one of them; it must not shard itself. "own": each rank and worker yields different items, as from
     random episodes or a dataset that shards itself. `set_epoch` is called on a dataset or sampler that has it."""
     uneven: Uneven = "weight"
     """What happens if ranks have different numbers of batches. "weight": train on every sample once; a rank without

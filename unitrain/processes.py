@@ -2,7 +2,7 @@
 has ended.
 
 Launchers start ranks in other process groups, so the processes of a command are found by a variable in their
-environment. A DataLoader worker notices the end of its rank only between two batches. A worker that hangs would outlive
+environment. A DataLoader worker detects the end of its rank only between two batches. A worker that hangs would outlive
 a killed rank, and keep the pipes open from which launchers read the output of the rank.
 """
 

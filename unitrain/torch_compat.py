@@ -1,7 +1,8 @@
 """Private functions of torch that unitrain uses, and public ones that torch renamed.
 
-Each entry names the torch versions that it was checked against. No module of unitrain/backends or unitrain/modules uses
-a private name of torch directly, except `ddp.py`, which imports torch._dynamo early.
+The numbers at the end of a docstring or comment are the torch versions with which the entry was checked. No module of
+unitrain/backends or unitrain/modules uses a private name of torch directly, except `ddp.py`, which imports
+torch._dynamo early.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 # --- torch.distributed ---
 
-# torch 2.14 renamed these. 2.11, 2.14.
+# torch 2.14 renamed these two. Checked with 2.11 and 2.14.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

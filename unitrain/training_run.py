@@ -73,7 +73,7 @@ class TrainingRun:
         self._history_error: OSError | None = None
 
     def restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
-        """Prepare the output folder, and restore the run from a checkpoint if the configuration asks for it.
+        """Prepare the output folder, and restore the run from a checkpoint if the configuration requests it.
 
         Call it before the model is wrapped: wrapping broadcasts the parameters of rank 0. If the job is another attempt
         of a failed job, the checkpoints of that attempt take precedence over `TrainConfig.resume`.
@@ -239,7 +239,7 @@ class TrainingRun:
         if training.get("seed", config.seed) != config.seed:
             raise CheckpointError(
                 f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
-                f"would come in another order. Use TrainConfig(seed={training['seed']})."
+                f"would have another order. Use TrainConfig(seed={training['seed']})."
             )
         for name, value in training.get("learning_rate", {}).items():
             if value != getattr(config, name):

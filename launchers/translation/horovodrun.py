@@ -75,7 +75,7 @@ _SWITCHES = {
 
 
 def read(words: Sequence[str]) -> Job:
-    """Return the job of the words after `horovodrun`."""
+    """Parse the words after `horovodrun` into a job."""
     options = Options(SYNTAX, words)
     hosts = read_hosts(options.take_last("--hosts"), options.take_last("--hostfile"), "--hostfile")
     size = options.take_number("--num-proc") or sum(host.slots for host in hosts)

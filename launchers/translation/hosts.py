@@ -58,7 +58,7 @@ def place_processes(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...]
     slots = sum(host.slots for host in hosts)
     if size > slots:
         raise LaunchError(
-            f"-np asks for {size} processes, but the hosts have {slots} {'slot' if slots == 1 else 'slots'}. "
+            f"-np requests {size} processes, but the hosts have {slots} {'slot' if slots == 1 else 'slots'}. "
             f"Use -np {slots}, or give the hosts more slots: -H {hosts[0].name}:{hosts[0].slots + size - slots}"
         )
     counts = tuple(processes_per_host(size, hosts))

@@ -40,7 +40,7 @@ _TOPICS = topic_by_option(
 
 
 def read(words: Sequence[str]) -> Job:
-    """Return the job of the words after `mpiexec`."""
+    """Parse the words after `mpiexec` into a job."""
     options = Options(SYNTAX, words)
     if ":" in options.program:
         raise LaunchError(

@@ -69,7 +69,7 @@ _TOPICS = topic_by_option(
 
 
 def read(words: Sequence[str]) -> Job:
-    """Return the job of the words after `mpirun`."""
+    """Parse the words after `mpirun` into a job."""
     options = Options(SYNTAX, words)
     if ":" in options.program:
         raise LaunchError(
@@ -122,7 +122,7 @@ def write(job: Job) -> Translation:
         options += ["-H", format_hosts(job.slots)]
     else:  # otherwise mpirun allows at most as many processes as cores
         options += ["-H", f"localhost:{job.size}"]
-    # Values that look secret are forwarded by name: every user of the host can read the command line.
+    # Values that are probably secret are forwarded by name: every user of the host can read the command line.
     own = {name: variables.pop(name) for name in list(variables) if is_open_mpi_variable(name)}
     secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
     names = [*job.forwarded, *secrets, *(("PATH",) if several and "PATH" not in job.forwarded else ())]

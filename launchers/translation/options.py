@@ -122,7 +122,7 @@ class Options:
         return bool(self.take_all(*names))
 
     def has(self, *names: str) -> bool:
-        """Return whether one of these options was given, without taking it."""
+        """Return whether one of these options was given. The option remains."""
         return any(option.name in names for option in self._options)
 
     def take_number(self, *names: str, minimum: int = 1) -> int | None:

@@ -44,7 +44,7 @@ def write(job: Job, directives: Sequence[str] = ()) -> Translation:
     secrets = [name for name, value in job.environment.items() if is_likely_secret(name, value)]
     if secrets:
         raise LaunchError(
-            f"{secrets[0]}=... looks secret and would be written into the script. "
+            f"{secrets[0]}=... is probably secret and would be written into the script. "
             f"Leave it out, and set it in the shell that runs sbatch, which forwards it: export {secrets[0]}=..."
         )
     defaults = [

@@ -69,7 +69,7 @@ _TOPICS = topic_by_option(
 
 
 def read(words: Sequence[str]) -> Job:
-    """Return the job of the words after `srun`."""
+    """Parse the words after `srun` into a job."""
     options = Options(SYNTAX, words)
     if ":" in options.program or options.take_flag("--multi-prog"):
         raise LaunchError(
@@ -161,10 +161,10 @@ def rendezvous(job: Job, notes: list[str]) -> dict[str, str]:
 
 
 def _gpus(options: Options, nodes: int | None) -> int:
-    """Return the number of GPUs that the command requests, without taking the options.
+    """Return the number of GPUs that the command requests, and keep its options.
 
-    Raises LaunchError if it requests none, and for GPUs per host on several hosts: by Slurm's manual they are
-    multiplied by the number of hosts, but srun of Slurm 22.05 starts one task on each host.
+    Raises LaunchError if it requests none, and for GPUs per host on several hosts: Slurm's manual
+    multiplies them by the number of hosts, but srun of Slurm 22.05 starts one task on each host.
     """
     count = 0
     for name in ("--gpus", "--gpus-per-node", "--gres"):

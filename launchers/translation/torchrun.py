@@ -36,7 +36,7 @@ _TOPICS = topic_by_option(
 
 
 def read(words: Sequence[str], python: str = "python") -> Job:
-    """Return the job of the words after `torchrun`. `python` is the interpreter of the ranks."""
+    """Parse the words after `torchrun` into a job. `python` is the interpreter of the ranks."""
     options = Options(SYNTAX, words)
     notes: list[str] = []
     nodes = _nodes(options.take_last("--nnodes") or "1", notes)

@@ -30,7 +30,7 @@ _DEFAULT_LAUNCHERS = {"ddp": "torchrun", "horovod": "horovodrun"}
 
 
 def read(words: Sequence[str]) -> Job:
-    """Return the job of the words after `unitrain launch`."""
+    """Parse the words after `unitrain launch` into a job."""
     options = Options(SYNTAX, words)
     hosts = read_hosts(options.take_last("--hosts"), options.take_last("--hostfile"), "--hostfile")
     slots = sum(host.slots for host in hosts)

@@ -1,4 +1,4 @@
-"""Command lines with their variables, and remarks about options that have no equivalent under a launcher."""
+"""Write command lines with their variables, and remarks about options without an equivalent under a launcher."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DEFAULT_BACKENDS = {"horovodrun": "horovod", "mpirun": "horovod", "mpiexec": "ho
 
 # Alternatives under each launcher, by the topic of the option.
 _SSH = {
-    "horovodrun": "it has -p PORT and -i KEY.",
+    "horovodrun": "use -p PORT and -i KEY.",
     "mpirun": 'give ssh its options with: -mca plm_rsh_args "-p 2222".',
     "mpiexec": "write them into ~/.ssh/config.",
-    "torchrun": "it is started on each host and does not use ssh.",
+    "torchrun": "torchrun is started on each host and does not use ssh.",
     "unitrain": "pass an option of the launcher with --launcher-args, or write them into ~/.ssh/config.",
 }
 _OUTPUT = {
@@ -29,12 +29,12 @@ _OUTPUT = {
     "mpiexec": "use -outfile-pattern and -errfile-pattern, or -prepend-rank.",
     "torchrun": "use --log-dir FOLDER --tee 3.",
     "srun": "use --output FILE, with %t for the rank, or --label.",
-    "sbatch": "the script has --output, and srun has --label.",
+    "sbatch": "the batch script sets --output. Add --label to srun.",
     "kubernetes": "use kubectl logs.",
     "unitrain": "pass an option of the launcher with --launcher-args.",
 }
 _BINDING = {
-    "horovodrun": 'with --mpi it has --binding-args "--bind-to core".',
+    "horovodrun": 'use --mpi --binding-args "--bind-to core".',
     "mpirun": "use --bind-to and --map-by.",
     "mpiexec": "use -bind-to and -map-by.",
     "torchrun": "use --numa-binding node.",
@@ -60,14 +60,14 @@ _RESOURCES = {
 _ELASTIC = {
     "torchrun": "use --nnodes MIN:MAX with --max-restarts, on each host.",
     "horovodrun": "use --min-np and --max-np with --host-discovery-script.",
-    "kubernetes": "a PyTorchJob has elasticPolicy.",
+    "kubernetes": "use elasticPolicy of a PyTorchJob.",
 }
 _ADVICE: dict[str, tuple[dict[str, str], str]] = {
     "ssh": (_SSH, "the scheduler starts the ranks without ssh."),
     "output": (_OUTPUT, "let the script write to its own files."),
-    "binding": (_BINDING, "let the script bind itself."),
+    "binding": (_BINDING, "let the script bind its process to cores."),
     "grace": (_GRACE, "let the script save within the time that the launcher allows."),
-    "resources": (_RESOURCES, "it does not request resources. Start it on hosts that have them."),
+    "resources": (_RESOURCES, "the launcher does not request resources. Start it on hosts that have them."),
     "elastic": (_ELASTIC, "the number of ranks is fixed. Start again from a checkpoint with another: resume='auto'."),
     "rendezvous": ({}, "the launcher, or MASTER_ADDR and MASTER_PORT, determine the rendezvous there."),
     "mapping": ({}, "ranks are numbered host by host, in the order of the hosts. Order the hosts as needed."),
@@ -80,7 +80,7 @@ _ADVICE: dict[str, tuple[dict[str, str], str]] = {
         {"mpirun": "name each with -x.", "torchrun": "set them on each host.", "srun": "use --export."},
         "set them before the command.",
     ),
-    "own": ({}, "it concerns that launcher only and needs no replacement."),
+    "own": ({}, "the option concerns that launcher only, and a replacement is not needed."),
 }
 
 

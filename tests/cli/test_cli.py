@@ -234,7 +234,7 @@ def test_invalid_arguments_are_reported_with_a_fix(script: str) -> None:
         "Use -np 2, or give the hosts more slots: -H localhost:3"
     )
     assert usage_error("launch", "--backend", "local", "-np", "2", script) == (
-        "Without a launcher unitrain starts one process on this host, but -np asks for 2. "
+        "Without a launcher unitrain starts one process on this host, but -np requests 2. "
         "Use --backend ddp or --backend horovod for -np 2, or -np 1 for one process."
     )
     assert usage_error("launch", "--gloo", "--launcher", "torchrun", script).startswith("--gloo chooses horovodrun's")
@@ -318,7 +318,7 @@ def test_launch_inside_mpich_is_rejected(script: str) -> None:
 def test_launch_in_one_of_several_pods_is_rejected(script: str) -> None:
     """Each pod would train separately."""
     assert usage_error("launch", script, PET_NNODES="2", PET_NODE_RANK="0", PET_NPROC_PER_NODE="4") == (
-        "PET_NNODES=2 says that this is one of 2 pods of a job, but ranks would be started in this one only. Start the "
+        "PET_NNODES=2 means that this job has 2 pods, but this command would start ranks in this pod only. Start the "
         "script with torchrun, which reads it, as in: torchrun train.py"
     )
     printed = run("launch", "--dry-run", script, PET_NNODES="1", PET_NODE_RANK="0", PET_NPROC_PER_NODE="4").stdout
@@ -335,7 +335,7 @@ def test_variables_and_launcher_options_are_forwarded(script: str) -> None:
         "-x UNITRAIN_BACKEND=ddp conflicts with --backend, which sets this variable. Use: --backend ddp"
     )
     assert usage_error("launch", "-x", "HF_TOKEN=abc", script).startswith(
-        "-x HF_TOKEN=... shows a value that looks secret"
+        "-x HF_TOKEN=... puts a value that is probably secret on the command line"
     )
     assert usage_error("launch", "--launcher-args", "core", script).startswith(
         "--launcher-args 'core' does not begin with"

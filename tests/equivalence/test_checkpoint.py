@@ -473,7 +473,8 @@ def test_another_model_optimizer_scheduler_or_seed_does_not_fit(tmp_path: Path) 
     ):
         resume(network(), groups=2)
     with pytest.raises(
-        CheckpointError, match=r"has a scheduler and this run has none\. Build the run that wrote it\.$"
+        CheckpointError,
+        match=r"has a scheduler and this run has none\. Create the Trainer as in the run that wrote it\.$",
     ):
         resume(network(), scheduled=False)
     with pytest.raises(

@@ -789,7 +789,7 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
     (different_batch_sizes, r"^DataError: The training data differs between ranks in batch_size: \[2, 3.*Use batch_"),
     (no_tensor, r"^DataError: The first dimension of the first tensor .* in this list it is missing\. Yield"),
     (no_batch_size, r"^ConfigError: A Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),
-    (two_batch_sizes, r"^ConfigError: A batch size of 2 was asked for, but .* batch_size=1\. Leave one of them out"),
+    (two_batch_sizes, r"^ConfigError: A batch size of 2 was requested, but .* batch_size=1\. Leave one of them out"),
     (global_batch_of_whole_ones, r"^ConfigError: TrainConfig.global_batch_size 12 is not possible, because Batches"),
     (rates_of_whole_ones, r"^ConfigError: TrainConfig.lr_scaling 'linear' needs the number of samples per step"),
 ]

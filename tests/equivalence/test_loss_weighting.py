@@ -138,7 +138,7 @@ def test_a_step_in_which_all_is_masked_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ((torch.tensor(1.0), torch.ones(4)), r"^What a summed loss is the sum of must be counted by one number, got"),
+        ((torch.tensor(1.0), torch.ones(4)), r"^The number of tokens in a summed loss must be one number, got"),
         ((torch.tensor(1.0), "4"), r"counted by one number, got a str\. Let loss_fn return"),
         ((torch.tensor(1.0), 2, 3), r"^The loss must be one number, got a tuple\. Let loss_fn return"),
         (1.5, r"^The loss must be one number, got a float\."),

@@ -174,7 +174,7 @@ def stopped_early(backend: Backend, folder: str | None, stops: list[int]) -> int
         class Stops(Callback):
             def on_step_end(self, trainer: Trainer, stop: int | None = stop) -> None:
                 if trainer.progress.step == stop:
-                    trainer.stop("asked for by the test")
+                    trainer.stop("requested by the test")
 
         trainer = Trainer(
             model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config,

@@ -427,7 +427,7 @@ ERRORS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
         {"uneven": "drop", "gradient_accumulation_steps": 2},
         "DataError: BatchSampler yields 1 batches, fewer than the",
     ),
-    (too_few_batches, {"batch_size": 2}, "ConfigError: A batch size of 2 was asked for, but the DataLoader was built"),
+    (too_few_batches, {"batch_size": 2}, "ConfigError: A batch size of 2 was requested, but the DataLoader was built"),
     (too_few_batches, {"global_batch_size": 12}, "ConfigError: TrainConfig.global_batch_size 12 is not possible, beca"),
 ]
 

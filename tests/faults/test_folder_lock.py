@@ -182,7 +182,7 @@ def test_a_file_system_without_locks_is_told_once(
     with caplog.at_level(logging.WARNING):
         trainer(tmp_path).fit(data())
     (message,) = caplog.messages
-    assert message.startswith(f"The file system of output folder '{tmp_path}' has no locks ([Errno 38]")
+    assert message.startswith(f"The file system of output folder '{tmp_path}' does not support locks ([Errno 38]")
 
 
 def test_only_folders_of_the_writer_are_removed(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(launcher: str, tmp_path: 
         output = launch.output()
         launch.wait_until_none_lives(10)
     assert launch.process.returncode in codes, output
-    assert re.search(rf"stopped after step \d+: {number.name} came to rank \d", output), output
+    assert re.search(rf"stopped after step \d+: {number.name} was received by rank \d", output), output
     assert "Traceback" not in output.split("stopped after step")[0]
     done = len((tmp_path / "run" / "history.jsonl").read_text().splitlines())
     assert 1 < done < 12
@@ -102,7 +102,7 @@ def test_ranks_save_and_end_where_their_launcher_is_killed(tmp_path: Path) -> No
         output = launch.output()  # which is complete when the last rank has closed it
         launch.wait_until_none_lives(30)
     assert re.search(r"stopping rank \d of 2 because torchrun has ended", output), output
-    assert re.search(r"stopped after step \d+: SIGTERM came to rank \d", output), output
+    assert re.search(r"stopped after step \d+: SIGTERM was received by rank \d", output), output
     (step,) = re.findall(r"stopped after step (\d+)", output)
     assert (tmp_path / f"step-{int(step):09d}" / "manifest.json").exists()
 

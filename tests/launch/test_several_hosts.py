@@ -167,7 +167,7 @@ def test_launch_ends_if_a_host_dies(two_hosts: list[Host], script: str, tmp_path
         two_hosts[1].kill()
         two_hosts[0].wait_until_none_lives(60)
         output, _ = process.communicate(timeout=10)
-    assert "unitrain: h2 failed first, with exit code 255: the connection to it broke" in output
+    assert "unitrain: h2 failed first, with exit code 255: the connection to the host was lost" in output
     assert process.returncode == 255
 
 
@@ -248,7 +248,7 @@ def test_host_problems_are_reported_before_the_launch(
         ),
         (
             ["-H", "h1:1,h2:1", "-np", "3"], {},
-            "-np asks for 3 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H h1:2",
+            "-np requests 3 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H h1:2",
         ),
         (
             ["-H", "h1:1,h2:1", "--interface", "ib0"], {},

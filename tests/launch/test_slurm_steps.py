@@ -111,7 +111,7 @@ def test_launch_in_several_tasks_is_rejected(
     srun = ["srun", "--nodes=2", "--ntasks=2"]
     done = found[0].run([*srun, *LAUNCH, "-np", "2", str(script), str(tmp_path)], variables)
     assert done.returncode == 2, done.stdout
-    assert "srun has started this command in each of 2 tasks, and each would start its own ranks." in done.stdout
+    assert "srun has started this command in each of 2 tasks, and each task would start all ranks." in done.stdout
     assert not (tmp_path / "0").exists()
     named = found[0].run([*srun, *LAUNCH, "--dry-run", "-np", "2", "-H", "localhost:2", str(script)], variables)
     assert named.returncode == 0, named.stdout

@@ -130,7 +130,7 @@ def test_one_process_has_no_transport() -> None:
     with pytest.raises(ConfigError) as caught:
         unitrain.init("local", transport="gloo")
     assert str(caught.value) == (
-        "Transport 'gloo' was asked for, but backend 'local' is one process and communicates nothing. "
+        "Transport 'gloo' was requested, but backend 'local' is one process and communicates nothing. "
         "Leave transport out, or use --backend ddp."
     )
 

@@ -391,7 +391,7 @@ def test_a_batch_size_is_demanded_and_must_not_contradict() -> None:
         TrainingShard(tensors(4), rank_of(0, 1))
     loader = DataLoader(tensors(4), batch_size=2)
     with pytest.raises(
-        ConfigError, match=r"^A batch size of 3 was asked for, but the DataLoader was built with batch_size=2"
+        ConfigError, match=r"^A batch size of 3 was requested, but the DataLoader was built with batch_size=2"
     ):
         TrainingShard(loader, rank_of(0, 1), batch_size=3)
     assert TrainingShard(loader, rank_of(0, 1), batch_size=2).global_batch_size == 2

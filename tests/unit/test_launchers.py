@@ -100,7 +100,7 @@ def test_launch_spec_rejects_zero_processes_and_more_processes_than_slots() -> N
     with pytest.raises(LaunchError) as caught:
         spec(num_processes=4, hosts=parse_hosts("a:1,b:1"))
     assert str(caught.value) == (
-        "-np asks for 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3"
+        "-np requests 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3"
     )
     with pytest.raises(LaunchError, match=r"but the hosts have 1 slot\. Use -np 1,"):
         spec(num_processes=2, hosts=parse_hosts("a"))
@@ -359,7 +359,7 @@ def test_command_without_a_launcher() -> None:
     with pytest.raises(LaunchError, match=r"^Without a launcher unitrain starts one process on this host"):
         build("none", spec(hosts=parse_hosts("a:1,b:1")))
     with pytest.raises(
-        LaunchError, match=r"^Without a launcher unitrain starts one process on this host, but -np asks for 2\. Use "
+        LaunchError, match=r"^Without a launcher unitrain starts one process on this host, but -np requests 2\. Use "
     ):
         build("none", spec(num_processes=2))
 

@@ -45,8 +45,8 @@ def test_parse_exports_accepts_names_and_values() -> None:
         ),
         (
             "HF_TOKEN=abc",
-            "-x HF_TOKEN=... shows a value that looks secret to everybody who lists the processes of this host. "
-            "Set it first, with: export HF_TOKEN=..., and give its name alone: -x HF_TOKEN",
+            "-x HF_TOKEN=... puts a value that is probably secret on the command line, which all users of this host "
+            "can read. Set it first, with: export HF_TOKEN=..., and give its name alone: -x HF_TOKEN",
         ),
         (
             "RANK=7",

@@ -162,5 +162,5 @@ def test_mpirun_in_an_allocation_uses_the_hosts_of_slurm(folder: Path, monkeypat
     assert "-H" not in command.argv
     assert "plm_rsh_args" not in command.argv  # Slurm starts mpirun's daemons
     assert (command.environment["MASTER_ADDR"], command.environment["MASTER_PORT"]) == ("n1.invalid", "29571")
-    with pytest.raises(LaunchError, match=r"^-np asks for 5 processes, but Slurm job 4071 has 4 tasks\. Use -np 4,"):
+    with pytest.raises(LaunchError, match=r"^-np requests 5 processes, but Slurm job 4071 has 4 tasks\. Use -np 4,"):
         build("mpirun", spec(folder, num_processes=5, backend="ddp"))

@@ -153,7 +153,7 @@ def error_message(folder: Path, **given: object) -> str:
 
 def test_invalid_requests_for_srun_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_message(folder, num_processes=9) == (
-        "-np asks for 9 processes, but Slurm job 1234 has 8 tasks. Use -np 8, or request more from Slurm: --ntasks 9"
+        "-np requests 9 processes, but Slurm job 1234 has 8 tasks. Use -np 8, or request more from Slurm: --ntasks 9"
     )
     assert error_message(folder, num_processes=2, hosts=parse_hosts("a:1,b:1")) == (
         "srun starts ranks on the hosts that Slurm has chosen, but -H names a,b. Leave -H out, and request the hosts "

@@ -702,7 +702,7 @@ def test_split_inverts_join(words: list[str]) -> None:
         ("horovodrun python t.py", "The horovodrun command lacks the number of processes. Add: -np N"),
         (
             "horovodrun -np 4 -H a:1,b:1 python t.py",
-            ("-np asks for 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3"),
+            ("-np requests 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3"),
         ),
         (
             "horovodrun -np 4 -H a:x python t.py",
@@ -803,7 +803,7 @@ def test_invalid_command_lines_are_rejected(line: str, message: str) -> None:
             "HF_TOKEN=abc torchrun t.py",
             "sbatch",
             (
-                "HF_TOKEN=... looks secret and would be written into the script. Leave it out, and set it in "
+                "HF_TOKEN=... is probably secret and would be written into the script. Leave it out, and set it in "
                 "the shell that runs sbatch, which forwards it: export HF_TOKEN=..."
             ),
         ),

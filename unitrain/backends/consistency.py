@@ -134,7 +134,7 @@ class ConsistencyCheck:
     ) -> CheckedArguments | None:
         """Sum a vector over ranks. Return None if the fingerprints differ."""
         size, rank = self._backend.size, self._backend.rank
-        # Only the root knows the number of bytes of its object, so the sum over ranks is that number.
+        # Other ranks pass 0 for the number of bytes of the root's object, so the sum over ranks is that number.
         has_count = call.operation != "broadcast_object" or rank == call.root
         local_header = [*_split_bits(call.fingerprint), *_split_bits(call.count if has_count else 0)]
         values = None if tensor is None or dtype is None else _small_summands(tensor, dtype, call.op)

@@ -46,12 +46,12 @@ class LocalBackend(Backend, SupportsPowerSGD):
         rank_info = options.rank_info
         if rank_info.size > 1:
             raise LauncherMismatchError(
-                f"Backend 'local' is one process, but {rank_info.source} asked for {rank_info.size}. "
+                f"Backend 'local' is one process, but {rank_info.source} started {rank_info.size}. "
                 "Use --backend ddp or --backend horovod, or start it with: python script.py"
             )
         if options.transport not in (None, cls.transport):
             raise ConfigError(
-                f"Transport {options.transport!r} was asked for, but backend {cls.name!r} is one process and "
+                f"Transport {options.transport!r} was requested, but backend {cls.name!r} is one process and "
                 "communicates nothing. Leave transport out, or use --backend ddp."
             )
         if LocalBackend._running:

@@ -38,15 +38,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether elements of `tensor` share memory because it is an expanded view. torch refuses to write to it."""
+    """Return whether elements of `tensor` share memory because it is an expanded view. torch raises an error for writes
+    to it."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Copy `source` into `target`, of the same shape, also if `target` is an expanded view.
 
-    Elements of an expanded view share memory, so torch refuses to write to them. Here each memory location is written
-    once.
+    Elements of an expanded view share memory, so torch raises an error for writes to them. Here each memory location is
+    written once.
     """
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:

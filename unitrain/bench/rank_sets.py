@@ -127,7 +127,7 @@ class RankSetSpec:
 @contextmanager
 def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[RankSet]]:
     """Start a set of ranks for each spec. The ranks are ended when the context is left, also after SIGTERM."""
-    # SIGTERM is handled like Ctrl-C: suspended ranks would not notice that this process has ended.
+    # SIGTERM is handled like Ctrl-C: suspended ranks would continue to exist after this process has ended.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, before)
@@ -160,7 +160,7 @@ def _pin_to_core(backend: Backend) -> tuple[int, RankSetInfo]:
         if backend.size <= len(cores):
             for thread in Path("/proc/self/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {cores[backend.rank]})
-        # A suspended rank could not notice that its parent was killed.
+        # A suspended rank cannot detect that its parent was killed.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getpid(), _info(backend)
 

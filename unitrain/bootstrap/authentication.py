@@ -91,7 +91,7 @@ def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
     if not hmac.compare_digest(received, expected):
         raise AuthenticationError(
             f"The peer of a connection for {role} does not have this job's {environment.JOB_KEY}. Give all ranks the "
-            "same, or find the other program that reaches the job's ports: docs/security.md"
+            "same key, or find the other program that reaches the job's ports: docs/security.md"
         )
     if is_server:
         yield own_signature, 0

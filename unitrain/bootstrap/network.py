@@ -78,7 +78,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at `port` (a free port for 0) on the address of `host`.
+    """Return a socket that listens at `port`, or at a free port if `port` is 0, on the address of `host`.
 
     It listens on all interfaces if `host` is not an address of this machine that other hosts can reach: a name may
     resolve to an address of another machine, as for a Kubernetes service, or to a loopback address, as Debian's

@@ -213,7 +213,7 @@ def load_checkpoint(
             name, found = type(scheduler).__name__, f"{type(error).__name__}: {error}"
             problem = CheckpointError(
                 f"Cannot restore from '{path}': {name}.load_state_dict raised {found} on rank "
-                f"{communicator.rank}. Build the scheduler that wrote it on every rank."
+                f"{communicator.rank}. Use the same scheduler on every rank as the run that wrote it."
             )
             problem.__cause__ = error
     raise_on_all_ranks(communicator, problem)
@@ -232,7 +232,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
         assert found is not None
         files.load_weights(found, model, average)
 
-    on_rank_zero(communicator, f"load the weights of '{path}'", "Build the model that wrote it.", load)
+    on_rank_zero(communicator, f"load the weights of '{path}'", "Use the same model as the run that wrote it.", load)
     with torch.no_grad():
         for module in [model] if average is None else [model, average]:
             for tensor in (*module.parameters(), *module.buffers()):

@@ -229,7 +229,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
     if has_scheduler and (training["scheduler"] is None) != (scheduler is None):
         has, lacks = ("no", "one") if scheduler is not None else ("a", "none")
         raise CheckpointError(
-            f"Checkpoint '{path}' has {has} scheduler and this run has {lacks}. Build the run that wrote it."
+            f"Checkpoint '{path}' has {has} scheduler and this run has {lacks}. Create the Trainer as in the run that "
+            "wrote it."
         )
     try:
         _load_model(model, path / MODEL)
@@ -242,7 +243,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
         found = " ".join(str(error).split())
         raise CheckpointError(
             f"Checkpoint '{path}' does not fit {type(model).__name__} with {type(optimizer).__name__}: {found}. "
-            "Build the model and the optimizer that wrote it."
+            "Use the same model and optimizer as the run that wrote it."
         ) from error
     return training
 
@@ -261,7 +262,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> Non
         found = " ".join(str(error).split())
         raise CheckpointError(
             f"The weights of checkpoint '{path}' do not fit {type(model).__name__}: {found}. "
-            "Build the model that wrote it."
+            "Use the same model as the run that wrote it."
         ) from error
 
 
@@ -302,7 +303,7 @@ def _check_settings(
         ):
             raise CheckpointError(
                 f"Checkpoint '{path}' has no {', '.join(missing)} of a {type(optimizer).__name__}: another optimizer "
-                "wrote it. Build the optimizer that wrote it, or start a new run from the weights: "
+                "wrote it. Use the same optimizer as the run that wrote it, or start a new run from the weights: "
                 f"safetensors.torch.load_model(model, '{path / MODEL}')."
             )
         for name in saved_settings:

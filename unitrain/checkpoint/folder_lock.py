@@ -126,8 +126,8 @@ class FolderLock:
                         return False
                     raise
                 _log.warning(
-                    "The file system of output folder '%s' has no locks (%s), so a second job that writes to it is not "
-                    "detected.",
+                    "The file system of output folder '%s' does not support locks (%s), so a second job that writes "
+                    "to it is not detected.",
                     self._folder,
                     error,
                 )

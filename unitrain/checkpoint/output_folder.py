@@ -108,7 +108,7 @@ def _read(folder: Path) -> dict[str, Any]:
         raise _damaged(folder, str(error)) from None
     batches = read.get("batches", []) if isinstance(read, dict) else None
     if not isinstance(batches, list) or not all(_is_batch_size(batch) for batch in batches):
-        raise _damaged(folder, "it holds something else")
+        raise _damaged(folder, "it has another format")
     return dict(read)
 
 

@@ -34,7 +34,9 @@ _SIZES = "1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB,256MB"
 
 
 @click.command()
-@click.option("-np", "-n", "--num-processes", type=click.IntRange(min=2), metavar="N", help="Ranks. [default: 2]")
+@click.option(
+    "-np", "-n", "--num-processes", type=click.IntRange(min=2), metavar="N", help="Number of ranks. [default: 2]"
+)
 @backends_option
 @click.option("--operations", metavar="NAME,...", default=",".join(OPERATIONS), show_default=True)
 @click.option("--sizes", metavar="SIZE,...", default=_SIZES, show_default=True, help="Array sizes; 1 KB is 1024 bytes.")
@@ -44,7 +46,7 @@ _SIZES = "1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB,256MB"
     type=click.FloatRange(min=0),
     default=60,
     show_default=True,
-    help="Duration; at least 3 rounds.",
+    help="Duration of the measurement, at least 3 rounds.",
 )
 @device_option
 @json_option

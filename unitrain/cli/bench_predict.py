@@ -20,7 +20,9 @@ from unitrain.errors import ConfigError
 
 @click.command()
 @click.argument("measured", required=False, type=click.Path(path_type=Path))
-@click.option("--train", type=click.Path(path_type=Path), metavar="FILE", help="Model: a result of bench train.")
+@click.option(
+    "--train", type=click.Path(path_type=Path), metavar="FILE", help="Take the model from a result of bench train."
+)
 @click.option("--parameters", type=click.FloatRange(min=1), help="Parameters of the model, such as 25.6e6.")
 @click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Step time on one rank.")
 @click.option(
@@ -28,23 +30,31 @@ from unitrain.errors import ConfigError
     type=click.FloatRange(0, 1),
     default=2 / 3,
     show_default="two thirds",
-    help="Share of the step.",
+    help="Share of backward in the step time.",
 )
 @click.option("--bytes-per-parameter", type=click.FloatRange(min=0, min_open=True), default=4, show_default=True)
 @click.option("--bucket-bytes", metavar="SIZE", default="25MB", show_default=True, help="Bucket size of the gradients.")
-@click.option("--latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Instead of MEASURED: latency.")
+@click.option(
+    "--latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Latency of a message, instead of MEASURED."
+)
 @click.option(
     "--bandwidth",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GB/S",
-    help="Instead of MEASURED: bandwidth per rank.",
+    help="Bandwidth per rank, instead of MEASURED.",
 )
-@click.option("--algorithms", metavar="NAME,...", help="[default: ring; with --latency, all]")
+@click.option("--algorithms", metavar="NAME,...", help="Allreduce algorithms. [default: ring; with --latency, all]")
 @click.option("--ranks", metavar="N,...", default="1,2,4,8,16,32,64,128,256,512,1024", show_default=True)
-@click.option("--ranks-per-host", type=click.IntRange(min=1), metavar="N", help="For the hierarchical algorithm.")
-@click.option("--host-latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Inside a host.")
-@click.option("--host-bandwidth", type=click.FloatRange(min=0, min_open=True), metavar="GB/S", help="Inside a host.")
-@click.option("--servers", type=click.IntRange(min=1), default=1, show_default=True, help="Parameter servers.")
+@click.option(
+    "--ranks-per-host", type=click.IntRange(min=1), metavar="N", help="Ranks per host, for the hierarchical algorithm."
+)
+@click.option("--host-latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Latency inside a host.")
+@click.option(
+    "--host-bandwidth", type=click.FloatRange(min=0, min_open=True), metavar="GB/S", help="Bandwidth inside a host."
+)
+@click.option(
+    "--servers", type=click.IntRange(min=1), default=1, show_default=True, help="Number of parameter servers."
+)
 @json_option
 @output_option
 def predict(

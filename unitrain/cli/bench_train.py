@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("target", default="25M")
-@click.option("--ranks", metavar="N,...", default="1,2", show_default=True, help="One rank uses backend local.")
+@click.option(
+    "--ranks", metavar="N,...", default="1,2", show_default=True, help="Numbers of ranks. 1 uses backend local."
+)
 @backends_option
 @click.option(
     "--setting",
@@ -41,9 +43,15 @@ if TYPE_CHECKING:
     help="Also measure these settings of TrainConfig, such as precision=bf16,compression=fp16. Repeatable.",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Batch size per rank. [default: that of TARGET]")
-@click.option("--steps", type=click.IntRange(min=2), help="Steps per turn. [default: depends on TARGET]")
 @click.option(
-    "--seconds", type=click.FloatRange(min=0), default=60, show_default=True, help="Duration; at least 3 rounds."
+    "--steps", type=click.IntRange(min=2), help="Steps per round and set of ranks. [default: depends on TARGET]"
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=60,
+    show_default=True,
+    help="Duration of the measurement, at least 3 rounds.",
 )
 @device_option
 @json_option

@@ -82,9 +82,9 @@ from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_k
 def launch(untuned: bool, is_dry_run: bool, **arguments: object) -> None:
     """Run SCRIPT with its ARGS on several ranks.
 
-    Prints the launcher's command and becomes it, so signals and exit codes are the launcher's. The script receives the
-    backend as UNITRAIN_BACKEND. Every backend runs under every launcher. With --max-restarts, --elastic or --log-dir
-    the command supervises the launcher instead.
+    Prints the launcher's command and replaces itself with the launcher, so signals and exit codes are the launcher's.
+    The script receives the backend as UNITRAIN_BACKEND. Every backend runs under every launcher. With --max-restarts,
+    --elastic or --log-dir the command supervises the launcher instead.
 
     \b
       unitrain launch -np 2 train.py --epochs 3

@@ -31,8 +31,8 @@ _TRAIN_FUNCTION = Path(__file__).parent.parent / "verify" / "train_function.py"
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
-    help="Largest permitted |difference|, relative to values above 1. The distance that training has moved a tensor "
-    "also limits it. [default: 1e-6, with --float64 1e-8]",
+    help="Largest permitted difference: absolute for values up to 1, relative above 1. It is lower for tensors that "
+    "training changes little. [default: 1e-6, with --float64 1e-8]",
 )
 @click.option("--float64", is_flag=True, help="Train in double precision, in which rounding is negligible.")
 @click.option("--cpu", is_flag=True, help="Hide the GPUs.")

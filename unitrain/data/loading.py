@@ -64,7 +64,8 @@ class IndexedSource:
         self.shuffle = shuffle
         self.drop_last: bool = data.drop_last if isinstance(data, DataLoader) else drop_last
         self.length = _length(data)
-        # Seeds the workers when they start, so that augmentations are reproducible; leaves the global generator alone.
+        # Seeds the workers when they start, so that augmentations are reproducible; does not change the global
+        # generator.
         self._generator = torch.Generator()
         self._indices = _Indices()
         # A custom collate_fn may leave out samples.
@@ -263,7 +264,7 @@ def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner:
                 f"batch_size={data.batch_size}" if data.batch_sampler is None or data.batch_size else "a batch_sampler"
             )
             raise ConfigError(
-                f"A batch size of {batch_size} was asked for, but the DataLoader was built with {found}. "
+                f"A batch size of {batch_size} was requested, but the DataLoader was built with {found}. "
                 f"Leave one of them out: with a DataLoader, {owner} does not need {setting}."
             )
         return data.batch_size
@@ -336,9 +337,9 @@ def check_is_dataset(name: str, data: Any) -> None:
         raise DataError(f"{name} must be a dataset or a DataLoader, got {validation.describe_value(data)}. {fix}.")
     if isinstance(data, list | tuple) and data and all(map(_is_batch, data[:8])):
         raise DataError(
-            f"{name} is a {type(data).__name__} of {len(data)} pairs of tensors that look like whole batches: each "
-            "would count as one sample. Give the samples, TensorDataset(inputs, targets); or, where each pair is one "
-            "sample, DataLoader(data, batch_size=32)."
+            f"{name} is a {type(data).__name__} of {len(data)} pairs of tensors that are probably batches, but "
+            "each pair counts as one sample. Use TensorDataset(inputs, targets), which has samples, or, if each pair "
+            "is one sample, DataLoader(data, batch_size=32)."
         )
 
 

@@ -1,4 +1,4 @@
-"""Program of a rank of `unitrain.run`: makes the call that is stored in a folder, and stores its outcome there.
+"""Program of a rank of `unitrain.run`: call the function that is stored in a folder, and store its result there.
 
 A launcher runs `python rank.py FOLDER`.
 """
@@ -17,7 +17,8 @@ from unitrain.functions.call import Call, Outcome  # noqa: E402
 
 
 def main(folder: Path) -> None:
-    """Make the call and store its outcome. Raise its exception, so that unitrain reports it to the other ranks."""
+    """Call the function and store its result or error. Raise the error, so that unitrain reports it to the other
+    ranks."""
     rank = environment.detect().rank
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # the output of several ranks is merged line by line

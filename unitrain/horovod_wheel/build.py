@@ -29,7 +29,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (r"No space left on device", "The disk of the cache is full. Use another: unitrain horovod build --cache-dir DIR"),
     (
         r"Killed|cannot allocate memory|virtual memory exhausted",
-        "Memory ran out. Retry: unitrain horovod build --jobs 1",
+        "The compilers needed more memory than this host has. Retry: unitrain horovod build --jobs 1",
     ),
     (
         r"No matching distribution|Temporary failure in name resolution|Connection refused|ConnectTimeout|ProxyError",

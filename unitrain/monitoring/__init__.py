@@ -2,7 +2,7 @@
 
 monitor             FailureMonitor: waits for collectives, reports timeouts and failures
 watchdog            Watchdog thread: detects failures of other ranks and missed deadlines, and terminates the process
-liveness            LivenessCheck: connections on which rank 0 and the other ranks notice that a process was killed
+liveness            LivenessCheck: connections on which rank 0 and the other ranks detect that a process was killed
 failure_store       first failure, rank statuses and shutdowns, exchanged through the rendezvous store
 flight_recorder     history of this rank's recent collectives and backwards
 rank_status         RankStatus: position and activity of a rank, as data; and its text

@@ -40,7 +40,7 @@ def read_loss(output: LossOutput) -> Loss:
         raise ModelError(f"The loss must be one number, got {found}. {_RETURN}")
     if not (tokens is None or isinstance(tokens, int | float) or (isinstance(tokens, Tensor) and tokens.dim() == 0)):
         found = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
-        raise ModelError(f"What a summed loss is the sum of must be counted by one number, got {found}. {_RETURN}")
+        raise ModelError(f"The number of tokens in a summed loss must be one number, got {found}. {_RETURN}")
     if not value.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")
         raise ModelError(f"The loss must be a floating-point number, got one of dtype {kind}. {_RETURN}")
@@ -51,7 +51,7 @@ def read_loss(output: LossOutput) -> Loss:
         counts_none = count == 0 and value.device.type == "cpu" and bool(value.detach() != 0)
         if isinstance(tokens, bool) or not 0 <= count < math.inf or counts_none:
             raise ModelError(
-                f"What a summed loss is the sum of must be counted by a number from 1 on, or 0 where the sum is 0, got "
+                f"The number of tokens in a summed loss must be at least 1, or 0 if the sum is 0, got "
                 f"{tokens if isinstance(tokens, bool) else f'{count:g}'}. {_RETURN}"
             )
     return Loss(value, tokens)

@@ -18,10 +18,10 @@ _SAME_NOTICE_SECONDS = 3.0
 class PreemptionHandler:
     """Context manager that records the first of `signals` in `received`; a later signal ends the process.
 
-    Signals within three seconds of the first belong to the same notice: a scheduler signals every process of a job, and
-    a launcher forwards the signal to its ranks. A Python signal handler does not run while the main thread is blocked
-    in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals for which the user has installed a handler are
-    not handled. Outside the main thread no signal is handled, because Python does not allow it.
+    Signals within three seconds of the first belong to the same preemption: a scheduler signals every process of a job,
+    and a launcher forwards the signal to its ranks. A Python signal handler does not run while the main thread is
+    blocked in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals for which the user has installed a
+    handler are not handled. Outside the main thread no signal is handled, because Python does not allow it.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:

@@ -77,9 +77,9 @@ class StopCoordinator:
         now = time.perf_counter()
         limit, signalled = self._max_seconds, self._preemption.received
         if limit is not None and now - self._started >= limit:
-            self.request(f"max_seconds={limit:g} are over")
+            self.request(f"the time limit max_seconds={limit:g} was reached")
         if signalled is not None:
-            self.request(f"{signalled} came to rank {self._communicator.rank}")
+            self.request(f"{signalled} was received by rank {self._communicator.rank}")
         before, start_time = self._timing_start or (step, now)
         trained = step > before  # otherwise there is no step to measure
         seconds_per_step = (now - start_time) / (step - before) if trained else 0.0

@@ -12,7 +12,7 @@ from unitrain.report.record import Record
 _MAX_RANKS = 24
 # If the ratio of the highest to the lowest loss exceeds this, the axis is logarithmic.
 _LOGARITHMIC_RATIO = 30
-# Label and color by prefix of a result.
+# Label and color of a result, by the prefix of its name.
 _DATASETS = {"train": ("training", 0), "val": ("validation", 1), "": ("", 2)}
 
 

@@ -42,7 +42,7 @@ def check_not_launched(fix: str) -> None:
     if (pods := environment.max_pods()) > 1:
         # Each pod would train separately.
         raise launchers.LaunchError(
-            f"PET_NNODES={pods} says that this is one of {pods} pods of a job, but ranks would be started in this one "
+            f"PET_NNODES={pods} means that this job has {pods} pods, but this command would start ranks in this pod "
             "only. Start the script with torchrun, which reads it, as in: torchrun train.py"
         )
     rank_info = environment.detect(environment.without_pod_variables())
@@ -56,6 +56,6 @@ def check_started_once(hint: str = "") -> None:
     """Raise LaunchError, with the `hint`, if srun has started this command in each of several tasks."""
     if launchers.is_one_of_several_tasks():
         raise launchers.LaunchError(
-            f"srun has started this command in each of {environment.detect().size} tasks, and each would start its own "
-            f"ranks. Start it once: leave srun out, or use: srun --nodes=1 --ntasks=1.{hint}"
+            f"srun has started this command in each of {environment.detect().size} tasks, and each task would start "
+            f"all ranks. Start it once: leave srun out, or use: srun --nodes=1 --ntasks=1.{hint}"
         )

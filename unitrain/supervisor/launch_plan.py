@@ -113,8 +113,8 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
 
 
 def execute(plan: LaunchPlan) -> NoReturn:
-    """Replace this process by the launcher, or supervise it (restarts, an elastic job, --log-dir) and exit with its
-    exit code.
+    """Replace this process with the launcher, or supervise the launcher (restarts, an elastic job, --log-dir) and exit
+    with its exit code.
 
     Raises LaunchError if a later attempt of a supervised job cannot be started.
     """
@@ -145,7 +145,7 @@ def export_job_key() -> None:
 
 
 def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
-    """Return the launcher and the spec, except the number of ranks and the fields that depend on it."""
+    """Return the launcher and a spec without the number of ranks and the fields that depend on it."""
     hosts = _parse_hosts(request.hosts, request.hostfile)
     backend = request.backend or environment.setting("UNITRAIN_BACKEND")
     if backend is not None:

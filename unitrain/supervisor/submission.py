@@ -65,7 +65,8 @@ def write_submission(request: SubmitRequest) -> Translation:
     timeout_seconds = None if request.time_limit is None else _parse_time(request.time_limit)
     forwarded, values = parse_exports(request.exports)
     if scheduler == "kubernetes":
-        # Pods do not inherit the variables of this shell. Values that look secret come from a Kubernetes secret.
+        # Pods do not inherit the variables of this shell. Values that are probably secret come from a Kubernetes
+        # secret.
         variables = environment.copy()
         inherited = {name: variables.get(name, "") for name in forwarded if name not in values}
         values |= {name: value for name, value in inherited.items() if not is_likely_secret(name, value)}

@@ -283,7 +283,7 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
                 handle.remove()
                 weight = model.get_parameter("0.weight")
                 assert weight.grad is not None
-                assert not weight.grad.isfinite().all(), "nobody would skip the step"
+                assert not weight.grad.isfinite().all(), "no rank would skip the step"
                 model.zero_grad()
             backward(wrapped, backend.rank, step)
             twin.zero_grad()

@@ -187,10 +187,11 @@ class RankGroup:
                 try:
                     answers[number] = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    answers[number] = (False, "ProcessDied", "the process died", "", time.time())
+                    answers[number] = (False, "ProcessDied", "the process has ended", "", time.time())
             failure_deadline = time.monotonic() + _AFTER_FAILURE_SECONDS
             if failure_deadline < deadline and any(not answer[0] for answer in answers.values()):
-                # The other ranks may fail too: wait a while, so that the error contains the message of each rank.
+                # The other ranks may fail too: wait for some seconds, so that the error contains the message of each
+                # rank.
                 deadline = failure_deadline
                 limit = f"{_AFTER_FAILURE_SECONDS:g} s after that failure"
         failures = {number: answer for number, answer in answers.items() if not answer[0]}

@@ -29,7 +29,7 @@ _TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the
 
 @dataclass(frozen=True)
 class Gain:
-    """The gain of some settings: the ratio of the step time without them to that with them, for each pair of runs."""
+    """The speedup by some settings: the step time without them divided by that with them, for each pair of runs."""
 
     ratios: Sequence[float]
 

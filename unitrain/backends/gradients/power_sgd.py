@@ -291,13 +291,13 @@ class PowerSGDCompressor(CompressionState):
             if name not in self._indices:
                 raise CheckpointError(
                     f"The checkpoint has a PowerSGD error of {name!r}, but this model has no such parameter. "
-                    "Build the model that wrote it."
+                    "Use the same model as the run that wrote it."
                 )
             expected = self._shapes.get(name)
             if expected is not None and shape != list(expected):
                 raise CheckpointError(
                     f"The checkpoint has a PowerSGD error of {name!r} with shape {shape}, but this model needs "
-                    f"{list(expected)}. Build the model that wrote it."
+                    f"{list(expected)}. Use the same model as the run that wrote it."
                 )
 
 

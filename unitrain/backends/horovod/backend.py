@@ -48,7 +48,7 @@ class HorovodBackend(ProcessGroupBackend):
         transport = _transport(device)
         if options.transport not in (None, transport):
             raise ConfigError(
-                f"Transport {options.transport!r} was asked for, but Horovod uses {transport!r} here. "
+                f"Transport {options.transport!r} was requested, but Horovod uses {transport!r} here. "
                 "Leave transport out, or list what this Horovod supports with: unitrain horovod check"
             )
         register_backend()
