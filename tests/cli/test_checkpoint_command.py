@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_they_are_listed_with_their_results(run: Path) -> None:
+def test_checkpoints_are_listed_with_their_results(run: Path) -> None:
     done = ckpt("ls", run)
     assert done.exit_code == 0, done.output
     rows = [line.split() for line in done.output.splitlines() if line.strip().startswith("step-")]
@@ -63,7 +63,7 @@ def test_they_are_listed_with_their_results(run: Path) -> None:
     assert last["results"]["val_loss"] == history[-1]["val_loss"]
 
 
-def test_a_damaged_one_is_found(run: Path) -> None:
+def test_damaged_checkpoint_is_reported(run: Path) -> None:
     assert ckpt("verify", run).output == "".join(f"step-{step:09d}  valid\n" for step in (4, 8, 12))
     file = run / "step-000000008" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -74,7 +74,7 @@ def test_a_damaged_one_is_found(run: Path) -> None:
     assert ckpt("verify", run / "step-000000012").exit_code == 0
 
 
-def test_one_is_shown(run: Path) -> None:
+def test_checkpoint_is_shown(run: Path) -> None:
     done = ckpt("show", run)
     assert done.exit_code == 0, done.output
     assert '"checkpoint": "' + str(run / "step-000000012") in done.output
@@ -95,7 +95,7 @@ def test_complex_tensors_are_shown_verified_and_converted(tmp_path: Path) -> Non
         assert all(torch.equal(kept[name], value) for name, value in weights.items())
 
 
-def test_a_folder_without_any_says_so(tmp_path: Path) -> None:
+def test_folder_without_checkpoints_is_reported(tmp_path: Path) -> None:
     for command in ("ls", "show"):
         done = ckpt(command, tmp_path)
         assert done.exit_code == 1
@@ -139,7 +139,7 @@ SOURCES: dict[str, tuple[Any, set[str], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_what_other_programs_wrote_is_gone_on_from(tmp_path: Path, name: str) -> None:
+def test_checkpoints_of_other_programs_are_converted_and_resumed(tmp_path: Path, name: str) -> None:
     content, has, (epoch, step) = SOURCES[name]
     torch.save(content, tmp_path / name)
     strip = ["--strip-prefix", "net."] if name == "lightning.ckpt" else []
@@ -159,7 +159,7 @@ def test_what_other_programs_wrote_is_gone_on_from(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
-def test_a_folder_of_accelerate_is_gone_on_from(tmp_path: Path, weights: str) -> None:
+def test_accelerate_folder_is_converted_and_resumed(tmp_path: Path, weights: str) -> None:
     folder = tmp_path / "checkpoint_0"
     folder.mkdir()
     (save_file if weights.endswith("safetensors") else torch.save)(STATE, folder / weights)
@@ -191,7 +191,7 @@ class Code:
         ),
     ],
 )
-def test_what_cannot_be_converted_is_told(tmp_path: Path, content: Any, found: str) -> None:
+def test_unsupported_checkpoints_are_rejected(tmp_path: Path, content: Any, found: str) -> None:
     torch.save(content, tmp_path / "file.pt")
     done = ckpt("convert", tmp_path / "file.pt", tmp_path / "converted")
     assert done.exit_code == 1
@@ -199,7 +199,7 @@ def test_what_cannot_be_converted_is_told(tmp_path: Path, content: Any, found: s
     assert not (tmp_path / "converted").exists()
 
 
-def test_a_converted_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_converted_model_that_does_not_fit_raises(tmp_path: Path) -> None:
     torch.save({f"net.{name}": value for name, value in STATE.items()}, tmp_path / "file.pt")
     assert "No name in the model begins with 'body.'; the first names are net.0.weight" in (
         ckpt("convert", tmp_path / "file.pt", tmp_path / "no", "--strip-prefix", "body.").output

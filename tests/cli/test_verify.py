@@ -153,7 +153,7 @@ def test_a_learning_rate_scaled_by_one_backend_is_named(script: str, tmp_path: P
     assert "horovod over gloo, 2 ranks differs:\n  the learning rate of step 1 is 0.2 instead of 0.1.\n" in output
 
 
-def test_a_rounding_difference_is_settled_in_float64(script: str, tmp_path: Path) -> None:
+def test_rounding_difference_is_resolved_in_float64(script: str, tmp_path: Path) -> None:
     options = ("--steps", "4", "--backends", "local,ddp", "--tolerance", "1e-12")
     code, output, report = verify(tmp_path, *options, script, "rounding")
     assert code == 0, output

@@ -346,7 +346,9 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_argument_the_value_and_a_fix_are_named_on_every_rank(said: list[dict[str, str]], name: str) -> None:
+def test_invalid_argument_error_names_argument_value_and_fix_on_every_rank(
+    said: list[dict[str, str]], name: str
+) -> None:
     _, found, fix = CASES[name]
     texts = [rank[name] for rank in said]
     assert len(set(texts)) == 1, texts
@@ -356,7 +358,7 @@ def test_the_argument_the_value_and_a_fix_are_named_on_every_rank(said: list[dic
     assert texts[0].endswith("."), texts[0]
 
 
-def test_the_ranks_still_communicate_afterwards(said: list[dict[str, str]]) -> None:
+def test_ranks_communicate_after_an_argument_error(said: list[dict[str, str]]) -> None:
     assert [rank["still works"] for rank in said] == ["True"] * len(said)
 
 
@@ -365,7 +367,7 @@ def samples_as_a_list(backend: Backend) -> float:
     return parts.fit(data=DataLoader(BATCHES[0:1] * 4, batch_size=2), batch_size=None)["train_loss"]
 
 
-def test_a_dataloader_may_hold_a_list() -> None:
+def test_dataloader_accepts_a_list() -> None:
     with RankGroup("local", 1) as group:
         assert group.run(samples_as_a_list)[0] > 0
 
@@ -402,7 +404,7 @@ def test_a_dataloader_may_hold_a_list() -> None:
         ({"device": 1.5}, "unitrain.init(device=...) must be a device such as 'cpu', 'cuda' or 'cuda:0', got 1.5."),
     ],
 )
-def test_what_init_refuses(arguments: dict[str, Any], message: str) -> None:
+def test_init_rejects_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UnitrainError) as caught:
         unitrain.init(**{"backend": "local", **arguments})
     assert str(caught.value).startswith(message)
@@ -422,7 +424,7 @@ def test_what_init_refuses(arguments: dict[str, Any], message: str) -> None:
         ({"timeout_seconds": "20"}, "unitrain.run(timeout_seconds=...) must be a number above 0, got '20'. Use None"),
     ],
 )
-def test_what_run_refuses(arguments: dict[str, Any], message: str) -> None:
+def test_run_rejects_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UnitrainError) as caught:
         unitrain.run(**{"function": print, "np": 1, **arguments})
     assert str(caught.value).startswith(message)
@@ -455,7 +457,7 @@ def calls_after_shutdown(backend: Backend) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("backend", "size"), [("local", 1), ("ddp", 2), ("horovod", 2)])
-def test_calls_after_shutdown_are_refused(backend: str, size: int) -> None:
+def test_calls_after_shutdown_raise(backend: str, size: int) -> None:
     with RankGroup(backend, size) as group:
         for texts in group.run(calls_after_shutdown):
             for name, text in texts.items():
@@ -463,7 +465,7 @@ def test_calls_after_shutdown_are_refused(backend: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["history.jsonl", "steps.jsonl", "run.jsonl"])
-def test_rows_lost_to_a_power_loss_do_not_stop_a_resumed_run(name: str, tmp_path: Path, caplog: Any) -> None:
+def test_resumed_run_tolerates_rows_lost_in_a_power_loss(name: str, tmp_path: Path, caplog: Any) -> None:
     """A file system may leave zeros where rows were being written."""
     with unitrain.init("local") as backend:
         Parts(backend, "").fit(output_dir=tmp_path, log_every_n_steps=1)
@@ -477,7 +479,7 @@ def test_rows_lost_to_a_power_loss_do_not_stop_a_resumed_run(name: str, tmp_path
 
 
 @pytest.mark.parametrize("content", ["[]", "\0\0\0", '{"batches": 5}', '{"batches": [[1]]}', '{"job": "a'])
-def test_a_damaged_mark_of_a_job_is_named(content: str, tmp_path: Path) -> None:
+def test_damaged_job_file_is_named(content: str, tmp_path: Path) -> None:
     with unitrain.init("local") as backend:
         Parts(backend, "").fit(output_dir=tmp_path)
         (tmp_path / ".job").write_text(content)

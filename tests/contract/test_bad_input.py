@@ -205,7 +205,9 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 @pytest.mark.parametrize(("case", "found", "fix"), CASES, ids=[case[0].__name__ for case in CASES])
-def test_the_same_refusal_on_every_rank(group: RankGroup, case, found: str, fix: str, tmp_path: Path) -> None:
+def test_bad_input_raises_the_same_error_on_every_rank(
+    group: RankGroup, case, found: str, fix: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     texts = group.run(refusal, case, str(tmp_path))
     assert texts[0] == texts[1]

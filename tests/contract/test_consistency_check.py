@@ -39,7 +39,7 @@ def as_many_ranks(_: Backend) -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_many_ranks_keep_the_contract(many: RankGroup, case: Callable[[Backend], None]) -> None:
+def test_sum_exchange_satisfies_the_contract(many: RankGroup, case: Callable[[Backend], None]) -> None:
     many.run(case)
 
 
@@ -118,7 +118,7 @@ def test_many_ranks_exchange_one_vector(many: RankGroup) -> None:
         assert told == [sum_over_ranks] * 3 + [[*sum_over_ranks, *data]]
 
 
-def test_the_sum_over_any_number_of_ranks() -> None:
+def test_sum_over_ranks_is_exact_for_any_number_of_ranks() -> None:
     for size in (4, 5):
         with RankGroup("ddp", size) as group:
             group.run(as_many_ranks)
@@ -156,7 +156,7 @@ def other_widths(backend: Backend) -> str:
     raise AssertionError("it went through")
 
 
-def test_many_ranks_name_who_differs(many: RankGroup) -> None:
+def test_sum_exchange_names_the_ranks_that_differ(many: RankGroup) -> None:
     if many.size == 1:
         return
     texts = many.run(other_widths)
@@ -165,7 +165,7 @@ def test_many_ranks_name_who_differs(many: RankGroup) -> None:
     assert "called allreduce(float32 [1], mean) (collective #" in texts[0]
 
 
-def test_fingerprints_are_equal_where_calls_fit() -> None:
+def test_fingerprints_are_equal_if_and_only_if_calls_match() -> None:
     float32 = torch.float32
     one = CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3))
     assert one.fingerprint == CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3)).fingerprint

@@ -74,7 +74,7 @@ def ask_for_a_gpu(backend: Backend, gpus: int, horovod_operations: bool) -> str:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_two_ranks_on_one_gpu_are_refused_on_both(backend: str) -> None:
+def test_two_ranks_on_one_gpu_raise_on_both_ranks(backend: str) -> None:
     with RankGroup(backend, 2) as group:
         told = group.run(ask_for_a_gpu, 1, True)
     assert told[0] == told[1]
@@ -82,7 +82,7 @@ def test_two_ranks_on_one_gpu_are_refused_on_both(backend: str) -> None:
     assert told[0].endswith("' use the same GPU, GPU-0. Start one rank per GPU, or use device='cpu'.")
 
 
-def test_a_horovod_for_the_cpu_is_refused_on_a_gpu() -> None:
+def test_cpu_only_horovod_raises_on_a_gpu() -> None:
     with RankGroup("horovod", 2) as group:
         told = group.run(ask_for_a_gpu, 2, False)
     assert told == [

@@ -108,7 +108,7 @@ def trained(backend: Backend, cases: list[tuple[str, list[int], int]]) -> list[l
     return [train(backend, *case) for case in cases]
 
 
-def test_a_contrastive_loss_trains_as_one_process_with_the_whole_batch(ranks: RankGroup) -> None:
+def test_contrastive_loss_equals_one_process_with_the_global_batch(ranks: RankGroup) -> None:
     cases = [
         (form, counts[ranks.size], micro_steps)
         for form in ("same everywhere", "own samples")
@@ -192,11 +192,11 @@ def mistakes(backend: Backend) -> list[str]:
     return texts
 
 
-def test_the_gradient_is_that_of_the_sum_of_the_ranks_losses(ranks: RankGroup) -> None:
+def test_gradient_is_that_of_the_sum_of_all_losses(ranks: RankGroup) -> None:
     ranks.run(gradients)
 
 
-def test_ranks_that_differ_are_refused_alike(ranks: RankGroup) -> None:
+def test_mismatched_ranks_raise_the_same_error(ranks: RankGroup) -> None:
     if ranks.size > 1:
         told = ranks.run(mistakes)
         assert all(one == told[0] for one in told)

@@ -110,7 +110,7 @@ def test_tensors_are_sent_in_chunks_and_not_pickled(ranks: RankGroup, chunk_byte
     assert told[0][1] < 2000  # the tensors have more than 7,000 bytes
 
 
-def test_the_state_of_adam_becomes_that_of_rank_0(ranks: RankGroup) -> None:
+def test_adam_state_is_set_to_that_of_rank_0(ranks: RankGroup) -> None:
     ranks.run(resume)
 
 

@@ -194,7 +194,7 @@ def _assert_equal(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_torch_on_horovod_gives_what_it_gives_on_gloo(groups, case) -> None:
+def test_collectives_on_horovod_equal_those_on_gloo(groups, case) -> None:
     gloo, horovod = groups
     _assert_equal(horovod.run(case), gloo.run(case))
 
@@ -229,7 +229,7 @@ def a_wait_with_a_limit(backend: Backend) -> tuple[str, list[float]]:
     return said, own.tolist()
 
 
-def test_a_wait_with_a_limit_raises_and_may_be_repeated() -> None:
+def test_wait_with_a_timeout_raises_and_may_be_repeated() -> None:
     with RankGroup("horovod", 2) as group:
         (_, first), (said, second) = group.run(a_wait_with_a_limit)
     assert "is not complete after 0.3 s" in said
@@ -246,7 +246,7 @@ def unsupported(backend: Backend) -> list[str]:
     return texts
 
 
-def test_what_horovod_lacks_is_said(tmp_path) -> None:
+def test_unsupported_operations_raise_unsupported_error(tmp_path) -> None:
     with RankGroup("horovod", 2) as group:
         told = group.run(unsupported)
     assert any("Horovod does not support send and recv. Use backend 'ddp'" in text for text in told[0]), told

@@ -359,7 +359,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_every_dtype_is_reduced_by_every_operation_or_refused(ranks: RankGroup, limit: int) -> None:
+def test_every_dtype_and_operation_is_reduced_or_raises(ranks: RankGroup, limit: int) -> None:
     told = ranks.run(reductions, limit)
     assert all(one == told[0] for one in told)
     text = "\n".join(told[0])
@@ -372,11 +372,11 @@ def test_every_dtype_is_reduced_by_every_operation_or_refused(ranks: RankGroup, 
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_every_layout_is_reduced_and_moved(ranks: RankGroup, limit: int) -> None:
+def test_every_layout_is_reduced_and_transferred(ranks: RankGroup, limit: int) -> None:
     ranks.run(layouts, limit)
 
 
-def test_lazily_conjugated_tensors_are_moved(ranks: RankGroup) -> None:
+def test_lazily_conjugated_tensors_are_transferred(ranks: RankGroup) -> None:
     ranks.run(conjugates)
 
 
@@ -395,6 +395,6 @@ def test_large_tensors_are_sent_in_pieces(ranks: RankGroup) -> None:
         assert exchange == -(-1000 // (250 // size))
 
 
-def test_an_uneven_exchange_that_horovod_cannot_count_is_refused() -> None:
+def test_too_large_uneven_alltoall_raises() -> None:
     with RankGroup("horovod", 2) as group:
         group.run(uneven_exchange_beyond_the_limit)

@@ -62,7 +62,7 @@ def again_and_again(backend: Backend, names: Sequence[str]) -> list[float]:
     ],
     ids=["ddp", "ddp-torchrun", "ddp-horovodrun", "horovod-torchrun", "horovod-horovodrun", "horovod-mpirun"],
 )
-def test_ranks_join_again_after_they_left(backend: str, command: list[str]) -> None:
+def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: list[str]) -> None:
     environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     names = [backend] * 3 if command == MPIRUN else ["horovod", "ddp", backend]  # MPI gives ddp no address
     with RankGroup(backend, 2, command=command, variables=preloaded({}) if command else {}) as group:
@@ -76,7 +76,7 @@ def test_ranks_join_again_after_they_left(backend: str, command: list[str]) -> N
         assert group.run(again_and_again, names) == [[1.0] * 3] * 2
 
 
-def test_one_process_joins_again_after_it_left() -> None:
+def test_local_backend_can_be_started_again_after_shutdown() -> None:
     with unitrain.init("local") as backend:
         assert a_second_beside_the_first(backend) == (
             "This process already has a backend, from an earlier unitrain.init(). "

@@ -63,7 +63,7 @@ TEXT = {
 
 @pytest.mark.parametrize("fault", TEXT)
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_a_fault_of_one_rank_is_a_model_error_on_all(backend: str, fault: str, tmp_path: Path) -> None:
+def test_skipped_backward_on_one_rank_raises_on_all_ranks(backend: str, fault: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     with started_ranks(script, backend, 2, fault) as processes:
@@ -79,7 +79,7 @@ def test_a_fault_of_one_rank_is_a_model_error_on_all(backend: str, fault: str, t
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_ranks_that_use_their_forwards_differently_are_in_step(backend: str, tmp_path: Path) -> None:
+def test_ranks_may_use_forwards_in_different_ways(backend: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     with started_ranks(script, backend, 2, "none") as processes:
@@ -110,7 +110,7 @@ def test_counts_are_compared_at_the_same_backward() -> None:
     assert "before the end of backward #5000, rank 0 had run 4999 optimizer steps and rank 3 had run 5000" in found
 
 
-def test_forwards_may_go_unused_or_be_more_but_not_both() -> None:
+def test_only_additional_and_unused_forwards_together_are_a_difference() -> None:
     for forwards, unused, differs in ((3, 0, False), (2, 1, False), (3, 1, True)):
         store = HashStore()
         first, other = LoopCounters(), LoopCounters()

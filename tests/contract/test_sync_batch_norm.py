@@ -297,16 +297,18 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 @pytest.mark.parametrize(
     "check", [check_layers, check_autocast, check_uses, check_deep, check_stand_in], ids=lambda check: check.__name__
 )
-def test_it_is_batch_norm_on_the_whole_batch(group: RankGroup, check: Callable[[Backend], None]) -> None:
+def test_sync_batch_norm_equals_batch_norm_of_the_global_batch(
+    group: RankGroup, check: Callable[[Backend], None]
+) -> None:
     group.run(check, timeout_seconds=120)
 
 
-def test_a_mistake_is_the_same_error_on_every_rank(group: RankGroup) -> None:
+def test_invalid_use_raises_the_same_error_on_every_rank(group: RankGroup) -> None:
     if group.size > 1:
         group.run(check_errors)
 
 
-def test_a_checkpoint_goes_to_a_plain_model_and_back() -> None:
+def test_state_dict_is_compatible_with_a_plain_model() -> None:
     model, plain = (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(2))
     names = list(model.state_dict())
     unitrain.sync_batch_norm(model, LOCAL)
@@ -317,7 +319,7 @@ def test_a_checkpoint_goes_to_a_plain_model_and_back() -> None:
     assert isinstance(model[1], nn.BatchNorm1d)
 
 
-def test_a_pickled_model_is_alone() -> None:
+def test_unpickled_model_normalizes_over_local_samples() -> None:
     model: Any = unitrain.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(4)), rank_of(0, 2))
     file = io.BytesIO()
     torch.save(model, file)
@@ -344,7 +346,7 @@ class WithActivation(nn.BatchNorm2d):
         ),
     ],
 )
-def test_a_layer_that_cannot_be_synchronised_is_refused(module: nn.Module, message: str) -> None:
+def test_unsupported_layers_are_rejected(module: nn.Module, message: str) -> None:
     model = nn.Sequential()
     model.add_module("norm", module)
     with pytest.raises(ModelError, match=message):

@@ -74,7 +74,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield group
 
 
-def test_saving_evaluating_and_resuming_change_nothing(ranks: RankGroup, tmp_path: Path) -> None:
+def test_training_does_not_depend_on_saving_evaluating_and_resuming(ranks: RankGroup, tmp_path: Path) -> None:
     found = ranks.run(all_runs, str(tmp_path), timeout_seconds=120)[0]
     resumed = found.pop("resumed")
     assert {name: values == found["undisturbed"] for name, values in found.items()} == dict.fromkeys(found, True)
@@ -111,7 +111,7 @@ def train_scaled(backend: Backend) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(("backend", "size"), [("local", 1), ("ddp", 2), ("horovod", 2)])
-def test_a_buffer_that_is_an_expanded_view_becomes_that_of_rank_0(backend: str, size: int) -> None:
+def test_expanded_buffer_is_set_to_that_of_rank_0(backend: str, size: int) -> None:
     with RankGroup(backend, size) as group:
         results = group.run(train_scaled)
     assert all(result == results[0] for result in results)

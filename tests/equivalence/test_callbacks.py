@@ -164,7 +164,7 @@ def test_a_unitrain_error_is_not_wrapped() -> None:
         make(LOCAL, [Refusing()]).fit(data())
 
 
-def test_a_class_instead_of_an_instance_is_refused() -> None:
+def test_class_instead_of_an_instance_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"must be a unitrain\.Callback, got .*EarlyStopping"):
         make(LOCAL, [EarlyStopping])  # the class instead of an instance
 
@@ -224,7 +224,7 @@ def test_a_stop_within_an_epoch_is_reported_once(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.count("stopped after step 1: enough") == 1
 
 
-def test_early_stopping_refuses_invalid_arguments() -> None:
+def test_early_stopping_rejects_invalid_arguments() -> None:
     with pytest.raises(ConfigError, match=r"'val_los' is not a result of this run\. Did you mean 'val_loss'\?"):
         make(LOCAL, [EarlyStopping("val_los")]).fit(data(), data())
     with pytest.raises(ConfigError, match=r"'val_loss' is not a result of this run\..*Available: train_loss"):
@@ -294,7 +294,7 @@ def test_the_profiler_records_the_selected_steps(tmp_path: Path, skip: int, step
     assert events(tmp_path / "profile" / "rank-0.json.gz").count("Optimizer.step#SGD.step") == traced
 
 
-def test_the_profiler_refuses_a_missing_or_invalid_folder(tmp_path: Path) -> None:
+def test_profiler_rejects_a_missing_or_invalid_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'Use Profiler\(folder="runs/profile"\)'):
         make(LOCAL, [Profiler()]).fit(data())
     (tmp_path / "file").touch()

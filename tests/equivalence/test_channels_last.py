@@ -57,7 +57,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-def test_it_computes_the_same_in_that_layout(group: RankGroup, tmp_path: Path) -> None:
+def test_channels_last_gives_the_same_results(group: RankGroup, tmp_path: Path) -> None:
     expected, layouts, last = train(LOCAL, {})
     assert (layouts, last) == ({False}, False)
     settings = {"channels_last": True, "output_dir": str(tmp_path), "resume": True}
@@ -70,7 +70,7 @@ def test_it_computes_the_same_in_that_layout(group: RankGroup, tmp_path: Path) -
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
 
 
-def test_only_images_are_laid_out_anew() -> None:
+def test_only_4d_tensors_are_converted_to_channels_last() -> None:
     found: list[Any] = []
 
     class Keep(nn.Module):

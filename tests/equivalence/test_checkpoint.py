@@ -76,7 +76,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
+def test_resumed_run_is_bit_equal_to_uninterrupted(tmp_path: Path, optimizer: str) -> None:
     whole = trainer(None, optimizer, max_epochs=4)
     results = whole.fit(samples(), samples(9))
     trainer(tmp_path, optimizer, max_epochs=2).fit(samples(), samples(9))
@@ -88,7 +88,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, opti
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_run_of_steps_that_stops_within_an_epoch_resumes_there(tmp_path: Path) -> None:
+def test_run_limited_by_steps_resumes_within_an_epoch(tmp_path: Path) -> None:
     whole = trainer(None, max_steps=16)
     whole.fit(samples())
     trainer(tmp_path, max_steps=8).fit(samples())  # an epoch has 6 steps
@@ -107,7 +107,7 @@ def test_a_run_of_steps_that_stops_within_an_epoch_resumes_there(tmp_path: Path)
     ],
     ids=["longer", "shorter", "in order"],
 )
-def test_within_an_epoch_only_the_same_order_goes_on(tmp_path: Path, data: Any, found: str) -> None:
+def test_resuming_within_an_epoch_requires_the_same_order(tmp_path: Path, data: Any, found: str) -> None:
     trainer(tmp_path / "within", max_steps=8).fit(samples())
     with pytest.raises(
         CheckpointError,
@@ -120,7 +120,7 @@ def test_within_an_epoch_only_the_same_order_goes_on(tmp_path: Path, data: Any, 
 
 @pytest.mark.parametrize("scheduler", [StepLR, ReduceLROnPlateau])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_cursor_past_the_end_of_the_epoch_is_at_its_end(tmp_path: Path, scheduler: Any) -> None:
+def test_position_beyond_the_epoch_resumes_at_its_end(tmp_path: Path, scheduler: Any) -> None:
     def run(batch_size: int, steps: int) -> tuple[Trainer, dict[str, float]]:
         def make(optimizer: torch.optim.Optimizer) -> Any:
             return StepLR(optimizer, 1) if scheduler is StepLR else ReduceLROnPlateau(optimizer, patience=5)
@@ -139,14 +139,14 @@ def test_a_cursor_past_the_end_of_the_epoch_is_at_its_end(tmp_path: Path, schedu
     ]  # fmt: skip
 
 
-def test_resume_starts_from_the_beginning_where_there_is_nothing(tmp_path: Path) -> None:
+def test_resume_starts_a_new_run_without_checkpoints(tmp_path: Path) -> None:
     fresh, first = trainer(None, max_epochs=1), trainer(tmp_path / "new", max_epochs=1, resume=True)
     fresh.fit(samples())
     first.fit(samples())
     assert_same(state(fresh), state(first))
 
 
-def test_a_finished_run_resumed_has_nothing_to_do_but_evaluate(tmp_path: Path) -> None:
+def test_resumed_finished_run_only_evaluates(tmp_path: Path) -> None:
     done = trainer(tmp_path, max_epochs=1)
     results = done.fit(samples(), samples(9))
     again = trainer(tmp_path, max_epochs=1, resume=True)
@@ -154,7 +154,7 @@ def test_a_finished_run_resumed_has_nothing_to_do_but_evaluate(tmp_path: Path) -
     assert_same(state(done), state(again))
 
 
-def test_a_checkpoint_can_be_named_and_goes_on_elsewhere(tmp_path: Path) -> None:
+def test_named_checkpoint_resumes_in_another_folder(tmp_path: Path) -> None:
     trainer(tmp_path / "a", max_epochs=2).fit(samples())
     whole = trainer(tmp_path / "b", max_epochs=3)
     whole.fit(samples())
@@ -168,7 +168,7 @@ def test_a_checkpoint_can_be_named_and_goes_on_elsewhere(tmp_path: Path) -> None
         trainer(None, max_epochs=1, resume=tmp_path / "nowhere")
 
 
-def test_it_is_read_without_unitrain(tmp_path: Path) -> None:
+def test_checkpoint_is_readable_without_unitrain(tmp_path: Path) -> None:
     done = trainer(tmp_path, max_epochs=1)
     done.fit(samples())
     (folder,) = tmp_path.glob("step-*")
@@ -182,7 +182,7 @@ def test_it_is_read_without_unitrain(tmp_path: Path) -> None:
     assert manifest["files"]["training.pt"]["bytes"] == (folder / "training.pt").stat().st_size
 
 
-def test_tied_and_strided_parameters_survive(tmp_path: Path) -> None:
+def test_tied_and_strided_parameters_are_restored(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -308,7 +308,7 @@ def scheduled(output: Path, scheduler: Any, **settings: Any) -> Trainer:
     return Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=LOCAL, config=config, scheduler=made)
 
 
-def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path) -> None:
+def test_numpy_numbers_are_restored_as_python_numbers(tmp_path: Path) -> None:
     def cosine(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 30)))
 
@@ -340,14 +340,14 @@ def test_numbers_of_numpy_come_back_as_numbers(tmp_path: Path) -> None:
     ],
     ids=["array", "path", "key", "lambda", "frozenset", "longdouble"],
 )
-def test_what_would_not_load_back_is_named_when_it_is_written(tmp_path: Path, extra: Any, found: str) -> None:
+def test_unloadable_state_is_named_when_it_is_saved(tmp_path: Path, extra: Any, found: str) -> None:
     run = scheduled(tmp_path, lambda optimizer: Fixed(optimizer, extra), max_epochs=1)
     with pytest.raises(CheckpointError, match=rf"^{found}, which would not load safely.*Keep tensors, numb"):
         run.fit(samples())
     assert list(tmp_path.glob("*step-*")) == []
 
 
-def test_state_that_torch_loads_safely_is_written_as_it_is(tmp_path: Path) -> None:
+def test_safely_loadable_state_is_saved_unchanged(tmp_path: Path) -> None:
     given = {
         "parameter": nn.Parameter(torch.ones(2)), "size": torch.Size([2, 3]), "dtype": torch.float16, "set": {1, 2},
         "device": torch.device("cpu"), "ordered": OrderedDict(a=1), "bytes": b"\xff", "many": Counter("aab"),
@@ -387,7 +387,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_a_damaged_newest_falls_back_and_is_replaced(
+def test_damaged_newest_checkpoint_is_skipped_and_replaced(
     tmp_path: Path, damage: Any, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = trainer(tmp_path, max_epochs=2)
@@ -404,7 +404,7 @@ def test_a_damaged_newest_falls_back_and_is_replaced(
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Path) -> None:
+def test_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) -> None:
     trainer(tmp_path, max_epochs=2, checkpoint_every_steps=2).fit(samples())
     (tmp_path / "step-000000012").rename(tmp_path / "aside")
     (tmp_path / "step-000000004").rename(tmp_path / "step-000000012")
@@ -414,7 +414,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Pa
     assert files.damage(tmp_path / "aside") is None  # as one may be copied
 
 
-def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+def test_newer_format_raises_and_is_not_skipped(tmp_path: Path) -> None:
     trainer(tmp_path, max_epochs=2).fit(samples())
     newest = tmp_path / "step-000000012"
     (newest / "manifest.json").write_text(json.dumps({"format": 2, "shards": []}))
@@ -438,21 +438,21 @@ def failure_on_rank_zero(backend: Backend) -> tuple[str, str]:
     return "", ""
 
 
-def test_a_failure_of_rank_0_is_told_on_all_and_keeps_its_cause_there() -> None:
+def test_failure_of_rank_0_raises_on_all_ranks_with_its_cause_on_rank_0() -> None:
     first, second = run_ranks(failure_on_rank_zero, size=2, backend="ddp")
     assert first == ("Cannot write it: OSError: no room. Make room.", "OSError('no room')")
     assert second == ("Cannot write it: OSError: no room. Make room.", "None")
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_a_run_does_not_start_over_when_all_are_damaged(tmp_path: Path, damage: Any, message: str) -> None:
+def test_run_raises_if_all_checkpoints_are_damaged(tmp_path: Path, damage: Any, message: str) -> None:
     trainer(tmp_path, max_epochs=1).fit(samples())
     damage(tmp_path / "step-000000006")
     with pytest.raises(CheckpointError, match=rf"^None of the 1 checkpoints in .* is valid; in the newest, {message}"):
         trainer(tmp_path, max_epochs=1, resume=True)
 
 
-def test_another_model_optimizer_scheduler_or_seed_does_not_fit(tmp_path: Path) -> None:
+def test_resuming_with_another_model_optimizer_scheduler_or_seed_raises(tmp_path: Path) -> None:
     trainer(tmp_path, max_epochs=1).fit(samples())
     config = TrainConfig(max_epochs=2, batch_size=4, resume=tmp_path, progress="off")
 
@@ -483,7 +483,7 @@ def test_another_model_optimizer_scheduler_or_seed_does_not_fit(tmp_path: Path) 
         trainer(None, max_epochs=2, resume=tmp_path, seed=7)
 
 
-def test_another_runs_folder_is_not_written_to(tmp_path: Path) -> None:
+def test_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
     trainer(tmp_path, max_epochs=1).fit(samples())
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(
@@ -493,13 +493,13 @@ def test_another_runs_folder_is_not_written_to(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
+def test_unwritable_folder_raises_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"^Cannot write to output folder '.*/file/run': .*Not a directory"):
         trainer(tmp_path / "file" / "run", max_epochs=1)
 
 
-def test_a_failed_write_is_an_error_and_leaves_the_older_one(tmp_path: Path) -> None:
+def test_failed_write_raises_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     model = nn.Linear(200, 200)
     save(tmp_path, 1, model, {"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -555,7 +555,7 @@ print(len(written) >= 5, unfinished >= 3)
 """
 
 
-def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+def test_kill_at_any_moment_leaves_complete_checkpoints_only(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", KILLED_WHILE_WRITING, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
@@ -565,7 +565,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
-def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(tmp_path: Path) -> None:
+def test_checkpoints_are_written_at_the_requested_interval_and_at_the_end(tmp_path: Path) -> None:
     trainer(tmp_path, max_epochs=5, checkpoint_every_epochs=2).fit(samples())
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{step:09d}" for step in (12, 24, 30)]
     shutil.rmtree(tmp_path / "step-000000030")
@@ -619,7 +619,7 @@ def test_every_rank_restores_a_scheduler_that_changes_the_state_it_loads(tmp_pat
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_the_history_forgets_a_run_that_left_no_checkpoint(tmp_path: Path, resume: bool) -> None:
+def test_history_removes_rows_of_a_run_without_checkpoint(tmp_path: Path, resume: bool) -> None:
     trainer(tmp_path, max_epochs=3, checkpoint_every_epochs=3).fit(samples())
     shutil.rmtree(tmp_path / "step-000000018")  # as if it had died in the second epoch, or the third
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3]

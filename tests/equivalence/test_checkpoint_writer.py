@@ -57,7 +57,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
-def test_a_copy_in_host_memory_is_apart_and_keeps_what_is_shared() -> None:
+def test_host_copy_is_independent_and_keeps_shared_memory() -> None:
     weight = torch.arange(12.0).reshape(3, 4)
     large = torch.zeros(10_000)
     state = {"a": weight, "tied": weight, "row": [weight[1], 3], "t": (weight.t(), None), "view": large[5:7]}
@@ -74,7 +74,7 @@ def test_a_copy_in_host_memory_is_apart_and_keeps_what_is_shared() -> None:
     assert copy["t"][1] is None
 
 
-def test_containers_keep_their_types_in_a_copy() -> None:
+def test_host_copy_keeps_container_types() -> None:
     tensor = torch.ones(2)
     state = {
         "counter": Counter({2: 1, 5: 3}), "ordered": OrderedDict(b=tensor, a=1), "tuple": (tensor, [tensor, {1: "x"}]),
@@ -112,7 +112,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-def test_every_scheduler_of_torch_is_tested() -> None:
+def test_parametrization_covers_every_torch_scheduler() -> None:
     public = {
         name
         for name, value in vars(schedulers).items()
@@ -124,7 +124,7 @@ def test_every_scheduler_of_torch_is_tested() -> None:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:To get the last learning rate")
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_of_torch_goes_on_after_a_resume(tmp_path: Path, name: str, asynchronous: bool) -> None:
+def test_every_torch_scheduler_continues_after_a_resume(tmp_path: Path, name: str, asynchronous: bool) -> None:
     def run(epochs: int, output: Path | None) -> list[float]:
         rates: list[float] = []
 
@@ -177,7 +177,7 @@ class Remembers(Callback):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_state_of_a_callback_is_that_of_the_step_and_comes_back(
+def test_callback_state_is_saved_at_the_step_and_restored(
     tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = files.write
@@ -212,7 +212,7 @@ def test_state_of_a_callback_is_that_of_the_step_and_comes_back(
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_state_that_cannot_be_kept_is_refused_by_name(tmp_path: Path, asynchronous: bool) -> None:
+def test_unsupported_callback_state_is_rejected_by_name(tmp_path: Path, asynchronous: bool) -> None:
     class Groups(Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"groups": defaultdict(list, a=[1])}
@@ -244,7 +244,7 @@ class Gate:
         self._write(*arguments)
 
 
-def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     writer = CheckpointWriter(tmp_path, LOCAL, Retention(None), asynchronous=True)
     model = nn.Linear(4, 4)
@@ -266,7 +266,7 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_fit_ends_when_the_last_is_written(tmp_path: Path, asynchronous: bool) -> None:
+def test_fit_returns_after_the_last_checkpoint_is_written(tmp_path: Path, asynchronous: bool) -> None:
     trainer(LOCAL, tmp_path, max_epochs=2, async_checkpoints=asynchronous).fit(data())
     assert steps(tmp_path) == [4, 8]
     assert [files.damage(path) for path in files.candidates(tmp_path)] == [None, None]
@@ -286,7 +286,7 @@ def test_checkpoints_within_an_epoch_resume_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(parameters(resumed), parameters(whole))
 
 
-def test_one_at_the_end_of_an_epoch_has_its_results(tmp_path: Path) -> None:
+def test_checkpoint_at_the_end_of_an_epoch_has_its_results(tmp_path: Path) -> None:
     trainer(LOCAL, tmp_path, max_epochs=1, checkpoint_every_steps=2).fit(data(), data())
     manifest = files.read_manifest(files.checkpoint_path(tmp_path, 4))
     assert set(manifest["results"]) == {"train_loss", "val_loss"}
@@ -313,20 +313,22 @@ def scripted(values: list[float]) -> dict[str, Any]:
         ({"keep_last": 2, "keep_every": 4, "keep_best": "val_score"}, [12, 16, 20, 24]),
     ],
 )
-def test_which_are_kept(tmp_path: Path, settings: dict[str, Any], kept: list[int]) -> None:
+def test_retention_keeps_last_periodic_and_best_checkpoints(
+    tmp_path: Path, settings: dict[str, Any], kept: list[int]
+) -> None:
     metrics = scripted([3.0, 2.0, 1.0, 5.0, math.nan, 4.0])
     trainer(LOCAL, tmp_path, max_epochs=6, metrics=metrics, eval_batch_size=48, **settings).fit(data(), data())
     assert steps(tmp_path) == kept
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_damaged_one_does_not_push_out_a_sound_one(tmp_path: Path) -> None:
+def test_damaged_checkpoint_does_not_replace_a_valid_one(tmp_path: Path) -> None:
     trainer(LOCAL, tmp_path, max_epochs=2).fit(data())
     (files.checkpoint_path(tmp_path, 8) / files.MANIFEST).unlink()
     assert Retention(1).obsolete(files.checkpoint_path(tmp_path, 8)) == []
 
 
-def test_damaged_ones_that_the_run_was_resumed_before_do_not_push_out_what_it_writes(tmp_path: Path) -> None:
+def test_damaged_later_checkpoints_do_not_replace_new_ones(tmp_path: Path) -> None:
     trainer(LOCAL, tmp_path, max_epochs=3).fit(data())
     for step in (8, 12):
         (files.checkpoint_path(tmp_path, step) / files.TRAINING).write_bytes(b"")
@@ -336,7 +338,7 @@ def test_damaged_ones_that_the_run_was_resumed_before_do_not_push_out_what_it_wr
     assert trainer(LOCAL, tmp_path, max_epochs=3, resume="auto").progress.step == 6
 
 
-def test_what_is_kept_beside_all_is_refused() -> None:
+def test_keep_every_with_keep_all_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"keep_best='val_loss' keeps .* keep_last=None all are kept\. Use .*=3"):
         TrainConfig(max_epochs=1, output_dir="runs/first", keep_last=None, keep_best="val_loss")
     with pytest.raises(ConfigError, match=r"TrainConfig\.keep_last must be at least 1, got 0"):
@@ -368,7 +370,7 @@ def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_on_ranks_a_slow_disk_is_waited_for_and_a_full_one_is_told(tmp_path: Path, backend: str) -> None:
+def test_ranks_wait_for_a_slow_disk_and_report_a_full_disk(tmp_path: Path, backend: str) -> None:
     with RankGroup(backend, 2, backend_timeout_seconds=3) as group:
         ranks = group.run(on_ranks, str(tmp_path), timeout_seconds=100)
     assert steps(tmp_path / "slow") == [4]

@@ -53,7 +53,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-def test_it_computes_the_same_and_compiles_few_times(group: RankGroup, tmp_path: Path) -> None:
+def test_compiled_training_equals_eager_with_few_compilations(group: RankGroup, tmp_path: Path) -> None:
     expected, loss, graphs = train(LOCAL, {})
     assert graphs == 0
     for number, (settings, by_user) in enumerate(

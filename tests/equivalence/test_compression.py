@@ -133,7 +133,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_loops_equal_one_process_with_all_gradients(ran: Ran, case: str) -> None:
+def test_compressed_loops_equal_one_process_with_all_gradients(ran: Ran, case: str) -> None:
     dtype, compression = LOOPS[case]
     untrained = vector(network(dtype))
     for size in (1, 2, 3):
@@ -145,7 +145,7 @@ def test_loops_equal_one_process_with_all_gradients(ran: Ran, case: str) -> None
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_backends_and_ranks_agree(ran: Ran, case: str) -> None:
+def test_backends_and_ranks_are_bit_equal(ran: Ran, case: str) -> None:
     """Half precision is bit-equal at every size; sums of three are added up in the order of a ring otherwise."""
     dtype, compression = LOOPS[case]
     for size in (2, 3):
@@ -157,7 +157,7 @@ def test_backends_and_ranks_agree(ran: Ran, case: str) -> None:
         assert all(torch.equal(result["loops"][case][0], results[0]["loops"][case][0]) for result in results)
 
 
-def test_the_loops_are_different_runs_in_several_buckets(ran: Ran) -> None:
+def test_compared_loops_differ_and_use_several_buckets(ran: Ran) -> None:
     runs = ran[1][0]["loops"]
     assert all(buckets > 1 for _, buckets in runs.values())
     for one, other in itertools.combinations(LOOPS, 2):
@@ -196,7 +196,7 @@ def against_torch(backend: Backend) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
-def test_it_is_what_torchs_own_hook_computes(ran: Ran) -> None:
+def test_powersgd_equals_the_comm_hook_of_torch(ran: Ran) -> None:
     for (backend, _), results in of_size(ran, 2):
         for own, theirs in (result["against torch"] for result in results):
             torch.testing.assert_close(own, theirs, rtol=0, atol=1e-9, msg=backend)
@@ -298,7 +298,7 @@ def fit_all(backend: Backend) -> dict[str, Tensor]:
     return {variant: fit(backend, variant) for variant in VARIANTS}
 
 
-def test_low_rank_runs_equal_one_rank_with_the_whole_batch(ran: Ran) -> None:
+def test_powersgd_equals_one_rank_with_the_global_batch(ran: Ran) -> None:
     alone = ran[0][0]["fits"]
     for variant, expected in alone.items():
         assert expected.isfinite().all()
@@ -319,7 +319,7 @@ class Gradients(Callback):
         self.kept.append(trainer.backend.unwrap(trainer.model)[0].weight.grad.clone())
 
 
-def test_what_is_owed_keeps_its_worth_while_the_number_of_tokens_changes() -> None:
+def test_error_feedback_keeps_its_scale_if_the_number_of_tokens_changes() -> None:
     sent = Gradients()
     settings = {"loss_fn": summed, "lr": 0.0, "shuffle": False, "max_steps": 4, "batch_size": ROWS}
     run = trainer(LOCAL, PowerSGD(rank=1, start_step=0), callbacks=[sent], **settings)
@@ -340,7 +340,7 @@ def test_what_is_owed_keeps_its_worth_while_the_number_of_tokens_changes() -> No
     torch.testing.assert_close(found, owed, rtol=1e-9, atol=1e-9)
 
 
-def test_the_loss_scale_is_followed() -> None:
+def test_error_feedback_follows_the_loss_scale() -> None:
     run = trainer(LOCAL, LOW_RANK, torch.float32, precision="fp16", callbacks=[Overflow(4)], max_steps=8)
     run.fit(data(torch.float32))
     scale = LOCAL.compression_state(run.model).loss_scale()
@@ -365,14 +365,14 @@ def run_to(backend: Backend, folder: Path, steps: int, compression: Compression,
     return vector(run.backend.unwrap(run.model))
 
 
-def test_a_run_that_goes_on_with_as_many_ranks_is_bit_equal(ran: Ran) -> None:
+def test_resume_on_the_same_number_of_ranks_is_bit_equal(ran: Ran) -> None:
     """With another loss scale than it began with, too."""
     whole = ran[1][0]["routes"]["whole"]
     for result in ran[4]:
         assert torch.equal(result["routes"]["ddp to horovod"], whole)
 
 
-def test_a_run_that_goes_on_with_other_ranks_owes_the_same(ran: Ran, folder: Path) -> None:
+def test_resume_on_another_number_of_ranks_keeps_the_mean_error(ran: Ran, folder: Path) -> None:
     expected = ran[0][0]["routes"]["one rank"]
     for name, last in (("2 to 3 ranks to one", 5), ("one to 3 ranks to 2", 4), ("horovod to ddp", 3)):
         for result in ran[last]:
@@ -383,7 +383,7 @@ def test_a_run_that_goes_on_with_other_ranks_owes_the_same(ran: Ran, folder: Pat
     assert not torch.allclose(*memory["errors"]["0.weight"]), "every rank has its own"
 
 
-def test_without_its_memory_a_run_would_end_elsewhere(ran: Ran, tmp_path: Path) -> None:
+def test_resume_without_compression_state_gives_other_parameters(ran: Ran, tmp_path: Path) -> None:
     run_to(LOCAL, tmp_path, 7, LOW_RANK, "accumulated")
     forgotten = trainer(
         LOCAL, LOW_RANK, max_steps=STEPS, output_dir=tmp_path, resume=True, gradient_accumulation_steps=2
@@ -394,7 +394,7 @@ def test_without_its_memory_a_run_would_end_elsewhere(ran: Ran, tmp_path: Path) 
     assert (vector(forgotten.model) - ran[0][0]["routes"]["one rank"]).abs().max() > 1e-4
 
 
-def test_a_checkpoint_without_a_memory_begins_a_new_one(tmp_path: Path) -> None:
+def test_checkpoint_without_compression_state_starts_a_new_state(tmp_path: Path) -> None:
     choices: list[Compression] = ["none", LOW_RANK, PowerSGD(rank=4, start_step=2), "bf16"]
     for number, compression in enumerate(choices, 1):
         run_to(LOCAL, tmp_path, 3 * number, compression, "accumulated")
@@ -467,7 +467,7 @@ def ran(folder: Path) -> Ran:
         ({"error_feedback": None}, "error_feedback must be True or False"),
     ],
 )
-def test_settings_that_cannot_be_meant(settings: dict[str, Any], told: str) -> None:
+def test_invalid_compression_settings_are_rejected(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         PowerSGD(**settings)
 
@@ -483,6 +483,6 @@ class Refusing(LocalBackend):
         return super().distributed_model(model, find_unused_parameters=find_unused_parameters)
 
 
-def test_a_backend_may_refuse() -> None:
+def test_backend_without_compression_raises_unsupported_error() -> None:
     with pytest.raises(UnsupportedError, match="does not compress, got compression 'powersgd'"):
         trainer(Refusing(torch.device("cpu")), "powersgd")

@@ -76,7 +76,7 @@ def trained(backend: Backend) -> list[dict[str, Tensor]]:
     return [train_it(backend).state_dict() for train_it in (original, own_loop, with_trainer)]
 
 
-def test_a_port_with_batch_norm_reproduces_its_original(group: RankGroup) -> None:
+def test_port_with_batch_norm_reproduces_the_original_script(group: RankGroup) -> None:
     for rank, (expected, *ports) in enumerate(group.run(trained)):
         for port in ports:
             for name, wanted in expected.items():

@@ -107,7 +107,7 @@ def runs(request: pytest.FixtureRequest) -> Iterator[tuple[list[dict], list[dict
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_equals_one_process_with_the_whole_batch(alone, runs, case) -> None:
+def test_training_equals_one_process_with_the_global_batch(alone, runs, case) -> None:
     _, tolerance = OPTIMIZERS[case[0]]
     first, _ = runs
     assert largest_difference(first[0][case], alone[case]) <= tolerance
@@ -122,7 +122,7 @@ def test_ranks_and_reruns_are_bit_equal(runs, case) -> None:
             assert largest_difference(run[case], first[0][case]) == 0.0
 
 
-def test_the_variants_are_different_runs(alone) -> None:
+def test_compared_variants_are_different_runs(alone) -> None:
     """Guards the tests above against comparing runs in which a variant had no effect."""
     for optimizer in OPTIMIZERS:
         plain = alone[optimizer, "plain"]

@@ -55,7 +55,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-def test_it_equals_one_process(group: RankGroup) -> None:
+def test_fine_tuning_equals_one_process(group: RankGroup) -> None:
     expected, changed = train(LOCAL)
     assert all(changed)
     for parameters, _ in group.run(train):

@@ -88,7 +88,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_it_equals_the_optimizer_that_is_not_fused(runs: list[Any], case: tuple[str, str]) -> None:
+def test_fused_optimizer_equals_the_unfused_one(runs: list[Any], case: tuple[str, str]) -> None:
     kind, variant = case
     alone, steps = train(LOCAL, kind, VARIANTS[variant], foreach=False, fused=False)
     fp16 = "precision" in VARIANTS[variant]

@@ -27,7 +27,7 @@ def ranks() -> Iterator[runner.Pool]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", known.CASES)
-def test_a_defect_that_was_found_before_stays_fixed(ranks: runner.Pool, name: str) -> None:
+def test_known_defects_stay_fixed(ranks: runner.Pool, name: str) -> None:
     assert runner.failures(known.CASES[name], ranks) == []
 
 
@@ -56,7 +56,7 @@ def test_random_runs_equal_plain_torch(ranks: runner.Pool, first: int) -> None:
         ({"metrics": ["each"]}, "val_each"),
     ],
 )
-def test_a_difference_is_found(
+def test_fuzzer_detects_a_difference(
     ranks: runner.Pool, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, object], symptom: str
 ) -> None:
     """The oracle is given another case than the ranks, and must disagree with them."""
@@ -68,7 +68,7 @@ def test_a_difference_is_found(
     assert any(symptom in text for text in found), found
 
 
-def test_cases_are_a_function_of_the_seed_and_survive_being_printed() -> None:
+def test_cases_depend_only_on_the_seed_and_can_be_parsed_from_their_text() -> None:
     drawn = [cases.draw(seed) for seed in range(300)]
     assert drawn == [cases.draw(seed) for seed in range(300)]
     assert {case["kind"] for case in drawn} == {"trainer", "loop", "collective"}

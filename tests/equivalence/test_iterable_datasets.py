@@ -245,7 +245,7 @@ def drawing_collate(items: list[tuple[int, Tensor]]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("workers", "accumulate", "persistent"), [(0, 1, False), (0, 2, False), (2, 1, False), (2, 2, True)]
 )
-def test_each_item_of_a_shared_stream_is_taken_once_in_the_step_of_one_process(
+def test_each_item_of_a_shared_stream_is_used_once_in_the_step_of_one_process(
     group: RankGroup, workers: int, accumulate: int, persistent: bool
 ) -> None:
     alone = shared_steps(LOCAL, 0, 1, False)
@@ -269,7 +269,9 @@ def train_shared(backend: Backend, workers: int, settings: dict[str, Any]) -> tu
 
 
 @pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (2, 2)])
-def test_a_shared_stream_trains_and_evaluates_as_one_process(group: RankGroup, workers: int, accumulate: int) -> None:
+def test_shared_stream_equals_one_process_in_training_and_evaluation(
+    group: RankGroup, workers: int, accumulate: int
+) -> None:
     settings = {"gradient_accumulation_steps": accumulate, "max_epochs": 4}
     steps = [step for epoch in steps_of(LOCAL, Shuffled(62), {"batch_size": 12}, range(4)) for step, _ in epoch]  # type: ignore[arg-type]
     expected = by_hand(steps)
@@ -288,7 +290,7 @@ def dropping(backend: Backend, uneven: str) -> list[list[Any]]:
     return steps_of(backend, loader, {"uneven": uneven}, (0,))
 
 
-def test_dropping_the_last_batch_of_a_shared_stream_means_the_global_one(group: RankGroup) -> None:
+def test_drop_last_of_a_shared_stream_drops_an_incomplete_global_batch(group: RankGroup) -> None:
     for (steps,) in group.run(dropping, "weight"):
         assert [total for _, total in steps] == [12] * 5
 
@@ -303,7 +305,7 @@ def episodes(backend: Backend, workers: int, persistent: bool) -> list[list[Any]
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_own_streams_have_random_numbers_of_their_own(group: RankGroup, workers: int, persistent: bool) -> None:
+def test_own_streams_have_different_random_numbers(group: RankGroup, workers: int, persistent: bool) -> None:
     first, again = (group.run(episodes, workers, persistent) for _ in range(2))
     assert first == again
     rows = [tuple(map(float, row)) for rank in first for epoch in rank for row in epoch]
@@ -324,7 +326,7 @@ def train_own(backend: Backend, lengths: list[int], batch_size: int, settings: d
 
 @pytest.mark.parametrize("uneven", UNEVEN)
 @pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (2, 1), (0, 3)])
-def test_unequal_streams_train_as_one_process_with_the_samples_of_each_step(
+def test_unequal_streams_equal_one_process_with_the_samples_of_each_step(
     group: RankGroup, uneven: str, workers: int, accumulate: int
 ) -> None:
     lengths = LENGTHS[group.size]
@@ -338,7 +340,7 @@ def test_unequal_streams_train_as_one_process_with_the_samples_of_each_step(
         assert (epoch, step) == (2, 2 * len(steps))
 
 
-def test_the_policies_are_different_runs() -> None:
+def test_uneven_policies_give_different_runs() -> None:
     """Guards the test above against lengths that leave the policies nothing to do."""
     for size in (2, 3):
         for workers, accumulate in ((0, 1), (2, 1), (0, 3)):
@@ -351,7 +353,7 @@ def test_the_policies_are_different_runs() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("uneven", ["weight", "pad"])
-def test_a_rank_without_any_batch_keeps_step(group: RankGroup, uneven: str, workers: int) -> None:
+def test_rank_without_any_batch_takes_the_same_steps(group: RankGroup, uneven: str, workers: int) -> None:
     lengths = NONE_ON_SOME[group.size]
     ranks = [own_batches(own_numbers(rank, lengths), 2, workers) for rank in range(group.size)]
     expected = by_hand(expected_steps(ranks, 1, uneven) * 2)
@@ -374,7 +376,7 @@ def train_sizes(backend: Backend, kind: str, sizes: list[list[int]], settings: d
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["shared", "own", "indexed"])
-def test_whole_batches_are_weighted_by_their_samples(group: RankGroup, kind: str, workers: int) -> None:
+def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGroup, kind: str, workers: int) -> None:
     sizes = [[3, 5, 1, 4, 2, 6, 3], [2, 7, 1], [5, 0, 4, 1]]
     if kind == "own":
         # Each worker has the whole stream of its rank.
@@ -411,7 +413,7 @@ def train_reused(backend: Backend, kind: str, accumulate: int, arrays: bool) -> 
 
 @pytest.mark.parametrize("kind", ["shared", "own", "items"])
 @pytest.mark.parametrize(("accumulate", "arrays"), [(1, False), (2, False), (2, True)])
-def test_a_stream_may_yield_the_same_memory_again(group: RankGroup, kind: str, accumulate: int, arrays: bool) -> None:
+def test_stream_may_reuse_the_memory_of_a_batch(group: RankGroup, kind: str, accumulate: int, arrays: bool) -> None:
     batches = numbered([3] * 9)
     steps = expected_steps([batches[rank :: group.size] for rank in range(group.size)], accumulate, "weight")
     expected = by_hand(steps * 2)
@@ -424,7 +426,7 @@ def evaluate_reused(backend: Backend) -> list[int]:
     return [number for batch, _ in EvaluationShard(loader, backend) for number in batch[0].tolist()]
 
 
-def test_a_stream_that_is_evaluated_may_yield_the_same_memory_again(group: RankGroup) -> None:
+def test_evaluated_stream_may_reuse_the_memory_of_a_batch(group: RankGroup) -> None:
     taken = group.run(evaluate_reused)
     batches = numbered([3] * 9)
     for rank, numbers in enumerate(taken):
@@ -477,7 +479,7 @@ class Noisy(Listed):
         ("batches", 0, {}),
     ],
 )
-def test_a_run_goes_on_in_the_middle_of_an_epoch(
+def test_run_resumes_within_an_epoch(
     group: RankGroup, kind: str, workers: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     whole = group.run(interrupted, str(tmp_path / "whole"), kind, workers, {"max_steps": 6, **settings})
@@ -533,7 +535,7 @@ def noisy_run(backend: Backend, folder: str, kind: str, accumulate: int, drop_la
 
 @pytest.mark.parametrize("kind", ["shared", "own", "indices"])
 @pytest.mark.parametrize(("accumulate", "drop_last"), [(1, False), (2, True)])
-def test_a_run_goes_on_with_the_random_numbers_of_its_collate_fn(
+def test_resume_restores_the_random_numbers_of_collate_fn(
     group: RankGroup, kind: str, accumulate: int, drop_last: bool, tmp_path: Path
 ) -> None:
     """Also where it was validated with it in the middle of an epoch, which draws from the same generators."""
@@ -554,7 +556,7 @@ def shared_run(backend: Backend, folder: str, steps: int) -> list[Tensor]:
     return train(backend, Shuffled(62), {"output_dir": folder, "resume": True, **settings})[0]
 
 
-def test_a_shared_stream_goes_on_with_other_ranks_and_workers(group: RankGroup, tmp_path: Path) -> None:
+def test_shared_stream_resumes_on_another_number_of_ranks_and_workers(group: RankGroup, tmp_path: Path) -> None:
     expected = shared_run(LOCAL, str(tmp_path / "alone"), 11)
     shared_run(LOCAL, str(tmp_path / "route"), 3)
     group.run(shared_run, str(tmp_path / "route"), 8)
@@ -570,7 +572,7 @@ def ends_with_the_epoch(backend: Backend) -> tuple[int, int, int]:
     return epoch, step, steps
 
 
-def test_steps_that_end_with_the_epoch_end_it(group: RankGroup) -> None:
+def test_step_that_ends_with_the_data_ends_the_epoch(group: RankGroup) -> None:
     for epoch, step, steps in group.run(ends_with_the_epoch):
         assert (epoch, step) == (1, steps)
 
@@ -639,7 +641,7 @@ def evaluate_own(backend: Backend, lengths: list[int], drop_last: bool) -> tuple
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_own_streams_are_evaluated_whole(group: RankGroup, drop_last: bool) -> None:
+def test_own_streams_are_evaluated_completely(group: RankGroup, drop_last: bool) -> None:
     lengths = NONE_ON_SOME[group.size]
     everything = list(range(sum(lengths)))
     expected = nn.functional.cross_entropy(Network()(torch.tensor(everything)), TARGETS[everything]).item()
@@ -684,7 +686,7 @@ def warned(backend: Backend, alike: bool, workers: int) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_shared_stream_that_is_not_the_same_is_warned_of(group: RankGroup, workers: int) -> None:
+def test_different_shared_streams_cause_a_warning(group: RankGroup, workers: int) -> None:
     assert group.run(warned, True, workers) == [[]] * group.size
     first, *others = group.run(warned, False, workers)
     assert others == [[]] * (group.size - 1)
@@ -809,7 +811,7 @@ def refusal(backend: Backend, case: Callable[[int], Any]) -> str:
 
 
 @pytest.mark.parametrize(("case", "message"), ERRORS, ids=[case.__name__ for case, _ in ERRORS])
-def test_what_goes_wrong_is_told_on_every_rank(group: RankGroup, case: Callable[[int], Any], message: str) -> None:
+def test_errors_are_raised_on_every_rank(group: RankGroup, case: Callable[[int], Any], message: str) -> None:
     if group.size == 1 and case in ONLY_BETWEEN_RANKS:
         message = "^accepted$"
     texts = group.run(refusal, case)
@@ -834,7 +836,7 @@ def test_what_goes_wrong_is_told_on_every_rank(group: RankGroup, case: Callable[
         ([[2, 2], [2, 1]], 1, "weight", 4, ([[0]], True)),
     ],
 )
-def test_the_plan_of_a_window(
+def test_plan_steps_uses_every_index_with_items(
     table: list[list[int]], accumulate: int, uneven: Any, full: int | None, expected: Any
 ) -> None:
     assert plan_steps(table, accumulate, uneven, full) == expected
@@ -851,7 +853,9 @@ class Counting(LocalBackend):
 
 
 @pytest.mark.parametrize(("workers", "accumulate", "exchanges"), [(0, 1, 17), (0, 4, 5), (2, 1, 5), (2, 4, 5)])
-def test_ranks_agree_once_for_all_that_workers_have_prepared(workers: int, accumulate: int, exchanges: int) -> None:
+def test_batch_sizes_are_exchanged_once_for_all_prefetched_batches(
+    workers: int, accumulate: int, exchanges: int
+) -> None:
     backend = Counting(torch.device("cpu"))
     Counting.gathered = 0
     share = open_training_data(
@@ -863,7 +867,7 @@ def test_ranks_agree_once_for_all_that_workers_have_prepared(workers: int, accum
 
 
 @pytest.mark.parametrize("kind", ["lines", "bar"])
-def test_a_run_of_unknown_length_shows_how_far_it_is(kind: str) -> None:
+def test_run_of_unknown_length_shows_its_step_count(kind: str) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     shown = display._Lines(console) if kind == "lines" else display._Bar(console)
     shown.interval_seconds = -1.0

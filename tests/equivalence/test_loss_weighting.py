@@ -48,7 +48,7 @@ def make(model: nn.Module, **settings: object) -> Trainer:
     return Trainer(model, optimizer, sum_and_count, backend=LOCAL, config=config)
 
 
-def test_it_is_the_mean_over_the_tokens_of_a_step() -> None:
+def test_loss_is_the_mean_over_the_tokens_of_a_step() -> None:
     data = sequences()
     found = network()
     results = make(found, batch_size=2, gradient_accumulation_steps=2).fit(data, data)
@@ -126,7 +126,7 @@ def test_parameters_that_join_an_optimizer_are_weighted_and_clipped_like_the_oth
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_a_step_in_which_all_is_masked_changes_nothing() -> None:
+def test_step_without_tokens_changes_no_parameter() -> None:
     inputs, targets = sequences().tensors
     model = network()
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -144,7 +144,7 @@ def test_a_step_in_which_all_is_masked_changes_nothing() -> None:
         (1.5, r"^The loss must be one number, got a float\."),
     ],
 )  # fmt: skip
-def test_what_is_no_loss_is_told(returned: Any, message: str) -> None:
+def test_invalid_losses_are_rejected(returned: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_loss(returned)
 
@@ -161,7 +161,7 @@ def test_many_tokens_fit_into_half_precision() -> None:
     assert all(0 < value < 2 for value in seen), seen
 
 
-def test_a_loss_per_sample_is_told_what_to_return() -> None:
+def test_loss_per_sample_is_rejected_with_a_fix() -> None:
     model = network()
     trainer = make(model, batch_size=4)
     trainer.loss_fn = lambda output, target: output.sum((1, 2))
@@ -196,7 +196,7 @@ def order_of_counting(backend: Backend) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_tokens_are_counted_while_gradients_travel(backend: str) -> None:
+def test_tokens_are_counted_while_gradients_are_reduced(backend: str) -> None:
     for log in run_ranks(order_of_counting, size=2, backend=backend):
         # Before the first backward too, to know about how many there are; and at the end for the mean of the losses.
         steps = ["count in backward True", "gradients"] * 2

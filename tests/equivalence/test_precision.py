@@ -67,14 +67,14 @@ def train(backend: Backend, overflowing_rank: int | None, settings: dict[str, An
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_forward_computes_in_it_and_parameters_stay(precision: str, dtype: torch.dtype) -> None:
+def test_forward_uses_the_precision_and_parameters_keep_their_dtype(precision: str, dtype: torch.dtype) -> None:
     model = Network()
     make(LOCAL, model, precision=precision).fit(data(), data())
     assert model.dtypes == {dtype}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_it_stays_near_single_precision() -> None:
+def test_results_are_close_to_single_precision() -> None:
     expected, _ = train(LOCAL, None, {})
     for precision, tolerance in (("bf16", 2e-2), ("fp16", 2e-3)):
         found, _ = train(LOCAL, None, {"precision": precision})
@@ -82,7 +82,7 @@ def test_it_stays_near_single_precision() -> None:
         assert 0 < difference < tolerance, precision
 
 
-def test_the_loss_scale_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_loss_scale_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
     whole, _ = train(LOCAL, 0, {"precision": "fp16"})
     settings = {"precision": "fp16", "output_dir": tmp_path, "resume": True}
     train(LOCAL, 0, {**settings, "max_steps": 5})
@@ -100,7 +100,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5}], ids=["plain", "clipped"])
-def test_an_overflow_on_one_rank_is_a_step_that_none_takes(group: RankGroup, settings: dict[str, Any]) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(group: RankGroup, settings: dict[str, Any]) -> None:
     settings = {"precision": "fp16", **settings}
     alone, steps = train(LOCAL, 0, settings)
     assert steps == 7, "the scheduler follows the steps that were taken"

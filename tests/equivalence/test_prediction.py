@@ -206,7 +206,7 @@ def examples(size: int) -> Any:
     return drawn.map(lambda cases: [(length, *case) for length, case in zip(lengths, cases, strict=True)])
 
 
-def test_it_is_exact_in_one_process() -> None:
+def test_prediction_is_exact_in_one_process() -> None:
     @settings(DRAWN, max_examples=10)
     @given(examples(4))
     def run(cases: list[Case]) -> None:
@@ -218,7 +218,7 @@ def test_it_is_exact_in_one_process() -> None:
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_exact_on_ranks(backend: str, size: int) -> None:
+def test_prediction_is_exact_on_ranks(backend: str, size: int) -> None:
     with RankGroup(backend, size) as group:
 
         @DRAWN
@@ -240,7 +240,7 @@ def test_it_is_exact_on_ranks(backend: str, size: int) -> None:
 
 @settings(DRAWN, max_examples=300)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9))
-def test_shares_are_the_dataset_in_the_order_of_ranks(size: int, length: int, batch_size: int) -> None:
+def test_evaluation_shards_are_contiguous_in_rank_order(size: int, length: int, batch_size: int) -> None:
     shares = [EvaluationShard(samples(length), rank_of(rank, size), batch_size=batch_size) for rank in range(size)]
     parts = [list(share) for share in shares]
     assert [int(i) for batches in parts for (_, _, index), _ in batches for i in index] == list(range(length))
@@ -249,11 +249,11 @@ def test_shares_are_the_dataset_in_the_order_of_ranks(size: int, length: int, ba
     assert all(count <= batch_size for batches in parts for _, count in batches)
 
 
-def test_every_format_comes_back_as_it_was() -> None:
+def test_prediction_keeps_every_dtype() -> None:
     assert predicted_as_bytes(LOCAL, 7) == as_bytes(7)
 
 
-def test_outputs_are_nested_as_the_model_returns_them() -> None:
+def test_prediction_keeps_the_nesting_of_outputs() -> None:
     @dataclass(frozen=True)
     class Scores:
         logits: Tensor
@@ -309,7 +309,7 @@ def test_targets_may_be_missing(model: type[nn.Module], data: Any) -> None:
     torch.testing.assert_close(found, logits, rtol=0, atol=1e-12)
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_prediction_does_not_change_the_model() -> None:
     model = Model()
     model.norm.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -320,7 +320,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_an_output_is_memory_of_its_own() -> None:
+def test_predicted_outputs_have_separate_memory() -> None:
     """A first token, or a buffer that the model writes to again, must not keep or change what was predicted."""
     buffer = torch.zeros(2, 1000)
 
@@ -333,7 +333,7 @@ def test_an_output_is_memory_of_its_own() -> None:
     assert outputs.untyped_storage().nbytes() == 6 * outputs.element_size()
 
 
-def test_it_predicts_in_the_precision_of_the_run() -> None:
+def test_prediction_uses_the_precision_of_the_run() -> None:
     model = nn.Linear(5, 3)
     data = TensorDataset(samples(5).tensors[0].float())
     found = make(LOCAL, model=model, forward=None, config={"precision": "bf16"}).predict(DataLoader(data, 2))
@@ -343,7 +343,7 @@ def test_it_predicts_in_the_precision_of_the_run() -> None:
     assert torch.equal(found, wanted)
 
 
-def test_what_cannot_be_put_together_is_named() -> None:
+def test_outputs_that_cannot_be_concatenated_are_named() -> None:
     def predict(make_output: Any) -> Any:
         return make(LOCAL, forward=lambda model, batch: (make_output(batch[2]), None)).predict(
             DataLoader(samples(5), 2)

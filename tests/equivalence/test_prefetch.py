@@ -56,7 +56,7 @@ class Log(list[str]):
         return prefetch_one(self.source(length, fails_at), self.begin, self.arrive)
 
 
-def test_the_next_one_is_copied_before_the_current_one_is_used_and_no_other() -> None:
+def test_prefetch_copies_one_batch_before_the_current_one_is_used() -> None:
     log = Log()
     for number, part in log.ahead(3):
         assert part == f"part {number}"
@@ -70,7 +70,7 @@ def test_the_next_one_is_copied_before_the_current_one_is_used_and_no_other() ->
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5])
-def test_it_ends_where_the_source_ends(length: int) -> None:
+def test_prefetch_ends_with_its_source(length: int) -> None:
     log = Log()
     items = log.ahead(length)
     assert [number for number, _ in items] == list(range(length))
@@ -79,14 +79,14 @@ def test_it_ends_where_the_source_ends(length: int) -> None:
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
-def test_an_error_of_the_loader_comes_in_its_turn(fails_at: int) -> None:
+def test_loader_error_is_raised_after_the_preceding_batch(fails_at: int) -> None:
     used: list[int] = []
     with pytest.raises(OSError, match=f"cannot read {fails_at}"):
         used.extend(number for number, _ in Log().ahead(3, fails_at))
     assert used == list(range(fails_at))
 
 
-def test_an_error_of_the_copy_comes_in_its_turn() -> None:
+def test_copy_error_is_raised_after_the_preceding_batch() -> None:
     def begin(item: tuple[int, str]) -> tuple[int, str]:
         if item[0] == 2:
             raise RuntimeError("out of memory")
@@ -98,13 +98,13 @@ def test_an_error_of_the_copy_comes_in_its_turn() -> None:
     assert used == [0, 1]
 
 
-def test_an_error_behind_the_last_that_is_used_is_not_seen() -> None:
+def test_error_of_an_unused_batch_is_not_raised() -> None:
     for number, _ in Log().ahead(3, fails_at=2):
         if number == 1:
             break
 
 
-def test_leaving_early_closes_the_loader() -> None:
+def test_leaving_the_loop_closes_the_loader() -> None:
     log = Log()
     for number, _ in log.ahead(9):
         if number == 1:
@@ -113,7 +113,7 @@ def test_leaving_early_closes_the_loader() -> None:
     assert "load 3" not in log
 
 
-def test_a_batch_is_held_by_who_uses_it_alone() -> None:
+def test_prefetch_keeps_no_reference_to_yielded_batches() -> None:
     alive = set[int]()
 
     class Batch:
@@ -131,12 +131,12 @@ def test_a_batch_is_held_by_who_uses_it_alone() -> None:
         assert alive == ({number + 1} if number < 3 else set())
 
 
-def test_the_cpu_gets_the_loader_itself() -> None:
+def test_cpu_batches_are_not_prefetched_by_copying() -> None:
     items = Log().source(3)
     assert Prefetcher(torch.device("cpu"))(items, ahead=True) is items
 
 
-def test_the_next_one_is_fetched_while_gradients_travel() -> None:
+def test_next_batch_is_fetched_while_gradients_are_reduced() -> None:
     log, entered = Log(), []
 
     @contextmanager
@@ -156,7 +156,7 @@ def test_the_next_one_is_fetched_while_gradients_travel() -> None:
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
-def test_an_error_of_what_is_fetched_meanwhile_comes_in_its_turn(fails_at: int) -> None:
+def test_error_of_an_overlapped_fetch_is_raised_after_the_current_batch(fails_at: int) -> None:
     ahead, used = Prefetcher(torch.device("cpu")), list[int]()
 
     def loop() -> None:
@@ -169,7 +169,7 @@ def test_an_error_of_what_is_fetched_meanwhile_comes_in_its_turn(fails_at: int) 
     assert used == list(range(fails_at))
 
 
-def test_what_is_fetched_meanwhile_is_closed_with_the_loop() -> None:
+def test_overlapped_iterator_is_closed_with_the_loop() -> None:
     log, ahead = Log(), Prefetcher(torch.device("cpu"))
 
     def loop() -> None:
@@ -209,12 +209,12 @@ def order_of_things(backend: Backend) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_ranks_fetch_before_they_wait_in_every_step(backend: str) -> None:
+def test_ranks_fetch_before_they_wait_for_gradients(backend: str) -> None:
     for log in run_ranks(order_of_things, size=2, backend=backend):
         assert [key for key, _ in itertools.groupby(log)] == ["fetch", "wait"] * 2
 
 
-def test_a_device_without_streams_gets_batches_as_they_are_asked_for() -> None:
+def test_device_without_streams_loads_batches_on_demand() -> None:
     made = []
 
     def source() -> Iterator[tuple[Tensor, int]]:
@@ -237,7 +237,7 @@ class _Stream:
         self.log.append(f"{self.name} waits for {other.name}")
 
 
-def test_streams_wait_for_each_other_so_that_no_copy_is_read_too_early_or_overwrites_what_is_read(
+def test_streams_synchronize_before_reading_and_overwriting_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
@@ -301,7 +301,7 @@ def samples(length: int = 22) -> TensorDataset:
         (DataLoader(DrawnOrder(9), batch_size=4, num_workers=1), True),
     ],
 )
-def test_a_batch_is_made_early_only_where_no_code_of_the_user_runs_here(data: Any, apart: bool) -> None:
+def test_batch_is_prefetched_only_if_no_user_code_runs_in_the_process(data: Any, apart: bool) -> None:
     size = None if isinstance(data, DataLoader) else 4
     assert TrainingShard(data, rank_of(0, 1), batch_size=size).can_prefetch is apart
     assert EvaluationShard(data, rank_of(0, 1), batch_size=size).can_prefetch is apart
@@ -346,7 +346,7 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("early", [Early, Beside])
 @pytest.mark.parametrize("kind", DATA)
-def test_a_run_is_bit_equal_with_it(kind: str, early: type[Prefetcher]) -> None:
+def test_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher]) -> None:
     data, settings = DATA[kind]
     (one, results), (other, found) = (train(data, prefetch, **settings) for prefetch in (None, early))
     assert results == found
@@ -355,7 +355,7 @@ def test_a_run_is_bit_equal_with_it(kind: str, early: type[Prefetcher]) -> None:
 
 @pytest.mark.parametrize("early", [Early, Beside])
 @pytest.mark.parametrize("kind", DATA)
-def test_a_run_that_is_resumed_is_bit_equal_with_it(kind: str, early: type[Prefetcher], tmp_path: Path) -> None:
+def test_resumed_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher], tmp_path: Path) -> None:
     data, settings = DATA[kind]
     whole, _ = train(data, None, **{**settings, "max_epochs": None, "max_steps": 8})
     stops = 6 if kind == "workers" else 4  # inside an epoch; but workers draw anew from where they start
@@ -366,7 +366,7 @@ def test_a_run_that_is_resumed_is_bit_equal_with_it(kind: str, early: type[Prefe
 
 
 @pytest.mark.parametrize("early", [Early, Beside])
-def test_what_is_loaded_here_is_loaded_when_it_is_asked_for(early: type[Prefetcher]) -> None:
+def test_batches_loaded_in_the_process_are_loaded_on_demand(early: type[Prefetcher]) -> None:
     data = DrawnOrder(22)
     train(lambda: data, early, batch_size=4, max_epochs=None, max_steps=1)
     assert len(data.loaded) == 8

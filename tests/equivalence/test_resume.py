@@ -44,7 +44,7 @@ def train(backend: Backend, folder: str, epochs: int) -> list[Tensor]:
     ],
     ids=lambda route: "-".join(f"{backend}{size}" for backend, size in route),
 )
-def test_any_route_ends_where_one_process_ends(route: list[tuple[str, int]], tmp_path: Path) -> None:
+def test_every_sequence_of_resumes_equals_one_process(route: list[tuple[str, int]], tmp_path: Path) -> None:
     with RankGroup("local", 1) as group:
         (expected,) = group.run(train, str(tmp_path / "alone"), EPOCHS)
     for stage, (backend, size) in enumerate(route, start=1):

@@ -83,7 +83,7 @@ def group(request: pytest.FixtureRequest) -> Any:
     ],
     ids=["sgd-adam", "adam-adamw", "other scheduler", "a scheduler now"],
 )
-def test_another_class_is_refused_on_every_rank(
+def test_another_optimizer_class_raises_on_every_rank(
     group: RankGroup, first: tuple[Any, Any], second: tuple[Any, Any], told: str, tmp_path: Path
 ) -> None:
     texts = group.run(refused, str(tmp_path), first, second)
@@ -92,7 +92,7 @@ def test_another_class_is_refused_on_every_rank(
     assert told in texts[0], texts[0]
 
 
-def test_another_optimizer_is_recognized_in_checkpoints_without_the_names_of_classes(tmp_path: Path) -> None:
+def test_another_optimizer_is_detected_in_checkpoints_without_class_names(tmp_path: Path) -> None:
     """As in those of earlier versions, and in converted ones."""
     model = nn.Linear(3, 1)
     kept = SGD(model.parameters(), lr=0.1).state_dict()
@@ -119,7 +119,7 @@ def test_changed_settings_of_the_optimizer_are_named_and_not_used(
 
 
 @pytest.mark.parametrize("scheduler", [step_lr, exponential, plateau])
-def test_a_rate_that_a_scheduler_changed_is_no_changed_setting(
+def test_learning_rate_changed_by_a_scheduler_causes_no_warning(
     scheduler: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with init("local") as backend:

@@ -127,7 +127,7 @@ def again(backend: Backend, folder: str, case: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", INTERRUPTIONS.values(), ids=INTERRUPTIONS.keys())
-def test_the_results_are_those_of_whole_epochs(
+def test_results_after_an_interruption_cover_complete_epochs(
     ranks: RankGroup, alone: RankGroup, case: dict[str, Any], tmp_path: Path
 ) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"

@@ -204,7 +204,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 @pytest.mark.parametrize("make", [*SAMPLERS, *BATCH_SAMPLERS])
 @pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (2, 2)])
-def test_it_equals_one_process_with_what_the_sampler_yields(
+def test_training_equals_one_process_with_the_sampler(
     group: RankGroup, make: Callable[[], Any], workers: int, accumulate: int
 ) -> None:
     steps = expected_steps(make, group.size, accumulate, "weight")
@@ -217,7 +217,9 @@ def test_it_equals_one_process_with_what_the_sampler_yields(
 
 @pytest.mark.parametrize("make", BATCH_SAMPLERS)
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
-def test_what_becomes_of_too_few_batches(group: RankGroup, make: Callable[[], Any], uneven: str) -> None:
+def test_uneven_determines_the_last_step_of_a_batch_sampler(
+    group: RankGroup, make: Callable[[], Any], uneven: str
+) -> None:
     steps = expected_steps(make, group.size, 1, uneven)
     if group.size > 1:
         assert steps != expected_steps(make, group.size, 1, "weight")
@@ -229,7 +231,7 @@ def test_what_becomes_of_too_few_batches(group: RankGroup, make: Callable[[], An
 
 
 @pytest.mark.parametrize("make", [weighted, subset, buckets])
-def test_a_run_goes_on_in_the_middle_of_an_epoch(group: RankGroup, make: Callable[[], Any], tmp_path: Path) -> None:
+def test_run_resumes_within_an_epoch(group: RankGroup, make: Callable[[], Any], tmp_path: Path) -> None:
     whole = group.run(train_sampled, make, 0, {"max_steps": 9})
     for steps in (2, 5, 9):
         settings = {"max_steps": steps, "output_dir": str(tmp_path), "resume": True}
@@ -248,7 +250,7 @@ def evaluated(backend: Backend, make: Callable[[], Any], workers: int) -> list[l
 
 @pytest.mark.parametrize("make", [weighted, subset, replaced, fewer, fewer_drawn, first, buckets, wrapped])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_the_sampler_yields_is_evaluated_once(group: RankGroup, make: Callable[[], Any], workers: int) -> None:
+def test_every_sample_of_the_sampler_is_evaluated_once(group: RankGroup, make: Callable[[], Any], workers: int) -> None:
     sampler, seed = make(), derive_seed(0, SeedPurpose.SAMPLER, 0)
     with IsolatedGenerators(seed):
         if getattr(sampler, "generator", None) is not None:
@@ -274,7 +276,7 @@ def predicted(backend: Backend, make: Callable[[], Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("make", [fewer, first])
-def test_predictions_are_for_what_the_sampler_yields(group: RankGroup, make: Callable[[], Any]) -> None:
+def test_predictions_follow_the_order_of_the_sampler(group: RankGroup, make: Callable[[], Any]) -> None:
     with IsolatedGenerators(derive_seed(0, SeedPurpose.SAMPLER, 0)):
         expected = list(make())
     assert group.run(predicted, make) == [expected] * group.size
@@ -287,7 +289,7 @@ def indices(share: TrainingShard, epoch: int, start: int = 0) -> list[int]:
     return [int(i) for batch, part in share.micro_batches(epoch, start) for i in batch[0]]
 
 
-def test_a_subset_is_trained_on_once_in_another_order_every_epoch() -> None:
+def test_subset_sampler_is_used_once_in_a_new_order_every_epoch() -> None:
     data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=SubsetRandomSampler(range(9)))
     share = TrainingShard(data, LOCAL, seed=1)
     first, second = indices(share, 0), indices(share, 1)
@@ -297,7 +299,7 @@ def test_a_subset_is_trained_on_once_in_another_order_every_epoch() -> None:
     assert indices(TrainingShard(data, LOCAL, seed=2), 1) != second
 
 
-def test_drawing_leaves_the_random_numbers_of_the_process_alone() -> None:
+def test_drawing_an_order_does_not_change_the_generators() -> None:
     share = TrainingShard(loader(buckets, 1), LOCAL)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     list(share.micro_batches(0))
@@ -314,18 +316,18 @@ def test_torchs_samplers_over_the_whole_dataset_are_the_default(make: Any) -> No
         assert share.order_settings["shuffle"] == (make is RandomSampler)
 
 
-def test_keys_may_be_anything() -> None:
+def test_sampler_keys_may_have_any_type() -> None:
     words = {"a": 1, "b": 2, "c": 3}
     share = TrainingShard(DataLoader(words, batch_size=2, sampler=["c", "a", "b"]), LOCAL)  # type: ignore[arg-type]
     assert [batch.tolist() for batch, _ in share.micro_batches(0)] == [[3, 1], [2]]
 
 
-def test_dropping_the_last_batch_of_a_sampler() -> None:
+def test_drop_last_of_a_sampler_drops_an_incomplete_global_batch() -> None:
     data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=range(10), drop_last=True)
     assert indices(TrainingShard(data, LOCAL), 0) == list(range(8))
 
 
-def test_the_number_of_steps_is_what_the_sampler_says() -> None:
+def test_number_of_steps_follows_the_length_of_the_sampler() -> None:
     assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch() == 4
     assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch(12) == 3
     assert TrainingShard(loader(wrapped, 1), LOCAL, gradient_accumulation_steps=3).steps_in_epoch() == 3
@@ -334,7 +336,7 @@ def test_the_number_of_steps_is_what_the_sampler_says() -> None:
 
 
 @pytest.mark.parametrize("uneven", ["weight", "drop", "pad"])
-def test_whole_batches_are_cut_up_between_ranks(uneven: Any) -> None:
+def test_batches_of_a_batch_sampler_are_assigned_to_ranks_in_turn(uneven: Any) -> None:
     for size, accumulate, count in itertools.product((1, 2, 3), (1, 2, 3), range(1, 14)):
         bounds = [0, *itertools.accumulate(range(1, count + 1))]
         parts = [
@@ -444,7 +446,7 @@ def refusal(backend: Backend, case: Callable[[], Any], settings: dict[str, Any])
 
 
 @pytest.mark.parametrize(("case", "settings", "message"), ERRORS)
-def test_what_goes_wrong_is_told_on_every_rank(
+def test_errors_are_raised_on_every_rank(
     group: RankGroup, case: Callable[[], Any], settings: dict[str, Any], message: str
 ) -> None:
     texts = group.run(refusal, case, settings)
@@ -452,7 +454,7 @@ def test_what_goes_wrong_is_told_on_every_rank(
     assert texts[0].startswith(message), texts[0]
 
 
-def test_a_sampler_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_sampler_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers, "MAX_DRAWN_KEYS", 1000)
     share = TrainingShard(DataLoader(Opaque(), batch_size=4, sampler=Endless()), LOCAL)
     with pytest.raises(DataError, match=r"^Endless has not ended after 1,000 elements, .* Let its __iter__ end"):

@@ -160,7 +160,7 @@ def mean_loss(parameters: list[Tensor], indices: list[int]) -> float:
         ("own", "none", 0, 1),
     ],
 )
-def test_a_step_is_the_mean_over_the_samples_that_its_batches_hold(
+def test_step_is_the_mean_over_the_samples_of_its_batches(
     group: RankGroup, kind: str, collate: str, workers: int, accumulate: int
 ) -> None:
     steps = global_steps(kind, group.size)
@@ -172,7 +172,7 @@ def test_a_step_is_the_mean_over_the_samples_that_its_batches_hold(
         assert results["val_loss"] == pytest.approx(mean_loss(expected, good(range(LENGTH))), rel=1e-5)
 
 
-def test_whole_batches_are_weighted_by_the_samples_that_they_hold(group: RankGroup) -> None:
+def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGroup) -> None:
     steps = global_steps("batch_sampler", group.size)
     expected = by_hand(steps * 2)
     for uneven in ("weight", "drop"):
@@ -185,7 +185,7 @@ def test_whole_batches_are_weighted_by_the_samples_that_they_hold(group: RankGro
 
 @pytest.mark.parametrize("kind", ["map", "shared"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_goes_on_in_the_middle_of_an_epoch(group: RankGroup, kind: str, workers: int, tmp_path: Path) -> None:
+def test_run_resumes_within_an_epoch(group: RankGroup, kind: str, workers: int, tmp_path: Path) -> None:
     arguments = kind, "empty", workers, 1
     steps = (global_steps(kind, group.size) * 2)[:9]
     expected = by_hand(steps)
@@ -208,7 +208,7 @@ def predict(backend: Backend, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["map", "shared", "own"])
-def test_predictions_that_would_lack_samples_are_refused(group: RankGroup, kind: str) -> None:
+def test_predictions_with_skipped_samples_are_rejected(group: RankGroup, kind: str) -> None:
     batch_size = GLOBAL_BATCH // group.size
     for text in group.run(predict, kind):
         assert text.startswith("DataError: predict returns one output per sample, but on rank 0 the DataLoader's")
@@ -274,11 +274,11 @@ HELD: list[tuple[str, Any, list[Any], int]] = [
 
 
 @pytest.mark.parametrize(("batch", "items", "held"), [case[1:] for case in HELD], ids=[case[0] for case in HELD])
-def test_how_many_samples_a_batch_holds(batch: Any, items: list[Any], held: int) -> None:
+def test_infer_sample_count_returns_the_number_of_samples(batch: Any, items: list[Any], held: int) -> None:
     assert infer_sample_count(batch, items) == held
 
 
-def test_bad_samples_are_where_they_matter() -> None:
+def test_skipped_samples_occur_in_relevant_positions() -> None:
     """Guards the tests above against samples that are left out of all batches alike."""
     for size in (2, 3):
         differences = 0

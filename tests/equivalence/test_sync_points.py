@@ -12,7 +12,7 @@ from unitrain.testing import run_ranks
 LOCAL = LocalBackend(torch.device("cpu"))
 
 
-def test_it_is_about_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_points_are_about_two_seconds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("unitrain.progress.stopping.time.perf_counter", lambda: now)
     with StopCoordinator(LOCAL, max_seconds=None, signals=()) as stopping:
@@ -30,7 +30,7 @@ def test_it_is_about_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert next(step for step in range(61, 100) if stopping.is_due(step)) == 62
 
 
-def test_epochs_that_are_shorter_than_two_seconds_do_not_put_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_epochs_do_not_delay_sync_points(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("unitrain.progress.stopping.time.perf_counter", lambda: now)
     with StopCoordinator(LOCAL, max_seconds=None, signals=()) as stopping:
@@ -47,7 +47,7 @@ def test_epochs_that_are_shorter_than_two_seconds_do_not_put_it_off(monkeypatch:
         assert due == [1, 21, 41, 61, 81]
 
 
-def test_a_resumed_run_has_not_made_its_steps_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restored_steps_do_not_affect_the_measured_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("unitrain.progress.stopping.time.perf_counter", lambda: now)
     with StopCoordinator(LOCAL, max_seconds=None, signals=()) as stopping:
@@ -71,7 +71,7 @@ def uneven_ranks(backend) -> tuple[list[int], list[list[list[float]]]]:
     return due, told
 
 
-def test_ranks_meet_at_the_same_steps_however_their_clocks_go() -> None:
+def test_sync_points_are_at_the_same_step_on_ranks_with_different_clocks() -> None:
     first, second = run_ranks(uneven_ranks, size=2, backend="ddp")
     assert first == second
     due, told = first

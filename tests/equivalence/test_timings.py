@@ -120,7 +120,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield group.run(train_all, tmp_path_factory.mktemp("runs"), timeout_seconds=120)[0]
 
 
-def test_the_parts_of_training_add_up_to_what_it_took(rows: dict[str, Row]) -> None:
+def test_timed_parts_add_up_to_the_training_time(rows: dict[str, Row]) -> None:
     for row in rows.values():
         for rank in range(len(row["data_seconds"])):
             whole = sum(row[f"{part}_seconds"][rank] for part in PARTS[:4])
@@ -140,22 +140,22 @@ def late_rank_is_seen(row: Row, part: str) -> None:
     assert own_wait < 0.5 * min(waits, default=late)
 
 
-def test_a_slow_rank_computes_longer_and_the_others_wait_for_it(rows: dict[str, Row]) -> None:
+def test_slow_rank_has_more_compute_and_other_ranks_more_wait(rows: dict[str, Row]) -> None:
     late_rank_is_seen(rows["slow forward"], "compute")
 
 
-def test_slow_data_is_seen_where_it_is_slow(rows: dict[str, Row]) -> None:
+def test_slow_data_is_timed_on_the_rank_that_loads_it(rows: dict[str, Row]) -> None:
     late_rank_is_seen(rows["slow data"], "data")
 
 
-def test_a_slow_update_is_one(rows: dict[str, Row]) -> None:
+def test_slow_update_is_timed_as_update(rows: dict[str, Row]) -> None:
     late_rank_is_seen(rows["slow update"], "update")
 
 
 @pytest.mark.parametrize(
     ("case", "part"), [("slow forward", "compute"), ("slow data", "data"), ("slow update", "update")]
 )
-def test_a_slow_rank_is_named(rows: dict[str, Row], case: str, part: str) -> None:
+def test_slow_rank_is_reported(rows: dict[str, Row], case: str, part: str) -> None:
     row = rows[case]
     last = len(row["data_seconds"]) - 1
     if last == 0:  # nobody waits for it
@@ -204,11 +204,11 @@ BUSY = [0.2, 1.4, 0.2, 0.2]
         ),
     ],
 )
-def test_a_straggler_is_one_that_others_wait_for(seconds: list[list[float]], named: list[str]) -> None:
+def test_find_stragglers_returns_ranks_that_delay_others(seconds: list[list[float]], named: list[str]) -> None:
     assert [str(straggler) for straggler in find_stragglers(seconds, steps=2)] == named
 
 
-def test_a_rank_is_slow_only_while_it_stays_so() -> None:
+def test_straggler_detector_forgets_a_rank_that_recovers() -> None:
     """A second is judged at a time, and two in succession decide."""
     slow, even, half = (
         [[part / n for part in rank] for rank in (FAST, one)]
@@ -223,7 +223,7 @@ def test_a_rank_is_slow_only_while_it_stays_so() -> None:
     assert named == ["", "", "", told, told, "", "", "", told]
 
 
-def test_of_many_slow_ranks_the_slowest_are_named() -> None:
+def test_slowest_of_many_slow_ranks_are_reported() -> None:
     heard = StragglerDetector()
     slow = [[0.8 + rank / 10, 1.0, 0.0, 0.2] for rank in range(4)]
     for _ in range(2):
@@ -234,7 +234,7 @@ def test_of_many_slow_ranks_the_slowest_are_named() -> None:
     )
 
 
-def test_validation_is_not_training(rows: dict[str, Row]) -> None:
+def test_validation_is_not_part_of_the_training_time(rows: dict[str, Row]) -> None:
     even, row = rows["even"], rows["slow validation"]
     assert all(seconds >= 10 * DELAY for seconds in row["validation_seconds"])
     assert max(even["validation_seconds"]) < 10 * DELAY
@@ -258,7 +258,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(("fetching", "waited"), [(0.0, 0.0), (0.4, 0.0), (1.0, 0.4)])
-def test_data_that_comes_while_a_gpu_is_busy_is_not_waited_for(
+def test_data_loaded_while_a_gpu_computes_is_not_data_time(
     monkeypatch: pytest.MonkeyPatch, fetching: float, waited: float
 ) -> None:
     """Each step, the GPU has 0.3 s of forward and backward to do, 0.2 s of communication and 0.1 s of update."""
@@ -299,7 +299,7 @@ def test_data_that_comes_while_a_gpu_is_busy_is_not_waited_for(
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_data_that_is_fetched_in_the_middle_of_a_step_is_data(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+def test_overlapped_fetch_is_timed_as_data(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
     """Each step is 0.3 s of forward and backward, 0.4 s of data, 0.2 s of communication and 0.1 s of update."""
     clock = Stream()
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock.now)

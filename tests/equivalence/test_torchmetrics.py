@@ -215,7 +215,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 @pytest.mark.filterwarnings("ignore:No positive samples:UserWarning")  # in two samples of three classes
-def test_equal_one_metric_that_has_seen_everything(group: RankGroup) -> None:
+def test_torchmetrics_equal_one_metric_with_all_batches(group: RankGroup) -> None:
     everywhere = group.run(evaluate, timeout_seconds=120)
     for results in everywhere:
         assert repr(results) == repr(everywhere[0])  # nan is among them
@@ -272,7 +272,7 @@ def refused(backend: Backend) -> list[tuple[str, str]]:
     return said
 
 
-def test_what_cannot_be_used_is_the_same_error_on_every_rank(group: RankGroup) -> None:
+def test_unusable_metrics_raise_the_same_error_on_every_rank(group: RankGroup) -> None:
     everywhere = group.run(refused)
     assert all(said == everywhere[0] for said in everywhere)
     first, again, compute, confusion, running, several, fine = everywhere[0]
@@ -296,7 +296,7 @@ def fitted(backend: Backend) -> tuple[dict[str, float], tuple[str, ...], int]:
     return trainer.fit(data(29), data(29)), trainer.result_names, trainer.progress.epoch
 
 
-def test_results_of_a_collection_can_be_followed(group: RankGroup) -> None:
+def test_results_of_a_collection_can_be_monitored(group: RankGroup) -> None:
     everywhere = group.run(fitted)
     assert all(one == everywhere[0] for one in everywhere)
     results, names, epochs = everywhere[0]
@@ -329,6 +329,6 @@ def gathered_states(backend: Backend) -> list[int]:
     return counts
 
 
-def test_only_what_has_to_be_is_gathered() -> None:
+def test_only_states_that_cannot_be_reduced_are_gathered() -> None:
     with RankGroup("ddp", 2) as ranks:
         assert ranks.run(gathered_states) == [[0, 1], [0, 1]]

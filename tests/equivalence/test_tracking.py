@@ -232,7 +232,7 @@ def expected() -> dict[tuple[str, int], float]:
     return points
 
 
-def test_every_step_is_logged_once_as_plain_torch_computes_it(ranks: RankGroup, tmp_path: Path) -> None:
+def test_every_step_is_logged_once_with_the_loss_of_plain_torch(ranks: RankGroup, tmp_path: Path) -> None:
     logger_output.put_mlflow_database(tmp_path)
     ranks.run(interrupted_and_resumed, tmp_path, timeout_seconds=250)
     wanted = expected()
@@ -265,7 +265,7 @@ def test_every_step_is_logged_once_as_plain_torch_computes_it(ranks: RankGroup, 
     assert run.data.params["backend"] == ranks.backend
 
 
-def test_a_logger_that_fails_or_hangs_is_told_and_changes_nothing(ranks: RankGroup) -> None:
+def test_failing_or_hanging_logger_causes_a_warning_and_does_not_change_the_run(ranks: RankGroup) -> None:
     first, second = ranks.run(with_bad_loggers, timeout_seconds=60)
     for parameters, without, seconds, _, _, said in (first, second):
         assert torch.equal(parameters, without)
@@ -285,7 +285,7 @@ def test_a_logger_that_fails_or_hangs_is_told_and_changes_nothing(ranks: RankGro
     assert (second[3], second[4]) == ([], [])
 
 
-def test_how_a_run_ended_is_told(tmp_path: Path) -> None:
+def test_loggers_receive_the_final_status(tmp_path: Path) -> None:
     class Ends(unitrain.Callback):
         def __init__(self, how: str) -> None:
             self.how = how
@@ -326,7 +326,7 @@ class StopsAt(unitrain.Callback):
             trainer.stop("enough")
 
 
-def test_what_is_logged_between_runs_goes_on_in_their_files(tmp_path: Path) -> None:
+def test_values_logged_between_runs_are_appended(tmp_path: Path) -> None:
     kept = Kept()
     made = trainer(LOCAL, [kept, "csv", "tensorboard"], StopsAt(2), output_dir=tmp_path, max_steps=3)
     with pytest.raises(ConfigError, match=r"^trainer\.log was called before fit, .* Call it from a callback"):
@@ -367,7 +367,7 @@ made.log(late=7)
 """
 
 
-def test_what_is_logged_last_is_there_when_the_program_ends(tmp_path: Path) -> None:
+def test_last_logged_values_are_written_before_the_program_ends(tmp_path: Path) -> None:
     script = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(script, env=variables, capture_output=True, text=True, timeout=120, check=False)
@@ -388,12 +388,12 @@ def test_what_is_logged_last_is_there_when_the_program_ends(tmp_path: Path) -> N
         ([NeedsAPackage()], MissingDependencyError, r'^NeedsAPackage needs .* pip install "\.\[nothing\]"$'),
     ],
 )
-def test_a_logger_that_cannot_be_used_is_refused(loggers: Any, kind: type[Exception], said: str) -> None:
+def test_unusable_loggers_are_rejected(loggers: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         trainer(LOCAL, loggers)
 
 
-def test_what_cannot_be_logged_is_refused() -> None:
+def test_invalid_logged_values_are_rejected() -> None:
     made = trainer(LOCAL, [], max_steps=1)
     made.fit(data())
     for value in ("high", None, torch.zeros(2)):
@@ -420,7 +420,7 @@ class Tables(Logger):
         self.tables.append((name, step, columns, rows))
 
 
-def test_histograms_are_those_of_the_global_gradients_and_the_weights_they_belong_to(tmp_path: Path) -> None:
+def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -> None:
     import numpy as np
 
     kept = Tables()
@@ -463,7 +463,7 @@ def test_histograms_are_those_of_the_global_gradients_and_the_weights_they_belon
         unitrain.Histograms(every=0)
 
 
-def test_a_run_that_is_verified_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verified_run_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Request(steps=2, as_ranks=1).write(tmp_path)
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, str(tmp_path)))
     monkeypatch.setattr("atexit.register", lambda *_: None)  # of a backend that is shut down then

@@ -131,7 +131,7 @@ class StopsAt(unitrain.Callback):
 
 
 @pytest.mark.parametrize("backend", ["local", "ddp", "horovod"])
-def test_a_schedule_is_built_from_the_number_of_steps_and_resumed(backend: str, tmp_path: Path) -> None:
+def test_schedule_is_built_from_the_number_of_steps_and_resumed(backend: str, tmp_path: Path) -> None:
     _, expected = plain(12, lambda optimizer: one_cycle(optimizer, 12))
     if backend == "local":
         results = [compare_a_schedule(LOCAL, str(tmp_path))]
@@ -144,7 +144,7 @@ def test_a_schedule_is_built_from_the_number_of_steps_and_resumed(backend: str, 
         assert first + second == pytest.approx(expected)
 
 
-def test_a_schedule_by_epochs_counts_them() -> None:
+def test_epoch_schedule_is_built_from_the_number_of_epochs() -> None:
     totals = []
 
     def build(optimizer: Any, total_steps: int) -> LambdaLR:
@@ -165,7 +165,7 @@ class Endless(IterableDataset[Any]):
         return iter(data())
 
 
-def test_a_schedule_that_cannot_be_planned_is_refused(tmp_path: Path) -> None:
+def test_schedule_of_unknown_length_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown for data without a length. Use TrainConfig\(max_steps=10_000\)"):
         trainer(LOCAL, one_cycle, max_epochs=1, global_batch_size=None, batch_size=BATCH).fit(Endless())
     with pytest.raises(ConfigError, match="The scheduler function returned int, not a scheduler of its optimizer"):
@@ -194,7 +194,7 @@ def test_validation_within_an_epoch_is_logged_and_changes_nothing() -> None:
     assert torch.equal(weights(made.model), weights(undisturbed.model))
 
 
-def test_several_validation_sets_have_results_of_their_own() -> None:
+def test_several_validation_sets_have_separate_results() -> None:
     clean, noisy = data(10, seed=2), data(7, seed=3)
     made = trainer(max_epochs=1, metrics={"error": lambda output, target: (output - target).abs().mean(1)})
     results = made.fit(data(), {"clean": clean, "noisy": noisy})
@@ -240,7 +240,7 @@ def train_with_limits(backend: Backend, folder: str) -> tuple[list[tuple[int, in
     return places, found[0], found[2]
 
 
-def test_epochs_end_after_the_steps_that_they_are_limited_to(tmp_path: Path) -> None:
+def test_limit_train_steps_ends_epochs(tmp_path: Path) -> None:
     with RankGroup("ddp", 2) as ranks:
         results = [train_with_limits(LOCAL, str(tmp_path)), *ranks.run(train_with_limits, str(tmp_path))]
     for places, whole, parts in results:
@@ -276,7 +276,7 @@ def test_evaluated_batches_are_limited() -> None:
     assert counted == [10, 10], "a DataLoader has its own batch size"
 
 
-def test_a_dry_run_trains_one_step_and_leaves_nothing(tmp_path: Path) -> None:
+def test_dry_run_trains_one_step_and_writes_no_file(tmp_path: Path) -> None:
     kept = Kept()
     settings = {"output_dir": tmp_path / "run", "checkpoint_every_steps": 1, "keep_best": "val_loss", "loggers": [kept]}
     made = trainer(LOCAL, one_cycle, dry_run=True, max_epochs=5, **settings)
@@ -287,7 +287,7 @@ def test_a_dry_run_trains_one_step_and_leaves_nothing(tmp_path: Path) -> None:
     assert kept.values == []
 
 
-def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_written_after_the_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("unitrain.checkpoint.checkpointer.time.monotonic", lambda: now[0])
 

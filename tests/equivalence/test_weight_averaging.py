@@ -98,7 +98,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-def test_it_equals_torchs_average_and_is_what_is_evaluated(group: RankGroup) -> None:
+def test_average_equals_that_of_torch_and_is_evaluated(group: RankGroup) -> None:
     model, average = by_hand()
     for raw, averaged, loss in group.run(states, {}, timeout_seconds=120):
         assert_near(raw, model.state_dict())
@@ -107,7 +107,7 @@ def test_it_equals_torchs_average_and_is_what_is_evaluated(group: RankGroup) -> 
     assert abs(loss_of(model) - loss_of(average)) > 1e-3, "the run could not tell them apart"
 
 
-def test_it_goes_on_from_a_checkpoint_of_another_backend(group: RankGroup, tmp_path: Path) -> None:
+def test_average_resumes_on_another_backend(group: RankGroup, tmp_path: Path) -> None:
     settings = {"output_dir": str(tmp_path), "resume": True}
     make(LOCAL, network(), **settings, max_epochs=2).fit(data())
     _, average = by_hand()
@@ -128,7 +128,7 @@ def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
     assert_near(resumed[1], whole[1], 0)
 
 
-def test_before_the_first_step_it_is_the_model_and_each_run_may_begin_to_average(tmp_path: Path) -> None:
+def test_average_starts_as_the_model_in_new_and_resumed_runs(tmp_path: Path) -> None:
     trainer = make(LOCAL, network())
     assert trainer.averaged_model is not None
     assert_near(trainer.averaged_model.state_dict(), network().state_dict(), 0)
@@ -162,7 +162,7 @@ class Overflowing(nn.Module):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_fp16_skips_does_not_move_it(fused: bool) -> None:
+def test_step_skipped_by_fp16_does_not_change_the_average(fused: bool) -> None:
     model = Overflowing({2, 3})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     config = TrainConfig(max_steps=6, batch_size=8, precision="fp16", ema_decay=0.5, progress="off")
@@ -198,7 +198,7 @@ class Quantized(nn.Module):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_integers_in_a_frozen_parameter_stay_what_they_are(first: bool) -> None:
+def test_frozen_integer_parameters_are_copied(first: bool) -> None:
     model = Quantized(first=first)
     trained = torch.optim.SGD(model.inner.parameters(), lr=0.05)
     config = TrainConfig(max_steps=4, batch_size=8, ema_decay=DECAY, progress="off")
@@ -215,6 +215,6 @@ class Uncopyable(nn.Linear):
         raise TypeError("it holds a file")
 
 
-def test_a_model_that_cannot_be_copied_is_refused() -> None:
+def test_uncopyable_model_is_rejected() -> None:
     with pytest.raises(ModelError, match=r"Uncopyable cannot be copied: it holds a file\. Let copy\.deepcopy"):
         make(LOCAL, Uncopyable(6, 3))

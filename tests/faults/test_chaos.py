@@ -12,7 +12,7 @@ import pytest
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos"
 
 
-def test_nothing_is_lost(tmp_path: Path) -> None:
+def test_chaos_run_loses_and_repeats_no_sample(tmp_path: Path) -> None:
     command = [sys.executable, CHAOS, "--runs", "5", "--corruptions", "42", "--seed", "3", "--output", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -84,7 +84,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_second_job_is_refused_by_name_until_the_first_is_killed(
+def test_second_job_raises_with_the_holder_until_the_first_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.3)
@@ -114,7 +114,7 @@ def test_a_second_job_is_refused_by_name_until_the_first_is_killed(
     assert not (run / ".lock").exists()
 
 
-def test_it_waits_for_an_earlier_attempt_at_the_same_job(
+def test_lock_waits_for_an_earlier_attempt_of_the_same_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.0)
@@ -145,7 +145,7 @@ def test_it_waits_for_an_earlier_attempt_at_the_same_job(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_is_released_by_the_last_holder_of_a_process_and_not_by_its_forks(tmp_path: Path) -> None:
+def test_lock_is_released_by_the_last_holder_and_not_by_forks(tmp_path: Path) -> None:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path / ".." / tmp_path.name)
     assert first.acquire(0)
     assert first.acquire(0)
@@ -172,7 +172,7 @@ def test_it_is_released_by_the_last_holder_of_a_process_and_not_by_its_forks(tmp
     first.release()
 
 
-def test_a_file_system_without_locks_is_told_once(
+def test_file_system_without_locks_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(descriptor: int, operation: int) -> None:
@@ -199,9 +199,7 @@ def test_only_folders_of_the_writer_are_removed(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_new_trainer_waits_for_what_an_earlier_one_is_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_trainer_waits_for_the_writer_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an exception in `fit`, which does not wait for the checkpoint that is being written."""
     write = files.write
     entered = threading.Event()
@@ -237,7 +235,7 @@ def refused_on_all(backend: Backend, folder: str) -> str:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_every_rank_is_refused_even_after_the_time_of_a_collective(tmp_path: Path, backend: str) -> None:
+def test_locked_folder_raises_on_every_rank_after_the_collective_timeout(tmp_path: Path, backend: str) -> None:
     lock = FolderLock(tmp_path)
     assert lock.acquire(0)
     try:
@@ -249,7 +247,7 @@ def test_every_rank_is_refused_even_after_the_time_of_a_collective(tmp_path: Pat
     assert f"in use by another job: process {os.getpid()} on host" in first
 
 
-def test_a_lock_that_is_a_symbolic_link_is_refused_and_its_target_kept(tmp_path: Path) -> None:
+def test_symbolic_link_as_lock_raises_and_keeps_its_target(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("not of this job")
     output = tmp_path / "run"

@@ -172,7 +172,7 @@ def start_ranks(
     return ranks
 
 
-def test_the_stall_inspector_ends_a_job_in_which_a_rank_stays_away(processes: Processes) -> None:
+def test_stall_inspector_ends_a_job_with_a_missing_rank(processes: Processes) -> None:
     stall = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
     waiting, _away = start_ranks(
         processes, ONE_STAYS_AWAY, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo", **stall
@@ -184,7 +184,7 @@ def test_the_stall_inspector_ends_a_job_in_which_a_rank_stays_away(processes: Pr
     assert re.search(r"alone.*missing ranks:? *1|Missing ranks:\s*1", said, re.DOTALL), said
 
 
-def test_a_small_reducescatter_leaves_the_connections_fast(processes: Processes) -> None:
+def test_broadcast_after_a_small_reducescatter_is_fast(processes: Processes) -> None:
     """It is 300 to 400 times as slow without the change, and as fast as before with it."""
     ranks = start_ranks(processes, BROADCASTS, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo")
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
@@ -219,7 +219,7 @@ def two_hosts(processes: Processes, tmp_path: Path) -> Callable[[int], tuple[str
 
 
 @needs_network_namespaces
-def test_gloo_uses_the_named_interface_where_the_own_name_is_useless(
+def test_gloo_uses_the_named_interface_if_the_host_name_is_loopback(
     processes: Processes, two_hosts: Callable[[int], tuple[str, ...]]
 ) -> None:
     ranks = start_ranks(

@@ -75,7 +75,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("none", marks=pytest.mark.nightly), "torchrun", "horovodrun"])
-def test_a_signal_saves_and_the_run_goes_on_from_there(launcher: str, tmp_path: Path, uninterrupted: str) -> None:
+def test_signal_saves_a_checkpoint_from_which_the_run_resumes(
+    launcher: str, tmp_path: Path, uninterrupted: str
+) -> None:
     number, target, codes = CASES[launcher]
     with started(command(launcher, tmp_path / "run"), {"OMP_NUM_THREADS": "1"}) as launch:
         wait_for(tmp_path / "run" / "history.jsonl")
@@ -94,7 +96,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(launcher: str, tmp_path: 
         assert resumed == uninterrupted
 
 
-def test_ranks_save_and_end_where_their_launcher_is_killed(tmp_path: Path) -> None:
+def test_ranks_save_and_end_if_their_launcher_is_killed(tmp_path: Path) -> None:
     launch_command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", DIGITS, "--epochs", "1000"]
     with started([*launch_command, "--device", "cpu", "--output", str(tmp_path)], {"OMP_NUM_THREADS": "1"}) as launch:
         wait_for(tmp_path / "history.jsonl")
@@ -213,7 +215,7 @@ with unitrain.init(device="cpu") as backend:
 
 
 @pytest.mark.parametrize(("kind", "number"), [("stream", signal.SIGTERM), ("items", signal.SIGUSR1)])
-def test_a_signal_to_every_process_counts_once(kind: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_signal_to_every_process_counts_once(kind: str, number: signal.Signals, tmp_path: Path) -> None:
     """As a scheduler sends it: to the ranks, and to the workers of their DataLoaders."""
     with started([sys.executable, "-c", WORKERS, str(tmp_path), kind], {"OMP_NUM_THREADS": "1"}) as launch:
         wait_for(tmp_path / "ready")
@@ -270,7 +272,7 @@ with unitrain.init(device="cpu") as backend:
 
 
 @pytest.mark.parametrize("kind", ["persistent workers", "an exception"])
-def test_fit_ends_while_workers_of_a_data_loader_live(kind: str, tmp_path: Path) -> None:
+def test_fit_returns_while_dataloader_workers_run(kind: str, tmp_path: Path) -> None:
     """They are forked while signals are handled, and have copies of the connection that signals are passed on by."""
     with started([sys.executable, "-c", LIVING_WORKERS, kind, str(tmp_path)], {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
@@ -294,7 +296,7 @@ os._exit(0)
 """
 
 
-def test_a_forked_process_that_leaves_it_does_not_end_it_for_its_parent() -> None:
+def test_forked_process_does_not_end_the_handler_of_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "SIGTERM\n"
 
@@ -313,7 +315,7 @@ with PreemptionHandler(["SIGTERM"]) as preemption:
 """
 
 
-def test_a_later_signal_ends_at_once() -> None:
+def test_later_signal_ends_the_process_immediately() -> None:
     """Signals that follow within three seconds are part of the same notice: a scheduler sends one to every process."""
     process = subprocess.Popen([sys.executable, "-c", TWICE], stdout=subprocess.PIPE, text=True)
     try:
@@ -332,7 +334,7 @@ def test_a_later_signal_ends_at_once() -> None:
         process.communicate()
 
 
-def test_what_the_user_handles_is_left_alone() -> None:
+def test_user_signal_handlers_are_kept() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
@@ -349,7 +351,7 @@ def test_what_the_user_handles_is_left_alone() -> None:
     assert not [one for one in threading.enumerate() if one.name == "unitrain preemption"]
 
 
-def test_outside_of_the_main_thread_nothing_is_handled() -> None:
+def test_no_signal_is_handled_outside_the_main_thread() -> None:
     found = []
 
     def body() -> None:
@@ -362,12 +364,12 @@ def test_outside_of_the_main_thread_nothing_is_handled() -> None:
     assert found == [signal.SIG_DFL]
 
 
-def test_it_ends_the_program_with_75() -> None:
+def test_preempted_exits_with_code_75() -> None:
     assert Preempted("SIGTERM came").code == 75
     assert not issubclass(Preempted, Exception)  # `except Exception` does not keep the program alive
 
 
-def test_no_such_signal() -> None:
+def test_unknown_signal_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"preemption_signals has 'SIGTREM'.*Did you mean 'SIGTERM'\?"):
         TrainConfig(max_epochs=1, preemption_signals=("SIGTREM",))
     with pytest.raises(ConfigError, match="'SIGKILL', which is not a signal that a program can handle"):

@@ -99,7 +99,7 @@ SLEEP = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.slee
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_job_that_is_asked_to_end_is_not_restarted(number: signal.Signals, tmp_path: Path) -> None:
+def test_job_is_not_restarted_after_a_request_to_end(number: signal.Signals, tmp_path: Path) -> None:
     """Without a terminal, which would send the interrupt to the launcher too."""
     (tmp_path / "sleep.py").write_text(SLEEP)
     command = [

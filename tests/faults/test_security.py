@@ -168,7 +168,7 @@ BACKENDS = [
 
 @needs_hosts
 @pytest.mark.parametrize("options", BACKENDS)
-def test_a_job_listens_where_its_ranks_are(
+def test_job_listens_only_on_the_addresses_of_its_ranks(
     options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
 ) -> None:
     """On the loopback interface on one host, on the addresses of the hosts on two."""

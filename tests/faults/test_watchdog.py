@@ -135,7 +135,7 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
 """
 
 
-def test_a_killed_rank_is_noticed_within_seconds(tmp_path: Path) -> None:
+def test_killed_rank_is_detected_within_seconds(tmp_path: Path) -> None:
     """Rank 0 is killed, whose process serves the store. No launcher monitors the ranks, and no rank waits for it."""
     script = tmp_path / "train.py"
     script.write_text(KILLED)

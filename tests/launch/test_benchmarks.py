@@ -146,9 +146,7 @@ def test_watch_cost(tmp_path: Path) -> None:
 
 
 @needs_hosts
-def test_the_slow_network_is_as_slow_as_it_was_asked_to_be(
-    two_hosts: list[Host], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_network_has_the_requested_bandwidth(two_hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     slow_down = importlib.import_module("slow_network").slow_down
     slow_down(two_hosts[0], "1gbit")

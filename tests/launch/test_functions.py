@@ -85,7 +85,7 @@ def test_a_notebook_runs_its_own_functions() -> None:
     assert "unitrain/functions" not in told
 
 
-def test_a_program_needs_no_guard_and_leaves_no_process(tmp_path: Path) -> None:
+def test_program_without_main_guard_leaves_no_process(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         textwrap.dedent(
@@ -145,7 +145,7 @@ for launcher in ("none", "torchrun"):
 """
 
 
-def test_daemons_of_a_rank_are_not_waited_for() -> None:
+def test_run_does_not_wait_for_daemons_of_a_rank() -> None:
     """They keep the output of the ranks open."""
     with started([sys.executable, "-c", DAEMONS]) as launch:
         output = launch.output()
@@ -159,7 +159,7 @@ def test_daemons_of_a_rank_are_not_waited_for() -> None:
         assert f"without an end of line[['{launcher}']]" in output
 
 
-def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
+def test_unpicklable_arguments_are_rejected_before_ranks_start() -> None:
     lock = threading.Lock()
     with pytest.raises(FunctionError, match=r"^<lambda> or its arguments cannot be sent .*lock.* Create objects"):
         unitrain.run(lambda: lock.acquire(), np=2)
@@ -169,14 +169,14 @@ def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
         unitrain.run(print, np=0)
 
 
-def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_inside_a_rank_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"^unitrain\.run starts ranks, but torchrun has started this process"):
         unitrain.run(print, np=2)
 
 
-def test_importing_it_is_cheap() -> None:
+def test_import_does_not_import_torch() -> None:
     shown = "import sys, unitrain; unitrain.run; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

@@ -86,7 +86,9 @@ def test_scripts_are_preloaded(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["-u"], ["-P"], ["-u", "-P"]], ids=" ".join)
 @pytest.mark.parametrize("name", ["package/program.py", "absolute"])
-def test_a_process_finds_what_a_normal_one_finds(options: list[str], name: str, script: Path, tmp_path: Path) -> None:
+def test_preloaded_process_has_the_same_environment_as_a_normal_one(
+    options: list[str], name: str, script: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, *options, str(script) if name == "absolute" else name, "facts", "an argument"]
     code, output, errors = ran(command, tmp_path, preload=True)
     assert (code, errors) == (0, "")
@@ -105,7 +107,7 @@ def test_a_process_finds_what_a_normal_one_finds(options: list[str], name: str, 
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_a_process_ends_as_a_normal_one_does(arguments: list[str], script: Path, tmp_path: Path) -> None:
+def test_preloaded_process_ends_like_a_normal_one(arguments: list[str], script: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(script), *arguments]
     assert ran(command, tmp_path, preload=True) == ran(command, tmp_path, preload=False)
 
@@ -115,7 +117,7 @@ def test_a_script_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     assert ran(command, tmp_path, preload=True) == ran(command, tmp_path, preload=False)
 
 
-def test_a_module_runs_as_a_normal_one_does(tmp_path: Path) -> None:
+def test_preloaded_module_runs_like_a_normal_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--version-that-does-not-exist"]
     code, output, errors = ran(command, tmp_path, preload=True)
     assert (code, output) == (2, "")

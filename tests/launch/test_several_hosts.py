@@ -161,7 +161,7 @@ def test_no_rank_outlives_its_launch(
         assert "this rank fails" in output
 
 
-def test_launch_ends_if_a_host_dies(two_hosts: list[Host], script: str, tmp_path: Path) -> None:
+def test_launch_ends_if_a_host_fails(two_hosts: list[Host], script: str, tmp_path: Path) -> None:
     with two_hosts[0].start([*LAUNCH, "-H", "h1:1,h2:1", script, str(tmp_path), "stays"], VARIABLES) as process:
         wait_for_ranks(tmp_path, 2, process)
         two_hosts[1].kill()

@@ -63,7 +63,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_package_adds_a_backend_but_replaces_none() -> None:
+def test_installed_package_adds_a_backend_but_replaces_no_built_in_one() -> None:
     assert unitrain.available_backends() == ["broken", "ddp", "horovod", "local", "modest"]
     with unitrain.init("modest") as backend:
         assert (backend.name, backend.rank, backend.size) == ("modest", 0, 1)
@@ -71,7 +71,7 @@ def test_a_package_adds_a_backend_but_replaces_none() -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_backend_that_cannot_be_imported_says_what_it_needs() -> None:
+def test_missing_library_of_a_backend_is_reported_with_a_fix() -> None:
     with pytest.raises(BackendUnavailableError) as caught:
         unitrain.init("broken")
     assert str(caught.value) == (
@@ -80,13 +80,13 @@ def test_a_backend_that_cannot_be_imported_says_what_it_needs() -> None:
     )
 
 
-def test_an_unknown_backend() -> None:
+def test_unknown_backend_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(UnknownBackendError) as caught:
         unitrain.init("dpd")
     assert str(caught.value) == "Unknown backend 'dpd'. Did you mean 'ddp'? Available: ddp, horovod, local."
 
 
-def test_the_argument_goes_before_the_variable_and_both_before_what_is_implied(
+def test_backend_argument_overrides_variable_and_variable_overrides_launcher_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with unitrain.init() as backend:
@@ -98,7 +98,7 @@ def test_the_argument_goes_before_the_variable_and_both_before_what_is_implied(
         assert type(backend) is LocalBackend
 
 
-def test_each_launcher_implies_a_backend() -> None:
+def test_launcher_determines_default_backend() -> None:
     """Here with one rank; horovodrun and mpirun, which must run for it, are in test_launch_real.py."""
     by_hand = {"RANK": "0", "WORLD_SIZE": "1"}
     torchrun = by_hand | {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"}
@@ -115,7 +115,7 @@ def test_each_launcher_implies_a_backend() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1.5, float("inf"), float("nan")])
-def test_a_timeout_is_a_time(seconds: float) -> None:
+def test_invalid_timeouts_are_rejected(seconds: float) -> None:
     with pytest.raises(ConfigError) as caught:
         unitrain.init(timeout_seconds=seconds)
     assert str(caught.value) == (
@@ -124,7 +124,7 @@ def test_a_timeout_is_a_time(seconds: float) -> None:
     )
 
 
-def test_one_process_has_no_transport() -> None:
+def test_local_backend_rejects_a_transport() -> None:
     with unitrain.init("local", transport="none") as backend:
         assert backend.transport == "none"
     with pytest.raises(ConfigError) as caught:
@@ -167,7 +167,7 @@ def sentence_without_horovod(shadow: Path) -> str:
     ],
     ids=["missing", "built for another torch"],
 )
-def test_a_horovod_that_cannot_be_used_says_how_to_build_it(files: dict[str, str], found: str, tmp_path: Path) -> None:
+def test_unusable_horovod_is_reported_with_the_build_command(files: dict[str, str], found: str, tmp_path: Path) -> None:
     for name, content in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ def test_a_horovod_that_cannot_be_used_says_how_to_build_it(files: dict[str, str
         "missing",
     ],
 )
-def test_a_horovod_without_a_working_extension_says_how_to_build_it(extension: str, tmp_path: Path) -> None:
+def test_horovod_with_a_broken_extension_is_reported_with_the_build_command(extension: str, tmp_path: Path) -> None:
     """The installed Horovod, but for the library that torch's tensors go through."""
     spec = importlib.util.find_spec("horovod")
     assert spec is not None

@@ -80,7 +80,7 @@ class Silent:
         self.values = self.values.to(device)
 
 
-def test_containers_move_with_their_tensors_and_stay_what_they_are() -> None:
+def test_to_device_keeps_container_types() -> None:
     one = torch.ones(1)
     counted = defaultdict(list, {"one": [one]})
     moved = to_device(
@@ -102,7 +102,7 @@ def test_containers_move_with_their_tensors_and_stay_what_they_are() -> None:
     assert to_device(UserDict(a=one), META)["a"].is_meta
 
 
-def test_dataclasses_move_with_their_tensors() -> None:
+def test_to_device_moves_tensors_in_dataclasses() -> None:
     one = torch.ones(1)
     plain, derived = Plain(one), Derived(3.0, one)
     frozen = to_device(Frozen(one, plain), META)
@@ -117,7 +117,7 @@ def test_dataclasses_move_with_their_tensors() -> None:
     assert not any(tensor.is_meta for tensor in (plain.values, derived.values, derived.scaled))
 
 
-def test_objects_that_can_move_themselves_do() -> None:
+def test_to_device_calls_the_to_method_of_objects() -> None:
     graph, encoding, silent = to_device((Graph(torch.ones(1)), Encoding(ids=torch.ones(1)), Silent()), META)
     assert graph.values.is_meta
     assert isinstance(encoding, Encoding)
@@ -128,7 +128,7 @@ def test_objects_that_can_move_themselves_do() -> None:
     assert packed.batch_sizes.device == CPU, "it says how to read the data, and must stay"
 
 
-def test_an_error_of_an_object_that_moves_itself_is_its_own() -> None:
+def test_to_device_propagates_errors_of_the_to_method() -> None:
     class Broken:
         def to(self, device: torch.device) -> None:
             raise TypeError("no such part")
@@ -137,12 +137,12 @@ def test_an_error_of_an_object_that_moves_itself_is_its_own() -> None:
         to_device([Broken()], META)
 
 
-def test_what_is_not_known_is_kept() -> None:
+def test_to_device_returns_unknown_objects_unchanged() -> None:
     for thing in (None, "text", 3, np.ones(2), Graph, Plain, {1, 2}):
         assert to_device([thing], META)[0] is thing
 
 
-def test_on_the_cpu_a_batch_is_itself() -> None:
+def test_to_device_returns_the_same_batch_on_the_cpu() -> None:
     for batch in ([torch.ones(1)], Graph(torch.ones(1)), Plain(torch.ones(1))):
         assert to_device(batch, CPU) is batch
 
@@ -281,7 +281,7 @@ def check(runs: list[dict[str, Any]]) -> None:
                 assert all(wrapped for training, wrapped in calls if training)
 
 
-def test_a_batch_of_any_shape_trains_alike_in_one_process() -> None:
+def test_batch_structures_give_equal_training_in_one_process() -> None:
     check([trained_in_every_shape(LOCAL)])
 
 
@@ -291,7 +291,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield ranks
 
 
-def test_a_batch_of_any_shape_trains_alike_on_ranks(group: RankGroup) -> None:
+def test_batch_structures_give_equal_training_on_ranks(group: RankGroup) -> None:
     runs = group.run(trained_in_every_shape, timeout_seconds=200)
     check(runs)
     for run in runs:
@@ -300,7 +300,7 @@ def test_a_batch_of_any_shape_trains_alike_on_ranks(group: RankGroup) -> None:
             assert not any(plain), "evaluation calls the model itself"
 
 
-def test_a_batch_that_is_no_pair_is_told_what_forward_could_be() -> None:
+def test_batch_that_is_not_a_pair_is_rejected_with_an_example_of_forward() -> None:
     def refusal(batch: Any) -> str:
         with pytest.raises(DataError) as caught:
             make(LOCAL, batch_size=2)._forward(nn.Identity(), batch)
@@ -326,7 +326,7 @@ def test_a_batch_that_is_no_pair_is_told_what_forward_could_be() -> None:
         assert refusal(batch) == f"{found} -> {forward(body)}"
 
 
-def test_what_forward_must_be_and_return() -> None:
+def test_invalid_forward_functions_and_results_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"^Trainer\(forward=\.\.\.\) takes a function, got 'mean'\. Use forward="):
         make(LOCAL, "mean")
     for result, found in (
@@ -371,7 +371,7 @@ def refusals(backend: Backend) -> list[str]:
     return texts
 
 
-def test_the_same_refusal_on_every_rank_though_one_has_all_the_samples(group: RankGroup) -> None:
+def test_error_is_equal_on_every_rank_if_one_rank_has_all_samples(group: RankGroup) -> None:
     here, *others = group.run(refusals, timeout_seconds=120)
     assert all(texts == here for texts in others)
     starts = [

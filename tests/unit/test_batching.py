@@ -10,7 +10,7 @@ from unitrain.data.batch_size import BatchSizes, ElasticBatchSize, derive_batch_
 from unitrain.errors import ConfigError
 
 
-def test_two_give_the_third() -> None:
+def test_two_batch_settings_determine_the_third() -> None:
     for size, batch_size, accumulate in itertools.product(range(1, 5), (1, 3, 8), (1, 2, 5)):
         whole = size * batch_size * accumulate
         expected = BatchSizes(batch_size, accumulate)
@@ -36,7 +36,7 @@ def test_two_give_the_third() -> None:
         )
 
 
-def test_what_is_not_said_is_one_micro_step() -> None:
+def test_gradient_accumulation_defaults_to_one_micro_batch() -> None:
     assert derive_batch_sizes(4, batch_size=8, gradient_accumulation_steps=None, global_batch_size=None) == BatchSizes(
         8, 1
     )
@@ -57,14 +57,14 @@ def test_what_is_not_said_is_one_micro_step() -> None:
         (2, 8, 2, 64, r"64 is not 2 ranks x batch_size 8 x grad.*steps 2\. Leave out grad.*, which is then 4, or"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_told_with_what_would(
+def test_contradicting_batch_sizes_are_rejected_with_valid_ones(
     size: int, batch_size: int | None, accumulate: int | None, whole: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         derive_batch_sizes(size, batch_size=batch_size, gradient_accumulation_steps=accumulate, global_batch_size=whole)
 
 
-def test_an_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
+def test_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
     for size, first, batch_size, accumulate in itertools.product(range(1, 6), range(1, 6), (1, 3, 8), (None, 1, 2)):
         asked = {"batch_size": batch_size, "gradient_accumulation_steps": accumulate, "global_batch_size": None}
         began = elastic_batch_sizes(first, None, **asked)
@@ -80,7 +80,7 @@ def test_an_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
         )
 
 
-def test_an_elastic_job_may_begin_with_a_global_batch_that_its_ranks_do_not_divide() -> None:
+def test_elastic_job_starts_with_an_indivisible_global_batch() -> None:
     alone = {"batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": 8}
     assert elastic_batch_sizes(3, None, **alone) == BatchSizes(3, 1, 8)
     assert elastic_batch_sizes(1, ElasticBatchSize(3, 8), **alone) == BatchSizes(3, 3, 8)
@@ -90,7 +90,7 @@ def test_an_elastic_job_may_begin_with_a_global_batch_that_its_ranks_do_not_divi
     ) == BatchSizes(8, 1, 8)
 
 
-def test_whole_batches_keep_it_as_nearly_as_they_can() -> None:
+def test_full_batches_approximate_the_global_batch() -> None:
     asked = {"batch_size": 4, "gradient_accumulation_steps": None, "global_batch_size": None, "full_batches_only": True}
     found = {
         size: elastic_batch_sizes(size, ElasticBatchSize(4, 16), **asked).gradient_accumulation_steps

@@ -80,12 +80,12 @@ from unitrain.errors import ConfigError
         ({"max_epochs": 1, "resume": True}, r"resume=True looks for checkpoints in output_dir, which is not set\."),
     ],
 )
-def test_a_setting_that_cannot_be_meant_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**settings)
 
 
-def test_it_is_frozen_and_takes_keywords_only() -> None:
+def test_config_is_frozen_and_keyword_only() -> None:
     config = TrainConfig(max_epochs=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.max_epochs = 3  # type: ignore[misc]
@@ -93,12 +93,12 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         TrainConfig(2)  # type: ignore[misc]
 
 
-def test_the_error_is_the_builtin_it_is() -> None:
+def test_config_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="gradient_accumulation_steps"):
         TrainConfig(max_epochs=1, gradient_accumulation_steps=0)
 
 
-def test_ranks_with_different_settings_are_told_which() -> None:
+def test_different_settings_on_ranks_are_named() -> None:
     mine, other = TrainConfig(max_epochs=1, batch_size=8), TrainConfig(max_epochs=1, batch_size=16)
     check_same_config(mine, rank_of(0, 2))
     with pytest.raises(ConfigError, match=r"TrainConfig\.batch_size differs between ranks: \[8, 16\]\."):

@@ -69,7 +69,7 @@ def taken_by(part: MicroBatch) -> range:
 
 
 @pytest.mark.parametrize(("size", "batch", "accumulate"), CASES)
-def test_every_position_goes_to_one_rank_in_the_step_of_its_block(size: int, batch: int, accumulate: int) -> None:
+def test_every_position_belongs_to_one_rank_in_the_step_of_its_block(size: int, batch: int, accumulate: int) -> None:
     block = size * batch * accumulate
     for length in lengths(size, batch, accumulate):
         parts = [
@@ -96,7 +96,7 @@ def test_every_position_goes_to_one_rank_in_the_step_of_its_block(size: int, bat
 
 
 @pytest.mark.parametrize(("size", "batch", "accumulate"), CASES)
-def test_a_share_is_empty_only_where_it_cannot_be_helped_and_never_on_rank_0(
+def test_rank_0_always_has_samples_and_others_unless_the_step_has_too_few(
     size: int, batch: int, accumulate: int
 ) -> None:
     for length in lengths(size, batch, accumulate):
@@ -114,7 +114,7 @@ def test_a_share_is_empty_only_where_it_cannot_be_helped_and_never_on_rank_0(
                     assert totals[part.step_end] or not part.ends_step
 
 
-def test_the_samples_of_a_step_do_not_depend_on_how_the_global_batch_is_made_up() -> None:
+def test_samples_of_a_step_depend_on_the_global_batch_only() -> None:
     def steps(size: int, batch: int, accumulate: int) -> list[set[int]]:
         taken: dict[int, set[int]] = {}
         for rank in range(size):
@@ -128,7 +128,7 @@ def test_the_samples_of_a_step_do_not_depend_on_how_the_global_batch_is_made_up(
 
 
 @pytest.mark.parametrize(("size", "batch", "accumulate"), [(3, 3, 1), (3, 1, 3), (2, 3, 2), (5, 2, 1), (1, 3, 3)])
-def test_steps_that_the_ranks_do_not_divide_are_as_even_as_they_can_be(size: int, batch: int, accumulate: int) -> None:
+def test_indivisible_steps_are_sharded_evenly(size: int, batch: int, accumulate: int) -> None:
     taken: dict[int, list[list[int]]] = {}
     for rank in range(size):
         for part in micro_batches_of_samples(
@@ -142,7 +142,7 @@ def test_steps_that_the_ranks_do_not_divide_are_as_even_as_they_can_be(size: int
     assert all(max(map(len, parts)) - min(map(len, parts)) <= 1 for parts in taken.values())
 
 
-def test_an_epoch_can_go_on_in_the_middle_with_another_number_of_ranks() -> None:
+def test_epoch_resumes_at_any_step_on_another_number_of_ranks() -> None:
     first = [
         index
         for rank in range(2)
@@ -155,7 +155,7 @@ def test_an_epoch_can_go_on_in_the_middle_with_another_number_of_ranks() -> None
     assert sorted(first + rest) == list(range(23))
 
 
-def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
+def test_epoch_order_depends_only_on_seed_and_epoch() -> None:
     one = epoch_order(100, seed=1, epoch=2, shuffle=True)
     torch.manual_seed(9)
     before = torch.get_rng_state()
@@ -170,7 +170,7 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_batches_of_each_rank_are_those_of_a_distributed_sampler(size: int, shuffle: bool, accumulate: int) -> None:
+def test_batches_of_each_rank_equal_those_of_distributed_sampler(size: int, shuffle: bool, accumulate: int) -> None:
     dataset = tensors(3 * size * 2 * accumulate)
     for rank in range(size):
         share = TrainingShard(
@@ -183,13 +183,13 @@ def test_the_batches_of_each_rank_are_those_of_a_distributed_sampler(size: int, 
             assert [batch[1].tolist() for batch, _ in share.micro_batches(epoch)] == expected
 
 
-def test_a_seed_may_be_any_number() -> None:
+def test_epoch_order_accepts_any_integer_seed() -> None:
     assert len(epoch_order(4, seed=2**70, epoch=3, shuffle=True)) == 4
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["tensors", "dataset", "loader"])
-def test_every_sample_is_trained_on_once_per_epoch(size: int, kind: str) -> None:
+def test_every_sample_is_used_once_per_epoch(size: int, kind: str) -> None:
     for length in range(size, 3 * size + 2):
         data: Any = {
             "tensors": tensors(length),
@@ -205,14 +205,14 @@ def test_every_sample_is_trained_on_once_per_epoch(size: int, kind: str) -> None
         assert len(set(steps)) == 1
 
 
-def test_an_empty_share_stands_in_with_the_first_sample_of_the_step() -> None:
+def test_empty_shard_gets_a_dummy_batch_of_the_first_sample_of_the_step() -> None:
     share = TrainingShard(tensors(5), rank_of(2, 4), batch_size=1, seed=0)
     *_, (batch, part) = share.micro_batches(0)
     assert (part.samples, part.step_samples) == (0, 1)
     assert batch[1].tolist() == [epoch_order(5, seed=0, epoch=0, shuffle=True)[4].item()]
 
 
-def test_tensors_are_batched_as_a_loader_would() -> None:
+def test_tensor_datasets_give_the_same_batches_as_a_dataloader() -> None:
     dataset = tensors(40)
     for data in (dataset, Subset(dataset, range(3, 30, 2)), Subset(Subset(dataset, range(30)), [5, 1, 7, 8, 9])):
         fast = list(TrainingShard(data, rank_of(1, 2), batch_size=3, seed=4).micro_batches(2))
@@ -245,7 +245,7 @@ SUBSETS: dict[str, Any] = {
 
 @pytest.mark.parametrize("indices", SUBSETS.values(), ids=list(SUBSETS))
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_subset_of_tensors_is_indexed_as_torch_indexes_it(indices: Any, nested: bool) -> None:
+def test_subset_of_tensors_is_indexed_like_torch(indices: Any, nested: bool) -> None:
     """With any indices, also those that raise an error in torch."""
     dataset: Any = Subset(tensors(40), indices)
     if nested:
@@ -264,14 +264,14 @@ def test_a_subset_of_tensors_is_indexed_as_torch_indexes_it(indices: Any, nested
     assert batches(lambda: (batch for batch, _ in share.micro_batches(0))) == expected
 
 
-def test_a_sampler_may_count_from_the_end() -> None:
+def test_sampler_may_yield_negative_indices() -> None:
     loader = DataLoader(tensors(40), batch_size=2, sampler=[-1, -40, 7])
     expected = [batch[1].tolist() for batch in loader]
     assert [batch[1].tolist() for batch, _ in EvaluationShard(loader, rank_of(0, 1))] == expected == [[39, 0], [7]]
     assert [batch[1].tolist() for batch, _ in TrainingShard(loader, rank_of(0, 1)).micro_batches(0)] == expected
 
 
-def test_a_loader_keeps_its_settings_and_gets_our_order() -> None:
+def test_dataloader_keeps_its_settings_with_the_planned_order() -> None:
     def collate(items: list[tuple[Tensor, int]]) -> tuple[list[int], int]:
         info = get_worker_info()
         assert info is not None
@@ -297,7 +297,7 @@ def noise(share: TrainingShard, epoch: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["dataset", "loader", "loader with a generator"])
-def test_workers_augment_alike_in_a_rerun_and_differently_in_the_next_epoch(kind: str) -> None:
+def test_worker_augmentation_repeats_in_a_rerun_and_differs_between_epochs(kind: str) -> None:
     def share(rank: int) -> TrainingShard:
         if kind == "dataset":
             return TrainingShard(Noisy(8), rank_of(rank, 2), batch_size=2, num_workers=1, seed=1)
@@ -328,7 +328,7 @@ def test_persistent_workers_are_seeded_when_they_start() -> None:
     assert second != noise(share(0), 1)  # which is what the documentation admits
 
 
-def test_dropping_the_last_batch_means_the_global_one_and_only_in_training() -> None:
+def test_drop_last_drops_an_incomplete_global_batch_in_training_only() -> None:
     loader = DataLoader(Numbers(11), batch_size=2, drop_last=True)
     taken = [i for rank in range(2) for i in indices_of(TrainingShard(loader, rank_of(rank, 2)))]
     assert sorted(taken) == list(range(8))
@@ -377,14 +377,14 @@ class OwnIteration(DataLoader[Any]):
         ),
     ],
 )
-def test_data_that_cannot_be_shared_out_is_refused(data: Any, message: str) -> None:
+def test_data_that_cannot_be_sharded_is_rejected(data: Any, message: str) -> None:
     batch_size = None if isinstance(data, DataLoader) else 2
     for rank in range(4):
         with pytest.raises(DataError, match=message):
             TrainingShard(data, rank_of(rank, 4), batch_size=batch_size)
 
 
-def test_a_batch_size_is_demanded_and_must_not_contradict() -> None:
+def test_missing_or_contradicting_batch_size_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(batch_size="
     ):
@@ -397,7 +397,7 @@ def test_a_batch_size_is_demanded_and_must_not_contradict() -> None:
     assert TrainingShard(loader, rank_of(0, 1), batch_size=2).global_batch_size == 2
 
 
-def test_ranks_with_different_data_are_told_so() -> None:
+def test_different_data_on_ranks_is_reported() -> None:
     with pytest.raises(DataError, match=r"does not have the same number of samples on every rank: \[10, 12\]\."):
         TrainingShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
     with pytest.raises(DataError, match=r"^The evaluation data does not have the same number"):

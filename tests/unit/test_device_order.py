@@ -95,7 +95,7 @@ class Event:
         self.after = [*stream.queued]
 
 
-def test_a_wait_orders_the_stream_of_the_caller_after_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_orders_the_callers_stream_after_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     streams: dict[int, Stream] = {}
 
     def current_stream(device: torch.device) -> Stream:

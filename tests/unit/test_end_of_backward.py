@@ -37,7 +37,7 @@ def test_steps_run_in_a_fixed_order_around_the_callback_of_ddp(order: list[Step]
     assert ran == ORDER
 
 
-def test_a_step_may_add_steps_to_the_same_backward() -> None:
+def test_step_may_add_steps_to_the_same_backward() -> None:
     end_of_backward, ran = EndOfBackward(), list[str]()
 
     def add(step: Step, name: str) -> None:
@@ -56,7 +56,7 @@ def test_a_step_may_add_steps_to_the_same_backward() -> None:
     assert ran == ["find", "compress", "mark", "raise"]
 
 
-def test_a_backward_inside_another_one_has_its_own_steps() -> None:
+def test_nested_backward_has_separate_steps() -> None:
     end_of_backward, ran = EndOfBackward(), list[str]()
 
     def run_inner() -> None:
@@ -71,7 +71,7 @@ def test_a_backward_inside_another_one_has_its_own_steps() -> None:
     assert ran == ["inner", "outer", "outer, last"]
 
 
-def test_a_backward_that_raises_leaves_no_steps_behind() -> None:
+def test_backward_that_raises_discards_its_steps() -> None:
     end_of_backward, ran = EndOfBackward(), list[str]()
 
     def add_and_raise(_: Tensor) -> None:

@@ -138,7 +138,7 @@ MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-w
         "srun and an empty RANK", "srun and no RANK",
     ],
 )  # fmt: skip
-def test_every_launcher_is_recognised(variables: dict[str, str], expected: RankInfo) -> None:
+def test_every_launcher_is_detected(variables: dict[str, str], expected: RankInfo) -> None:
     found = detect(variables)
     assert found == RankInfo(**{**vars(expected), "evidence": found.evidence})
     for item in found.evidence:
@@ -148,12 +148,12 @@ def test_every_launcher_is_recognised(variables: dict[str, str], expected: RankI
     assert len(set(found.evidence)) == len(found.evidence)
 
 
-def test_a_horovod_that_unitrain_leads_does_not_change_who_started_the_process() -> None:
+def test_horovod_variables_set_by_unitrain_do_not_change_the_detected_launcher() -> None:
     led = BY_HAND | {environment.HOROVOD_SET_BY_UNITRAIN: "1", "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
     assert detect(led) == detect(BY_HAND)
 
 
-def test_the_evidence_names_what_was_believed() -> None:
+def test_evidence_lists_the_variables_that_were_used() -> None:
     assert detect(SRUN | HOROVODRUN).evidence == (
         "HOROVOD_RANK=2", "HOROVOD_SIZE=3", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=1",
     )  # fmt: skip
@@ -355,7 +355,7 @@ def run_in_terminal(command: list[str], variables: dict[str, str]) -> str:
     return output.decode()
 
 
-def test_a_command_in_the_interactive_shell_of_srun_is_not_taken_for_a_rank() -> None:
+def test_command_in_an_interactive_srun_shell_is_rejected_as_a_rank() -> None:
     step = SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "4711"}
     program = [sys.executable, "-c", IN_STEP]
     shell = ["bash", "--norc", "-i", "-c", f"{shlex.join(program)}; true"]

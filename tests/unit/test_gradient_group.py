@@ -76,7 +76,7 @@ def test_the_time_of_a_backward_begins_when_the_previous_one_is_done() -> None:
     assert describe_expired(deadlines) is None
 
 
-def test_a_rank_that_is_ahead_is_not_missing() -> None:
+def test_rank_that_is_ahead_is_not_missing() -> None:
     ahead, behind = FlightRecorder(), FlightRecorder()
     for flight_recorder, num_backwards in ((ahead, 8), (behind, 5)):
         for number in range(num_backwards):

@@ -48,7 +48,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def test_looks_go_on_where_epochs_are_shorter_than_their_interval(
+def test_sync_points_are_recorded_if_epochs_are_shorter_than_their_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unitrain.progress.stopping._INTERVAL_SECONDS", 0.1)
@@ -63,7 +63,7 @@ def test_looks_go_on_where_epochs_are_shorter_than_their_interval(
     assert looks[-1] > 100  # of 160
 
 
-def test_every_row_says_how_far_the_run_had_come(tmp_path: Path) -> None:
+def test_every_history_row_has_the_progress_of_the_run(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=2)
     assert [(row["step"], row["epochs"]) for row in rows(tmp_path, "run.jsonl")] == [(0, 0)]
     assert [(row["step"], row["epochs"]) for row in rows(tmp_path, "history.jsonl")] == [(6, 1), (12, 2)]
@@ -77,7 +77,7 @@ def test_every_row_says_how_far_the_run_had_come(tmp_path: Path) -> None:
     assert all(row["learning_rate"] == 0.1 and row["samples_per_second"] > 0 for row in looks)
 
 
-def test_a_start_is_described(tmp_path: Path) -> None:
+def test_start_row_describes_the_run(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=1, max_grad_norm=0.5)
     (start,) = rows(tmp_path, "run.jsonl")
     said = {"backend": "local", "transport": "none", "size": 1, "device": "cpu", "model": "Linear", "parameters": 4}
@@ -90,7 +90,7 @@ def test_a_start_is_described(tmp_path: Path) -> None:
     assert "max_steps" not in start["config"]  # None is not said
 
 
-def test_a_resumed_run_takes_up_its_record_where_it_goes_on(tmp_path: Path) -> None:
+def test_resumed_run_rewinds_the_history_to_its_checkpoint(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=1)
     train(tmp_path, max_epochs=2, resume=True)
     # What a run that crashed in its third epoch has left, down to half a line.
@@ -110,7 +110,7 @@ class Items(IterableDataset[tuple[Tensor, Tensor]]):
         return ((torch.ones(3), torch.ones(1)) for _ in range(22))
 
 
-def test_of_a_stream_nobody_knows_how_much_of_an_epoch_is_done(tmp_path: Path) -> None:
+def test_history_of_a_stream_has_no_fraction_of_an_epoch(tmp_path: Path) -> None:
     train(tmp_path, Items(), max_epochs=2)
     (start,) = rows(tmp_path, "run.jsonl")
     assert (start["samples_per_epoch"], start["steps_per_epoch"]) == (None, None)
@@ -119,7 +119,7 @@ def test_of_a_stream_nobody_knows_how_much_of_an_epoch_is_done(tmp_path: Path) -
     assert not counts_epochs(read_records([tmp_path]))  # a report shows it by steps
 
 
-def test_a_run_that_was_stopped_within_an_epoch_goes_on_there(tmp_path: Path) -> None:
+def test_history_continues_after_a_stop_within_an_epoch(tmp_path: Path) -> None:
     class Enough(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
             if trainer.progress.step == 8:
@@ -138,7 +138,7 @@ def test_a_run_that_was_stopped_within_an_epoch_goes_on_there(tmp_path: Path) ->
     assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == list(range(2, 25, 2))
 
 
-def test_a_run_that_was_killed_before_the_row_of_its_epoch_has_it_from_the_checkpoint(tmp_path: Path) -> None:
+def test_missing_epoch_row_of_a_killed_run_is_restored_from_the_checkpoint(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=2)
     first, second = (tmp_path / "history.jsonl").read_text().splitlines()
     (tmp_path / "history.jsonl").write_text(f"{first}\n{second[:-9]}")
@@ -151,7 +151,7 @@ def test_a_run_that_was_killed_before_the_row_of_its_epoch_has_it_from_the_check
     assert [row["epoch"] for row in rows(tmp_path / "other", "history.jsonl")] == [4]
 
 
-def test_an_epoch_that_is_ended_twice_has_one_row(tmp_path: Path) -> None:
+def test_epoch_that_ends_twice_has_one_history_row(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=3, checkpoint_every_epochs=3, checkpoint_every_steps=6)
     (tmp_path / "step-000000018").rename(tmp_path / "gone")
     before = rows(tmp_path, "history.jsonl")[:2]
@@ -162,7 +162,7 @@ def test_an_epoch_that_is_ended_twice_has_one_row(tmp_path: Path) -> None:
     assert [row["epoch"] for row in after] == [1, 2, 3]
 
 
-def test_a_start_that_left_no_checkpoint_is_forgotten(tmp_path: Path) -> None:
+def test_rows_of_a_start_without_checkpoint_are_removed(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=1, checkpoint_every_epochs=2, max_seconds=None)
     for path in tmp_path.glob("step-*"):
         for file in path.iterdir():
@@ -173,7 +173,7 @@ def test_a_start_that_left_no_checkpoint_is_forgotten(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path, "steps.jsonl")] == [2, 4, 6]
 
 
-def test_a_look_that_cannot_be_written_ends_the_run_when_the_ranks_next_meet(
+def test_unwritable_sync_point_row_ends_the_run_at_the_next_epoch_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = History.append
@@ -200,16 +200,14 @@ def test_history_is_not_rewritten_through_a_symbolic_link(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("line", ['{"step": Infinity}', '{"step": 1e999}', "[" * 100_000], ids=["inf", "1e999", "deep"])
-def test_a_line_that_cannot_be_a_row_is_left_out(line: str, tmp_path: Path) -> None:
+def test_invalid_history_lines_are_skipped(line: str, tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n')
     drop_rows_after(5, path)
     assert path.read_text() == '{"step": 1}\n'
 
 
-def test_the_mark_of_a_job_is_not_written_through_a_symbolic_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_file_is_not_written_through_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNITRAIN_JOB", "mine")
     folder, other = tmp_path / "run", tmp_path / "other"
     folder.mkdir()

@@ -21,7 +21,7 @@ from unitrain.launchers.torchrun import commands_per_host
         ("MAX_TOKENS", "512", False), ("KEYBOARD", "us", False), ("DATABASE_URL", "http://host:80/a@b", False),
     ],
 )  # fmt: skip
-def test_looks_secret(name: str, value: str, secret: bool) -> None:
+def test_is_likely_secret_detects_names_and_urls(name: str, value: str, secret: bool) -> None:
     assert is_likely_secret(name, value) is secret
 
 

@@ -21,14 +21,14 @@ from unitrain.trainer import Trainer
 LOCAL = LocalBackend(torch.device("cpu"))
 
 
-def test_the_factors() -> None:
+def test_learning_rate_factors_follow_the_policy() -> None:
     assert LearningRateFactor("linear", 256, 1024, 0).at(0) == 4.0
     assert LearningRateFactor("sqrt", 256, 1024, 0).at(0) == 2.0
     assert LearningRateFactor("linear", 1024, 256, 0).at(0) == 0.25
     assert math.isclose(LearningRateFactor("sqrt", 100, 200, 0).at(9), math.sqrt(2))
 
 
-def test_the_warm_up_goes_from_the_reference_rate_to_the_full_one_in_equal_parts() -> None:
+def test_warmup_grows_linearly_from_1_to_the_full_factor() -> None:
     factor = LearningRateFactor("linear", 256, 1024, 6)
     assert [factor.at(step) for step in (0, 1, 2, 3, 4, 5, 6, 7, 100)] == [1, 1.5, 2, 2.5, 3, 3.5, 4, 4, 4]
     assert str(factor) == "learning rates x 4: linear from batches of 256 to 1024, reached after 6 steps"
@@ -55,14 +55,14 @@ def train(rate: float, **settings: Any) -> tuple[list[Tensor], torch.optim.Optim
     return [parameter.detach() for parameter in model.parameters()], optimizer
 
 
-def test_it_trains_as_the_multiplied_rate_does_and_leaves_the_users_alone() -> None:
+def test_scaled_training_equals_multiplied_rate_and_keeps_the_users_rate() -> None:
     expected, _ = train(0.04)
     found, optimizer = train(0.02, lr_scaling="linear", reference_batch_size=2)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert optimizer.param_groups[0]["lr"] == 0.02 * 0.5**4
 
 
-def test_a_resumed_run_is_scaled_once(tmp_path: Path) -> None:
+def test_resumed_run_is_scaled_once(tmp_path: Path) -> None:
     scaling: dict[str, Any] = {"lr_scaling": "sqrt", "reference_batch_size": 1, "warmup_steps": 5}
     expected, _ = train(0.02, **scaling)
     for epochs in (1, 2):
@@ -70,13 +70,13 @@ def test_a_resumed_run_is_scaled_once(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_another_policy_is_not_slipped_into_a_run(tmp_path: Path) -> None:
+def test_resuming_with_another_policy_is_rejected(tmp_path: Path) -> None:
     train(0.02, max_epochs=1, output_dir=tmp_path)
     with pytest.raises(CheckpointError, match=r"has lr_scaling='none', but TrainConfig\.lr_scaling is 'linear': its"):
         train(0.02, lr_scaling="linear", reference_batch_size=2, output_dir=tmp_path, resume=True)
 
 
-def test_it_is_said_at_the_start_and_written_down(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_scaling_is_shown_at_the_start_and_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(0.02, lr_scaling="linear", reference_batch_size=2, progress="lines", output_dir=tmp_path, max_epochs=1)
     assert "learning rates x 2: linear from batches of 2 to 4" in capfd.readouterr().err
     row = (tmp_path / "history.jsonl").read_text()

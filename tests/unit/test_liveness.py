@@ -60,7 +60,7 @@ def job_key(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("job_key")
-def test_orderly_exits_are_told_from_killed_processes() -> None:
+def test_orderly_exits_are_distinguished_from_killed_processes() -> None:
     ranks = Ranks(4)
     ranks.connect()
     assert sorted(ranks.checks[0]._peers) == [1, 2, 3]

@@ -62,7 +62,7 @@ def rounded(points: logger_output.Points) -> logger_output.Points:
 
 
 @pytest.mark.parametrize("kind", LOGGERS)
-def test_a_resumed_run_has_every_step_once(kind: str, tmp_path: Path) -> None:
+def test_resumed_run_logs_every_step_once(kind: str, tmp_path: Path) -> None:
     make, read = LOGGERS[kind]
     run(make(), tmp_path, 0, 6, offset=0.25)
     assert rounded(read(tmp_path)) == expected(dict.fromkeys(range(1, 7), 0.25))

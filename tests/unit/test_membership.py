@@ -60,7 +60,7 @@ def test_hosts_are_filled_in_order_up_to_the_maximum(cluster: Cluster) -> None:
     assert select(Membership(Elastic(3, 6), cluster.hosts, 1)) == "b:2,c:2"
 
 
-def test_a_growing_job_keeps_its_hosts_first(cluster: Cluster) -> None:
+def test_previous_hosts_come_first_after_hosts_are_added(cluster: Cluster) -> None:
     cluster.silent = {"a"}
     members = Membership(Elastic(1, 6), cluster.hosts, 1)
     assert select(members) == "b:2,c:2"

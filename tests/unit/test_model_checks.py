@@ -21,7 +21,7 @@ class Pruned(nn.Module):
         self.linear, self.sparse = nn.Linear(2, 2), True
 
 
-def test_only_embeddings_give_sparse_gradients() -> None:
+def test_models_with_sparse_gradients_are_rejected() -> None:
     check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2), nn.EmbeddingBag(3, 2)), "none", CPU)
     with pytest.raises(ModelError, match=r"^Module '1' produces sparse .*: Embedding\(\.\.\., sparse=False\)\.$"):
         check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2, sparse=True)), "none", CPU)
@@ -33,7 +33,7 @@ def test_only_embeddings_give_sparse_gradients() -> None:
         check_model(Words(3, 2, sparse=True), "none", CPU)
 
 
-def test_the_model_must_be_where_the_rank_computes() -> None:
+def test_model_on_another_device_is_rejected() -> None:
     check_model(nn.Linear(2, 2), "none", CPU)
     with pytest.raises(
         ModelError, match=r"^The model is on cpu and this rank computes on cuda:0\. Use model\.to\(backend\.device\) f"

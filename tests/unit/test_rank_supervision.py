@@ -85,7 +85,7 @@ def test_the_first_killed_rank_is_known_unless_another_rank_ended_before() -> No
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_rank_0_is_asked_to_end_before_or_after_it_connects(early: bool) -> None:
+def test_rank_0_receives_the_request_to_end_before_or_after_it_connects(early: bool) -> None:
     with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         if early:
             ranks.request_end()

@@ -28,17 +28,17 @@ def collected(looks: list[int]) -> tuple[list[float], float]:
     return seen, loss.epoch_mean(1, 10)
 
 
-def test_a_look_is_the_mean_since_the_last_one() -> None:
+def test_mean_since_sync_covers_the_steps_since_the_last_call() -> None:
     seen, whole = collected([2, 10])
     assert seen == pytest.approx([1.5 / 3, 6.5 / 3], rel=1e-6)
     assert whole == pytest.approx(5.5 / 3, rel=1e-6)
 
 
-def test_the_mean_of_an_epoch_does_not_depend_on_when_it_was_looked_at() -> None:
+def test_epoch_mean_does_not_depend_on_sync_points() -> None:
     assert len({collected(looks)[1] for looks in ([], [1], [3, 4, 9], list(range(1, 11)))}) == 1
 
 
-def test_finishing_starts_again() -> None:
+def test_start_epoch_resets_the_epoch_mean() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(5.0), 2)
     loss.finish_step()
@@ -52,7 +52,7 @@ def test_finishing_starts_again() -> None:
     assert loss.epoch_mean(2, 2) == 7.0
 
 
-def test_a_look_includes_the_end_of_the_epoch_before() -> None:
+def test_mean_since_sync_includes_the_end_of_the_previous_epoch() -> None:
     loss = RunningLoss(LOCAL)
     for value in (1.0, 2.0):
         loss.add(torch.tensor(value), 1)
@@ -68,7 +68,7 @@ def test_a_look_includes_the_end_of_the_epoch_before() -> None:
     assert loss.epoch_mean(2, 4) == 8.0
 
 
-def test_a_step_that_was_not_finished_does_not_count() -> None:
+def test_unfinished_step_is_not_included_in_the_mean() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(1.0), 1)
     loss.finish_step()
@@ -81,7 +81,7 @@ def test_a_step_that_was_not_finished_does_not_count() -> None:
 
 @pytest.mark.parametrize("count", [None, 5])
 @pytest.mark.parametrize("at", [0, 1, 99, 100, 130])
-def test_the_mean_is_bit_for_bit_that_of_a_run_without_an_interruption(at: int, count: int | None) -> None:
+def test_mean_of_an_interrupted_run_is_bit_equal_to_uninterrupted(at: int, count: int | None) -> None:
     values = torch.randn(170, generator=torch.Generator().manual_seed(3))
 
     def collect(loss: RunningLoss, values: torch.Tensor) -> RunningLoss:
@@ -97,7 +97,7 @@ def test_the_mean_is_bit_for_bit_that_of_a_run_without_an_interruption(at: int, 
     assert resumed.steps == 170
 
 
-def test_a_loss_that_is_not_finite_is_told_when_looked_at_and_at_the_end() -> None:
+def test_non_finite_loss_raises_at_sync_points_and_at_the_end_of_the_epoch() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(float("inf")), 1)
     loss.finish_step()
@@ -107,7 +107,7 @@ def test_a_loss_that_is_not_finite_is_told_when_looked_at_and_at_the_end() -> No
         loss.epoch_mean(3, 8)
 
 
-def test_a_look_is_over_all_ranks() -> None:
+def test_mean_since_sync_is_over_all_ranks() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(1.0), 3)
     loss.finish_step()
@@ -115,7 +115,7 @@ def test_a_look_is_over_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("count", [0.0, -3.0])
-def test_numbers_of_tokens_that_cannot_be_meant_are_refused(count: float) -> None:
+def test_invalid_token_counts_are_rejected(count: float) -> None:
     """As on a device, where nobody reads them batch by batch."""
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(2.0), 1, torch.tensor(count))

@@ -82,7 +82,7 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
 
 
 @pytest.mark.parametrize("rule", dict.fromkeys(rule for rule, _, _ in VIOLATIONS), ids=lambda rule: rule.__name__)
-def test_the_source_follows(rule: Rule) -> None:
+def test_source_satisfies_the_rules(rule: Rule) -> None:
     assert len(PACKAGES) > 50
     assert EXAMPLES
     files = PACKAGES if rule is packages_print_nothing else [*PACKAGES, *EXAMPLES]

@@ -95,7 +95,7 @@ def by_hand(
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("length", [21, 24])
-def test_it_equals_a_loop_written_by_hand_bit_for_bit(
+def test_trainer_is_bit_equal_to_a_plain_torch_loop(
     optimizer: MakeOptimizer, accumulate: int, clip_norm: float | None, length: int
 ) -> None:
     given = {
@@ -113,7 +113,7 @@ def test_it_equals_a_loop_written_by_hand_bit_for_bit(
     assert results == {"train_loss": pytest.approx(losses[-1], rel=1e-12)}
 
 
-def test_accumulation_equals_the_whole_batch_to_rounding() -> None:
+def test_accumulation_equals_the_global_batch_up_to_rounding() -> None:
     models = []
     for batch_size, accumulate in ((12, 1), (4, 3), (1, 12)):
         trainer = make(settings(batch_size=batch_size, gradient_accumulation_steps=accumulate, max_epochs=4))
@@ -124,7 +124,7 @@ def test_accumulation_equals_the_whole_batch_to_rounding() -> None:
             torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
 
 
-def test_a_loader_and_its_dataset_train_alike() -> None:
+def test_dataloader_and_its_dataset_give_equal_training() -> None:
     opaque: Any = DataLoader(samples(), batch_size=4, shuffle=True, num_workers=1)
     plain, loaded = make(settings()), make(settings(batch_size=None))
     plain.fit(samples())
@@ -144,7 +144,7 @@ def test_the_scheduler_steps_once_per_optimizer_step_or_epoch(unit: Any, expecte
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**expected)
 
 
-def test_an_epochs_scheduler_waits_for_the_end_of_the_epoch() -> None:
+def test_epoch_scheduler_steps_at_the_end_of_the_epoch() -> None:
     model = network()
     optimizer = momentum(model.parameters())
     scheduler = StepLR(optimizer, 1)
@@ -153,7 +153,7 @@ def test_an_epochs_scheduler_waits_for_the_end_of_the_epoch() -> None:
     assert scheduler.last_epoch == 1
 
 
-def test_a_plateau_is_judged_by_the_validation_loss() -> None:
+def test_plateau_scheduler_reads_the_validation_loss() -> None:
     model = network()
     optimizer = SGD(model.parameters(), lr=1e-12)
     scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
@@ -177,7 +177,7 @@ def test_steps_count_optimizer_steps() -> None:
     assert (whole.progress.epoch, whole.progress.sample) == (2, 0)
 
 
-def test_fitting_again_finds_nothing_left_to_do() -> None:
+def test_second_fit_of_a_finished_run_trains_no_step() -> None:
     trainer = make(settings(max_epochs=1))
     trainer.fit(samples())
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -186,7 +186,7 @@ def test_fitting_again_finds_nothing_left_to_do() -> None:
 
 
 @pytest.mark.parametrize("show_every", [2, 1000])
-def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Path, show_every: int) -> None:
+def test_non_finite_loss_ends_the_run_before_a_checkpoint(tmp_path: Path, show_every: int) -> None:
     inputs, targets = samples().tensors
     broken = inputs.clone()
     broken[epoch_order(22, seed=0, epoch=1, shuffle=True)[13]] = float(
@@ -201,7 +201,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path: Pat
     assert not (tmp_path / "history.jsonl").exists()
 
 
-def test_the_loss_is_checked_as_often_as_it_is_shown() -> None:
+def test_loss_is_checked_at_every_sync_point() -> None:
     inputs, targets = samples().tensors
     trainer = make(settings(log_every_n_steps=2))
     with pytest.raises(NonFiniteLossError, match=r"in epoch 1, by step 2\."):
@@ -209,7 +209,7 @@ def test_the_loss_is_checked_as_often_as_it_is_shown() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_an_optimizer_of_a_part_sees_nothing_of_the_rest(precision: str) -> None:
+def test_optimizer_of_some_parameters_ignores_the_others(precision: str) -> None:
     """The rest has gradients too: they must not pile up, nor count where the part's are clipped."""
     results = []
     for frozen in (True, False):
@@ -226,7 +226,7 @@ def test_an_optimizer_of_a_part_sees_nothing_of_the_rest(precision: str) -> None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_fit_that_was_interrupted_goes_on_with_whole_steps(precision: str) -> None:
+def test_interrupted_fit_continues_with_complete_steps(precision: str) -> None:
     given = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "precision": precision, "shuffle": False}
     whole = make(settings(**given))
     results = whole.fit(samples())
@@ -258,7 +258,7 @@ def test_a_fit_that_was_interrupted_goes_on_with_whole_steps(precision: str) -> 
         ({"gradient_accumulation_steps": 4, "batch_size": 2}, samples()),
     ],
 )
-def test_batch_sizes_are_one_language(given: dict[str, Any], data: Any) -> None:
+def test_batch_settings_of_equal_global_batch_train_equally(given: dict[str, Any], data: Any) -> None:
     first, other = make(settings(batch_size=2, gradient_accumulation_steps=4)), make(settings(**given))
     first.fit(samples())
     other.fit(data)
@@ -266,7 +266,7 @@ def test_batch_sizes_are_one_language(given: dict[str, Any], data: Any) -> None:
         assert torch.equal(one, two)
 
 
-def test_the_plateau_follows_what_it_is_told_to() -> None:
+def test_plateau_scheduler_reads_the_monitored_result() -> None:
     def trainer(monitor: str | None) -> Trainer:
         model = network()
         optimizer = momentum(model.parameters())
@@ -304,7 +304,7 @@ def test_the_history_has_a_row_per_epoch(tmp_path: Path) -> None:
     assert all(row["samples_per_second"] == pytest.approx(22 / row["seconds"]) for row in rows)
 
 
-def test_evaluation_is_exact_and_leaves_the_model_as_it_was() -> None:
+def test_evaluation_is_exact_and_does_not_change_the_model() -> None:
     class Watching(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -370,7 +370,7 @@ def test_a_dataset_is_evaluated_in_the_batch_size_of_the_training_loader(
     assert model.seen == expected
 
 
-def test_what_is_missing_in_evaluation_is_the_eval_batch_size() -> None:
+def test_evaluation_without_a_batch_size_names_eval_batch_size() -> None:
     with pytest.raises(
         ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(eval_batch_size=32\)"
     ):
@@ -396,7 +396,7 @@ def test_inputs_may_be_nested() -> None:
     assert make(settings(batch_size=2), Joined()).fit(Pairs(), Pairs()).keys() == {"train_loss", "val_loss"}
 
 
-def test_each_mistake_is_named() -> None:
+def test_invalid_trainer_arguments_are_named() -> None:
     inputs, targets = samples().tensors
     with pytest.raises(DataError, match=r"^A batch must be a pair \(inputs, targets\), got a list of 3\."):
         make(settings()).fit(TensorDataset(inputs, inputs, targets))
@@ -416,7 +416,7 @@ def test_each_mistake_is_named() -> None:
         make(settings(batch_size=None)).fit(samples())
 
 
-def test_a_history_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_unwritable_history_raises(tmp_path: Path) -> None:
     trainer = make(settings(output_dir=tmp_path))
     (tmp_path / "history.jsonl").mkdir()
     with pytest.raises(CheckpointError, match=r"^Cannot write .*Is a directory: '.*history\.jsonl'"):
@@ -437,7 +437,7 @@ def test_optimizer_state_loaded_before_training_is_kept() -> None:
         assert torch.equal(left["momentum_buffer"], right["momentum_buffer"])
 
 
-def test_progress_is_one_line_per_epoch_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_shows_one_line_per_epoch_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     make(settings(progress="auto")).fit(samples(), samples(9))
     out, err = capfd.readouterr()
     assert out == ""
@@ -448,7 +448,7 @@ def test_progress_is_one_line_per_epoch_without_a_terminal(capfd: pytest.Capture
     assert capfd.readouterr() == ("", "")
 
 
-def test_progress_can_be_a_bar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_a_bar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("unitrain.progress.display._Bar.interval_seconds", 0.0)
     make(settings(max_steps=20, log_every_n_steps=1, progress="auto")).fit(samples())
