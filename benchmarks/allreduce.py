@@ -64,11 +64,12 @@ def measure(sizes: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]
 
 def table(results: dict[str, Seconds], ranks: int) -> list[str]:
     lines = [
-        "# An allreduce on unitrain's interface, against the libraries called directly",
+        "# Time of an allreduce, compared with direct calls of the libraries",
         "",
-        f"float32, {ranks} ranks on one host, a core and a thread each, no GPU; torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} processors. Time of a call / that of the faster library in the "
-        "same round. Medians; in brackets the middle half of all rounds. Made by `python benchmarks/allreduce.py`.",
+        f"float32, {ranks} ranks on one host, with one core and one thread each and without a GPU; "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores. Time of a call, "
+        "divided by that of the faster library in the same round. Medians; in brackets the interquartile range of all "
+        "rounds. Command: `python benchmarks/allreduce.py`.",
         "",
         f"| | {' | '.join(results)} |",
         "|---" * (len(results) + 1) + "|",

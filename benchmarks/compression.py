@@ -25,11 +25,11 @@ def main(backends: list[str], models: list[str], ways: list[str], rounds: int, r
     """Measure, print the table and save it."""
     against = dict.fromkeys(["none", *(ways or [*WAYS, *HOOKS])], "none")
     results = {backend: measure(backend, models, list(against), take_turn, rounds, ranks) for backend in backends}
-    quoted = "Time of a step with compression / without, in the same round: below 1, it is faster."
-    header = ["compression", *columns(results)]
-    lines = frame(
-        "What compressing gradients does to a step", quoted, "python benchmarks/compression.py", ranks, header
+    quoted = (
+        "Time of a step with compression, divided by that without, in the same round; below 1, compression is faster."
     )
+    header = ["compression", *columns(results)]
+    lines = frame("Time of a step with gradient compression", quoted, "python benchmarks/compression.py", ranks, header)
     keep([*lines, *rows(results, against)], "compression", output, ranks=ranks, seconds_per_step=results)
 
 

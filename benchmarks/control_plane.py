@@ -93,13 +93,13 @@ class IdenticalRanks(dist.ProcessGroup):
         return _Done()
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        return "alike"
+        return "identical"
 
 
 class SimulatedBackend(ProcessGroupBackend):
     """Rank 0's collectives and consistency checks, over a group of IdenticalRanks."""
 
-    name = "alike"
+    name = "identical"
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
@@ -176,7 +176,7 @@ def cost(function: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 def measure_simulated_rank(size: int, repeats: int) -> Costs:
     """Return the seconds and bytes of one rank of `size` for each method."""
-    dist.init_process_group("alike", store=dist.HashStore(), rank=0, world_size=size)
+    dist.init_process_group("identical", store=dist.HashStore(), rank=0, world_size=size)
     try:
         backend = SimulatedBackend(size)
         with torch.device("meta"):
@@ -243,13 +243,14 @@ def table(
 ) -> list[str]:
     """Return the lines of the table."""
     lines = [
-        "# What coordination costs a rank, by the number of ranks",
+        "# Cost of coordination per rank, by the number of ranks",
         "",
-        "Processor time and received bytes of one rank, in a simulated process group in which all ranks send the same; "
-        "no network time. Exchanges over the store are real, with a thread and a connection for each rank, "
-        "and are wall time of all ranks in one Python process: each of N ranks verifies and parses N lines. "
+        "CPU time and received bytes of one rank, in a simulated process group in which all ranks send the same "
+        "message, without network latency. The exchanges over the store are real, with one thread and one connection "
+        "per rank. Their time is the wall time of all ranks in one Python process, in which each of N ranks verifies "
+        "and parses N lines. "
         f"torch {torch.__version__}, Python {platform.python_version()}. "
-        "Medians. Made by `python benchmarks/control_plane.py`.",
+        "Medians. Command: `python benchmarks/control_plane.py`.",
         "",
         f"| | {' | '.join(f'{size:,} ranks' for size in sizes)} |",
         "|---" * (len(sizes) + 1) + "|",
@@ -288,7 +289,7 @@ def main(sizes: list[int], repeats: int, output: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     dist.Backend.register_backend(
-        "alike", lambda _store, rank, size, _timeout: IdenticalRanks(rank, size), devices=["cpu"]
+        "identical", lambda _store, rank, size, _timeout: IdenticalRanks(rank, size), devices=["cpu"]
     )
     costs = {size: measure_simulated_rank(size, repeats) for size in sizes}
     stores = {size: measure_store_exchange(size, max(1, repeats // 20)) for size in sizes}

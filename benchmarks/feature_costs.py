@@ -19,14 +19,19 @@ from turns import measure
 
 def table(results: Results, against: dict[str, str], ranks: int) -> list[str]:
     quoted = (
-        "Time of a micro-batch with the feature / without any, for the same model and in the same round: "
-        "below 1, it is faster."
+        "Time of a micro-batch with the feature, divided by that of the baseline without features, for the same model "
+        "and in the same round; below 1, the feature reduces the time."
     )
     header = ["feature", *columns(results)]
-    lines = frame("What each feature costs", quoted, "python benchmarks/feature_costs.py", ranks, header)
+    lines = frame("Cost of features", quoted, "python benchmarks/feature_costs.py", ranks, header)
     lines += rows(results, against)
     if {"accumulate", COMMUNICATING} <= set(against):
-        lines += ["", f"Accumulating {ACCUMULATE} micro-batches, communicating every time / only at the end:", ""]
+        lines += [
+            "",
+            f"Time of {ACCUMULATE} accumulated micro-batches with communication after each, divided by that with "
+            "communication after the last:",
+            "",
+        ]
         for column, seconds in columns(results).items():
             lines.append(f"- {column}: {ratio(seconds[COMMUNICATING], seconds['accumulate'])}")
     return lines

@@ -18,8 +18,8 @@ import unitrain
 from unitrain.backends.base import Backend
 
 ACCUMULATE = 4
-PLAIN, NORMALISED, IMAGES = "nothing", "nothing, with BatchNorm", "nothing, with convolutions"
-COMMUNICATING = "accumulate, communicating every time"
+PLAIN, NORMALISED, IMAGES = "baseline", "baseline with BatchNorm", "baseline with convolutions"
+COMMUNICATING = "accumulate, communication after each micro-batch"
 SIDE = 8  # an image has as many pixels as the other inputs have features
 
 
@@ -59,10 +59,10 @@ class Feature:
 FEATURES_ON = {
     PLAIN: Feature(),
     "max_grad_norm": Feature(settings={"max_grad_norm": 1.0}),
-    "lr_scaling with warm-up": Feature(
+    "lr_scaling with warmup": Feature(
         settings={"lr_scaling": "linear", "reference_batch_size": BATCH, "warmup_steps": 10**6}
     ),
-    "weights by tokens": Feature(arguments=lambda: {"loss_fn": summed}),
+    "loss weighted by tokens": Feature(arguments=lambda: {"loss_fn": summed}),
     "bf16": Feature(settings={"precision": "bf16"}),
     "fp16": Feature(settings={"precision": "fp16"}),
     "ema_decay": Feature(settings={"ema_decay": 0.999}),

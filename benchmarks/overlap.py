@@ -20,7 +20,7 @@ from typing import Any
 import click
 import torch
 from loops import MODELS, settle
-from overlapped_steps import AFTER, BESIDE, Step, take_turn
+from overlapped_steps import OVERLAPPED, SEQUENTIAL, Step, take_turn
 from rich.progress import track
 from tables import BACKENDS, RESULTS, keep, ratio
 
@@ -32,11 +32,11 @@ _WARM_UP = 3  # steps: DDP rebuilds its buckets after the first one
 def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list[list[Step]]]:
     """Return, for each way, the steps of all ranks, round by round."""
     shuffled = random.Random(0)
-    steps: dict[str, list[list[Step]]] = {BESIDE: [], AFTER: []}
+    steps: dict[str, list[list[Step]]] = {OVERLAPPED: [], SEQUENTIAL: []}
     with RankGroup(backend, ranks, spawn=True) as group:
         group.run(settle)
         for _ in range(_WARM_UP):
-            group.run(take_turn, BESIDE, model)
+            group.run(take_turn, OVERLAPPED, model)
         for number in track(range(rounds + 1), backend):
             for way in shuffled.sample(list(steps), len(steps)):
                 turn_steps = group.run(take_turn, way, model)
@@ -48,25 +48,26 @@ def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list
 def table(results: dict[str, dict[str, list[list[Step]]]], model: str, ranks: int) -> list[str]:
     """Return the table: a line for each backend."""
     lines = [
-        "# Gradients that travel beside backward",
+        "# Overlap of communication and backward",
         "",
-        f"The {model} model, {ranks} ranks on one host, a core and a thread each, no GPU, so that what moves the "
-        f"gradients takes its time from what computes them; torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} processors. The share of the communication that is over when "
-        "the rank has computed its last gradient; and the time until the gradients are those of all ranks, with the "
-        "same buckets sent after backward / beside it, in the same round: above 1, overlapping is faster. Medians; in "
-        "brackets the middle half. Made by `python benchmarks/overlap.py`, with a timeline of one step on each backend "
-        "(`overlap_*.trace.json`, for https://ui.perfetto.dev).",
+        f"The {model} model, {ranks} ranks on one host, with one core and one thread each and without a GPU, so "
+        f"communication and computation use the same cores; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} CPU cores. Communication hidden: the fraction of the "
+        "communication that is complete when the rank has computed its last gradient. Sequential / overlapped: the "
+        "time until all gradients are reduced if the same buckets are reduced after the backward pass, divided by this "
+        "time if they are reduced during the backward pass, in the same round; above 1, overlapping is faster. "
+        "Medians; in brackets the interquartile range of all rounds. Command: `python benchmarks/overlap.py`, which "
+        "also writes a timeline of one step on each backend (`overlap_*.trace.json`, for https://ui.perfetto.dev).",
         "",
-        "| backend | buckets | communication hidden | after / beside backward | beside, ms |",
+        "| backend | buckets | communication hidden | sequential / overlapped | overlapped, ms |",
         "|---|---|---|---|---|",
     ]
     for backend, steps in results.items():
-        low, middle, high = statistics.quantiles([step.hidden for ranks in steps[BESIDE] for step in ranks], n=4)
+        low, middle, high = statistics.quantiles([step.hidden for ranks in steps[OVERLAPPED] for step in ranks], n=4)
         whole = {way: [max(step.whole for step in ranks) for ranks in steps[way]] for way in steps}
         lines.append(
-            f"| {backend} | {len(steps[BESIDE][0][0].buckets)} | **{middle:.0%}** [{low:.0%}, {high:.0%}] "
-            f"| {ratio(whole[AFTER], whole[BESIDE])} | {statistics.median(whole[BESIDE]) * 1000:.1f} |"
+            f"| {backend} | {len(steps[OVERLAPPED][0][0].buckets)} | **{middle:.0%}** [{low:.0%}, {high:.0%}] "
+            f"| {ratio(whole[SEQUENTIAL], whole[OVERLAPPED])} | {statistics.median(whole[OVERLAPPED]) * 1000:.1f} |"
         )
     return lines
 
@@ -102,7 +103,7 @@ def main(backends: list[str], model: str, rounds: int, ranks: int, output: Path)
     }
     keep(table(results, model, ranks), "overlap", output, ranks=ranks, seconds_per_backward=seconds)
     for backend, steps in results.items():
-        (output / f"overlap_{backend}.trace.json").write_text(json.dumps(timeline(steps[BESIDE][-1]), indent=1))
+        (output / f"overlap_{backend}.trace.json").write_text(json.dumps(timeline(steps[OVERLAPPED][-1]), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Backward passes whose gradients are reduced during or after them, with the times of each bucket's allreduce."""
+"""Backward passes with overlapped or sequential gradient reduction, and the times of each bucket's allreduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from unitrain.backends.base import Backend
 
-BESIDE, AFTER = "beside backward", "after backward"
+OVERLAPPED, SEQUENTIAL = "overlapped", "sequential"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Step:
 
     @property
     def hidden(self) -> float:
-        """The share of the communication time that had elapsed when the last gradient was computed."""
+        """Fraction of the communication time that had elapsed when the last gradient was computed."""
         moments = sorted({moment for begin, end, _ in self.buckets for moment in (begin, end)} | {self.computed})
         busy = [
             (begin, end)
@@ -74,7 +74,7 @@ class _Stepper:
         tensors = [tensor for _, _, tensor in self._sent]
         self._sent, self._arrived = [], {}
         inputs, targets = self._samples
-        if way == BESIDE:
+        if way == OVERLAPPED:
             loss = cross_entropy(self._wrapped(inputs), targets)
             self._backend.barrier()
             began = time.perf_counter()

@@ -96,9 +96,16 @@ def _check_equal_losses(losses: dict[str, float]) -> None:
 def table(results: Results, ranks: int) -> list[str]:
     """Return the table: a line for each way on each backend, including libraries that are not installed."""
     models = list(next(iter(results.values())))
-    quoted = "Time of a step / that of unitrain's Trainer on the same backend in the same round: above 1, it is faster."
-    header = ["backend", "way", *(word for model in models for word in (f"{model}, ms per step", f"{model} / Trainer"))]
-    lines = frame("A step in other libraries", quoted, "python benchmarks/peers.py", ranks, header)
+    quoted = (
+        "Time of a step, divided by that of the Trainer on the same backend in the same round; above 1, the Trainer is "
+        "faster."
+    )
+    header = [
+        "backend",
+        "library",
+        *(word for model in models for word in (f"{model}, ms per step", f"{model} / Trainer")),
+    ]
+    lines = frame("Time of a step in other libraries", quoted, "python benchmarks/peers.py", ranks, header)
     for backend, measured in results.items():
         for way, owner in OWNERS[backend].items():
             name = f"unitrain, {way}" if owner == "unitrain" else way

@@ -70,11 +70,11 @@ def main(output: Path, backends: list[str], rate: str, minutes: float, seconds: 
             for backend in backends:
                 outputs[backend] = tune(both[0], backend, minutes, seconds)
     lines = [
-        "# What `unitrain tune` finds on two hosts joined by a slow network",
+        "# Settings that `unitrain tune` finds on two hosts with a slow network",
         "",
-        f"2 ranks, each on a host and with a thread of its own, no GPU; {rate} from host to host; a network of "
-        f"{PARAMETERS:,} parameters, batches of 32 per rank; torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} processors. Made by `python benchmarks/slow_network.py "
+        f"2 ranks on two hosts, with one thread each and without a GPU; {rate} between the hosts; a model of "
+        f"{PARAMETERS:,} parameters, 32 samples per rank; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} CPU cores. Command: `python benchmarks/slow_network.py "
         f"--minutes {minutes:g} --seconds {seconds:g}`.",
     ]
     for backend, words in outputs.items():

@@ -88,8 +88,10 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
 
 def table(results: Results, ranks: int) -> list[str]:
     header = ["backend", "model", "against", *OURS, "by hand, ms per step", "rounds"]
-    quoted = "Hand-written time / unitrain time of the same round: above 1, unitrain is faster."
-    lines = frame("What a training step costs, against the loop written by hand", quoted, "make bench", ranks, header)
+    quoted = (
+        "Time of the hand-written loop, divided by that of unitrain in the same round; above 1, unitrain is faster."
+    )
+    lines = frame("Time of a training step, compared with a hand-written loop", quoted, "make bench", ranks, header)
     for backend, models in results.items():
         for model, seconds in models.items():
             hand = seconds[BY_HAND[backend]]

@@ -39,14 +39,15 @@ def options(*, rounds: int, models: Sequence[str] = MEASURED) -> Callable[[Calla
     return decorate
 
 
-def frame(title: str, quoted: str, made_by: str, ranks: int, header: Sequence[str]) -> list[str]:
-    """Return the lines above the rows. `quoted` explains the figures, and `made_by` is the command that made them."""
+def frame(title: str, quoted: str, command: str, ranks: int, header: Sequence[str]) -> list[str]:
+    """Return the lines above the rows. `quoted` explains the figures, and `command` reproduces them."""
     return [
         f"# {title}",
         "",
-        f"{ranks} ranks on one host, a core and a thread each, no GPU; batches of {BATCH} per rank, SGD with momentum; "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} processors. {quoted} "
-        f"Medians; in brackets the middle half of all rounds. Made by `{made_by}`.",
+        f"{ranks} ranks on one host, with one core and one thread each and without a GPU; {BATCH} samples per rank and "
+        f"micro-batch, SGD with momentum; torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} CPU cores. {quoted} Medians; in brackets the interquartile range of all rounds. "
+        f"Command: `{command}`.",
         "",
         f"| {' | '.join(header)} |",
         "|---" * len(header) + "|",

@@ -66,14 +66,14 @@ def save(rounds: int) -> Seconds:
 
 def table(costs: dict[str, dict[str, list[float]]], saved: Seconds, ranks: int) -> list[str]:
     lines = [
-        "# What it costs that failures are told, and checkpoints written beside the training",
+        "# Cost of failure detection and asynchronous checkpoints",
         "",
-        f"{ranks} ranks on one host, a core and a thread each, no GPU; torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} processors. Microseconds per step of "
-        f"{STEP_SECONDS * 1000:g} ms, the mean over ranks. Medians; in brackets the middle half of all rounds. "
-        "Made by `python benchmarks/watch_cost.py`.",
+        f"{ranks} ranks on one host, with one core and one thread each and without a GPU; torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {os.cpu_count()} CPU cores. Microseconds per step of "
+        f"{STEP_SECONDS * 1000:g} ms, as the mean over ranks. Medians; in brackets the interquartile range of all "
+        "rounds. Command: `python benchmarks/watch_cost.py`.",
         "",
-        f"| | {' | '.join(PARTS)} | share of the step |",
+        f"| | {' | '.join(PARTS)} | fraction of the step |",
         "|---" * (len(PARTS) + 2) + "|",
     ]
     for backend, parts in costs.items():
@@ -87,8 +87,8 @@ def table(costs: dict[str, dict[str, list[float]]], saved: Seconds, ranks: int) 
     return [
         *lines,
         "",
-        f"Until `save` of {size} returns / a plain copy of the same state: {ratio(saved['save'], saved['copy'])}, "
-        f"that is {milliseconds['save']} and {milliseconds['copy']}.",
+        f"Time until `save` of {size} returns, divided by the time of a plain copy of the same state: "
+        f"{ratio(saved['save'], saved['copy'])} ({milliseconds['save']} and {milliseconds['copy']}).",
     ]
 
 

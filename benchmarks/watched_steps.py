@@ -20,7 +20,7 @@ from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
 from unitrain.progress.stopping import StopCoordinator
 
 STEP_SECONDS = 0.005
-PARTS = ("gradients", "ledger", "heartbeat", "signals")
+PARTS = ("gradients", "flight recorder", "heartbeat", "signals")
 _HEARTBEAT_SECONDS, _AGREE_SECONDS = 0.5, 2.0
 _STEPS, _CALLS = 300, 5000
 
@@ -32,7 +32,7 @@ def microseconds(backend: Backend) -> dict[str, float]:
 
     gradients: the median difference between a step that reduces buckets through the monitored group and the adjacent
         step that does not.
-    ledger: recording one collective in the flight recorder; a step of the Trainer calls less than one on average.
+    flight recorder: recording one collective; a step of the Trainer calls less than one on average.
     heartbeat: the two requests of the failure monitor to the store, twice per second.
     signals: checking whether a sync point is due, and a sync point every two seconds.
     """
@@ -52,7 +52,7 @@ def microseconds(backend: Backend) -> dict[str, float]:
     heartbeat_seconds = _seconds_per_call(watchdog._poll_store, 50)
     costs = {
         "gradients": statistics.median(watched - bare for bare, watched in taken),
-        "ledger": _seconds_per_call(lambda: flight_recorder.record(call), _CALLS),
+        "flight recorder": _seconds_per_call(lambda: flight_recorder.record(call), _CALLS),
         "heartbeat": heartbeat_seconds * STEP_SECONDS / _HEARTBEAT_SECONDS,
         "signals": due + agree * STEP_SECONDS / _AGREE_SECONDS,
     }

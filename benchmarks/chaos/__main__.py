@@ -53,10 +53,10 @@ def corrupt(folder: Path, count: int, seed: int) -> Corruptions:
 
 def heading(runs: int, copies: int, seed: int) -> list[str]:
     return [
-        "# Whether anything is lost",
+        "# Training that is killed, and checkpoints that are damaged",
         "",
-        f"Seed {seed}; torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} processors. "
-        f"Made by `python benchmarks/chaos --runs {runs} --corruptions {copies} --seed {seed}`.",
+        f"Seed {seed}; torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores. "
+        f"Command: `python benchmarks/chaos --runs {runs} --corruptions {copies} --seed {seed}`.",
     ]
 
 
@@ -64,10 +64,10 @@ def table_of_kills(tally: Tally, seconds: float) -> list[str]:
     kills = sum(tally.kills.values())
     lines = [
         "",
-        f"{tally.runs} runs came to their end over {kills} kills with SIGKILL, in {seconds:.0f} s; "
-        f"{tally.resumed} times from a checkpoint, otherwise from the beginning. "
-        f"**{tally.lost} samples lost, {tally.repeated} repeated**; final weights differ from those of a run that "
-        f"nobody killed by at most **{tally.difference:.1e}**. {len(tally.failures)} failures.",
+        f"{tally.runs} runs were killed with SIGKILL a total of {kills} times and finished, in {seconds:.0f} s. They "
+        f"resumed {tally.resumed} times from a checkpoint, otherwise from the beginning. "
+        f"**{tally.lost} samples lost, {tally.repeated} repeated.** The final weights differ by at most "
+        f"**{tally.difference:.1e}** from those of an uninterrupted run. {len(tally.failures)} failures.",
         "",
         "| backend | ranks | starts | killed |",
         "|---|---|---|---|",
@@ -75,7 +75,7 @@ def table_of_kills(tally: Tally, seconds: float) -> list[str]:
     for backend, size in PLACES:
         place = f"{backend} {size}"
         lines.append(f"| {backend} | {size} | {tally.starts.get(place, 0)} | {tally.kills.get(place, 0)} |")
-    lines += ["", "| killed in a step, at a file operation, or after a time | kills |", "|---|---|"]
+    lines += ["", "| killed during a step, at a file operation, or after a random time | kills |", "|---|---|"]
     lines += [f"| {way} | {count} |" for way, count in sorted(tally.ways.items())]
     return lines
 
@@ -84,10 +84,11 @@ def table_of_corruptions(corruptions: Corruptions, seconds: float) -> list[str]:
     total = sum(sum(counts.values()) for counts in corruptions.outcomes.values())
     lines = [
         "",
-        f"{total} damaged copies of a run with a dozen checkpoints, up to all of them damaged, in {seconds:.0f} s. "
-        "Those that went on did so with the state of that step, and ended where the run did that nobody touched.",
+        f"{total} copies of a run with a dozen checkpoints, of which some or all were damaged, in {seconds:.0f} s. "
+        "A copy that is not rejected must resume with the state of the saved step and end with the weights of the "
+        "undamaged run.",
         "",
-        f"| what was damaged | {' | '.join(OUTCOMES)} |",
+        f"| damage | {' | '.join(OUTCOMES)} |",
         "|---|" + "---|" * len(OUTCOMES),
     ]
     for kind in KINDS:

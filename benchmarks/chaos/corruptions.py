@@ -31,8 +31,8 @@ from unitrain.errors import CheckpointError
 Random = random.Random
 _NOBODY = 65534
 # Outcomes, in the order of the table's columns.
-NEWEST, OLDER, REFUSED, SKIPPED, WRONG = "newest", "an older one", "refused", "not possible here", "wrong"
-OUTCOMES = (NEWEST, OLDER, REFUSED, SKIPPED, WRONG)
+NEWEST, OLDER, REJECTED, SKIPPED, WRONG = "newest", "older", "rejected", "not possible here", "wrong"
+OUTCOMES = (NEWEST, OLDER, REJECTED, SKIPPED, WRONG)
 
 
 def truncate(folder: Path, checkpoint: Path, chance: Random) -> None:
@@ -174,21 +174,23 @@ class Corruptions:
                 _check_message(error)
                 # A flipped bit in the manifest may result in a newer format, which must not be skipped.
                 if newest and os.access(case, os.W_OK, effective_ids=True) and "newer unitrain" not in str(error):
-                    raise AssertionError(f"refused, though step {newest} is whole: {error}") from error
-                return REFUSED
+                    raise AssertionError(
+                        f"rejected, although the checkpoint of step {newest} is valid: {error}"
+                    ) from error
+                return REJECTED
             step = trainer.progress.step
             if step < newest:
-                raise AssertionError(f"went on from step {step}, though {newest} is whole")
+                raise AssertionError(f"resumed from step {step}, although the checkpoint of step {newest} is valid")
             if step and not _same(
                 trainer.model.state_dict(), trainer.optimizer.state_dict(), self._state_by_step[step]
             ):
-                raise AssertionError(f"went on from step {step} with another state than it had")
+                raise AssertionError(f"resumed from step {step} with a different state")
             if not step and files.candidates(case):
-                raise AssertionError("began anew beside damaged checkpoints")
+                raise AssertionError("started from the beginning although damaged checkpoints exist")
             trainer.fit(data())
         weight_difference = difference(final_weights(case), self._expected_weights)
         if weight_difference > 1e-6:
-            raise AssertionError(f"went on from step {step} and ended {weight_difference} apart")
+            raise AssertionError(f"resumed from step {step}, and the final weights differ by {weight_difference}")
         return NEWEST if step == max(self._content_by_step) else OLDER
 
     def _undamaged_steps(self, case: Path) -> list[int]:
@@ -207,10 +209,10 @@ class Corruptions:
                 outcome = self._resume(case, chance, valid_steps)
         finally:
             case.chmod(0o755)
-        if outcome != REFUSED:
-            raise AssertionError("a folder that cannot be written to was taken")
+        if outcome != REJECTED:
+            raise AssertionError("a folder without write permission was accepted")
         if self._resume(case, chance, valid_steps) != OLDER:  # the folder is writable again
-            raise AssertionError("it was not the same afterwards")
+            raise AssertionError("the run did not resume from an older checkpoint after the folder was writable again")
         return outcome
 
     def _resume_on_full_disk(self, case: Path, chance: Random) -> str:
@@ -224,19 +226,19 @@ class Corruptions:
                 shutil.rmtree(checkpoint)
             free = os.statvfs(case).f_bavail * os.statvfs(case).f_frsize
             ballast.write_bytes(bytes(max(0, free - chance.randrange(0, 60_000))))
-            whole = max(self._undamaged_steps(run))
+            newest = max(self._undamaged_steps(run))
             with _backend() as backend:
                 try:
                     create_trainer(backend, run, Settings(asynchronous=chance.random() < 0.5)).fit(data())
                     outcome = OLDER
                 except CheckpointError as error:
                     _check_message(error)
-                    outcome = REFUSED
-            if max(self._valid_steps(run)) < whole:
-                raise AssertionError(f"the checkpoint of step {whole} is gone")
+                    outcome = REJECTED
+            if max(self._valid_steps(run)) < newest:
+                raise AssertionError(f"the valid checkpoint of step {newest} was removed")
             ballast.unlink()
-            if self._resume(run, chance, self._undamaged_steps(run)) == REFUSED:
-                raise AssertionError("it was not whole once there was room again")
+            if self._resume(run, chance, self._undamaged_steps(run)) == REJECTED:
+                raise AssertionError("the run did not resume after disk space was freed")
         return outcome
 
     def _valid_steps(self, run: Path) -> list[int]:
@@ -278,7 +280,7 @@ def _same(weights: dict[str, Tensor], optimizer: dict[str, Any], known: tuple[di
 
 def _check_message(error: CheckpointError) -> None:
     if len(str(error).split(". ")) < 2 or "'" not in str(error):
-        raise AssertionError(f"does not say what is wrong and what to do: {error}") from error
+        raise AssertionError(f"the message does not contain the problem and a fix: {error}") from error
 
 
 @contextmanager

@@ -99,7 +99,7 @@ class KillAtStep(Callback):
 def kill_this_process() -> NoReturn:
     """Kill this process with SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("SIGKILL was survived")
+    raise AssertionError("the process survived SIGKILL")
 
 
 def kill_at_file_operation(folder: Path, countdown: int) -> None:
@@ -200,7 +200,7 @@ class Chaos:
         self.tally.difference = max(self.tally.difference, weight_difference)
         if found.lost or found.repeated or not weight_difference <= 1e-6:
             raise AssertionError(
-                f"{found.lost} samples lost, {found.repeated} repeated, weights {weight_difference} apart"
+                f"{found.lost} samples lost, {found.repeated} repeated, the final weights differ by {weight_difference}"
             )
 
     def _uninterrupted(self, optimizer: str) -> Path:
