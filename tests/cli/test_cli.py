@@ -162,7 +162,7 @@ def program_of(words: list[str]) -> str:
     """Return the launcher that a command starts, or "python" without a launcher."""
     called = next(word for word in words if "=" not in word)
     assert called == sys.executable
-    return words[words.index("-m") + 1].removeprefix("unitrain.bootstrap.") if "-m" in words else "python"
+    return words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words else "python"
 
 
 @pytest.mark.parametrize(

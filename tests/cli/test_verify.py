@@ -29,7 +29,7 @@ from unitrain.verify.commands import last_lines
 from unitrain.verify.difference import compare
 from unitrain.verify.digests import digest_of_samples
 from unitrain.verify.record import RECORDER, Record, Request
-from unitrain.verify.verdict import Group, Outcome, Row, Run, compare_outcomes, settle_with_float64
+from unitrain.verify.verdict import Group, Outcome, Row, Run, compare_outcomes, resolve_with_float64
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 # The argument selects the planted mistake.
@@ -527,7 +527,7 @@ def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, mo
         first = both(f"{wrong}", float64=False, wrong=wrong)
         assert first.rows[1].status == "differs"
         assert first.rows[1].needs_float64
-        last = settle_with_float64(first, both(f"{wrong}", float64=True, wrong=wrong)).rows[1]
+        last = resolve_with_float64(first, both(f"{wrong}", float64=True, wrong=wrong)).rows[1]
         assert last.status == status
         message = (
             "the difference is rounding: in float64"

@@ -160,9 +160,9 @@ def test_ranks_save_after_a_warning(options: list[str], received: str, code: int
 
 NO_RANK = """
 import os, signal, sys
-from unitrain.bootstrap.signal_forwarding import forward_warnings
+from unitrain.bootstrap.signal_forwarding import forward_warning_signals
 
-forward_warnings("NO_SUCH_VARIABLE")
+forward_warning_signals("NO_SUCH_VARIABLE")
 os.kill(os.getpid(), signal.SIGUSR1)
 """
 

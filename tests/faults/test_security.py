@@ -23,7 +23,8 @@ from launches import SECONDS, started
 from requirements import needs_hosts, needs_mpi
 
 from unitrain.backends import objects
-from unitrain.bootstrap import authentication, horovodrun
+from unitrain.backends.horovod import horovodrun
+from unitrain.bootstrap import authentication
 from unitrain.bootstrap.messages import MessageStore
 from unitrain.errors import AuthenticationError
 

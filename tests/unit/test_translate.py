@@ -590,7 +590,10 @@ def test_remarks_name_an_alternative() -> None:
     assert "assigns ranks to the hosts in turn" in remarks(
         "mpirun -np 4 -H a:2,b:2 --map-by node python t.py", "torchrun"
     )
-    for target, notes in (("mpirun", ""), ("torchrun", "OMPI_MCA_btl=tcp,self is left out: it concerns that launcher")):
+    for target, notes in (
+        ("mpirun", ""),
+        ("torchrun", "OMPI_MCA_btl=tcp,self is left out: the option concerns that launcher"),
+    ):
         line = "OMPI_MCA_btl=tcp,self mpirun -np 2 python t.py"
         assert remarks(line, target).startswith(notes)
         assert lines(line, target)[0].startswith("OMPI_MCA_btl=tcp,self mpirun -np 2 -H") == (not notes)

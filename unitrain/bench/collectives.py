@@ -36,7 +36,8 @@ def round_up_bytes(size: int, ranks: int) -> int:
 
 
 def take_turn(backend: Backend, operation: str, size: int, calls: int) -> Turn:
-    """Time `calls` calls of one of `results.OPERATIONS` or FLOORS, on an array of `size` bytes, after a warm-up call.
+    """Time `calls` calls of one of `results.OPERATIONS` or LOWER_BOUNDS, on an array of `size` bytes, after a warm-up
+    call.
 
     All ranks call it. The time of a call is that of the public method, including the consistency check and the copy of
     the input.

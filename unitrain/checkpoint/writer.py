@@ -103,7 +103,7 @@ def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
 
 
 def _is_running_after_wait(thread: threading.Thread | None) -> bool:
-    """Wait for at most PATIENCE_SECONDS for `thread` to end, and return whether it is still running."""
+    """Wait for at most MAX_WAIT_PER_COLLECTIVE_SECONDS for `thread` to end, and return whether it is still running."""
     if thread is None:
         return False
     thread.join(MAX_WAIT_PER_COLLECTIVE_SECONDS)

@@ -35,7 +35,7 @@ class Step(IntEnum):
     COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
     COMPLETE_TRANSPORT: complete the works of process groups that are written in Python, and raise their errors. If
         DDP's C++ code waited for them first, their errors would lose their type.
-    MARK_GLOBAL: mark the gradients as reduced, so that an optimizer accepts them.
+    MARK_REDUCED: mark the gradients as reduced, so that an optimizer accepts them.
 
     After this step, DDP copies the reduced buckets into the gradients, unless the gradients are views of the buckets.
 
