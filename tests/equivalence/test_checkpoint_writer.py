@@ -25,7 +25,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.checkpoint import files
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.checkpoint.writer import CheckpointWriter, Retention
-from unitrain.errors import CheckpointError, ConfigError
+from unitrain.errors import CallbackError, CheckpointError, ConfigError
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -36,12 +36,14 @@ def trainer(backend: Backend, output: Path | None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    metrics = settings.pop("metrics", None)
+    metrics, callbacks = settings.pop("metrics", None), settings.pop("callbacks", ())
     kept = {"keep_last": None} if output is not None else {}
     config = TrainConfig(
         **{"batch_size": 12 // backend.size, "output_dir": output, "progress": "off", **kept, **settings}
     )
-    return Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, metrics=metrics)
+    return Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, metrics=metrics, callbacks=callbacks
+    )
 
 
 def data() -> TensorDataset:
@@ -268,6 +270,32 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkey
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_fit_returns_after_the_last_checkpoint_is_written(tmp_path: Path, asynchronous: bool) -> None:
     trainer(LOCAL, tmp_path, max_epochs=2, async_checkpoints=asynchronous).fit(data())
+    assert steps(tmp_path) == [4, 8]
+    assert [files.damage(path) for path in files.candidates(tmp_path)] == [None, None]
+
+
+def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush, delays = files._flush, iter([1.0])
+
+    def slow_flush(path: Path) -> None:  # the files are in the unfinished folder, which `fit` removes as it begins
+        time.sleep(next(delays, 0.0))
+        flush(path)
+
+    class FailsOnce(Callback):
+        failed = False
+
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.progress.step == 5 and not self.failed:
+                self.failed = True
+                raise ValueError("stopped by the test")
+
+    monkeypatch.setattr(files, "_flush", slow_flush)
+    one = trainer(LOCAL, tmp_path, max_epochs=2, callbacks=[FailsOnce()])
+    with pytest.raises(CallbackError, match="stopped by the test"):
+        one.fit(data())
+    one.fit(data())
     assert steps(tmp_path) == [4, 8]
     assert [files.damage(path) for path in files.candidates(tmp_path)] == [None, None]
 

@@ -107,6 +107,8 @@ class Checkpointer:
         folder, lock = self.folder, self._lock
         if folder is None or lock is None:
             return
+        # After an exception in `fit`, its last checkpoint may still be unfinished in this process.
+        wait_for_earlier_writer(folder, self._communicator)
 
         def try_to_lock() -> bool:
             if not lock.acquire(MAX_WAIT_PER_COLLECTIVE_SECONDS):
