@@ -285,6 +285,30 @@ def check_stand_in(backend: Backend) -> None:
         assert_near(one, other, 1e-9)
 
 
+def check_dummy_batches(backend: Backend) -> None:
+    """With ShardedLoader, a rank without samples in the last step changes neither statistics nor gradients."""
+    for length, recomputed in itertools.product((3, 7), (False, True)):
+        found = []
+        for device, batch_size in ((backend, 2), (LOCAL, 2 * backend.size)):
+            model = unitrain.sync_batch_norm(Block(recomputed=recomputed), device)
+            wrapped = device.distributed_model(model)
+            optimizer = device.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
+            samples = values("plain", 0, length)
+            loader = unitrain.ShardedLoader(torch.utils.data.TensorDataset(samples), device, batch_size=batch_size)
+            for _ in range(2):
+                for (x,) in loader:
+                    (wrapped(x).sin().mean() * loader.loss_weight).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append([*model.parameters(), *model.buffers()])
+        for one, other in zip(*found, strict=True):
+            assert_near(one.detach(), other.detach(), 1e-10, length, recomputed)
+        # The iteration has ended: the next forward counts the samples again.
+        model = unitrain.sync_batch_norm(nn.BatchNorm1d(4).double(), backend)
+        model(torch.full((2, 4), backend.rank, dtype=torch.float64))
+        assert_near(model.running_mean, torch.full((4,), 0.05 * (backend.size - 1), dtype=torch.float64), 1e-12)
+
+
 GROUPS = [("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
 
 
@@ -295,7 +319,9 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 @pytest.mark.parametrize(
-    "check", [check_layers, check_autocast, check_uses, check_deep, check_stand_in], ids=lambda check: check.__name__
+    "check",
+    [check_layers, check_autocast, check_uses, check_deep, check_stand_in, check_dummy_batches],
+    ids=lambda check: check.__name__,
 )
 def test_sync_batch_norm_equals_batch_norm_of_the_global_batch(
     group: RankGroup, check: Callable[[Backend], None]

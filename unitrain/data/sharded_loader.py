@@ -17,6 +17,7 @@ from unitrain.data.prefetch import Prefetcher
 from unitrain.data.sharding import EvaluationShard, create_training_shard
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError, ConfigError
+from unitrain.modules.sync_batch_norm import set_current_batch
 
 _OWNER = "ShardedLoader"
 
@@ -35,7 +36,7 @@ class ShardedLoader:
     Each iteration is the next epoch. Every sample is in exactly one batch of one rank, and all ranks yield the same
     number of batches, for any length of the data. Multiply the mean loss of a batch by `loss_weight`: the gradient,
     averaged over ranks, is then that of the mean loss over the samples of all ranks. A rank that has no sample left for
-    a step yields a dummy batch with loss weight 0.
+    a step yields a dummy batch with loss weight 0. Layers of `sync_batch_norm` do not count its samples.
 
     With `shuffle=False` the loader is for evaluation: it yields every sample once, in order and without dummy batches,
     so ranks may yield different numbers of batches, or none. Iterating then calls no collective.
@@ -188,8 +189,10 @@ class ShardedLoader:
                 self._ends_step = micro_batch.ends_step
                 if micro_batch.ends_step:
                     self._position = micro_batch.step_end
+                set_current_batch(is_dummy=not micro_batch.samples)
                 yield batch
         finally:
+            set_current_batch(is_dummy=False)
             self._shard.end_epoch()
         self._epoch, self._position, self._is_within_epoch = self._epoch + 1, 0, False
 

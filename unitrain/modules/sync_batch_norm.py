@@ -54,6 +54,20 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     return model
 
 
+class _CurrentBatch:
+    """Whether the batch that a ShardedLoader of this process yielded last is a dummy batch."""
+
+    is_dummy = False
+
+
+def set_current_batch(*, is_dummy: bool) -> None:
+    """Exclude this rank's samples from the statistics of all synchronized layers if `is_dummy`, else include them.
+
+    ShardedLoader calls it for each batch, because it does not have the model that `exclude_from_statistics` needs.
+    """
+    _CurrentBatch.is_dummy = is_dummy
+
+
 @contextmanager
 def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
     """Exclude this rank's samples from the statistics of `model` inside this context, in forward and backward.
@@ -71,12 +85,12 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     for statistics in shared:
-        statistics.counts = False
+        statistics.is_excluded = True
     try:
         yield
     finally:
         for statistics in shared:
-            statistics.counts = True
+            statistics.is_excluded = False
         # The context ends after the backward, which may need the written values.
         for buffers, name, buffer, value in saved:
             buffers[name] = buffer
@@ -92,8 +106,13 @@ class SharedStatistics:
 
     def __init__(self, communicator: Communicator | None, names: tuple[str, ...]) -> None:
         self.communicator, self.names = communicator, names
-        self.counts = True  # whether this rank's samples are included
+        self.is_excluded = False  # whether `exclude_from_statistics` excludes this rank's samples
         self._constants: dict[tuple[int, torch.device], Tensor] = {}
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's samples are included."""
+        return not (self.is_excluded or _CurrentBatch.is_dummy)
 
     @property
     def is_local(self) -> bool:
