@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import TensorError
-from unitrain.metrics.means import Means
+from unitrain.metrics.means import MeanMetric, Means
 from unitrain.metrics.running_loss import RunningLoss
 
 CPU = torch.device("cpu")
@@ -88,3 +89,54 @@ def test_means_copy_a_loss_that_is_changed_later() -> None:
         loss.add(value.fill_(number), 1)
         loss.finish_step()
     assert loss.epoch_mean(1, 3) == 2.0
+
+
+def mean_of(*updates: tuple[object, object]) -> float:
+    """Return the mean of `updates`, pairs of a value and a count."""
+    metric = MeanMetric(LocalBackend(CPU))
+    for update in updates:
+        metric.update(*update)  # type: ignore[arg-type]
+    return metric.compute()
+
+
+def test_mean_metric_keeps_a_loss_that_is_added_to_in_place_later() -> None:
+    metric, loss = MeanMetric(LocalBackend(CPU)), torch.ones(3, requires_grad=True).mean()
+    metric.update(loss, 3)
+    loss += 100  # a penalty, say
+    metric.update(loss, 3)
+    assert metric.compute() == 51.0
+
+
+def test_mean_metric_keeps_a_parameter_that_the_optimizer_changes_later() -> None:
+    metric, temperature = MeanMetric(LocalBackend(CPU)), torch.nn.Parameter(torch.tensor(1.0))
+    metric.update(temperature)
+    with torch.no_grad():
+        temperature.fill_(9.0)
+    assert metric.compute() == 1.0
+
+
+def test_mean_metric_sums_batches_of_several_dtypes_without_rounding() -> None:
+    values = [torch.tensor(16777217), torch.tensor(1.0, dtype=torch.float16), torch.tensor(1e-9, dtype=torch.float64)]
+    assert mean_of(*((value, 1) for value in values)) == (16777218.0 + 1e-9) / 3
+
+
+def test_mean_metric_accepts_means_and_values_per_sample_in_turn() -> None:
+    assert mean_of((1.0, 2), (torch.tensor([2.0, 3.0]), 2), (torch.tensor([4.0]), 1), (5.0, 1)) == 16 / 6
+
+
+@pytest.mark.parametrize("number", [np.int64(2), np.int32(2), np.float64(2), torch.tensor(2), torch.tensor(2.0)])
+def test_mean_metric_accepts_counts_of_numpy_and_torch(number: object) -> None:
+    assert mean_of((1.0, number), (torch.tensor([4.0, 6.0]), number)) == 3.0
+
+
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3)])
+@pytest.mark.parametrize("shape", [(3, 2), (2,), (1,)])
+def test_mean_metric_rejects_a_value_of_another_shape(count: object, shape: tuple[int, ...]) -> None:
+    with pytest.raises(TensorError, match=r"^The value of a batch of 3 must be one number or 3, got shape \["):
+        mean_of((1.0, count), (torch.ones(shape), count))
+
+
+@pytest.mark.parametrize("count", [1, 1.0, torch.tensor(1)])
+def test_mean_metric_rejects_complex_values(count: object) -> None:
+    with pytest.raises(TensorError, match=r"^The value of a batch must be a real number, got dtype complex64\."):
+        mean_of((torch.tensor(1 + 2j), count))

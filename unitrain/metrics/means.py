@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from operator import itemgetter
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ class Means:
         # Nearly all batches have the same size. A hundred of them are therefore summed by one stack, one sum and one
         # addition, instead of an addition per batch, and no count is copied to the device.
         sums, counted = self._sums, self._samples
-        for samples, batches in groupby(self._pending, key=itemgetter(0)):
+        for (samples, *_), batches in groupby(self._pending, key=_layout):
             rows = [values for _, values in batches]
             sums = [
                 total.add(_sum(name, values, samples))
@@ -159,20 +159,23 @@ class MeanMetric:
 
         It neither communicates nor waits for the device. A `count` of 0 adds nothing. Raises TensorError for a count
         that is not a single number of at least 0, and for a value of another shape; the latter may be deferred to
-        `compute`.
+        `compute`, and is not checked against a count on a GPU.
         """
         if isinstance(count, Tensor):
-            if count.dim() or (count.device.type == "cpu" and not 0 <= float(count) < math.inf):
+            is_known = count.device.type == "cpu"  # reading a count on a GPU would wait for the device
+            if count.dim() or (is_known and not 0 <= float(count) < math.inf):
                 raise TensorError(_invalid_count(count.tolist() if count.numel() < 10 else list(count.shape)))
-            value = torch.as_tensor(value, dtype=torch.float64, device=self._backend.device).detach().mean()
+            value = _to_float64(value, float(count) if is_known else None, self._backend.device)
             self._means.add_loss(torch.where(count > 0, value * count, 0.0), 1, count.detach())
-        elif isinstance(count, bool) or not (isinstance(count, int | float) and 0 <= count < math.inf):
-            raise TensorError(_invalid_count(count))
-        elif isinstance(count, int):
-            self._means.add((value,), count)
-        elif count:
-            value = torch.as_tensor(value, dtype=torch.float64).detach().mean()
-            self._means.add_loss(value * count, 1, count)
+            return
+        number: Any = count  # numbers of numpy are no subclasses of int and float
+        if isinstance(number, bool) or not (isinstance(number, Real) and 0 <= float(number) < math.inf):
+            raise TensorError(_invalid_count(number))
+        if isinstance(number, Integral):
+            self._means.add((value,), int(number))
+        elif number:
+            value = _to_float64(value, float(number), self._backend.device)
+            self._means.add_loss(value * float(number), 1, float(number))
 
     def compute(self) -> float:
         """Return the mean over all ranks, the same on every rank; nan without a value. All ranks call it."""
@@ -193,20 +196,41 @@ def _invalid_count(found: object) -> str:
 
 
 def detached_copy(value: Tensor | float) -> Tensor:
-    """Return `value` as a detached tensor that the caller does not overwrite."""
-    if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float64)
-    # The result of a differentiable operation is a new tensor; other memory may be overwritten.
-    return value.detach() if value.requires_grad else value.detach().clone()
+    """Return `value` as a detached tensor that the caller does not overwrite.
+
+    The result of a differentiable operation is copied too, because `loss += penalty` overwrites it.
+    """
+    return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _to_float64(value: Tensor | float, count: float | None, device: torch.device) -> Tensor:
+    """Return the mean of `value` as float64. Raises TensorError unless it is one number or, with `count`, that many."""
+    value = torch.as_tensor(value).detach()
+    if value.is_complex() or (count is not None and count > 0 and value.shape not in ((), (count,))):
+        raise TensorError(_invalid_value("The value", value, count or 0))
+    return value.to(device, torch.float64).mean()
+
+
+def _layout(batch: tuple[int, list[Tensor]]) -> tuple[Any, ...]:
+    """Return what batches that are summed together have in common: a stack of several dtypes would round."""
+    samples, values = batch
+    return samples, *((value.shape, value.dtype, value.device) for value in values)
 
 
 def _sum(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:
     """Return the sum over all samples of several batches with `samples` samples each, float64."""
     shape = values[0].shape
-    if shape not in ((), (samples,)):
-        raise TensorError(
-            f"{name} of a batch of {samples} must be one number or {samples}, got shape {list(shape)}. "
-            "Return the mean over the batch, for example with .mean()."
-        )
+    if shape not in ((), (samples,)) or values[0].is_complex():
+        raise TensorError(_invalid_value(name, values[0], samples))
     total = torch.stack(values).sum(dtype=torch.float64)
     return total if shape else total * samples
+
+
+def _invalid_value(name: str, value: Tensor, count: float) -> str:
+    if value.is_complex():
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{name} of a batch must be a real number, got dtype {kind}. Take its absolute value: value.abs()."
+    return (
+        f"{name} of a batch of {count:g} must be one number or {count:g}, got shape {list(value.shape)}. "
+        "Return the mean over the batch, for example with .mean()."
+    )
