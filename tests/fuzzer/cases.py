@@ -227,7 +227,7 @@ def makes_batches(case: Case) -> bool:
 def _fit_data(case: Case) -> None:
     source = case["source"]
     if case["compression"] == "powersgd":  # is compared with another layout, so that nothing may depend on ranks
-        case["collate"] = None if case["collate"] == "noise" else case["collate"]
+        case["collate"] = None if case["collate"] in ("noise", "skip") else case["collate"]
         source = case["source"] = "shared" if source == "own" else source
     if source in ("batches", "map_batches"):
         case["loader"], case["drop_last"], case["collate"] = True, False, None
@@ -276,7 +276,7 @@ def _fit_model(case: Case) -> None:
     if "object" in features:
         features.discard("penalty")
     if "penalty" in features:  # a second pass through the graph, for which the forward must not change what it reads
-        features -= {"max_norm", "buffer"}
+        features -= {"max_norm", "buffer", "sync_norm"}  # a synchronized BatchNorm is differentiable only once
     if "norm" in features:
         features.discard("sync_norm")
     if "max_norm" in features:
