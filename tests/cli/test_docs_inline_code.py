@@ -9,7 +9,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import click
 import pytest
@@ -201,6 +201,16 @@ VARIABLES = {
 )  # fmt: skip
 def test_inline_code_refers_to_existing_things(unknown: Callable[[str], str]) -> None:
     assert [f"{place}: {wrong}" for place, text in SPANS if (wrong := unknown(text))] == []
+
+
+def test_tables_of_values_contain_the_values_of_their_field() -> None:
+    types = get_type_hints(unitrain.TrainConfig)
+    documented = {}
+    for page in PAGES:
+        for header, rows in re.findall(r"^\| `(\w+)` \|.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE):
+            if header in FIELDS and get_origin(types[header]) is Literal:
+                documented[header] = set(re.findall(r'^\| `"(\w+)"`', rows, re.MULTILINE))
+    assert documented == {name: set(get_args(types[name])) for name in ("uneven", "stream")}
 
 
 @pytest.mark.parametrize(
