@@ -23,7 +23,7 @@ from unitrain.data.loading import Data, check_is_dataset
 from unitrain.data.order import MicroBatch
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.sharding import EvaluationShard, open_training_data
-from unitrain.data.training_data import TrainingData
+from unitrain.data.training_data import ShardSettings, TrainingData
 from unitrain.errors import ConfigError, Preempted
 from unitrain.evaluation import Evaluation, LossFunction
 from unitrain.loggers.logger import Logger
@@ -192,13 +192,10 @@ class Trainer:
         """
         config = self.config
         self._check_data("fit", train_data=train_data, **_by_argument(val_data))
-        shard = open_training_data(
-            train_data,
-            self.backend,
-            config,
-            elastic=self._run.is_elastic,
-            elastic_batch_size=self._run.stored_batch_size,
+        settings = ShardSettings.from_config(
+            config, elastic=self._run.is_elastic, elastic_batch_size=self._run.stored_batch_size
         )
+        shard = open_training_data(train_data, self.backend, settings)
         self._train_batch_size = shard.batch_size
         named = _validation_sets(val_data)
         self.result_names = ("train_loss", *(prefix + name for prefix in named for name in self._evaluation.names))

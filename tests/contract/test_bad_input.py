@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.data.sharding import TrainingShard
+from unitrain.data.training_data import ShardSettings
 from unitrain.errors import UnitrainError
 from unitrain.testing import RankGroup
 
@@ -100,7 +101,7 @@ def different_lengths(backend: Backend, _: str) -> None:
 
 
 def different_seeds_of_a_share(backend: Backend, _: str) -> None:
-    TrainingShard(_data(8), backend, batch_size=2, seed=backend.rank)
+    TrainingShard(_data(8), backend, ShardSettings(batch_size=2, seed=backend.rank))
 
 
 def a_sampler_on_one_rank(backend: Backend, _: str) -> None:

@@ -29,6 +29,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.dummy_batches import NO_BATCH, plan_steps
 from unitrain.data.sharding import EvaluationShard, open_training_data
+from unitrain.data.training_data import ShardSettings
 from unitrain.progress import display
 from unitrain.testing import RankGroup
 
@@ -198,7 +199,7 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1
 
 def steps_of(backend: Backend, data: Any, settings: dict[str, Any], epochs: tuple[int, ...]) -> list[list[Any]]:
     """Return, for each epoch, the first values of this rank's batches in each step, and what the slices say of it."""
-    share = open_training_data(data, backend, TrainConfig(max_epochs=1, seed=3, **settings))
+    share = open_training_data(data, backend, ShardSettings(seed=3, **settings))
     found = []
     for epoch in epochs:
         steps: list[Any] = [[]]
@@ -300,7 +301,7 @@ def test_drop_last_of_a_shared_stream_drops_an_incomplete_global_batch(group: Ra
 
 def episodes(backend: Backend, workers: int, persistent: bool) -> list[list[Any]]:
     loader: Any = DataLoader(Episodes(6), batch_size=2, num_workers=workers, persistent_workers=persistent)
-    share = open_training_data(loader, backend, TrainConfig(max_epochs=1, seed=3, stream="own"))
+    share = open_training_data(loader, backend, ShardSettings(seed=3, stream="own"))
     return [[row for batch, _ in share.micro_batches(epoch) for row in zip(*batch, strict=True)] for epoch in (0, 1)]
 
 
@@ -860,7 +861,7 @@ def test_batch_sizes_are_exchanged_once_for_all_prefetched_batches(
     Counting.gathered = 0
     share = open_training_data(
         Listed(list(range(32))), backend,
-        TrainConfig(max_epochs=1, batch_size=2, num_workers=workers, gradient_accumulation_steps=accumulate),
+        ShardSettings(batch_size=2, num_workers=workers, gradient_accumulation_steps=accumulate),
     )  # fmt: skip
     steps = sum(part.ends_step for _, part in share.micro_batches(0))
     assert (steps, Counting.gathered) == (16 // accumulate, exchanges)

@@ -25,6 +25,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.data import prefetch
 from unitrain.data.prefetch import Prefetcher, prefetch_one
 from unitrain.data.sharding import EvaluationShard, TrainingShard
+from unitrain.data.training_data import ShardSettings
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.optim.step import backward
 from unitrain.testing import run_ranks
@@ -303,7 +304,7 @@ def samples(length: int = 22) -> TensorDataset:
 )
 def test_batch_is_prefetched_only_if_no_user_code_runs_in_the_process(data: Any, apart: bool) -> None:
     size = None if isinstance(data, DataLoader) else 4
-    assert TrainingShard(data, rank_of(0, 1), batch_size=size).can_prefetch is apart
+    assert TrainingShard(data, rank_of(0, 1), ShardSettings(batch_size=size)).can_prefetch is apart
     assert EvaluationShard(data, rank_of(0, 1), batch_size=size).can_prefetch is apart
 
 

@@ -35,6 +35,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.data import samplers
 from unitrain.data.order import micro_batches_of_sampler
 from unitrain.data.sharding import EvaluationShard, TrainingShard
+from unitrain.data.training_data import ShardSettings
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 from unitrain.testing import RankGroup
@@ -291,12 +292,12 @@ def indices(share: TrainingShard, epoch: int, start: int = 0) -> list[int]:
 
 def test_subset_sampler_is_used_once_in_a_new_order_every_epoch() -> None:
     data = DataLoader(TensorDataset(torch.arange(LENGTH)), batch_size=4, sampler=SubsetRandomSampler(range(9)))
-    share = TrainingShard(data, LOCAL, seed=1)
+    share = TrainingShard(data, LOCAL, ShardSettings(seed=1))
     first, second = indices(share, 0), indices(share, 1)
     assert sorted(first) == sorted(second) == list(range(9))
     assert first != second
-    assert indices(TrainingShard(data, LOCAL, seed=1), 1) == second
-    assert indices(TrainingShard(data, LOCAL, seed=2), 1) != second
+    assert indices(TrainingShard(data, LOCAL, ShardSettings(seed=1)), 1) == second
+    assert indices(TrainingShard(data, LOCAL, ShardSettings(seed=2)), 1) != second
 
 
 def test_drawing_an_order_does_not_change_the_generators() -> None:
@@ -330,8 +331,13 @@ def test_drop_last_of_a_sampler_drops_an_incomplete_global_batch() -> None:
 def test_number_of_steps_follows_the_length_of_the_sampler() -> None:
     assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch() == 4
     assert TrainingShard(loader(weighted, 1), LOCAL).steps_in_epoch(12) == 3
-    assert TrainingShard(loader(wrapped, 1), LOCAL, gradient_accumulation_steps=3).steps_in_epoch() == 3
-    assert TrainingShard(loader(wrapped, 1), LOCAL, gradient_accumulation_steps=3, uneven="drop").steps_in_epoch() == 2
+    assert TrainingShard(loader(wrapped, 1), LOCAL, ShardSettings(gradient_accumulation_steps=3)).steps_in_epoch() == 3
+    assert (
+        TrainingShard(
+            loader(wrapped, 1), LOCAL, ShardSettings(gradient_accumulation_steps=3, uneven="drop")
+        ).steps_in_epoch()
+        == 2
+    )
     assert TrainingShard(loader(buckets, 1), LOCAL).steps_in_epoch() is None
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from unitrain.data.order import MicroBatch, epoch_order, micro_batches_of_samples
 from unitrain.data.sharding import EvaluationShard, TrainingShard
+from unitrain.data.training_data import ShardSettings
 from unitrain.errors import ConfigError, DataError
 
 CASES = [(size, batch, accumulate) for size in (1, 2, 3, 4) for batch in (1, 2, 3) for accumulate in (1, 2, 3)]
@@ -146,11 +147,15 @@ def test_epoch_resumes_at_any_step_on_another_number_of_ranks() -> None:
     first = [
         index
         for rank in range(2)
-        for batch, part in TrainingShard(tensors(23), rank_of(rank, 2), batch_size=3).micro_batches(1)
+        for batch, part in TrainingShard(tensors(23), rank_of(rank, 2), ShardSettings(batch_size=3)).micro_batches(1)
         if part.step_end <= 12
         for index in batch[1].tolist()
     ]
-    rest = [i for r in range(3) for i in indices_of(TrainingShard(tensors(23), rank_of(r, 3), batch_size=2), 1, 12)]
+    rest = [
+        i
+        for r in range(3)
+        for i in indices_of(TrainingShard(tensors(23), rank_of(r, 3), ShardSettings(batch_size=2)), 1, 12)
+    ]
     assert len(first) == 12
     assert sorted(first + rest) == list(range(23))
 
@@ -174,7 +179,9 @@ def test_batches_of_each_rank_equal_those_of_distributed_sampler(size: int, shuf
     dataset = tensors(3 * size * 2 * accumulate)
     for rank in range(size):
         share = TrainingShard(
-            dataset, rank_of(rank, size), batch_size=3, gradient_accumulation_steps=accumulate, seed=5, shuffle=shuffle
+            dataset,
+            rank_of(rank, size),
+            ShardSettings(batch_size=3, gradient_accumulation_steps=accumulate, seed=5, shuffle=shuffle),
         )
         sampler = DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=5)
         for epoch in (0, 1, 4):
@@ -197,7 +204,10 @@ def test_every_sample_is_used_once_per_epoch(size: int, kind: str) -> None:
             "loader": DataLoader(Numbers(length), batch_size=2, shuffle=True),
         }[kind]
         batch_size = None if kind == "loader" else 2
-        shares = [TrainingShard(data, rank_of(rank, size), batch_size=batch_size, seed=3) for rank in range(size)]
+        shares = [
+            TrainingShard(data, rank_of(rank, size), ShardSettings(batch_size=batch_size, seed=3))
+            for rank in range(size)
+        ]
         epochs = [[index for share in shares for index in indices_of(share, epoch)] for epoch in (0, 1)]
         assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(length))
         steps = [sum(part.ends_step for _, part in share.micro_batches(0)) for share in shares]
@@ -206,7 +216,7 @@ def test_every_sample_is_used_once_per_epoch(size: int, kind: str) -> None:
 
 
 def test_empty_shard_gets_a_dummy_batch_of_the_first_sample_of_the_step() -> None:
-    share = TrainingShard(tensors(5), rank_of(2, 4), batch_size=1, seed=0)
+    share = TrainingShard(tensors(5), rank_of(2, 4), ShardSettings(batch_size=1, seed=0))
     *_, (batch, part) = share.micro_batches(0)
     assert (part.samples, part.step_samples) == (0, 1)
     assert batch[1].tolist() == [epoch_order(5, seed=0, epoch=0, shuffle=True)[4].item()]
@@ -215,11 +225,11 @@ def test_empty_shard_gets_a_dummy_batch_of_the_first_sample_of_the_step() -> Non
 def test_tensor_datasets_give_the_same_batches_as_a_dataloader() -> None:
     dataset = tensors(40)
     for data in (dataset, Subset(dataset, range(3, 30, 2)), Subset(Subset(dataset, range(30)), [5, 1, 7, 8, 9])):
-        fast = list(TrainingShard(data, rank_of(1, 2), batch_size=3, seed=4).micro_batches(2))
+        fast = list(TrainingShard(data, rank_of(1, 2), ShardSettings(batch_size=3, seed=4)).micro_batches(2))
         opaque = DataLoader(
             data, batch_size=3, shuffle=True, collate_fn=lambda items: torch.stack([i[1] for i in items])
         )
-        slow = list(TrainingShard(opaque, rank_of(1, 2), seed=4).micro_batches(2))
+        slow = list(TrainingShard(opaque, rank_of(1, 2), ShardSettings(seed=4)).micro_batches(2))
         assert [batch[1].tolist() for batch, _ in fast] == [batch.tolist() for batch, _ in slow]
         assert isinstance(fast[0][0], list)
         assert fast[0][0][0].shape == (len(fast[0][0][1]), 1)
@@ -260,7 +270,7 @@ def test_subset_of_tensors_is_indexed_like_torch(indices: Any, nested: bool) -> 
     loader = DataLoader(dataset, batch_size=1)
     expected = batches(lambda: loader)
     assert batches(lambda: (batch for batch, _ in EvaluationShard(loader, rank_of(0, 1)))) == expected
-    share = TrainingShard(dataset, rank_of(0, 1), batch_size=1, shuffle=False)
+    share = TrainingShard(dataset, rank_of(0, 1), ShardSettings(batch_size=1, shuffle=False))
     assert batches(lambda: (batch for batch, _ in share.micro_batches(0))) == expected
 
 
@@ -284,7 +294,7 @@ def test_dataloader_keeps_its_settings_with_the_planned_order() -> None:
         Numbers(11), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate, worker_init_fn=shrink,
         generator=torch.Generator().manual_seed(77),
     )  # fmt: skip
-    batches = [batch for batch, _ in TrainingShard(loader, rank_of(0, 1), seed=5).micro_batches(1)]
+    batches = [batch for batch, _ in TrainingShard(loader, rank_of(0, 1), ShardSettings(seed=5)).micro_batches(1)]
     order = epoch_order(11, seed=5, epoch=1, shuffle=True).tolist()
     assert [indices for indices, _ in batches] == [order[:4], order[4:8], order[8:]]
     assert [length for _, length in batches] == [1000, 1001, 1000]
@@ -300,10 +310,10 @@ def noise(share: TrainingShard, epoch: int) -> list[float]:
 def test_worker_augmentation_repeats_in_a_rerun_and_differs_between_epochs(kind: str) -> None:
     def share(rank: int) -> TrainingShard:
         if kind == "dataset":
-            return TrainingShard(Noisy(8), rank_of(rank, 2), batch_size=2, num_workers=1, seed=1)
+            return TrainingShard(Noisy(8), rank_of(rank, 2), ShardSettings(batch_size=2, num_workers=1, seed=1))
         generator = torch.Generator().manual_seed(3) if kind.endswith("generator") else None
         loader = DataLoader(Noisy(8), batch_size=2, num_workers=1, generator=generator)
-        return TrainingShard(loader, rank_of(rank, 2), seed=1)
+        return TrainingShard(loader, rank_of(rank, 2), ShardSettings(seed=1))
 
     before = torch.get_rng_state()
     one = share(0)
@@ -318,7 +328,7 @@ def test_worker_augmentation_repeats_in_a_rerun_and_differs_between_epochs(kind:
 def test_persistent_workers_are_seeded_when_they_start() -> None:
     def share(rank: int) -> TrainingShard:
         loader = DataLoader(Noisy(8), batch_size=2, num_workers=1, persistent_workers=True)
-        return TrainingShard(loader, rank_of(rank, 2), seed=1)
+        return TrainingShard(loader, rank_of(rank, 2), ShardSettings(seed=1))
 
     one, again = share(0), share(0)
     first, second = noise(one, 0), noise(one, 1)
@@ -381,7 +391,7 @@ def test_data_that_cannot_be_sharded_is_rejected(data: Any, message: str) -> Non
     batch_size = None if isinstance(data, DataLoader) else 2
     for rank in range(4):
         with pytest.raises(DataError, match=message):
-            TrainingShard(data, rank_of(rank, 4), batch_size=batch_size)
+            TrainingShard(data, rank_of(rank, 4), ShardSettings(batch_size=batch_size))
 
 
 def test_missing_or_contradicting_batch_size_is_rejected() -> None:
@@ -393,13 +403,13 @@ def test_missing_or_contradicting_batch_size_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"^A batch size of 3 was requested, but the DataLoader was built with batch_size=2"
     ):
-        TrainingShard(loader, rank_of(0, 1), batch_size=3)
-    assert TrainingShard(loader, rank_of(0, 1), batch_size=2).global_batch_size == 2
+        TrainingShard(loader, rank_of(0, 1), ShardSettings(batch_size=3))
+    assert TrainingShard(loader, rank_of(0, 1), ShardSettings(batch_size=2)).global_batch_size == 2
 
 
 def test_different_data_on_ranks_is_reported() -> None:
     with pytest.raises(DataError, match=r"does not have the same number of samples on every rank: \[10, 12\]\."):
-        TrainingShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
+        TrainingShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), ShardSettings(batch_size=2))
     with pytest.raises(DataError, match=r"^The evaluation data does not have the same number"):
         EvaluationShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
 

@@ -3,7 +3,7 @@
 sharded_loader     public loader for training and evaluation loops without the Trainer
 sharding           this rank's shard of data with indices, for training and evaluation
 iterable_training  this rank's shard of a stream for training
-training_data      interface of both kinds of training data to the training loop
+training_data      settings of training data, and the interface of both kinds to the training loop
 order              order of an epoch and its division into micro-batches
 batch_size         batch size per rank, gradient accumulation and global batch size
 dummy_batches      equal steps for ranks that have different numbers of batches

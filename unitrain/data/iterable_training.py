@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from unitrain.backends.base import Communicator
-from unitrain.config import StreamKind, Uneven
-from unitrain.data.batch_size import ElasticBatchSize, resolve_batch_sizes
 from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.loading import Data, call_of, check_same_data
 from unitrain.data.order import MicroBatch
-from unitrain.data.training_data import TrainingData
+from unitrain.data.training_data import DEFAULT_SHARD_SETTINGS, ShardSettings, TrainingData
 from unitrain.errors import DataError
 from unitrain.randomness import capture_generators, restore_generators
 
@@ -23,7 +21,7 @@ _log = logging.getLogger(__name__)
 class TrainingStream(TrainingData):
     """This rank's shard of an iterable dataset, or of a dataset that makes batches. All ranks create it.
 
-    `stream` and `uneven` are settings of TrainConfig. The length of an epoch is unknown until it ends; `__len__` of the
+    The length of an epoch is unknown until it ends; `__len__` of the
     dataset is not used. A position counts items for a shared stream, so a run can resume with another number of ranks,
     workers or samples per batch; otherwise it counts micro-batches. Items before the position are read and skipped:
     resuming within an epoch takes the time to read them, and is exact if the same seed gives the same stream.
@@ -33,44 +31,21 @@ class TrainingStream(TrainingData):
     """
 
     def __init__(
-        self,
-        data: Data,
-        communicator: Communicator,
-        *,
-        batch_size: int | None = None,
-        gradient_accumulation_steps: int | None = None,
-        global_batch_size: int | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
-        stream: StreamKind = "shared",
-        uneven: Uneven = "weight",
-        drop_last: bool = False,
-        elastic: bool = False,
-        elastic_batch_size: ElasticBatchSize | None = None,
-        owner: str = "TrainConfig",
+        self, data: Data, communicator: Communicator, settings: ShardSettings = DEFAULT_SHARD_SETTINGS
     ) -> None:
-        self._owner = owner
-        batch_sizes = resolve_batch_sizes(
-            data,
-            communicator,
-            batch_size=batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            global_batch_size=global_batch_size,
-            elastic=elastic,
-            elastic_batch_size=elastic_batch_size,
-            full_batches_only=True,
-        )
+        self._owner, uneven = settings.owner, settings.uneven
+        batch_sizes = settings.resolve_batch_sizes(data, communicator, full_batches_only=True)
         self._source = source = open_stream(
             data,
             communicator,
             batch_size=batch_sizes.batch_size,
-            num_workers=num_workers,
-            stream_kind=stream,
-            seed=seed,
+            num_workers=settings.num_workers,
+            stream_kind=settings.stream,
+            seed=settings.seed,
             setting="batch_size",
-            owner=owner,
+            owner=settings.owner,
             what="The training data",
-            drop_last=drop_last,
+            drop_last=settings.drop_last,
         )
         check_same_data(
             "The training data",
@@ -99,7 +74,7 @@ class TrainingStream(TrainingData):
             min_step_items=full,
             copies_batches=source.may_reuse_memory,
         )
-        self._steps = _Steps(source, self._aligner, communicator, 0, 0, owner)
+        self._steps = _Steps(source, self._aligner, communicator, 0, 0, self._owner)
 
     @property
     def order_settings(self) -> dict[str, Any]:

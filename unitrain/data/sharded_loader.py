@@ -14,8 +14,8 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_d
 from unitrain.config import StreamKind, Uneven
 from unitrain.data.loading import Data, check_is_dataset
 from unitrain.data.prefetch import Prefetcher
-from unitrain.data.sharding import EvaluationShard, create_training_shard
-from unitrain.data.training_data import TrainingData
+from unitrain.data.sharding import EvaluationShard, open_training_data
+from unitrain.data.training_data import ShardSettings, TrainingData
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.modules.sync_batch_norm import set_current_batch
 
@@ -104,13 +104,10 @@ class ShardedLoader:
                 data, backend, batch_size=batch_size, num_workers=num_workers, stream=stream, owner=_OWNER
             )
             return
-        self._shard = create_training_shard(
-            data,
-            backend,
+        shard_settings = ShardSettings(
             batch_size=batch_size,
             gradient_accumulation_steps=gradient_accumulation_steps,
             seed=seed,
-            shuffle=True,
             drop_last=drop_last,
             num_workers=num_workers,
             stream=stream,
@@ -118,6 +115,7 @@ class ShardedLoader:
             allow_empty_ranks=True,
             owner=_OWNER,
         )
+        self._shard = open_training_data(data, backend, shard_settings)
 
     @property
     def batch_size(self) -> int | None:

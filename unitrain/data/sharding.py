@@ -14,16 +14,15 @@ from torch import Tensor
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
-from unitrain.config import StreamKind, TrainConfig, Uneven
+from unitrain.config import StreamKind
 from unitrain.data.batch import CountedBatch
-from unitrain.data.batch_size import ElasticBatchSize, resolve_batch_sizes
 from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.iterable_training import TrainingStream
 from unitrain.data.loading import Data, IndexedSource, call_of, check_same_data, is_stream
 from unitrain.data.order import MicroBatch, StrideUnit, epoch_order, micro_batches_of_sampler, micro_batches_of_samples
 from unitrain.data.samplers import DrawnOrder, draw_order
-from unitrain.data.training_data import TrainingData
+from unitrain.data.training_data import DEFAULT_SHARD_SETTINGS, ShardSettings, TrainingData
 from unitrain.errors import DataError
 from unitrain.randomness import SeedPurpose, derive_seed
 
@@ -36,7 +35,6 @@ class TrainingShard(TrainingData):
 
     The order is that of `epoch_order`, or the one that rank 0 draws from a DataLoader's sampler. With a batch_sampler,
     each rank takes the next batch in each micro-batch, and `uneven` determines the last step, as in TrainConfig.
-    `owner` is the public class that error messages name.
 
     Raises, on all ranks, DataError for data that is empty, has fewer samples than there are ranks (unless
     `allow_empty_ranks`), differs between ranks or does not have indices; ConfigError for a batch size that is missing
@@ -44,49 +42,22 @@ class TrainingShard(TrainingData):
     """
 
     def __init__(
-        self,
-        data: Data,
-        communicator: Communicator,
-        *,
-        batch_size: int | None = None,
-        gradient_accumulation_steps: int | None = None,
-        global_batch_size: int | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        num_workers: int = 0,
-        uneven: Uneven = "weight",
-        drop_last: bool = False,
-        elastic: bool = False,
-        elastic_batch_size: ElasticBatchSize | None = None,
-        allow_empty_ranks: bool = False,
-        owner: str = "TrainConfig",
+        self, data: Data, communicator: Communicator, settings: ShardSettings = DEFAULT_SHARD_SETTINGS
     ) -> None:
-        self._owner = owner
+        self._owner, self._seed, self._uneven = settings.owner, settings.seed, settings.uneven
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
-        batch_sizes = resolve_batch_sizes(
-            data,
-            communicator,
-            batch_size=batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            global_batch_size=global_batch_size,
-            elastic=elastic,
-            elastic_batch_size=elastic_batch_size,
-        )
-        self._seed, self._gradient_accumulation_steps, self._uneven = (
-            seed,
-            batch_sizes.gradient_accumulation_steps,
-            uneven,
-        )
+        batch_sizes = settings.resolve_batch_sizes(data, communicator)
+        self._gradient_accumulation_steps = batch_sizes.gradient_accumulation_steps
         self._source = source = _open_source(
             data,
             communicator,
             batch_size=batch_sizes.batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            num_workers=num_workers,
+            shuffle=settings.shuffle,
+            drop_last=settings.drop_last,
+            num_workers=settings.num_workers,
             setting="batch_size",
-            owner=owner,
+            owner=settings.owner,
         )
         self.batch_size = source.batch_size
         self._sampler_name = None if source.sampler is None else type(source.sampler).__name__
@@ -99,7 +70,7 @@ class TrainingShard(TrainingData):
         compared |= {
             "sampler": self._sampler_name,
             "gradient_accumulation_steps": self._gradient_accumulation_steps,
-            "seed": seed,
+            "seed": settings.seed,
         }
         check_same_data("The training data", communicator, source.length, compared)
         micro_steps = self._size * self._gradient_accumulation_steps
@@ -108,7 +79,7 @@ class TrainingShard(TrainingData):
             None if source.batch_size is None else self._requested_global_batch_size or source.batch_size * micro_steps
         )
         if source.sampler is None:
-            if source.length < self._size and not allow_empty_ranks:
+            if source.length < self._size and not settings.allow_empty_ranks:
                 raise DataError(
                     f"The training data has {source.length} samples, fewer than the {self._size} ranks. "
                     f"Start at most {source.length} ranks, or give more data."
@@ -121,7 +92,7 @@ class TrainingShard(TrainingData):
             self._aligner = StepAligner(
                 communicator,
                 gradient_accumulation_steps=self._gradient_accumulation_steps,
-                uneven=uneven,
+                uneven=settings.uneven,
                 ahead=common_prefetch_count(source.prefetched_batches, communicator),
                 min_step_items=None,
                 copies_batches=source.prefetched_batches == 0,
@@ -386,52 +357,13 @@ class EvaluationShard:
             yield from self._source.counted_batches(self._order, iter(self._slices), worker_seed=0)
 
 
-def open_training_data(
-    data: Data,
-    communicator: Communicator,
-    config: TrainConfig,
-    *,
-    elastic: bool = False,
-    elastic_batch_size: ElasticBatchSize | None = None,
-) -> TrainingData:
-    """Return this rank's shard of `data` with the settings of `config`. All ranks call it.
-
-    An elastic job keeps its global batch size on any number of ranks: `elastic_batch_size` is that of its first
-    attempt, if this is a later one. Raises the errors of TrainingShard and TrainingStream.
-    """
-    return create_training_shard(
-        data,
-        communicator,
-        shuffle=config.shuffle,
-        stream=config.stream,
-        batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        global_batch_size=config.global_batch_size,
-        seed=config.seed,
-        num_workers=config.num_workers,
-        uneven=config.uneven,
-        elastic=elastic,
-        elastic_batch_size=elastic_batch_size,
-    )
-
-
-def create_training_shard(
-    data: Data,
-    communicator: Communicator,
-    *,
-    shuffle: bool,
-    stream: StreamKind,
-    allow_empty_ranks: bool = False,
-    **settings: Any,
-) -> TrainingData:
+def open_training_data(data: Data, communicator: Communicator, settings: ShardSettings) -> TrainingData:
     """Return this rank's shard of `data`: a TrainingStream for data without indices, otherwise a TrainingShard.
 
-    All ranks call it. `settings` are the other arguments of both classes.
+    All ranks call it. Raises the errors of both classes.
     """
     # If the ranks do not choose the same class, both classes compare the same values first and raise an error.
-    if is_stream(data):
-        return TrainingStream(data, communicator, stream=stream, **settings)
-    return TrainingShard(data, communicator, shuffle=shuffle, allow_empty_ranks=allow_empty_ranks, **settings)
+    return (TrainingStream if is_stream(data) else TrainingShard)(data, communicator, settings)
 
 
 def _open_source(data: Data, communicator: Communicator, **settings: Any) -> IndexedSource:

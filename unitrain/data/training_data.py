@@ -1,12 +1,81 @@
-"""Interface of training data to the training loop, for data with indices and for streams."""
+"""Settings of training data, and its interface to the training loop, for data with indices and for streams."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from unitrain.backends.base import Communicator
+from unitrain.config import StreamKind, TrainConfig, Uneven
+from unitrain.data.batch_size import BatchSizes, ElasticBatchSize, resolve_batch_sizes
+from unitrain.data.loading import Data
 from unitrain.data.order import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings:
+    """Settings of a shard of training data; see TrainConfig for those with the same name.
+
+    Attributes:
+        shuffle: Shuffle the samples of each epoch. Does not apply to streams.
+        drop_last: Train on full global batches only.
+        elastic: The job keeps its global batch size on any number of ranks.
+        elastic_batch_size: The batch sizes of the first attempt of an elastic job, if this is a later one.
+        allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to streams.
+        owner: The public class that error messages name.
+    """
+
+    batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    global_batch_size: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    num_workers: int = 0
+    stream: StreamKind = "shared"
+    uneven: Uneven = "weight"
+    drop_last: bool = False
+    elastic: bool = False
+    elastic_batch_size: ElasticBatchSize | None = None
+    allow_empty_ranks: bool = False
+    owner: str = "TrainConfig"
+
+    @classmethod
+    def from_config(
+        cls, config: TrainConfig, *, elastic: bool, elastic_batch_size: ElasticBatchSize | None
+    ) -> ShardSettings:
+        """Return the settings of `config`."""
+        return cls(
+            batch_size=config.batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            global_batch_size=config.global_batch_size,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            num_workers=config.num_workers,
+            stream=config.stream,
+            uneven=config.uneven,
+            elastic=elastic,
+            elastic_batch_size=elastic_batch_size,
+        )
+
+    def resolve_batch_sizes(
+        self, data: Data, communicator: Communicator, *, full_batches_only: bool = False
+    ) -> BatchSizes:
+        """Return the batch sizes of training on `data`; see the function with the same name. All ranks call it."""
+        return resolve_batch_sizes(
+            data,
+            communicator,
+            batch_size=self.batch_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            global_batch_size=self.global_batch_size,
+            elastic=self.elastic,
+            elastic_batch_size=self.elastic_batch_size,
+            full_batches_only=full_batches_only,
+        )
+
+
+DEFAULT_SHARD_SETTINGS = ShardSettings()
 
 
 class TrainingData(ABC):
