@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from unitrain.errors import MissingDependencyError, ReportError
+from unitrain.errors import ReportError
 
 
 @click.command()
@@ -22,12 +22,18 @@ def report(folders: tuple[Path, ...], output: Path | None, png: bool) -> None:
       unitrain report runs/first
       unitrain report runs/ddp runs/horovod --output compared.html
     """
-    from unitrain.report.record import write_report
+    try:
+        from unitrain.report.page import write_report
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"unitrain report needs {error.name}, which is not installed. Install it with: "
+            "pip install jinja2 matplotlib"
+        ) from error
 
     output = output or folders[0] / ("report.png" if png else "report.html")
     try:
         write_report(folders, output, as_png=png)
-    except (ReportError, MissingDependencyError) as error:
+    except ReportError as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(

@@ -4,6 +4,6 @@ record         read the history of a run
 figures        compute numbers from the history: best results, speed, times per rank
 contents       choose the charts of a report
 charts         draw charts with matplotlib, as SVG or PNG
-page           render the HTML page
+page           write the report: render the HTML page, or draw the PNG
 bench_charts   the charts and the page of `unitrain bench --output`
 """

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from unitrain.bench.results import (
     PARTS,
     bus_factor,
@@ -19,6 +17,7 @@ from unitrain.bench.results import (
     samples_per_second,
 )
 from unitrain.report.charts import COLORS, RUNS, Chart, Line, LineChart, TimeChart, to_png, to_svg
+from unitrain.report.page import load_template
 
 
 def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -29,11 +28,7 @@ def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Se
     if output.suffix == ".png":
         to_png(charts, series, output)
         return
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    page = environment.get_template("bench.html").render(
+    page = load_template("bench.html").render(
         colors=COLORS,
         title=_title(result),
         environment=_environment(result),

@@ -1,4 +1,4 @@
-"""Render the report as one self-contained HTML file."""
+"""Write the report, as one self-contained HTML file or as a PNG."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import jinja2
 
 from unitrain.report import figures
-from unitrain.report.charts import COLORS, RUNS, to_svg
-from unitrain.report.contents import result_charts, shown_ranks, time_charts
-from unitrain.report.record import Record
+from unitrain.report.charts import COLORS, RUNS, to_png, to_svg
+from unitrain.report.contents import all_charts, result_charts, shown_ranks, time_charts
+from unitrain.report.record import Record, read_records
 
 # The report mentions parts with a larger share of the training time.
 _MAX_DATA_SHARE, _MAX_WAIT_SHARE = 0.15, 0.15
@@ -28,14 +28,28 @@ class Figure:
     note: str = ""
 
 
-def render(records: Sequence[Record]) -> str:
-    """Return the page about one run, or about the comparison of several runs."""
-    records = list(records)
+def write_report(folders: Sequence[Path], output: Path, *, as_png: bool) -> None:
+    """Write the report on the runs in `folders` to `output`. Raises ReportError and OSError."""
+    records = read_records(list(folders))
+    if as_png:
+        to_png(all_charts(records), [record.name for record in records], output)
+    else:
+        output.write_text(render(records), encoding="utf-8")
+
+
+def load_template(name: str) -> jinja2.Template:
+    """Return a template of this package, which raises an error for undefined variables."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    return environment.get_template("page.html").render(
+    return environment.get_template(name)
+
+
+def render(records: Sequence[Record]) -> str:
+    """Return the page about one run, or about the comparison of several runs."""
+    records = list(records)
+    return load_template("page.html").render(
         colors=COLORS,
         title=", ".join(record.name for record in records),
         runs=[_run(record, number) for number, record in enumerate(records)],

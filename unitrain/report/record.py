@@ -1,16 +1,15 @@
-"""Read the history of a run from its output folder, which is possible during the run, and write the report on it."""
+"""Read the history of a run from its output folder, which is possible during the run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from unitrain.errors import MissingDependencyError, ReportError, did_you_mean
+from unitrain.errors import ReportError, did_you_mean
 from unitrain.progress.history import EPOCHS, STARTS, STEPS
 
 Row = dict[str, Any]
@@ -42,27 +41,6 @@ def read_records(folders: list[Path]) -> list[Record]:
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     return [_read_record(folder, name) for folder, name in zip(folders, names, strict=True)]
-
-
-def write_report(folders: Sequence[Path], output: Path, *, as_png: bool) -> None:
-    """Write the report on the runs in `folders` to `output`.
-
-    Raises ReportError, OSError, or MissingDependencyError if a package for drawing is not installed.
-    """
-    records = read_records(list(folders))
-    try:
-        from unitrain.report.charts import to_png
-        from unitrain.report.contents import all_charts
-        from unitrain.report.page import render
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"unitrain report needs {error.name}, which is not installed. Install it with: "
-            "pip install jinja2 matplotlib"
-        ) from error
-    if as_png:
-        to_png(all_charts(records), [record.name for record in records], output)
-    else:
-        output.write_text(render(records), encoding="utf-8")
 
 
 def _read_record(folder: Path, name: str) -> Record:
