@@ -84,14 +84,7 @@ def read(words: Sequence[str]) -> Job:
         if file is not None and not texts
         else read_hosts(",".join(texts) if texts else None, None, "")
     )
-    variables: dict[str, str] = {}
-    forwarded: list[str] = []
-    for option in options.take_all("-x"):
-        name, equals, value = option.values[0].partition("=")
-        if equals:
-            variables[name] = value
-        else:
-            forwarded.append(name)
+    variables, forwarded = options.take_exports()
     counts, names, notes = _read_placement(options, hosts)
     directory = options.take_last("--wdir")
     launcher_options = [*_settings_with_equivalents(options), *options.remaining(_TOPICS)]

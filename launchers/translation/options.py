@@ -130,6 +130,18 @@ class Options:
         text = self.take_last(*names)
         return None if text is None else number(names[0], text, minimum)
 
+    def take_exports(self) -> tuple[dict[str, str], list[str]]:
+        """Take all `-x NAME=value` and `-x NAME`. Return the variables with a value, and the names without one."""
+        variables: dict[str, str] = {}
+        forwarded: list[str] = []
+        for option in self.take_all("-x"):
+            name, equals, value = option.values[0].partition("=")
+            if equals:
+                variables[name] = value
+            else:
+                forwarded.append(name)
+        return variables, forwarded
+
     def remaining(self, topics: Mapping[str, str]) -> tuple[LauncherOption, ...]:
         """Return the options that were not taken, each with its topic."""
         return tuple(

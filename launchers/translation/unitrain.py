@@ -46,14 +46,7 @@ def read(words: Sequence[str]) -> Job:
         "horovodrun" if controller and backend is None else _DEFAULT_LAUNCHERS.get(backend or "", "torchrun")
     )
     backend = backend or DEFAULT_BACKENDS.get(launcher, "ddp")
-    variables: dict[str, str] = {}
-    forwarded: list[str] = []
-    for option in options.take_all("-x"):
-        name, equals, value = option.values[0].partition("=")
-        if equals:
-            variables[name] = value
-        else:
-            forwarded.append(name)
+    variables, forwarded = options.take_exports()
     texts = [option.values[0] for option in options.take_all("--launcher-args")]
     launcher_options = [LauncherOption(launcher, tuple(parse_launcher_args([text])), "own") for text in texts]
     launcher_options += [
