@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -265,6 +266,29 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkey
     other = nn.Linear(4, 4)
     files.load_model(other, str(files.checkpoint_path(tmp_path, 1) / files.MODEL))
     assert torch.equal(other.weight, saved)
+
+
+def test_a_long_wait_for_a_checkpoint_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unitrain.checkpoint.writer.MAX_WAIT_PER_COLLECTIVE_SECONDS", 0.01)
+    monkeypatch.setattr("unitrain.checkpoint.writer._WARN_AFTER_SECONDS", 0.02)
+    gate, messages = Gate(monkeypatch), []
+
+    class OpenAfterSecondWarning(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+            if len(messages) == 2:
+                gate.opened.set()
+
+    handler, log = OpenAfterSecondWarning(), logging.getLogger("unitrain.checkpoint.writer")
+    log.addHandler(handler)
+    try:
+        model = nn.Linear(4, 4)
+        CheckpointWriter(tmp_path, LOCAL, Retention(None), asynchronous=False).save(1, model, {"step": 1}, {"step": 1})
+    finally:
+        log.removeHandler(handler)
+    assert steps(tmp_path) == [1]
+    for message in messages:
+        assert f"s for a checkpoint that is being written to '{tmp_path}'. Check that its file system" in message
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -5,9 +5,11 @@ The training waits until the state is copied to host memory, not for the disk.
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,10 @@ from unitrain.errors import CheckpointError
 
 # Limit of the time that the other ranks wait in one collective while rank 0 waits for a lock or a writer.
 MAX_WAIT_PER_COLLECTIVE_SECONDS = 1.0
+# The first warning about a wait for a checkpoint; the next ones follow when the time has doubled.
+_WARN_AFTER_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
 
 Mode = Literal["min", "max"]
 
@@ -96,10 +102,26 @@ def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
 
     All ranks call it.
     """
-    while communicator.broadcast_object(
-        communicator.rank == 0 and _is_running_after_wait(_writing.get(folder.resolve()))
-    ):
-        pass
+    thread = _writing.get(folder.resolve()) if communicator.rank == 0 else None
+    _wait_until_written(folder, thread, communicator)
+
+
+def _wait_until_written(folder: Path, thread: threading.Thread | None, communicator: Communicator) -> None:
+    """Wait until rank 0's `thread`, which writes to `folder`, has ended. All ranks call it.
+
+    The wait has no limit, because a large model may take long, but a long wait is logged.
+    """
+    began, warn_after_seconds = time.monotonic(), _WARN_AFTER_SECONDS
+    # Writing may take longer than a collective may, so the ranks exchange its state periodically.
+    while communicator.broadcast_object(_is_running_after_wait(thread)):
+        seconds = time.monotonic() - began
+        if thread is not None and seconds >= warn_after_seconds:
+            _log.warning(
+                "All ranks have waited for %.0f s for a checkpoint that is being written to '%s'. Check that its file "
+                "system responds and has free space: df -h '%s'",
+                *(seconds, folder, folder),
+            )
+            warn_after_seconds = 2 * seconds
 
 
 def _is_running_after_wait(thread: threading.Thread | None) -> bool:
@@ -136,9 +158,7 @@ class CheckpointWriter:
         """Wait until nothing is being written. Raises CheckpointError on every rank if writing failed."""
         if not self._is_busy:
             return
-        # Writing a large model may take longer than a collective may, so the ranks exchange its state periodically.
-        while self._communicator.broadcast_object(self._is_writing()):
-            pass
+        _wait_until_written(self._folder, self._thread, self._communicator)
         self._is_busy, error, self._error = False, self._error, None
         raise_on_all_ranks(self._communicator, error)
 
@@ -171,9 +191,6 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._write, args=(target, *state, manifest), name="unitrain checkpoint")
         self._thread.start()
         _writing[self._folder.resolve()] = self._thread
-
-    def _is_writing(self) -> bool:
-        return _is_running_after_wait(self._thread)
 
     def _write(self, target: Path, model: dict[str, Any], training: dict[str, Any], manifest: dict[str, Any]) -> None:
         try:
