@@ -130,3 +130,16 @@ def test_a_connection_reports_how_its_peer_has_ended(messages: list[str], discon
         received.append(message)
     assert (received, message) == (messages, disconnect)
     here.close()
+
+
+def test_ranks_do_not_wait_for_a_rank_zero_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(host: str, port: int) -> socket.socket:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("unitrain.monitoring.liveness.listen", fail)
+    ranks = Ranks(2)
+    began = time.monotonic()
+    ranks.connect()
+    assert time.monotonic() - began < 10
+    assert [check._peers for check in ranks.checks.values()] == [{}, {}]
+    ranks.close()

@@ -85,7 +85,10 @@ class LivenessCheck:
 
 
 def _connect_to_rank_zero(rendezvous: Rendezvous, store: MessageStore) -> dict[int, PeerConnection]:
-    port, token = store.get("address").decode().split()
+    address = store.get("address").decode().split()
+    if not address:  # rank 0 could not listen
+        return {}
+    port, token = address
     peer = PeerConnection.connect(rendezvous.host, int(port), _ROLE, _CONNECT_TIMEOUT_SECONDS)
     peer.send(f"{token} {rendezvous.rank_info.rank:0{_RANK_DIGITS}d}")
     if peer.receive() == _ACCEPTED:
@@ -105,7 +108,12 @@ def _accept_ranks(rendezvous: Rendezvous, store: MessageStore) -> dict[int, Peer
     deadline = time.monotonic() + _CONNECT_TIMEOUT_SECONDS
     peers: dict[int, PeerConnection] = {}
     pending: dict[socket.socket, _PendingConnection] = {}
-    with listen(rendezvous.host, 0) as server, selectors.DefaultSelector() as selector:
+    try:
+        server = listen(rendezvous.host, 0)
+    except OSError:
+        store.set("address", "")  # otherwise the other ranks would wait for it until the timeout of the store
+        raise
+    with server, selectors.DefaultSelector() as selector:
         store.set("address", f"{server.getsockname()[1]} {token}")
         server.setblocking(False)
         selector.register(server, selectors.EVENT_READ)
