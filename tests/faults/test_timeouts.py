@@ -27,23 +27,31 @@ BACKENDS = ("ddp", "horovod")
 TIMEOUT = 4.0
 
 
-def miss_a_collective(backend: Backend) -> tuple[str, float]:
+def sleep_until_exists(file: str) -> None:
+    while not Path(file).exists():
+        time.sleep(0.5)
+
+
+def miss_a_collective(backend: Backend, folder: str) -> tuple[str, float]:
     backend.barrier()
     if backend.rank == 1:
-        time.sleep(2.5 * TIMEOUT)
+        sleep_until_exists(f"{folder}/0")
+        sleep_until_exists(f"{folder}/2")
         return "", 0.0
     began = time.monotonic()
     try:
         backend.allreduce(torch.ones(2))
     except CollectiveTimeoutError as error:
-        return str(error), time.monotonic() - began
+        seconds = time.monotonic() - began
+        Path(folder, str(backend.rank)).touch()
+        return str(error), seconds
     raise AssertionError("the collective was completed")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_timeout_names_the_missing_rank(backend: str) -> None:
+def test_a_timeout_names_the_missing_rank(backend: str, tmp_path: Path) -> None:
     with RankGroup(backend, 3, backend_timeout_seconds=TIMEOUT) as group:
-        results = group.run(miss_a_collective)
+        results = group.run(miss_a_collective, str(tmp_path))
     for rank in (0, 2):
         text, seconds = results[rank]
         assert text.startswith("allreduce(float32 [2], mean) (collective #")
@@ -51,32 +59,33 @@ def test_a_timeout_names_the_missing_rank(backend: str) -> None:
         assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 8
 
 
-def miss_a_broadcast(backend: Backend) -> str:
+def miss_a_broadcast(backend: Backend, folder: str) -> str:
     assert isinstance(backend, ProcessGroupBackend)
     wait = backend.start_broadcasts([(torch.ones(2), 1)])
     wait()
     if backend.rank == 1:
-        time.sleep(2.5 * TIMEOUT)
+        sleep_until_exists(f"{folder}/0")
         return ""
     wait = backend.start_broadcasts([(torch.ones(2), 1)])
     try:
         wait()
     except CollectiveTimeoutError as error:
+        Path(folder, "0").touch()
         return str(error)
     raise AssertionError("the broadcast was completed")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_timeout_of_concurrent_broadcasts_names_the_missing_rank(backend: str) -> None:
+def test_a_timeout_of_concurrent_broadcasts_names_the_missing_rank(backend: str, tmp_path: Path) -> None:
     with RankGroup(backend, 2, backend_timeout_seconds=TIMEOUT) as group:
-        text = group.run(miss_a_broadcast)[0]
+        text = group.run(miss_a_broadcast, str(tmp_path))[0]
     assert text.startswith(f"parameter broadcast #1 timed out after {TIMEOUT:g} s on rank 0. Missing ranks: 1. ")
 
 
 def test_a_group_that_cannot_start_raises_immediately() -> None:
     began = time.monotonic()
     with RankGroup("ddp", 2, command=["false"]) as group, pytest.raises(RankError) as caught:
-        group.run(miss_a_collective)
+        group.run(miss_a_collective, "")
     assert str(caught.value) == "Ranks 0, 1 of 2 on ddp did not start: a process ended with exit code 1."
     assert time.monotonic() - began < 10
 
@@ -99,18 +108,20 @@ def test_an_error_of_a_group_states_the_waiting_time(
     assert f"Rank 1 was still busy {limit}:" in str(caught.value)
 
 
-def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int) -> tuple[str, float]:
+def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int, folder: str) -> tuple[str, float]:
     model = backend.distributed_model(build(), **settings)
     for _ in range(before):
         loss_of(model(batch(backend.rank))).backward()
     if backend.rank == 1:
-        time.sleep(2.5 * TIMEOUT)
+        sleep_until_exists(f"{folder}/0")
         return "", 0.0
     began = time.monotonic()
     try:
         loss_of(model(batch(backend.rank))).backward()
     except CollectiveTimeoutError as error:
-        return str(error), time.monotonic() - began
+        seconds = time.monotonic() - began
+        Path(folder, "0").touch()
+        return str(error), seconds
     raise AssertionError("the backward was completed")
 
 
@@ -126,10 +137,10 @@ def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int) -> 
     ids=["ddp", "ddp, second", "ddp, unused parameters", "horovod", "horovod, compressed"],
 )
 def test_a_timeout_in_backward_names_the_missing_rank(
-    backend: str, settings: dict[str, Any], before: int, began: str
+    backend: str, settings: dict[str, Any], before: int, began: str, tmp_path: Path
 ) -> None:
     with RankGroup(backend, 2, backend_timeout_seconds=TIMEOUT) as group:
-        text, seconds = group.run(miss_a_backward, settings, before)[0]
+        text, seconds = group.run(miss_a_backward, settings, before, str(tmp_path))[0]
     assert text.startswith(f"{began} timed out after {TIMEOUT:g} s on rank 0. Missing ranks: 1. ")
     last = rf"last operation: backward #{before - 1}, at test_timeouts.py:\d+: loss_of"
     assert re.search(rf"^  rank 1: at test_timeouts.py:\d+: time.sleep.*; {last}", text, re.M)
