@@ -10,70 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from simulation import Clock, Event
 
 from unitrain.backends.base import Backend
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.bootstrap import environment
+from unitrain.monitoring.deadlines import Deadline, Deadlines
 from unitrain.monitoring.flight_recorder import FlightRecorder, GradientPhase, ranks_without
 from unitrain.monitoring.loop_counters import LoopCounters
-from unitrain.monitoring.watchdog import Deadline, Deadlines
 from unitrain.testing import RankGroup, compression, gradients, parameters
-
-
-class Clock:
-    """The simulated time in seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Event:
-    """A simulated work or event, which is done when the test says so."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-    def is_completed(self) -> bool:
-        return self.done
 
 
 def describe_expired(deadlines: Deadlines) -> str | None:
     deadline = deadlines.expired()
     return None if deadline is None else deadline.describe()
-
-
-def test_later_backwards_do_not_move_the_deadline() -> None:
-    clock = Clock()
-    deadlines = Deadlines(10.0, clock)
-    events = [Event() for _ in range(20)]
-    found = []
-    for number, event in enumerate(events):
-        deadlines.add(event.is_completed, lambda number=number: f"backward {number}")
-        found.append(describe_expired(deadlines))
-        clock.now += 1.0
-    # The first backward, not the latest, which other ranks may not have begun.
-    assert found == [None] * 11 + ["backward 0"] * 9
-
-
-def test_the_time_of_a_backward_begins_when_the_previous_one_is_done() -> None:
-    clock = Clock()
-    deadlines = Deadlines(10.0, clock)
-    first, second = Event(), Event()
-    for number, event in enumerate((first, second)):
-        deadlines.add(event.is_completed, lambda number=number: f"backward {number}")
-    assert describe_expired(deadlines) is None
-    clock.now = 8.0
-    first.done = True
-    assert describe_expired(deadlines) is None
-    clock.now = 17.0
-    assert describe_expired(deadlines) is None
-    clock.now = 19.0
-    assert describe_expired(deadlines) == "backward 1"
-    second.done = True
-    assert describe_expired(deadlines) is None
 
 
 def test_rank_that_is_ahead_is_not_missing() -> None:

@@ -2,6 +2,7 @@
 
 monitor             FailureMonitor: waits for collectives, reports timeouts and failures
 watchdog            Watchdog thread: detects failures of other ranks and missed deadlines, and terminates the process
+deadlines           time limits of waits of the training thread
 liveness            LivenessCheck: connections on which rank 0 and the other ranks detect that a process was killed
 failure_store       first failure, rank statuses and shutdowns, exchanged through the rendezvous store
 flight_recorder     history of this rank's recent collectives and backwards

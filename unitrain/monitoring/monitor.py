@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import CollectiveTimeoutError
+from unitrain.monitoring.deadlines import Deadline
 from unitrain.monitoring.flight_recorder import (
     CollectiveCall,
     FlightRecorder,
@@ -22,7 +23,7 @@ from unitrain.monitoring.flight_recorder import (
 )
 from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, RankStatus, name_ranks
-from unitrain.monitoring.watchdog import Deadline, Watchdog
+from unitrain.monitoring.watchdog import Watchdog
 
 # Ranks reach the timeout at slightly different times. Each rank waits for the reports of the other ranks for this time.
 _LATE_RANKS_TIMEOUT = timedelta(seconds=2)

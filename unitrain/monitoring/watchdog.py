@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import CollectiveTimeoutError, ModelError
+from unitrain.monitoring.deadlines import Deadline, Deadlines, WaitForShutDownRank
 from unitrain.monitoring.failure_store import FailureStore, RankProcess, Shutdown
 from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.liveness import LivenessCheck
@@ -45,61 +45,11 @@ _LAST_CHECKPOINT_SECONDS = 60.0
 _FAILURE_REPORT_SECONDS = 4 * _PERIOD_SECONDS
 # A deadline expires this much later than the timeout with which the main thread itself waits.
 _DEADLINE_MARGIN_SECONDS = 5.0
-# Time that ranks have to complete a collective after the exit of rank 0's process, which serves the store. Without the
-# store, it is unknown whether rank 0 took part in that collective.
-_UNKNOWN_PARTICIPATION_SECONDS = 30.0
 _PROCESS_ENDED = "its process was killed or crashed"
 _SHUTDOWN_TOO_EARLY = "it shut down while other ranks still waited for it"
 # Messages of the transports after the loss of a peer: such an error is the consequence of another rank's failure.
 _PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
                        "Horovod has been shut down", "Connection refused", "Read error", "Write error")  # fmt: skip
-
-
-class Deadline:
-    """Work that the training thread has begun; `describe` returns the text of the error if it is not done in time.
-
-    The training thread may replace `is_done`. The watchdog thread calls it, so it must not block.
-    """
-
-    __slots__ = ("describe", "is_done")
-
-    def __init__(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
-        self.is_done, self.describe = is_done, describe
-
-    def cancel(self) -> None:
-        """Remove the deadline."""
-        self.is_done = _always_true
-
-
-class Deadlines:
-    """Deadlines of unfinished work. The training thread adds them; the watchdog thread checks whether one has expired.
-
-    The host may run ahead of a GPU by several backwards. The time of each begins when the watchdog finds that all
-    earlier work is done, so work that is added later does not move the deadline of work that never ends.
-    """
-
-    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._timeout_seconds, self._clock = timeout_seconds, clock
-        self._deadlines: deque[Deadline] = deque()
-        self._oldest: Deadline | None = None
-        self._began = 0.0
-
-    def add(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
-        """Add a deadline for work that is done when `is_done` returns true. Only the training thread calls it."""
-        while self._deadlines and self._deadlines[0].is_done():
-            self._deadlines.popleft()
-        deadline = Deadline(is_done, describe)
-        self._deadlines.append(deadline)
-        return deadline
-
-    def expired(self) -> Deadline | None:
-        """Return the oldest deadline if its work was not done in time. Only the watchdog thread calls it."""
-        oldest = next((deadline for deadline in self._deadlines.copy() if not deadline.is_done()), None)
-        if oldest is not self._oldest:
-            self._oldest, self._began = oldest, self._clock()
-        if oldest is None or self._clock() <= self._began + self._timeout_seconds:
-            return None
-        return oldest
 
 
 class Watchdog:
@@ -121,7 +71,7 @@ class Watchdog:
         self._first_failure: Failure | None = None
         self._has_reported = False  # whether this rank reported the first failure
         self._report: list[str] = []
-        self._wait_began = (0, time.monotonic())
+        self._wait_for_shut_down_rank = WaitForShutDownRank(_PERIOD_SECONDS)
         self._missing: dict[int, RankStatus] = {}
         self._reporter: threading.Thread | None = None
         self._original_excepthook, sys.excepthook = sys.excepthook, self._excepthook
@@ -237,17 +187,11 @@ class Watchdog:
 
         Such a wait cannot end, and not every transport detects it.
         """
-        shutdown, num_recorded = self._first_shutdown(), self._flight_recorder.num_recorded
-        if shutdown is None or not self._status().waits_for_ranks:
-            self._wait_began = (num_recorded, time.monotonic())
+        shutdown = self._first_shutdown()
+        is_waiting = shutdown is not None and self._status().waits_for_ranks
+        if not self._wait_for_shut_down_rank.is_endless(shutdown, is_waiting, self._flight_recorder.num_recorded):
             return None
-        if self._wait_began[0] != num_recorded:
-            self._wait_began = (num_recorded, time.monotonic())
-        if shutdown.num_recorded is not None and num_recorded <= shutdown.num_recorded:
-            return None  # that rank took part in the operation
-        limit_seconds = _UNKNOWN_PARTICIPATION_SECONDS if shutdown.num_recorded is None else _PERIOD_SECONDS
-        if time.monotonic() < self._wait_began[1] + limit_seconds:
-            return None
+        assert shutdown is not None
         return Failure(shutdown.rank, f"{_SHUTDOWN_TOO_EARLY}: {shutdown.reason}")
 
     # --- failures ---
@@ -426,10 +370,6 @@ class Watchdog:
         if os.getpid() == self._pid:
             _write_torchrun_error(f"{first}; {text}" if follows else text, follows=follows)
         _print(self._report)
-
-
-def _always_true() -> bool:
-    return True
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unitrain.backends.gradients.end_of_backward import Step, end_of_backward
+from unitrain.monitoring.deadlines import Deadline
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
-from unitrain.monitoring.watchdog import Deadline
 from unitrain.torch_compat import Work, current_backward
 
 

@@ -1,0 +1,81 @@
+"""Time limits of the watchdog, with a simulated clock. tests/faults has a real case of each."""
+
+from __future__ import annotations
+
+from simulation import Clock, Event
+
+from unitrain.monitoring.deadlines import Deadlines, WaitForShutDownRank
+from unitrain.monitoring.failure_store import Shutdown
+
+
+def describe_expired(deadlines: Deadlines) -> str | None:
+    deadline = deadlines.expired()
+    return None if deadline is None else deadline.describe()
+
+
+def test_later_backwards_do_not_move_the_deadline() -> None:
+    clock = Clock()
+    deadlines = Deadlines(10.0, clock)
+    events = [Event() for _ in range(20)]
+    found = []
+    for number, event in enumerate(events):
+        deadlines.add(event.is_completed, lambda number=number: f"backward {number}")
+        found.append(describe_expired(deadlines))
+        clock.now += 1.0
+    # The first backward, not the latest, which other ranks may not have begun.
+    assert found == [None] * 11 + ["backward 0"] * 9
+
+
+def test_the_time_of_a_backward_begins_when_the_previous_one_is_done() -> None:
+    clock = Clock()
+    deadlines = Deadlines(10.0, clock)
+    first, second = Event(), Event()
+    for number, event in enumerate((first, second)):
+        deadlines.add(event.is_completed, lambda number=number: f"backward {number}")
+    assert describe_expired(deadlines) is None
+    clock.now = 8.0
+    first.done = True
+    assert describe_expired(deadlines) is None
+    clock.now = 17.0
+    assert describe_expired(deadlines) is None
+    clock.now = 19.0
+    assert describe_expired(deadlines) == "backward 1"
+    second.done = True
+    assert describe_expired(deadlines) is None
+
+
+def test_a_wait_for_a_rank_that_shut_down_before_the_operation_ends_after_one_period() -> None:
+    clock = Clock()
+    wait = WaitForShutDownRank(0.5, clock)
+    shutdown = Shutdown(1, "its process exited", num_recorded=7)
+    assert not wait.is_endless(shutdown, True, 8)
+    clock.now = 0.4
+    assert not wait.is_endless(shutdown, True, 8)
+    clock.now = 0.5
+    assert wait.is_endless(shutdown, True, 8)
+
+
+def test_a_wait_for_an_operation_in_which_the_other_rank_took_part_is_not_ended() -> None:
+    clock = Clock()
+    wait = WaitForShutDownRank(0.5, clock)
+    for clock.now in (0.0, 100.0):
+        assert not wait.is_endless(Shutdown(1, "its process exited", num_recorded=8), True, 8)
+        assert not wait.is_endless(None, True, 8)
+        assert not wait.is_endless(Shutdown(1, "its process exited", num_recorded=7), False, 8)
+
+
+def test_a_wait_is_ended_after_30_seconds_if_the_participation_of_rank_0_is_unknown() -> None:
+    clock = Clock()
+    wait = WaitForShutDownRank(0.5, clock)
+    shutdown = Shutdown(0, "its process exited")
+    assert not wait.is_endless(shutdown, True, 8)
+    clock.now = 29.0
+    assert not wait.is_endless(shutdown, True, 8)
+    assert not wait.is_endless(shutdown, True, 9)  # the next operation has begun: it has the whole time
+    clock.now = 58.0
+    assert not wait.is_endless(shutdown, True, 9)
+    clock.now = 59.0
+    assert wait.is_endless(shutdown, True, 9)
+    assert not wait.is_endless(shutdown, False, 9)
+    clock.now = 60.0
+    assert not wait.is_endless(shutdown, True, 9)  # a new wait begins

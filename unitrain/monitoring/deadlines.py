@@ -1,0 +1,92 @@
+"""Time limits of waits of the training thread, which the watchdog checks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from unitrain.monitoring.failure_store import Shutdown
+
+# Time that ranks have to complete a collective after the exit of rank 0's process, which serves the store. Without the
+# store, it is unknown whether rank 0 took part in that collective.
+_UNKNOWN_PARTICIPATION_SECONDS = 30.0
+
+
+class Deadline:
+    """Work that the training thread has begun; `describe` returns the text of the error if it is not done in time.
+
+    The training thread may replace `is_done`. The watchdog thread calls it, so it must not block.
+    """
+
+    __slots__ = ("describe", "is_done")
+
+    def __init__(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
+        self.is_done, self.describe = is_done, describe
+
+    def cancel(self) -> None:
+        """Remove the deadline."""
+        self.is_done = _always_true
+
+
+class Deadlines:
+    """Deadlines of unfinished work. The training thread adds them; the watchdog thread checks whether one has expired.
+
+    The host may run ahead of a GPU by several backwards. The time of each begins when the watchdog finds that all
+    earlier work is done, so work that is added later does not move the deadline of work that never ends.
+    """
+
+    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_seconds, self._clock = timeout_seconds, clock
+        self._deadlines: deque[Deadline] = deque()
+        self._oldest: Deadline | None = None
+        self._began = 0.0
+
+    def add(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
+        """Add a deadline for work that is done when `is_done` returns true. Only the training thread calls it."""
+        while self._deadlines and self._deadlines[0].is_done():
+            self._deadlines.popleft()
+        deadline = Deadline(is_done, describe)
+        self._deadlines.append(deadline)
+        return deadline
+
+    def expired(self) -> Deadline | None:
+        """Return the oldest deadline if its work was not done in time. Only the watchdog thread calls it."""
+        oldest = next((deadline for deadline in self._deadlines.copy() if not deadline.is_done()), None)
+        if oldest is not self._oldest:
+            self._oldest, self._began = oldest, self._clock()
+        if oldest is None or self._clock() <= self._began + self._timeout_seconds:
+            return None
+        return oldest
+
+
+class WaitForShutDownRank:
+    """Detects that this rank waits in an operation for a rank that has shut down and never began that operation.
+
+    Such a wait cannot end, and not every transport detects it. `period_seconds` is the time between two checks: a rank
+    that still waits after it does not wait for a message that is already being transferred.
+    """
+
+    def __init__(self, period_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._period_seconds, self._clock = period_seconds, clock
+        self._operation: int | None = None  # the latest operation in which this rank has waited
+        self._began = 0.0
+
+    def is_endless(self, shutdown: Shutdown | None, is_waiting: bool, num_recorded: int) -> bool:
+        """Return whether the wait in the latest of `num_recorded` operations of this rank cannot end.
+
+        `shutdown` is the first one of another rank, if there is one.
+        """
+        if shutdown is None or not is_waiting:
+            self._operation = None
+            return False
+        if self._operation != num_recorded:
+            self._operation, self._began = num_recorded, self._clock()
+        if shutdown.num_recorded is not None and num_recorded <= shutdown.num_recorded:
+            return False  # that rank took part in the operation
+        limit_seconds = _UNKNOWN_PARTICIPATION_SECONDS if shutdown.num_recorded is None else self._period_seconds
+        return self._clock() >= self._began + limit_seconds
+
+
+def _always_true() -> bool:
+    return True
