@@ -268,7 +268,7 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkey
     assert torch.equal(other.weight, saved)
 
 
-def test_a_long_wait_for_a_checkpoint_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_wait_for_checkpoint_is_logged_with_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unitrain.checkpoint.writer.MAX_WAIT_PER_COLLECTIVE_SECONDS", 0.01)
     monkeypatch.setattr("unitrain.checkpoint.writer._WARN_AFTER_SECONDS", 0.02)
     gate, messages = Gate(monkeypatch), []

@@ -44,7 +44,7 @@ def test_the_time_of_a_backward_begins_when_the_previous_one_is_done() -> None:
     assert describe_expired(deadlines) is None
 
 
-def test_a_wait_for_a_rank_that_shut_down_before_the_operation_ends_after_one_period() -> None:
+def test_wait_for_rank_that_shut_down_before_the_operation_is_endless_after_one_period() -> None:
     clock = Clock()
     wait = WaitForShutDownRank(0.5, clock)
     shutdown = Shutdown(1, "its process exited", num_recorded=7)
@@ -55,7 +55,7 @@ def test_a_wait_for_a_rank_that_shut_down_before_the_operation_ends_after_one_pe
     assert wait.is_endless(shutdown, True, 8)
 
 
-def test_a_wait_for_an_operation_in_which_the_other_rank_took_part_is_not_ended() -> None:
+def test_wait_is_not_endless_if_the_rank_took_part_or_this_rank_does_not_wait() -> None:
     clock = Clock()
     wait = WaitForShutDownRank(0.5, clock)
     for clock.now in (0.0, 100.0):
@@ -64,7 +64,7 @@ def test_a_wait_for_an_operation_in_which_the_other_rank_took_part_is_not_ended(
         assert not wait.is_endless(Shutdown(1, "its process exited", num_recorded=7), False, 8)
 
 
-def test_a_wait_is_ended_after_30_seconds_if_the_participation_of_rank_0_is_unknown() -> None:
+def test_wait_is_endless_after_30_seconds_if_participation_of_rank_0_is_unknown() -> None:
     clock = Clock()
     wait = WaitForShutDownRank(0.5, clock)
     shutdown = Shutdown(0, "its process exited")

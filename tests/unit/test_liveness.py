@@ -132,7 +132,7 @@ def test_a_connection_reports_how_its_peer_has_ended(messages: list[str], discon
     here.close()
 
 
-def test_ranks_do_not_wait_for_a_rank_zero_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_start_without_liveness_check_if_rank_0_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(host: str, port: int) -> socket.socket:
         raise OSError("too many open files")
 
