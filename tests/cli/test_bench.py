@@ -26,7 +26,7 @@ BENCH = [sys.executable, "-m", "unitrain", "bench"]
 SIZES = (1024, 65536)
 
 
-def refused(*arguments: str) -> str:
+def error_output(*arguments: str) -> str:
     result = CliRunner().invoke(command, ["bench", *arguments])
     assert result.exit_code in (1, 2), result.output
     return result.output.rpartition("Error: ")[2].strip()
@@ -82,8 +82,17 @@ def test_under_a_launcher_its_ranks_measure_both_backends(tmp_path: Path) -> Non
     saved = tmp_path / "launched.json"
     launch = [sys.executable, "-m", "unitrain", "launch", "--launcher", "torchrun", "-np", "3"]
     script = str(Path(sys.executable).with_name("unitrain"))
-    asked = ["--backends", "ddp,horovod", "--operations", "allreduce", "--sizes", "1020,64KB", "--seconds", "0"]
-    output = run([*launch, script, "bench", "collectives", *asked, "--device", "cpu", "--json", str(saved)])
+    request_options = [
+        "--backends",
+        "ddp,horovod",
+        "--operations",
+        "allreduce",
+        "--sizes",
+        "1020,64KB",
+        "--seconds",
+        "0",
+    ]
+    output = run([*launch, script, "bench", "collectives", *request_options, "--device", "cpu", "--json", str(saved)])
     assert output.count("alg GB/s") == 2  # one rank prints a table with two backends
     result = json.loads(saved.read_text())
     assert result["ranks"] == 3
@@ -147,7 +156,7 @@ def test_the_table_divides_bytes_by_median_seconds() -> None:
     ],
 )
 def test_invalid_arguments_are_refused_before_ranks_start(arguments: tuple[str, ...], message: str) -> None:
-    assert refused("collectives", *arguments).startswith(message)
+    assert error_output("collectives", *arguments).startswith(message)
 
 
 def test_files_without_a_result_are_refused(tmp_path: Path) -> None:

@@ -118,19 +118,19 @@ def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
 MODEL, OPTIMIZER, SCHEDULER = trained(5)
 STATE = MODEL.state_dict()
 PREFIXED = {f"module.{name}": value for name, value in STATE.items()}
-WHOLE = {"optimizer": OPTIMIZER.state_dict(), "scheduler": SCHEDULER.state_dict()}
+COMPLETE = {"optimizer": OPTIMIZER.state_dict(), "scheduler": SCHEDULER.state_dict()}
 # What is written, and how much of the run it holds beside the model.
 SOURCES: dict[str, tuple[Any, set[str], tuple[int, int]]] = {
     "state_dict.pt": (STATE, set(), (0, 0)),
     "ddp.pt": (PREFIXED, set(), (0, 0)),
     "snapshot.pt": ({"MODEL_STATE": STATE, "EPOCHS_RUN": 7}, set(), (7, 0)),  # as the torchrun tutorial
-    "horovod.pth.tar": ({"model": STATE, "epoch": 2, "optimizer": WHOLE["optimizer"]}, {"optimizer"}, (2, 0)),
-    "imagenet.pt": ({"state_dict": PREFIXED, "arch": "net", "step": 5, **WHOLE}, {"optimizer", "scheduler"}, (0, 5)),
+    "horovod.pth.tar": ({"model": STATE, "epoch": 2, "optimizer": COMPLETE["optimizer"]}, {"optimizer"}, (2, 0)),
+    "imagenet.pt": ({"state_dict": PREFIXED, "arch": "net", "step": 5, **COMPLETE}, {"optimizer", "scheduler"}, (0, 5)),
     "lightning.ckpt": (
         {
             "pytorch-lightning_version": "2.5.0", "epoch": 1, "global_step": 5, "loops": {}, "callbacks": {},
             "state_dict": {f"net.{name}": value for name, value in STATE.items()},
-            "optimizer_states": [WHOLE["optimizer"]], "lr_schedulers": [WHOLE["scheduler"]],
+            "optimizer_states": [COMPLETE["optimizer"]], "lr_schedulers": [COMPLETE["scheduler"]],
         },
         {"optimizer", "scheduler"},
         (1, 5),
@@ -152,7 +152,7 @@ def test_checkpoints_of_other_programs_are_converted_and_resumed(tmp_path: Path,
     moments = going_on.optimizer.state_dict()["state"]
     assert bool(moments) == ("optimizer" in has)
     for index, values in moments.items():
-        assert torch.equal(values["exp_avg"], WHOLE["optimizer"]["state"][index]["exp_avg"])
+        assert torch.equal(values["exp_avg"], COMPLETE["optimizer"]["state"][index]["exp_avg"])
     assert going_on.scheduler.last_epoch == (5 if "scheduler" in has else 0)
     going_on.fit(data())
     assert going_on.progress.epoch == 9
@@ -163,7 +163,7 @@ def test_accelerate_folder_is_converted_and_resumed(tmp_path: Path, weights: str
     folder = tmp_path / "checkpoint_0"
     folder.mkdir()
     (save_file if weights.endswith("safetensors") else torch.save)(STATE, folder / weights)
-    for name, state in WHOLE.items():
+    for name, state in COMPLETE.items():
         torch.save(state, folder / f"{name}.bin")
     done = ckpt("convert", folder, tmp_path / "converted", "--epoch", "1", "--step", "5")
     assert done.output.startswith("Accelerate folder: 4 tensors, optimizer, scheduler; epoch 1, step 5\n")
@@ -186,7 +186,7 @@ class Code:
         ({"model": STATE, "hook": Code()}, "cannot be read without running code in it"),
         (network(), "cannot be read without running code in it"),
         (
-            {"model": STATE, "optimizer_states": [WHOLE["optimizer"]] * 2},
+            {"model": STATE, "optimizer_states": [COMPLETE["optimizer"]] * 2},
             "has 2 optimizers or schedulers, but unitrain supports one",
         ),
     ],

@@ -261,12 +261,12 @@ def test_dry_run_does_not_require_an_installed_launcher(script: str, tmp_path: P
         assert result.exit_code == 0, result.output
         assert script in result.stdout
         assert f"Warning: the command cannot run on this host. Launcher {name!r} is not installed." in result.stderr
-    assert refused_without_dry_run("--launcher", "mpirun", script, PATH=str(tmp_path)).startswith(
+    assert rejected_without_dry_run("--launcher", "mpirun", script, PATH=str(tmp_path)).startswith(
         "Launcher 'mpirun' is not installed. It is part of Open MPI"
     )
 
 
-def refused_without_dry_run(*arguments: str, **variables: str) -> str:
+def rejected_without_dry_run(*arguments: str, **variables: str) -> str:
     result = run("launch", *arguments, **variables)
     assert result.exit_code == 2, result.output
     return result.stderr.rpartition("\nError: ")[2].strip()

@@ -191,7 +191,7 @@ def test_problems_between_hosts_are_found(tmp_path_factory: pytest.TempPathFacto
         apart = tmp_path / "work"
         apart.mkdir()
         assert two.run(["mount", "-t", "tmpfs", "tmpfs", str(apart)]).returncode == 0
-        report = look(one, apart, "-np 3 -H h1:2,h2:1 --launcher mpirun")
+        report = run_doctor(one, apart, "-np 3 -H h1:2,h2:1 --launcher mpirun")
         texts = [finding["what"] for finding in report["findings"]]
         assert [entry["facts"]["host"] for entry in report["ranks"]] == ["h1", "h1", "h2"]
         assert [entry["peer_checks"]["address"] for entry in report["ranks"]] == ["10.77.0.1", "10.77.0.1", "10.77.0.2"]
@@ -204,7 +204,7 @@ def test_problems_between_hosts_are_found(tmp_path_factory: pytest.TempPathFacto
         assert list(apart.iterdir()) == []
 
 
-def look(host: Host, folder: Path, launch: str) -> dict[str, Any]:
+def run_doctor(host: Host, folder: Path, launch: str) -> dict[str, Any]:
     program = ["-m", "unitrain", "doctor", "--json", "--timeout-seconds", "60", "--launch", launch]
     done = host.run(["env", f"--chdir={folder}", sys.executable, *program])
     return json.loads(done.stdout[done.stdout.index("{") :])

@@ -128,13 +128,13 @@ def test_an_interrupted_installation_of_the_toolkit_is_repeated(tmp_path: Path, 
         build.run(broken, {"PATH": "/usr/bin:/bin"}, Recorded())
     files = tmp_path / "cuda-13.0" / "nvidia"
     assert files.is_dir()
-    whole = with_steps(decided, toolkit_step(tmp_path, FILL))
-    build.run(whole, {"PATH": "/usr/bin:/bin"}, Recorded(), force=force)
+    plan_with_toolkit = with_steps(decided, toolkit_step(tmp_path, FILL))
+    build.run(plan_with_toolkit, {"PATH": "/usr/bin:/bin"}, Recorded(), force=force)
     assert [file.name for file in files.iterdir()] == ["nvcc"]
     (files / "nvcc").write_text("used")
-    build.run(whole, {"PATH": "/usr/bin:/bin"}, Recorded())
+    build.run(plan_with_toolkit, {"PATH": "/usr/bin:/bin"}, Recorded())
     assert (files / "nvcc").read_text() == "used", "a complete one stays"
-    build.run(whole, {"PATH": "/usr/bin:/bin"}, Recorded(), force=True)
+    build.run(plan_with_toolkit, {"PATH": "/usr/bin:/bin"}, Recorded(), force=True)
     assert (files / "nvcc").read_text() == "new\n"
 
 
@@ -171,11 +171,11 @@ def test_a_failed_step_reports_the_error_a_fix_and_the_log(tmp_path: Path) -> No
     decided = with_steps(planned(cache=tmp_path), plan.Step(name="wheel", description="", argv=("sh", "-c", script)))
     with pytest.raises(HorovodBuildError) as caught:
         build.run(decided, {"PATH": "/usr/bin:/bin"}, seen := Recorded())
-    told = str(caught.value)
-    assert "Step 'wheel'" in told
-    assert "exit status 3: x.cc:1: fatal error: No space left on device. The disk" in told
-    assert "--cache-dir" in told
-    assert str(decided.log) in told
+    message = str(caught.value)
+    assert "Step 'wheel'" in message
+    assert "exit status 3: x.cc:1: fatal error: No space left on device. The disk" in message
+    assert "--cache-dir" in message
+    assert str(decided.log) in message
     assert "[ 40%] Building" in decided.log.read_text()
     assert seen.percents == [40]
 

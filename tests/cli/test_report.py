@@ -76,7 +76,7 @@ class Page(HTMLParser):
     def table(self, first: str) -> list[list[str]]:
         return next(table for table in self.tables if table[0][0] == first)
 
-    def said(self, sentence: str) -> bool:
+    def contains(self, sentence: str) -> bool:
         return re.search(sentence, " ".join(self.text)) is not None
 
 
@@ -137,7 +137,7 @@ def test_the_page_shows_the_numbers_of_the_history(trained: Path) -> None:
         assert float(tiles[name]) == pytest.approx(history[-1][name], rel=1e-3)
     lowest = min(history, key=lambda row: float(row["val_loss"]))
     assert float(tiles["best val_loss"]) == pytest.approx(lowest["val_loss"], rel=1e-3)
-    assert shown.said(f"lowest, in epoch {lowest['epoch']}")
+    assert shown.contains(f"lowest, in epoch {lowest['epoch']}")
     speed = 3 * 60 / sum(row["seconds"] for row in history)
     assert float(tiles["samples per second"].replace(",", "")) == pytest.approx(speed, rel=1e-2, abs=1)
     epochs = shown.table("epoch")
@@ -154,7 +154,7 @@ def test_the_page_shows_the_numbers_of_the_history(trained: Path) -> None:
         "loss", "accuracy", "learning rate", "samples per second", "time of each rank",
         "time of each epoch, mean over ranks",
     ]  # fmt: skip
-    assert shown.said("finished .*local, 1 rank, cpu")
+    assert shown.contains("finished .*local, 1 rank, cpu")
     settings = dict(next(table for table in shown.tables if table[0][0] == "model"))
     assert settings["batch_size"] == "4"
     assert settings["optimizer"] == "SGD"
@@ -174,7 +174,7 @@ def test_the_command_writes_a_page(trained: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "unitrain", "report", trained, "--output", tmp_path / "page.html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "page.html")), done.stderr
-    assert Page((tmp_path / "page.html").read_text()).said("first")
+    assert Page((tmp_path / "page.html").read_text()).contains("first")
 
 
 def test_png_writes_one_file(trained: Path) -> None:
@@ -212,9 +212,9 @@ def test_an_unfinished_run_resumed_on_another_backend(trained: Path, tmp_path: P
     write(tmp_path, "run.jsonl", [start, {**resumed, "size": 2}, resumed])
     write(tmp_path, "history.jsonl", history)
     slow = [{"rank": rank, "part": "data", "seconds": 0.041, "others": 0.006} for rank in (1, 2)]
-    looks = [{"step": step, "epochs": step / 15, "loss": 1.0, "slow": slow[:1]} for step in (20, 25)]
-    looks.append({"step": 30, "epochs": 2.0, "loss": 1.0, "slow": slow[1:]})
-    write(tmp_path, "steps.jsonl", [*looks, {"step": 46, "epochs": 3.1, "loss": None, "learning_rate": 0.1}])
+    sync_point_rows = [{"step": step, "epochs": step / 15, "loss": 1.0, "slow": slow[:1]} for step in (20, 25)]
+    sync_point_rows.append({"step": 30, "epochs": 2.0, "loss": 1.0, "slow": slow[1:]})
+    write(tmp_path, "steps.jsonl", [*sync_point_rows, {"step": 46, "epochs": 3.1, "loss": None, "learning_rate": 0.1}])
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"epoch": 4, "st')
     shown = page(tmp_path)
@@ -222,13 +222,13 @@ def test_an_unfinished_run_resumed_on_another_backend(trained: Path, tmp_path: P
     assert tiles["epochs"] == "3.1 of 40"
     assert tiles["val_loss"] == "not a number"
     assert float(tiles["best val_loss"]) == pytest.approx(min(row["val_loss"] for row in history[:2]), rel=1e-3)
-    assert shown.said("not finished .*horovod over gloo, 3 ranks")
-    assert shown.said("resumed: horovod, 3 ranks")
-    assert shown.said(
+    assert shown.contains("not finished .*horovod over gloo, 3 ranks")
+    assert shown.contains("resumed: horovod, 3 ranks")
+    assert shown.contains(
         r"Rank 2 is slow: compute 133 ms a step, others 67 ms\. The other ranks wait for it\. Rank 1 was slow from"
     )
-    assert shown.said(r"Rank 1 was slow from step 20 to step 25: data 41 ms a step, others 6 ms\.")
-    assert shown.said(r"Rank 2 was slow at step 30: data")
+    assert shown.contains(r"Rank 1 was slow from step 20 to step 25: data 41 ms a step, others 6 ms\.")
+    assert shown.contains(r"Rank 2 was slow at step 30: data")
     assert tiles["waiting"] == "17 %"  # of 4 s of training on three ranks, twice, two of them wait 1 s: 4 of 24
 
 
@@ -241,7 +241,7 @@ def test_a_run_without_epochs_has_a_report(trained: Path, tmp_path: Path, kept: 
     if "steps" in kept:
         assert shown.charts == ["loss", "learning rate", "samples per second"]
     elif kept == "run.jsonl":
-        assert shown.said("Nothing has been recorded yet")
+        assert shown.contains("Nothing has been recorded yet")
         assert f"{tmp_path.name}: nothing has been recorded yet, so there is nothing" in picture.output
         return
     assert "loss" in shown.charts
@@ -256,25 +256,25 @@ def test_a_run_of_one_epoch_without_validation(tmp_path: Path) -> None:
 
 
 def test_invalid_folders_and_outputs_are_refused(trained: Path, tmp_path: Path) -> None:
-    def refused(*arguments: str | Path) -> str:
+    def error_output(*arguments: str | Path) -> str:
         result = run(*arguments)
         assert result.exit_code == 1, result.output
         assert result.output.startswith("Error: ")
         return " ".join(result.output.removeprefix("Error: ").split())
 
-    assert refused(trained.parent / "frist") == (
+    assert error_output(trained.parent / "frist") == (
         f"Folder '{trained.parent}/frist' does not exist. Did you mean 'first'? Name the output_dir of a run."
     )
-    assert f"There is a run in '{trained}'. Name the folder" in refused(trained.parent)
-    assert "has no run: it contains neither run.jsonl nor history.jsonl" in refused(tmp_path)
+    assert f"There is a run in '{trained}'. Name the folder" in error_output(trained.parent)
+    assert "has no run: it contains neither run.jsonl nor history.jsonl" in error_output(tmp_path)
     broken = tmp_path / "broken"
     write(broken, "history.jsonl", rows(trained))
     lines = (broken / "history.jsonl").read_text().splitlines()
     (broken / "history.jsonl").write_text("\n".join([lines[0], lines[1][:30], lines[2], ""]))
-    assert refused(broken).startswith(
+    assert error_output(broken).startswith(
         f"Line 2 of '{broken}/history.jsonl' is not a row of a run's record: '{lines[1][:30]}'. Remove it: sed -i 2d"
     )
-    assert "Cannot write" in refused(trained, "--output", tmp_path / "nowhere" / "page.html")
+    assert "Cannot write" in error_output(trained, "--output", tmp_path / "nowhere" / "page.html")
 
 
 def test_a_missing_matplotlib_is_reported_with_the_fix(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

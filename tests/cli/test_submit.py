@@ -123,9 +123,20 @@ def manifest(*arguments: str, **variables: str) -> dict[str, Any]:
 
 
 def test_batch_script_for_slurm(script: Path) -> None:
-    asked = ["--nodes", "2", "--gpus-per-node", "4", "--cpus-per-task", "8", "--memory", "64G", "--time", "12:00:00"]
-    asked += ["--partition", "gpu", "--account", "me", "-x", "LEVEL=a b", "--qos=high", "--exclusive"]
-    text = printed("--to", "slurm", *asked, script.name, "--epochs", "9 0")
+    request_options = [
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "--cpus-per-task",
+        "8",
+        "--memory",
+        "64G",
+        "--time",
+        "12:00:00",
+    ]
+    request_options += ["--partition", "gpu", "--account", "me", "-x", "LEVEL=a b", "--qos=high", "--exclusive"]
+    text = printed("--to", "slurm", *request_options, script.name, "--epochs", "9 0")
     head, _, body = text.partition("\n\n")
     assert head.splitlines() == ["#!/bin/bash", *(f"#SBATCH {option}" for option in (
         "--job-name=train_digits", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--signal=USR1@120", "--requeue",
@@ -145,10 +156,10 @@ def test_batch_script_for_slurm(script: Path) -> None:
 def test_directives_quote_values_with_spaces(script: Path) -> None:
     """Slurm splits a #SBATCH line at spaces outside quotes."""
     text = printed("--to", "slurm", "--job-name", "a b", "--output", "my logs/%j.out", "--comment=it's", script.name)
-    asked = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
-    assert "#SBATCH --job-name='a b'" in asked
-    assert "#SBATCH --output='my logs/%j.out'" in asked
-    assert [shlex.split(line)[-1] for line in asked if "comment" in line] == ["--comment=it's"]
+    request_options = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert "#SBATCH --job-name='a b'" in request_options
+    assert "#SBATCH --output='my logs/%j.out'" in request_options
+    assert [shlex.split(line)[-1] for line in request_options if "comment" in line] == ["--comment=it's"]
 
 
 def program(folder: Path, name: str, lines: str) -> None:
@@ -204,8 +215,21 @@ def test_signal_of_slurm_is_one_that_the_trainer_handles(script: Path) -> None:
 
 
 def test_pytorchjob_for_ddp(script: Path) -> None:
-    asked = ["--nodes", "3", "--gpus-per-node", "4", "--cpus-per-task", "2", "--memory", "64G", "--time", "2-1"]
-    found = manifest(*asked, "--image", "registry/train:1", "--namespace", "team", "-x", "LEVEL=3", script.name, "-v")
+    request_options = [
+        "--nodes",
+        "3",
+        "--gpus-per-node",
+        "4",
+        "--cpus-per-task",
+        "2",
+        "--memory",
+        "64G",
+        "--time",
+        "2-1",
+    ]
+    found = manifest(
+        *request_options, "--image", "registry/train:1", "--namespace", "team", "-x", "LEVEL=3", script.name, "-v"
+    )
     assert (found["kind"], found["metadata"]) == ("PyTorchJob", {"name": "train-digits", "namespace": "team"})
     spec = found["spec"]
     assert (spec["nprocPerNode"], spec["runPolicy"]["activeDeadlineSeconds"]) == ("4", 49 * 3600)
@@ -220,8 +244,19 @@ def test_pytorchjob_for_ddp(script: Path) -> None:
 
 
 def test_trainjob(script: Path) -> None:
-    asked = ["--nodes", "2", "--gpus-per-node", "4", "--image", "a", "--kind", "TrainJob", "--backend", "horovod"]
-    found = manifest(*asked, "--time", "90", script.name)
+    request_options = [
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "--image",
+        "a",
+        "--kind",
+        "TrainJob",
+        "--backend",
+        "horovod",
+    ]
+    found = manifest(*request_options, "--time", "90", script.name)
     assert found["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     assert found["spec"] == {
         "runtimeRef": {"name": "torch-distributed"},
@@ -247,11 +282,11 @@ def test_mpijob(backend: str, script: Path, tmp_path: Path) -> None:
         ("Worker", 2),
     ]
     launcher = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
-    told = {one["name"]: one["value"] for one in launcher["env"]}
+    given_variables = {one["name"]: one["value"] for one in launcher["env"]}
     (tmp_path / "hostfile").write_text("w-0.train slots=4\nw-1.train slots=4\n")
     program(tmp_path, "mpirun", 'echo "$MASTER_ADDR:$MASTER_PORT:$UNITRAIN_BACKEND"; printf "%s\\n" "$@"')
     environ = {
-        **told,
+        **given_variables,
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile"),
     }
@@ -275,11 +310,11 @@ KINDS = {"PyTorchJob": "-worker-{}", "MPIJob": "-worker-{}", "TrainJob": "-node-
 @pytest.mark.parametrize("kind", KINDS)
 def test_job_names_in_kubernetes_are_valid_labels(kind: str, nodes: int, script: Path, tmp_path: Path) -> None:
     """The operators derive the names of pods and services from the job's, and these must be DNS labels (RFC 1035)."""
-    asked = ["--to", "kubernetes", "--kind", kind, "--nodes", str(nodes), "--image", "a"]
+    request_options = ["--to", "kubernetes", "--kind", kind, "--nodes", str(nodes), "--image", "a"]
 
     def name_after(file: str) -> str:
         (tmp_path / file).touch()
-        name = yaml.safe_load(printed(*asked, file))["metadata"]["name"]
+        name = yaml.safe_load(printed(*request_options, file))["metadata"]["name"]
         last = KINDS[kind].format(max(0, nodes - 2 if kind == "PyTorchJob" else nodes - 1))
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", f"{name}{last}")
         return str(name)
@@ -292,21 +327,24 @@ def test_job_names_in_kubernetes_are_valid_labels(kind: str, nodes: int, script:
     assert set(longest) == {"x"}
     assert name_after(longest[:-1] + "_y" + ".py") == longest[:-1], "no dash at the end"
     name = f"a{longest[1:-1]}1"
-    assert yaml.safe_load(printed(*asked, "--job-name", name, script.name))["metadata"]["name"] == name
-    for refused in ("3d-unet", f"{name}2", "a" * 63, "a-", "-a", "a.b", "a\n", ""):
-        result = submit("--dry-run", *asked, "--job-name", refused, script.name)
+    assert yaml.safe_load(printed(*request_options, "--job-name", name, script.name))["metadata"]["name"] == name
+    for invalid_name in ("3d-unet", f"{name}2", "a" * 63, "a-", "-a", "a.b", "a\n", ""):
+        result = submit("--dry-run", *request_options, "--job-name", invalid_name, script.name)
         assert result.exit_code == 2
         assert f"The name of a {kind} must have at most {len(longest)} lowercase letters" in result.stderr
         suggested = result.stderr.rpartition("--job-name ")[2].strip()
-        assert yaml.safe_load(printed(*asked, "--job-name", suggested, script.name))["metadata"]["name"] == suggested
+        assert (
+            yaml.safe_load(printed(*request_options, "--job-name", suggested, script.name))["metadata"]["name"]
+            == suggested
+        )
 
 
 def test_launcher_options_are_passed_to_the_launcher_in_the_pods(script: Path) -> None:
     def command(line: str) -> str:
-        told = CliRunner().invoke(unitrain, ["translate", "--to", "kubernetes", line])
-        spec = yaml.safe_load(told.stdout)["spec"]
+        given_variables = CliRunner().invoke(unitrain, ["translate", "--to", "kubernetes", line])
+        spec = yaml.safe_load(given_variables.stdout)["spec"]
         replica = next(iter((spec.get("pytorchReplicaSpecs") or spec["mpiReplicaSpecs"]).values()))
-        assert "left out" not in told.stderr
+        assert "left out" not in given_variables.stderr
         return " ".join(replica["template"]["spec"]["containers"][0]["command"])
 
     assert command("torchrun --nproc-per-node 2 --tee 3 t.py") == "torchrun --tee 3 t.py"
@@ -317,22 +355,24 @@ def test_launcher_options_are_passed_to_the_launcher_in_the_pods(script: Path) -
 
 
 def test_secrets_are_not_written_into_manifests_and_scripts(script: Path) -> None:
-    asked = ["-x", "HF_TOKEN", "-x", "LEVEL", script.name]
-    told = {"HF_TOKEN": "abc", "LEVEL": "3"}
+    request_options = ["-x", "HF_TOKEN", "-x", "LEVEL", script.name]
+    given_variables = {"HF_TOKEN": "abc", "LEVEL": "3"}
     for kind in ("PyTorchJob", "TrainJob", "MPIJob"):
-        result = submit("--dry-run", "--to", "kubernetes", "--kind", kind, "--image", "a", *asked, **told)
+        result = submit(
+            "--dry-run", "--to", "kubernetes", "--kind", kind, "--image", "a", *request_options, **given_variables
+        )
         assert "abc" not in result.output
         assert (
             "env | grep -E '^(HF_TOKEN)=' | kubectl create secret generic train-digits-env --from-env-file=/dev/stdin"
         ) in result.stderr
-        found = manifest("--kind", kind, "--image", "a", *asked, **told)
+        found = manifest("--kind", kind, "--image", "a", *request_options, **given_variables)
         env = str(found)
         assert (
             "{'name': 'HF_TOKEN', 'valueFrom': {'secretKeyRef': {'name': 'train-digits-env', 'key': 'HF_TOKEN'}}}"
             in env
         )
         assert "{'name': 'LEVEL', 'value': '3'}" in env
-    assert "abc" not in printed("--to", "slurm", *asked, **told)
+    assert "abc" not in printed("--to", "slurm", *request_options, **given_variables)
 
 
 @pytest.mark.parametrize(("target", "command"), [("slurm", "sbatch"), ("kubernetes", "kubectl apply -f -")])

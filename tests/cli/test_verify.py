@@ -392,14 +392,14 @@ def test_one_process_normalizes_over_the_same_groups_as_several_ranks(
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    whole = record(tmp_path / "whole", monkeypatch, made=normalised(), batch_size=12)
+    complete = record(tmp_path / "whole", monkeypatch, made=normalised(), batch_size=12)
     synced = record(tmp_path / "all", monkeypatch, made=normalised(), as_ranks=3, sync_batch_norm=True)
     own = record(tmp_path / "own", monkeypatch, made=normalised(), as_ranks=3)
-    assert [found.first.batch_statistics for found in (whole, synced, own)] == ["rank", "all", "rank"]
+    assert [found.first.batch_statistics for found in (complete, synced, own)] == ["rank", "all", "rank"]
     assert synced.batch_norm_groups() == [[12]] * 5
     assert own.batch_norm_groups() == [[4, 4, 4]] * 5
-    assert second(whole, synced).status == "same numbers"
-    assert second(whole, own).status == "differs"
+    assert second(complete, synced).status == "same numbers"
+    assert second(complete, own).status == "differs"
 
 
 def test_compressed_gradients_differ_by_design_between_numbers_of_ranks(
@@ -422,10 +422,10 @@ def test_losses_are_weighted_by_tokens(tmp_path: Path, monkeypatch: pytest.Monke
         kept = target > 0
         return ((output - target) ** 2 * kept).sum(), kept.sum()
 
-    whole = record(tmp_path / "a", monkeypatch, batch_size=12, loss_fn=summed)
+    complete = record(tmp_path / "a", monkeypatch, batch_size=12, loss_fn=summed)
     parts = record(tmp_path / "b", monkeypatch, as_ranks=3, loss_fn=summed)
-    assert whole.losses() == pytest.approx(parts.losses(), rel=1e-6)
-    assert second(whole, parts).status == "same numbers"
+    assert complete.losses() == pytest.approx(parts.losses(), rel=1e-6)
+    assert second(complete, parts).status == "same numbers"
 
 
 def test_each_cause_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,11 +597,11 @@ def test_the_digest_of_samples_does_not_depend_on_batches_or_order() -> None:
         }
         return digest_of_samples(cut, len(indices))
 
-    whole = digest_of_samples(batch, 24)
-    assert whole == part(torch.randperm(24)) == part(slice(0, 7)) + part(slice(7, 24))
-    assert whole != part(slice(0, 23)) + part(slice(0, 1))
+    complete = digest_of_samples(batch, 24)
+    assert complete == part(torch.randperm(24)) == part(slice(0, 7)) + part(slice(7, 24))
+    assert complete != part(slice(0, 23)) + part(slice(0, 1))
     changed = {**batch, "names": [*batch["names"][:23], "x"]}  # type: ignore[misc]
-    assert digest_of_samples(changed, 24) != whole
+    assert digest_of_samples(changed, 24) != complete
     swapped = digest_of_samples([inputs, targets.flip(0)], 24)
     assert swapped != digest_of_samples([inputs, targets], 24), "the pairing of inputs and targets matters"
     # A batch without recognizable samples is digested as one value.
@@ -610,8 +610,8 @@ def test_the_digest_of_samples_does_not_depend_on_batches_or_order() -> None:
 
 
 def test_last_lines_exclude_the_report_of_the_launcher() -> None:
-    told = "[0]<stderr>:Traceback\n[0]<stderr>:\n[0]<stderr>:ValueError: x\n"
-    assert last_lines(f"{told}Process 0 exit with status code 1.\nTraceback\n") == [
+    launcher_output = "[0]<stderr>:Traceback\n[0]<stderr>:\n[0]<stderr>:ValueError: x\n"
+    assert last_lines(f"{launcher_output}Process 0 exit with status code 1.\nTraceback\n") == [
         "[0]<stderr>:Traceback",
         "[0]<stderr>:ValueError: x",
     ]

@@ -321,7 +321,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
 }
 
 
-def refusals(backend: Backend, folder: str) -> dict[str, str]:
+def raised_messages(backend: Backend, folder: str) -> dict[str, str]:
     """Return what each case says, or "accepted"; and what is no deliberate error."""
     texts = {}
     for name, (case, _, _) in CASES.items():
@@ -339,18 +339,20 @@ def refusals(backend: Backend, folder: str) -> dict[str, str]:
 @pytest.fixture(
     scope="module", params=[("local", 1), ("ddp", 2), ("horovod", 2)], ids=["local-1", "ddp-2", "horovod-2"]
 )
-def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, str]]]:
+def messages_by_rank(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[dict[str, str]]]:
     """What every case says, on each rank of one group."""
     with RankGroup(*request.param) as group:
-        yield group.run(refusals, str(tmp_path_factory.mktemp("runs") / "run"))
+        yield group.run(raised_messages, str(tmp_path_factory.mktemp("runs") / "run"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_invalid_argument_error_names_argument_value_and_fix_on_every_rank(
-    said: list[dict[str, str]], name: str
+    messages_by_rank: list[dict[str, str]], name: str
 ) -> None:
     _, found, fix = CASES[name]
-    texts = [rank[name] for rank in said]
+    texts = [rank[name] for rank in messages_by_rank]
     assert len(set(texts)) == 1, texts
     assert found in texts[0], texts[0]
     assert fix in texts[0].partition(found.split(", got")[0])[2], texts[0]
@@ -358,8 +360,8 @@ def test_invalid_argument_error_names_argument_value_and_fix_on_every_rank(
     assert texts[0].endswith("."), texts[0]
 
 
-def test_ranks_communicate_after_an_argument_error(said: list[dict[str, str]]) -> None:
-    assert [rank["still works"] for rank in said] == ["True"] * len(said)
+def test_ranks_communicate_after_an_argument_error(messages_by_rank: list[dict[str, str]]) -> None:
+    assert [rank["still works"] for rank in messages_by_rank] == ["True"] * len(messages_by_rank)
 
 
 def samples_as_a_list(backend: Backend) -> float:

@@ -42,7 +42,7 @@ def accumulate_0(backend: Backend, _: str) -> None:
     _train(backend, gradient_accumulation_steps=0)
 
 
-def a_global_batch_that_does_not_divide(backend: Backend, _: str) -> None:
+def indivisible_global_batch(backend: Backend, _: str) -> None:
     _train(backend, global_batch_size=7)
 
 
@@ -150,7 +150,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "Use 1 to step after every batch.",
     ),
     (
-        a_global_batch_that_does_not_divide,
+        indivisible_global_batch,
         "global_batch_size 7 is not divisible by 2 ranks x batch_size 2 = 4",
         "global_batch_size=4 or 8",
     ),
@@ -187,7 +187,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
 ]
 
 
-def refusal(backend: Backend, case: Callable[[Backend, str], None], folder: str) -> str:
+def raised_message(backend: Backend, case: Callable[[Backend, str], None], folder: str) -> str:
     try:
         case(backend, folder)
     except UnitrainError as error:
@@ -210,7 +210,7 @@ def test_bad_input_raises_the_same_error_on_every_rank(
     group: RankGroup, case, found: str, fix: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    texts = group.run(refusal, case, str(tmp_path))
+    texts = group.run(raised_message, case, str(tmp_path))
     assert texts[0] == texts[1]
     assert found in texts[0], texts[0]
     assert fix in texts[0], texts[0]

@@ -76,13 +76,13 @@ def test_many_ranks_exchange_objects(many: RankGroup) -> None:
 
 def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
     """Return what each collective exchanges: the operation, and the bytes of this rank's tensor."""
-    told: list[tuple[str, int]] = []
+    exchanges: list[tuple[str, int]] = []
     originals = {name: getattr(dist, name) for name in EXCHANGES if hasattr(dist, name)}
 
     def noted(name: str, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             own = args[1] if name.startswith("all_gather") else args[0]
-            told.append((name, own.numel() * own.element_size()))
+            exchanges.append((name, own.numel() * own.element_size()))
             return original(*args, **kwargs)
 
         return call
@@ -98,9 +98,9 @@ def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
             lambda: backend.allreduce(torch.ones(100, dtype=torch.float64), "sum"),
             lambda: backend.allreduce(torch.ones(10_000)),
         ):
-            told.clear()
+            exchanges.clear()
             collective()
-            results.append(list(told))
+            results.append(list(exchanges))
     finally:
         consistency.all_gather = gathered
         for name, original in originals.items():
@@ -111,11 +111,11 @@ def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
 def test_many_ranks_exchange_one_vector(many: RankGroup) -> None:
     vector = ("isend", 8 * (17 + 128))
     sent = {1: [0], 2: [1, 1], 3: [2, 1, 1]}[many.size]  # the third adds its part to the first's
-    for count, told in zip(sent, many.run(exchanges_of), strict=True):
+    for count, exchanges in zip(sent, many.run(exchanges_of), strict=True):
         sum_over_ranks = count * [vector]
         # Horovod's allreduce begins before the check, without a function of torch.distributed.
         data = [] if many.backend == "horovod" else [("all_reduce", 40_000)]
-        assert told == [sum_over_ranks] * 3 + [[*sum_over_ranks, *data]]
+        assert exchanges == [sum_over_ranks] * 3 + [[*sum_over_ranks, *data]]
 
 
 def test_sum_over_ranks_is_exact_for_any_number_of_ranks() -> None:
@@ -143,8 +143,8 @@ def test_few_ranks_exchange_one_row() -> None:
     with RankGroup("ddp", 2) as group:
         results = group.run(exchanges_of)
     row = ("all_gather", 8 * 3 + 4096)
-    for told in results:
-        assert told == [[row], [row], [row], [row, ("all_reduce", 40_000)]]
+    for exchanges in results:
+        assert exchanges == [[row], [row], [row], [row, ("all_reduce", 40_000)]]
 
 
 def other_widths(backend: Backend) -> str:
@@ -176,7 +176,7 @@ def test_fingerprints_are_equal_if_and_only_if_calls_match() -> None:
         CollectiveCall(3, "allreduce", "sum", -1, torch.float64, (2, 3)),
         CollectiveCall(3, "allreduce", "sum", -1, float32, (3, 2)),
         CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3, 1)),
-        CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3), refused=True),
+        CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3), rejected=True),
         CollectiveCall(3, "broadcast", "sum", 0, float32, (2, 3)),
     ]
     found = {call.fingerprint for call in [one, *others]}

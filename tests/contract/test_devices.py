@@ -76,16 +76,16 @@ def ask_for_a_gpu(backend: Backend, gpus: int, horovod_operations: bool) -> str:
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_two_ranks_on_one_gpu_raise_on_both_ranks(backend: str) -> None:
     with RankGroup(backend, 2) as group:
-        told = group.run(ask_for_a_gpu, 1, True)
-    assert told[0] == told[1]
-    assert told[0].startswith("ConfigError: Ranks 0, 1 on host '")
-    assert told[0].endswith("' use the same GPU, GPU-0. Start one rank per GPU, or use device='cpu'.")
+        rank_results = group.run(ask_for_a_gpu, 1, True)
+    assert rank_results[0] == rank_results[1]
+    assert rank_results[0].startswith("ConfigError: Ranks 0, 1 on host '")
+    assert rank_results[0].endswith("' use the same GPU, GPU-0. Start one rank per GPU, or use device='cpu'.")
 
 
 def test_cpu_only_horovod_raises_on_a_gpu() -> None:
     with RankGroup("horovod", 2) as group:
-        told = group.run(ask_for_a_gpu, 2, False)
-    assert told == [
+        rank_results = group.run(ask_for_a_gpu, 2, False)
+    assert rank_results == [
         f"BackendUnavailableError: This rank computes on cuda:{rank}, but Horovod was built without GPU operations. "
         "Build it with: unitrain horovod build --with-cuda, or use device='cpu'."
         for rank in (0, 1)

@@ -56,15 +56,15 @@ class Contrastive(nn.Module):
             one, two = (checkpoint(body, view, use_reentrant=False) for view in (one, two))
         else:
             one, two = body(one), body(two)
-        whole_one, whole_two = (normalize(self.encoder.head(self.gather(view))) for view in (one, two))
+        full_first, full_second = (normalize(self.encoder.head(self.gather(view))) for view in (one, two))
         if self.form in ("same everywhere", "recomputed"):
-            scores = whole_one @ whole_two.t() / self.encoder.temperature
+            scores = full_first @ full_second.t() / self.encoder.temperature
             return cross_entropy(scores, torch.arange(len(scores)), reduction="sum") / len(scores)
         own = normalize(self.encoder.head(one))
-        scores = own @ whole_two.t() / self.encoder.temperature
+        scores = own @ full_second.t() / self.encoder.temperature
         targets = torch.arange(len(own)) + first
         size = 1 if self.backend is None else self.backend.size
-        return cross_entropy(scores, targets, reduction="sum") * size / len(whole_two)
+        return cross_entropy(scores, targets, reduction="sum") * size / len(full_second)
 
 
 def views(step: int) -> Tensor:
@@ -136,15 +136,15 @@ def gradients(backend: Backend) -> None:
     parts = [tensor(one, rows).requires_grad_() for one, rows in enumerate(counts)]
     weights = torch.randn(sum(counts), 3, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     # Every rank's loss is another function of all parts; what arrives is the gradient of their sum.
-    whole = torch.cat(parts)
-    total = sum(((one + 1) * whole**3 * weights).sum() for one in range(size))
+    concatenated = torch.cat(parts)
+    total = sum(((one + 1) * concatenated**3 * weights).sum() for one in range(size))
     wanted = torch.autograd.grad(total, parts, create_graph=True)
     wanted_second = torch.autograd.grad(sum((one**2).sum() for one in wanted), parts)
 
     own = parts[rank].detach().clone().requires_grad_()
     kept = own.detach().clone()
     gathered = unitrain.differentiable_allgather(own, backend)
-    assert torch.equal(gathered, whole)
+    assert torch.equal(gathered, concatenated)
     assert torch.equal(own, kept)
     (first,) = torch.autograd.grad(((rank + 1) * gathered**3 * weights).sum(), own, create_graph=True)
     torch.testing.assert_close(first, wanted[rank])
@@ -185,9 +185,9 @@ def mistakes(backend: Backend) -> list[str]:
     with pytest.raises(CollectiveMismatchError) as mismatch, torch.set_grad_enabled(not last):
         unitrain.differentiable_allgather(torch.ones(2), backend)
     texts.append(str(mismatch.value))
-    with pytest.raises(TensorError) as refused:
+    with pytest.raises(TensorError) as raised:
         unitrain.differentiable_allgather(torch.ones(2, dtype=torch.float8_e5m2), backend)
-    texts.append(str(refused.value))
+    texts.append(str(raised.value))
     backend.barrier()  # the group still works
     return texts
 
@@ -198,6 +198,6 @@ def test_gradient_is_that_of_the_sum_of_all_losses(ranks: RankGroup) -> None:
 
 def test_mismatched_ranks_raise_the_same_error(ranks: RankGroup) -> None:
     if ranks.size > 1:
-        told = ranks.run(mistakes)
-        assert all(one == told[0] for one in told)
-        assert "float8_e5m2" in told[0][2]
+        rank_results = ranks.run(mistakes)
+        assert all(one == rank_results[0] for one in rank_results)
+        assert "float8_e5m2" in rank_results[0][2]

@@ -105,9 +105,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 @pytest.mark.parametrize(("chunk_bytes", "least", "most"), [(2**26, 1, 1), (999, 8, 8)])
 def test_tensors_are_sent_in_chunks_and_not_pickled(ranks: RankGroup, chunk_bytes: int, least: int, most: int) -> None:
-    told = ranks.run(send, chunk_bytes)
-    assert all(least <= broadcasts <= most for broadcasts, _ in told)
-    assert told[0][1] < 2000  # the tensors have more than 7,000 bytes
+    rank_results = ranks.run(send, chunk_bytes)
+    assert all(least <= broadcasts <= most for broadcasts, _ in rank_results)
+    assert rank_results[0][1] < 2000  # the tensors have more than 7,000 bytes
 
 
 def test_adam_state_is_set_to_that_of_rank_0(ranks: RankGroup) -> None:

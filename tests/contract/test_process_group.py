@@ -213,26 +213,26 @@ def test_views_that_are_not_contiguous_are_reduced_in_place() -> None:
             assert wide.tolist() == [[1.0, 1.0], [3.0, 2.0], [5.0, 3.0], [7.0, 4.0]]
 
 
-def a_wait_with_a_limit(backend: Backend) -> tuple[str, list[float]]:
+def wait_with_timeout(backend: Backend) -> tuple[str, list[float]]:
     backend.barrier()
     if backend.rank == 0:
         time.sleep(1.5)
     own = torch.ones(2)
     work = dist.all_reduce(own, async_op=True)
-    said = ""
+    message_text = ""
     if backend.rank == 1:
         try:
             work.wait(timedelta(seconds=0.3))
         except CollectiveTimeoutError as error:
-            said = str(error)
+            message_text = str(error)
     work.wait()
-    return said, own.tolist()
+    return message_text, own.tolist()
 
 
 def test_wait_with_a_timeout_raises_and_may_be_repeated() -> None:
     with RankGroup("horovod", 2) as group:
-        (_, first), (said, second) = group.run(a_wait_with_a_limit)
-    assert "is not complete after 0.3 s" in said
+        (_, first), (message_text, second) = group.run(wait_with_timeout)
+    assert "is not complete after 0.3 s" in message_text
     assert first == second == [2.0, 2.0]
 
 
@@ -248,9 +248,11 @@ def unsupported(backend: Backend) -> list[str]:
 
 def test_unsupported_operations_raise_unsupported_error(tmp_path) -> None:
     with RankGroup("horovod", 2) as group:
-        told = group.run(unsupported)
-    assert any("Horovod does not support send and recv. Use backend 'ddp'" in text for text in told[0]), told
-    assert any("A group of 1 ranks was requested" in text for text in told[0]), told
+        rank_results = group.run(unsupported)
+    assert any("Horovod does not support send and recv. Use backend 'ddp'" in text for text in rank_results[0]), (
+        rank_results
+    )
+    assert any("A group of 1 ranks was requested" in text for text in rank_results[0]), rank_results
 
 
 SCRIPT = """
@@ -293,8 +295,14 @@ def test_an_unmodified_ddp_script_runs_on_horovod(launcher: str, tmp_path: Path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     program, *options = launcher.format(port=port).split()
-    beside = Path(sys.executable).with_name(program)
-    command = [str(beside) if beside.exists() else program, *options, sys.executable, str(script), str(tmp_path)]
+    program_path = Path(sys.executable).with_name(program)
+    command = [
+        str(program_path) if program_path.exists() else program,
+        *options,
+        sys.executable,
+        str(script),
+        str(tmp_path),
+    ]
     subprocess.run(command, env=preloaded(_environment()), check=True, timeout=120)
     results = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert results[0].startswith("horovod 2 [")

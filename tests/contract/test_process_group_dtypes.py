@@ -140,7 +140,7 @@ def reductions(backend: Backend, limit: int) -> list[str]:
     limit_pieces(limit)
     group: Any = dist.group.WORLD
     rank, size = backend.rank, backend.size
-    refused = []
+    unsupported_messages = []
     for dtype, op in itertools.product(DTYPES, OPS):
         inputs = [values(one, dtype) for one in range(size)]
         wanted = expected(inputs, op)
@@ -149,7 +149,7 @@ def reductions(backend: Backend, limit: int) -> list[str]:
             try:
                 group.allreduce([own], options(dist.AllreduceOptions, op)).wait()
             except UnsupportedError as error:
-                refused.append(str(error))
+                unsupported_messages.append(str(error))
             else:
                 raise AssertionError(f"{dtype} by {op} was not refused, and became {own}")
             continue
@@ -169,9 +169,9 @@ def reductions(backend: Backend, limit: int) -> list[str]:
         assert_same(own, wanted if rank == size - 1 else inputs[rank], "reduce", dtype, op)
 
         wholes = [torch.cat([values(one + part, dtype) for part in range(size)]) for one in range(size)]
-        whole_wanted = expected(wholes, op)
-        assert whole_wanted is not None
-        part_wanted = whole_wanted.view(size, COUNT)[rank]
+        full_expected = expected(wholes, op)
+        assert full_expected is not None
+        part_wanted = full_expected.view(size, COUNT)[rank]
         part = torch.empty_like(inputs[rank])
         group.reduce_scatter_tensor_coalesced([part], [wholes[rank]], options(dist.ReduceScatterOptions, op)).wait()
         assert_same(part, part_wanted, "reduce_scatter_tensor_coalesced", dtype, op)
@@ -180,7 +180,7 @@ def reductions(backend: Backend, limit: int) -> list[str]:
         group.reduce_scatter([part], [parts], options(dist.ReduceScatterOptions, op)).wait()
         assert_same(part, part_wanted, "reduce_scatter", dtype, op)
         assert torch.equal(as_bytes(wholes[rank]), as_bytes(torch.cat(parts)))
-    return refused
+    return unsupported_messages
 
 
 # Ways in which a tensor may lie in memory; each is given a flat tensor of 24 elements and shares its values.
@@ -219,8 +219,8 @@ def layouts(backend: Backend, limit: int) -> None:
             if not inputs[0].dim():
                 continue
             output = laid_out(layout, rank, dtype)
-            whole = torch.cat([inputs[rank]] * size)
-            group._reduce_scatter_base(output, whole, options(dist.ReduceScatterOptions, op)).wait()
+            full_input = torch.cat([inputs[rank]] * size)
+            group._reduce_scatter_base(output, full_input, options(dist.ReduceScatterOptions, op)).wait()
             assert_same(output, wanted.view(own.shape), "reduce_scatter", layout, dtype, op)
 
         own = laid_out(layout, rank, dtype)
@@ -294,9 +294,9 @@ def coalesced(backend: Backend) -> None:
         assert work.is_completed()
         assert work.is_success()
 
-        whole = [torch.full((count * size,), rank + 1.0) for count in counts]
+        full_input = [torch.full((count * size,), rank + 1.0) for count in counts]
         outputs = [torch.zeros(count) for count in counts]
-        work = group.reduce_scatter_tensor_coalesced(outputs, whole, options(dist.ReduceScatterOptions, "SUM"))
+        work = group.reduce_scatter_tensor_coalesced(outputs, full_input, options(dist.ReduceScatterOptions, "SUM"))
         work.wait()
         for one in outputs:
             assert torch.equal(one, torch.full_like(one, size * (size + 1) / 2)), counts
@@ -360,9 +360,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_every_dtype_and_operation_is_reduced_or_raises(ranks: RankGroup, limit: int) -> None:
-    told = ranks.run(reductions, limit)
-    assert all(one == told[0] for one in told)
-    text = "\n".join(told[0])
+    rank_results = ranks.run(reductions, limit)
+    assert all(one == rank_results[0] for one in rank_results)
+    text = "\n".join(rank_results[0])
     for dtype in INTEGERS:
         name = str(dtype).removeprefix("torch.")
         assert f"cannot reduce {name} by AVG. Use SUM and divide" in text

@@ -31,7 +31,7 @@ def sums(backend: Backend) -> float:
     return float(backend.allreduce(torch.tensor(float(backend.rank)), "sum"))
 
 
-def a_second_beside_the_first(backend: Backend) -> str:
+def start_second_backend(backend: Backend) -> str:
     try:
         unitrain.init(backend.name, device="cpu")
     except ConfigError as error:
@@ -66,8 +66,8 @@ def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: l
     environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     names = [backend] * 3 if command == MPIRUN else ["horovod", "ddp", backend]  # MPI gives ddp no address
     with RankGroup(backend, 2, command=command, variables=preloaded({}) if command else {}) as group:
-        for told in group.run(a_second_beside_the_first):
-            assert told == (
+        for rank_results in group.run(start_second_backend):
+            assert rank_results == (
                 "This process already has a process group, from an earlier unitrain.init() or init_process_group(). "
                 "Use that one, or end it first: backend.shutdown() or "
                 "torch.distributed.destroy_process_group()"
@@ -78,7 +78,7 @@ def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: l
 
 def test_local_backend_can_be_started_again_after_shutdown() -> None:
     with unitrain.init("local") as backend:
-        assert a_second_beside_the_first(backend) == (
+        assert start_second_backend(backend) == (
             "This process already has a backend, from an earlier unitrain.init(). "
             "Use that one, or end it first: backend.shutdown()"
         )

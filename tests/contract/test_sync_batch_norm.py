@@ -65,10 +65,10 @@ def run_layer(
     """Return outputs, gradients and buffers of three training steps on `part` of the samples, then of an evaluation."""
     found = []
     for step in range(3):
-        whole = values(name, step, dtype=dtype)
-        x = whole[part].clone(memory_format=memory_format or torch.preserve_format).requires_grad_()
+        global_batch = values(name, step, dtype=dtype)
+        x = global_batch[part].clone(memory_format=memory_format or torch.preserve_format).requires_grad_()
         y = module(x)
-        (y * weights(whole)[part]).sum().backward()
+        (y * weights(global_batch)[part]).sum().backward()
         assert x.grad is not None
         assert y.dtype == x.dtype
         found += [y.detach(), x.grad]
@@ -78,7 +78,9 @@ def run_layer(
     return found
 
 
-def whole_run(name: str, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+def uninterrupted_run(
+    name: str, dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Return what plain BatchNorm gives in one process: per sample, its parameters' gradients, and its state."""
     module: Any = layer(name, dtype)
     if isinstance(module, nn.SyncBatchNorm):
@@ -110,7 +112,7 @@ def check_layers(backend: Backend) -> None:
         tensors = [*module.parameters(), *module.buffers()]
         assert unitrain.sync_batch_norm(module, backend) is module
         assert all(a is b for a, b in zip(tensors, [*module.parameters(), *module.buffers()], strict=True))
-        expected, gradients, state = whole_run(name, dtype)
+        expected, gradients, state = uninterrupted_run(name, dtype)
         found = run_layer(module, name, part, dtype=dtype, memory_format=memory_format)
         if name == "untracked":  # evaluates each rank's samples by their own statistics, and says nothing to the others
             expected.pop()
@@ -132,10 +134,10 @@ def check_autocast(backend: Backend) -> None:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Conv2d(CHANNELS, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
             unitrain.sync_batch_norm(model, device)
-            whole = values("plain", 0, dtype=torch.float32) - 20
+            global_batch = values("plain", 0, dtype=torch.float32) - 20
             with torch.autocast("cpu", dtype):
-                y = model(whole[part])
-            (y.float() * weights(whole[:, :2])[part]).sum().backward()
+                y = model(global_batch[part])
+            (y.float() * weights(global_batch[:, :2])[part]).sum().backward()
             found.append([y.float().detach(), *model[1].buffers(), *[p.grad for p in model.parameters()]])
         mine, alone = found
         assert_near(mine[0], alone[0][part_of(backend)], 10 * tolerance, dtype)
@@ -181,10 +183,10 @@ def check_uses(backend: Backend) -> None:
             if use == "copied":
                 model = copy.deepcopy(model)
             called = torch.compile(model, backend="aot_eager") if use == "compiled" and device is backend else model
-            whole = values("plain", 0)
-            x = whole[samples].clone().requires_grad_()
+            global_batch = values("plain", 0)
+            x = global_batch[samples].clone().requires_grad_()
             y = called(x)
-            (y * weights(whole)[samples]).sum().backward()
+            (y * weights(global_batch)[samples]).sum().backward()
             found.append([y.detach(), x.grad, *model.buffers(), *[p.grad for p in model.parameters()]])
         mine, alone = found
         for one, other in zip(mine[:2], alone[:2], strict=True):
@@ -275,11 +277,11 @@ def check_stand_in(backend: Backend) -> None:
     x = (torch.randn(3, 4).double() + 100 * backend.rank).requires_grad_()
     with exclude_from_statistics(model) if stands_in else nullcontext():
         (model(x).sin().sum() * (0.0 if stands_in else 1.0)).backward()
-    whole = backend.allgather(x.detach())[:-3].clone().requires_grad_()
+    global_batch = backend.allgather(x.detach())[:-3].clone().requires_grad_()
     twin = nn.BatchNorm1d(4).double()
-    twin(whole).sin().sum().backward()
-    assert whole.grad is not None
-    wanted = torch.cat([whole.grad, torch.zeros(3, 4).double()])[3 * backend.rank :][:3]
+    twin(global_batch).sin().sum().backward()
+    assert global_batch.grad is not None
+    wanted = torch.cat([global_batch.grad, torch.zeros(3, 4).double()])[3 * backend.rank :][:3]
     assert_near(x.grad, wanted, 1e-9)
     for one, other in zip(model.buffers(), twin.buffers(), strict=True):
         assert_near(one, other, 1e-9)

@@ -146,22 +146,22 @@ def test_a_step_interrupted_by_a_callback_error_is_counted_once(hook: str, token
         return nn.functional.cross_entropy(output[counted], target[counted], reduction="sum"), counted.sum()
 
     settings = {"max_epochs": 1, "shuffle": False, "log_every_n_steps": 1, "loss_fn": loss_fn}
-    whole, stopped = make(LOCAL, [], **settings), make(LOCAL, [FailsOnce(hook, 2)], **settings)
-    results = whole.fit(data())
+    uninterrupted, stopped = make(LOCAL, [], **settings), make(LOCAL, [FailsOnce(hook, 2)], **settings)
+    results = uninterrupted.fit(data())
     with pytest.raises(DataError, match="once"):
         stopped.fit(data())
     assert stopped.progress.step == 2
     assert stopped.fit(data()) == results
-    assert torch.equal(parameters(stopped), parameters(whole))
+    assert torch.equal(parameters(stopped), parameters(uninterrupted))
 
 
 def test_a_unitrain_error_is_not_wrapped() -> None:
-    class Refusing(Callback):
+    class RaisingBackend(Callback):
         def on_fit_start(self, trainer: Trainer) -> None:
             raise DataError("No such data. Give some.")
 
     with pytest.raises(DataError, match="No such data"):
-        make(LOCAL, [Refusing()]).fit(data())
+        make(LOCAL, [RaisingBackend()]).fit(data())
 
 
 def test_class_instead_of_an_instance_is_rejected() -> None:
@@ -239,8 +239,8 @@ def test_a_run_stopped_by_max_seconds_resumes_at_the_same_step(tmp_path: Path) -
         def on_step_end(self, trainer: Trainer) -> None:
             time.sleep(0.02)
 
-    whole = make(LOCAL, [])
-    whole.fit(data())
+    uninterrupted = make(LOCAL, [])
+    uninterrupted.fit(data())
     settings: dict[str, Any] = {"output_dir": tmp_path, "resume": True, "log_every_n_steps": 1}
     first = make(LOCAL, [Slow()], max_seconds=0.05, **settings)
     first.fit(data())
@@ -249,7 +249,7 @@ def test_a_run_stopped_by_max_seconds_resumes_at_the_same_step(tmp_path: Path) -
     second = make(LOCAL, [], **settings)
     second.fit(data())
     assert second.progress.epoch == 2
-    assert torch.equal(parameters(second), parameters(whole))
+    assert torch.equal(parameters(second), parameters(uninterrupted))
     with pytest.raises(ConfigError, match=r"TrainConfig\.max_seconds must be a number above 0, got 0"):
         TrainConfig(max_epochs=1, max_seconds=0)
 

@@ -77,25 +77,25 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_resumed_run_is_bit_equal_to_uninterrupted(tmp_path: Path, optimizer: str) -> None:
-    whole = trainer(None, optimizer, max_epochs=4)
-    results = whole.fit(samples(), samples(9))
+    uninterrupted = trainer(None, optimizer, max_epochs=4)
+    results = uninterrupted.fit(samples(), samples(9))
     trainer(tmp_path, optimizer, max_epochs=2).fit(samples(), samples(9))
     torch.manual_seed(12345)  # nothing may depend on what the process drew before
     resumed = trainer(tmp_path, optimizer, max_epochs=4, resume=True)
     assert resumed.progress.epoch == 2
     assert resumed.fit(samples(), samples(9)) == results
-    assert_same(state(whole), state(resumed))
+    assert_same(state(uninterrupted), state(resumed))
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_run_limited_by_steps_resumes_within_an_epoch(tmp_path: Path) -> None:
-    whole = trainer(None, max_steps=16)
-    whole.fit(samples())
+    uninterrupted = trainer(None, max_steps=16)
+    uninterrupted.fit(samples())
     trainer(tmp_path, max_steps=8).fit(samples())  # an epoch has 6 steps
     resumed = trainer(tmp_path, max_steps=16, resume=True)
     assert (resumed.progress.epoch, resumed.progress.step, resumed.progress.sample) == (1, 8, 8)
     resumed.fit(samples())
-    assert_same(state(whole), state(resumed))
+    assert_same(state(uninterrupted), state(resumed))
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,11 @@ def test_resumed_finished_run_only_evaluates(tmp_path: Path) -> None:
 
 def test_named_checkpoint_resumes_in_another_folder(tmp_path: Path) -> None:
     trainer(tmp_path / "a", max_epochs=2).fit(samples())
-    whole = trainer(tmp_path / "b", max_epochs=3)
-    whole.fit(samples())
+    uninterrupted = trainer(tmp_path / "b", max_epochs=3)
+    uninterrupted.fit(samples())
     resumed = trainer(tmp_path / "c", max_epochs=3, resume=tmp_path / "a" / "step-000000012")
     resumed.fit(samples())
-    assert_same(state(whole), state(resumed))
+    assert_same(state(uninterrupted), state(resumed))
     assert [path.name for path in sorted((tmp_path / "c").glob("step-*"))] == ["step-000000018"]
     with pytest.raises(
         CheckpointError, match=r"^There is no checkpoint in '.*nowhere'\. Give the output_dir of an earl"
@@ -274,19 +274,19 @@ def test_a_run_with_complex_parameters_and_their_average_resumes_bit_for_bit(tmp
         made.fit(samples())
         return made
 
-    whole = run(2, None)
+    uninterrupted = run(2, None)
     run(1, tmp_path)
     resumed = run(2, tmp_path, resume=True)
-    assert whole.averaged_model is not None
+    assert uninterrupted.averaged_model is not None
     assert resumed.averaged_model is not None
-    assert torch.equal(resumed.model.weight, whole.model.weight)
-    assert torch.equal(resumed.averaged_model.weight, whole.averaged_model.weight)
-    assert not torch.equal(whole.averaged_model.weight, whole.model.weight)
+    assert torch.equal(resumed.model.weight, uninterrupted.model.weight)
+    assert torch.equal(resumed.averaged_model.weight, uninterrupted.averaged_model.weight)
+    assert not torch.equal(uninterrupted.averaged_model.weight, uninterrupted.model.weight)
     loaded = run(2, None)
     with torch.no_grad():
         loaded.model.weight.zero_()
     loaded.load_weights(tmp_path)
-    assert torch.equal(loaded.model.weight, whole.model.weight)
+    assert torch.equal(loaded.model.weight, uninterrupted.model.weight)
 
 
 class Fixed(torch.optim.lr_scheduler.LRScheduler):
@@ -312,14 +312,14 @@ def test_numpy_numbers_are_restored_as_python_numbers(tmp_path: Path) -> None:
     def cosine(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 30)))
 
-    whole = scheduled(tmp_path / "whole", cosine, max_epochs=2)
-    whole.fit(samples())
-    assert type(whole.optimizer.param_groups[0]["lr"]) is np.float64
+    uninterrupted = scheduled(tmp_path / "whole", cosine, max_epochs=2)
+    uninterrupted.fit(samples())
+    assert type(uninterrupted.optimizer.param_groups[0]["lr"]) is np.float64
     scheduled(tmp_path / "parts", cosine, max_epochs=1).fit(samples())
     resumed = scheduled(tmp_path / "parts", cosine, max_epochs=2, resume=True)
     assert type(resumed.optimizer.param_groups[0]["lr"]) is float
     resumed.fit(samples())
-    assert_same(state(whole), state(resumed))
+    assert_same(state(uninterrupted), state(resumed))
 
     given = [np.int64(3), np.bool_(True), np.array(2.5), {np.int64(1): np.float32(0.5)}, (np.str_("a"),)]
     save(tmp_path, 1, network(), {"given": given})
@@ -390,8 +390,8 @@ DAMAGES = [
 def test_damaged_newest_checkpoint_is_skipped_and_replaced(
     tmp_path: Path, damage: Any, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = trainer(tmp_path, max_epochs=2)
-    whole.fit(samples())
+    uninterrupted = trainer(tmp_path, max_epochs=2)
+    uninterrupted.fit(samples())
     newest = tmp_path / "step-000000012"
     damage(newest)
     with caplog.at_level(logging.WARNING):
@@ -399,7 +399,7 @@ def test_damaged_newest_checkpoint_is_skipped_and_replaced(
     assert resumed.progress.epoch == 1
     assert caplog.messages[0].startswith(f"Checkpoint '{newest}' is skipped: ")
     resumed.fit(samples())
-    assert_same(state(whole), state(resumed))
+    assert_same(state(uninterrupted), state(resumed))
     assert files.damage(newest) is None
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
 
@@ -602,19 +602,19 @@ def cyclic(backend: Backend, folder: str | None, epochs: int) -> list[float]:
 
 
 def resumed_with_a_cyclic_rate(backend: Backend, folder: str) -> tuple[list[float], list[float], str]:
-    whole = cyclic(backend, None, 2)
+    uninterrupted = cyclic(backend, None, 2)
     cyclic(backend, folder, 1)
     resumed = cyclic(backend, folder, 2)
     Cyclic.fails = backend.rank == 1
     with pytest.raises(CheckpointError) as caught:
         cyclic(backend, folder, 3)
-    return whole, resumed, str(caught.value)
+    return uninterrupted, resumed, str(caught.value)
 
 
 def test_every_rank_restores_a_scheduler_that_changes_the_state_it_loads(tmp_path: Path) -> None:
     with RankGroup("ddp", 2) as ranks:
-        for whole, resumed, message in ranks.run(resumed_with_a_cyclic_rate, str(tmp_path)):
-            assert resumed == whole
+        for uninterrupted, resumed, message in ranks.run(resumed_with_a_cyclic_rate, str(tmp_path)):
+            assert resumed == uninterrupted
             assert "Cyclic.load_state_dict raised LookupError: no state on rank 1" in message
 
 

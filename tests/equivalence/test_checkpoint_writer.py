@@ -148,9 +148,9 @@ def test_every_torch_scheduler_continues_after_a_resume(tmp_path: Path, name: st
         ).fit(data())  # fmt: skip
         return [*rates, *nn.utils.parameters_to_vector(model.parameters()).tolist()]
 
-    whole = run(4, None)
-    assert [*run(1, tmp_path)[:4], *run(4, tmp_path)] == whole
-    assert len(set(whole[:16])) > 1
+    uninterrupted = run(4, None)
+    assert [*run(1, tmp_path)[:4], *run(4, tmp_path)] == uninterrupted
+    assert len(set(uninterrupted[:16])) > 1
 
 
 class Remembers(Callback):
@@ -325,8 +325,8 @@ def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
 
 
 def test_checkpoints_within_an_epoch_resume_bit_for_bit(tmp_path: Path) -> None:
-    whole = trainer(LOCAL, None, max_epochs=2)
-    whole.fit(data())
+    uninterrupted = trainer(LOCAL, None, max_epochs=2)
+    uninterrupted.fit(data())
     first = trainer(LOCAL, tmp_path, max_steps=7, checkpoint_every_steps=3)
     first.fit(data())
     assert steps(tmp_path) == [3, 4, 6, 7]
@@ -335,7 +335,7 @@ def test_checkpoints_within_an_epoch_resume_bit_for_bit(tmp_path: Path) -> None:
     resumed = trainer(LOCAL, tmp_path, max_epochs=2, resume="auto")
     assert resumed.progress.step == 6
     resumed.fit(data())
-    assert torch.equal(parameters(resumed), parameters(whole))
+    assert torch.equal(parameters(resumed), parameters(uninterrupted))
 
 
 def test_checkpoint_at_the_end_of_an_epoch_has_its_results(tmp_path: Path) -> None:

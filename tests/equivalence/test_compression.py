@@ -327,17 +327,17 @@ def test_error_feedback_keeps_its_scale_if_the_number_of_tokens_changes() -> Non
     samples.tensors[1][ROWS : 2 * ROWS] = 3  # 64 tokens each
     samples.tensors[1][2 * ROWS :] = 0
     run.fit(samples)
-    owed = torch.zeros(40, 12, dtype=torch.float64)
+    unsent_error = torch.zeros(40, 12, dtype=torch.float64)
     for step, gradient in enumerate(sent.kept):
         inputs, targets = (tensor[step * ROWS : (step + 1) * ROWS] for tensor in samples.tensors)
         model = run.model
         model.zero_grad()
         total, tokens = summed(model(inputs), targets)
         (true,) = torch.autograd.grad(total, model[0].weight)
-        owed += (true - gradient * tokens) / ROWS
+        unsent_error += (true - gradient * tokens) / ROWS
     found = LOCAL.compression_state(run.model).state_dict()["errors"]["0.weight"][0]
-    assert owed.abs().max() > 0.1
-    torch.testing.assert_close(found, owed, rtol=1e-9, atol=1e-9)
+    assert unsent_error.abs().max() > 0.1
+    torch.testing.assert_close(found, unsent_error, rtol=1e-9, atol=1e-9)
 
 
 def test_error_feedback_follows_the_loss_scale() -> None:
@@ -367,9 +367,9 @@ def run_to(backend: Backend, folder: Path, steps: int, compression: Compression,
 
 def test_resume_on_the_same_number_of_ranks_is_bit_equal(ran: Ran) -> None:
     """With another loss scale than it began with, too."""
-    whole = ran[1][0]["routes"]["whole"]
+    uninterrupted = ran[1][0]["routes"]["whole"]
     for result in ran[4]:
-        assert torch.equal(result["routes"]["ddp to horovod"], whole)
+        assert torch.equal(result["routes"]["ddp to horovod"], uninterrupted)
 
 
 def test_resume_on_another_number_of_ranks_keeps_the_mean_error(ran: Ran, folder: Path) -> None:
@@ -456,7 +456,7 @@ def ran(folder: Path) -> Ran:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"rank": 0}, r"PowerSGD\.rank must be an integer of at least 1, got 0\. Use PowerSGD\(rank=2\)\."),
         ({"rank": 1.5}, "got 1.5"),
@@ -467,12 +467,12 @@ def ran(folder: Path) -> Ran:
         ({"error_feedback": None}, "error_feedback must be True or False"),
     ],
 )
-def test_invalid_compression_settings_are_rejected(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_compression_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         PowerSGD(**settings)
 
 
-class Refusing(LocalBackend):
+class RaisingBackend(LocalBackend):
     """As a backend of somebody else's, which compresses nothing."""
 
     def distributed_model(
@@ -485,4 +485,4 @@ class Refusing(LocalBackend):
 
 def test_backend_without_compression_raises_unsupported_error() -> None:
     with pytest.raises(UnsupportedError, match="does not compress, got compression 'powersgd'"):
-        trainer(Refusing(torch.device("cpu")), "powersgd")
+        trainer(RaisingBackend(torch.device("cpu")), "powersgd")

@@ -403,10 +403,12 @@ def rows_of_items(items: list[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
 
 def train_reused(backend: Backend, kind: str, accumulate: int, arrays: bool) -> list[Tensor]:
     batches = numbered([3] * 9)
-    whole = kind != "items"
+    uninterrupted = kind != "items"
     mine = batches[backend.rank :: backend.size] if kind == "own" else batches
     loader: Any = DataLoader(
-        Reusing(mine, arrays=arrays), batch_size=None if whole else 1, collate_fn=None if whole else rows_of_items
+        Reusing(mine, arrays=arrays),
+        batch_size=None if uninterrupted else 1,
+        collate_fn=None if uninterrupted else rows_of_items,
     )
     settings = {"stream": "own" if kind == "own" else "shared", "gradient_accumulation_steps": accumulate}
     return train(backend, loader, settings, loader)[0]
@@ -483,10 +485,10 @@ class Noisy(Listed):
 def test_run_resumes_within_an_epoch(
     group: RankGroup, kind: str, workers: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    whole = group.run(interrupted, str(tmp_path / "whole"), kind, workers, {"max_steps": 6, **settings})
+    uninterrupted = group.run(interrupted, str(tmp_path / "whole"), kind, workers, {"max_steps": 6, **settings})
     for steps in (1, 4, 6):
         parts = group.run(interrupted, str(tmp_path / "parts"), kind, workers, {"max_steps": steps, **settings})
-    for found, wanted in zip(parts, whole, strict=True):
+    for found, wanted in zip(parts, uninterrupted, strict=True):
         # A new DistributedDataParallel adds up the gradients of three ranks in another order in its first step.
         assert_equal(found, wanted, tolerance=0.0 if group.size < 3 else 1e-6)
 
@@ -541,9 +543,9 @@ def test_resume_restores_the_random_numbers_of_collate_fn(
 ) -> None:
     """Also where it was validated with it in the middle of an epoch, which draws from the same generators."""
     arguments = kind, accumulate, drop_last
-    whole = group.run(noisy_run, str(tmp_path / "whole"), *arguments, [9])
+    uninterrupted = group.run(noisy_run, str(tmp_path / "whole"), *arguments, [9])
     parts = group.run(noisy_run, str(tmp_path / "parts"), *arguments, [1, 2, 3, 4, 6, 7, 9])
-    for found, wanted in zip(parts, whole, strict=True):
+    for found, wanted in zip(parts, uninterrupted, strict=True):
         assert_equal(found, wanted, tolerance=0.0 if group.size < 3 else 1e-6)
 
 
@@ -672,14 +674,14 @@ def test_predictions_are_in_the_order_of_a_shared_stream(group: RankGroup, worke
     assert group.run(predict, "batches", workers) == [[*range(19)]] * group.size
 
 
-def warned(backend: Backend, alike: bool, workers: int) -> list[str]:
+def warned(backend: Backend, is_same: bool, workers: int) -> list[str]:
     """Return what is logged of a stream that is the same on every rank, or is not."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("unitrain").addHandler(handler)
     try:
-        numbers = list(range(12)) if alike else list(range(backend.rank, 12, backend.size))
+        numbers = list(range(12)) if is_same else list(range(backend.rank, 12, backend.size))
         train(backend, Listed(numbers), {"batch_size": 1, "num_workers": workers})
     finally:
         logging.getLogger("unitrain").removeHandler(handler)
@@ -768,11 +770,11 @@ def two_batch_sizes(rank: int) -> tuple[Any, dict[str, Any]]:
     return DataLoader(Listed([1, 2]), batch_size=1), {"batch_size": 2}
 
 
-def global_batch_of_whole_ones(rank: int) -> tuple[Any, dict[str, Any]]:
+def global_batch_of_dataset_batches(rank: int) -> tuple[Any, dict[str, Any]]:
     return DataLoader(Batches([2, 2, 2]), batch_size=None), {"global_batch_size": 12}
 
 
-def rates_of_whole_ones(rank: int) -> tuple[Any, dict[str, Any]]:
+def scaled_rates_of_dataset_batches(rank: int) -> tuple[Any, dict[str, Any]]:
     return DataLoader(Batches([2, 2, 2]), batch_size=None), {"lr_scaling": "linear", "reference_batch_size": 2}
 
 
@@ -793,13 +795,19 @@ ERRORS: list[tuple[Callable[[int], Any], str]] = [
     (no_tensor, r"^DataError: The first dimension of the first tensor .* in this list it is missing\. Yield"),
     (no_batch_size, r"^ConfigError: A Listed was given without a batch size\. Use TrainConfig\(batch_size=32\)"),
     (two_batch_sizes, r"^ConfigError: A batch size of 2 was requested, but .* batch_size=1\. Leave one of them out"),
-    (global_batch_of_whole_ones, r"^ConfigError: TrainConfig.global_batch_size 12 is not possible, because Batches"),
-    (rates_of_whole_ones, r"^ConfigError: TrainConfig.lr_scaling 'linear' needs the number of samples per step"),
+    (
+        global_batch_of_dataset_batches,
+        r"^ConfigError: TrainConfig.global_batch_size 12 is not possible, because Batches",
+    ),
+    (
+        scaled_rates_of_dataset_batches,
+        r"^ConfigError: TrainConfig.lr_scaling 'linear' needs the number of samples per step",
+    ),
 ]
 ONLY_BETWEEN_RANKS = (fails, too_little_for_a_step, indices_on_one_rank, different_batch_sizes)
 
 
-def refusal(backend: Backend, case: Callable[[int], Any]) -> str:
+def raised_message(backend: Backend, case: Callable[[int], Any]) -> str:
     data, settings = case(backend.rank)
     try:
         train(backend, data, settings)
@@ -815,7 +823,7 @@ def refusal(backend: Backend, case: Callable[[int], Any]) -> str:
 def test_errors_are_raised_on_every_rank(group: RankGroup, case: Callable[[int], Any], message: str) -> None:
     if group.size == 1 and case in ONLY_BETWEEN_RANKS:
         message = "^accepted$"
-    texts = group.run(refusal, case)
+    texts = group.run(raised_message, case)
     assert len(set(texts)) == 1
     assert re.search(message, texts[0], re.DOTALL), texts[0]
 

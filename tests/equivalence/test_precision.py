@@ -83,14 +83,14 @@ def test_results_are_close_to_single_precision() -> None:
 
 
 def test_loss_scale_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
-    whole, _ = train(LOCAL, 0, {"precision": "fp16"})
+    uninterrupted, _ = train(LOCAL, 0, {"precision": "fp16"})
     settings = {"precision": "fp16", "output_dir": tmp_path, "resume": True}
     train(LOCAL, 0, {**settings, "max_steps": 5})
     resumed = make(LOCAL, Network(), **settings)
     state = resumed._precision.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (32768.0, 1), "halved once, then one step without an overflow"
     parts, _ = train(LOCAL, None, settings)
-    assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(uninterrupted, parts, strict=True))
 
 
 @pytest.fixture(scope="module", params=[("ddp", 2), ("horovod", 2), ("ddp", 3), ("horovod", 3)], ids=str)

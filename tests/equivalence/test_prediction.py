@@ -115,10 +115,10 @@ def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
             seen.clear()
             results.append((values, trainer.predict(data), evaluated, list(seen)))
         except DataError as error:
-            refused = str(error)
+            first_message = str(error)
             with pytest.raises(DataError) as caught:
                 trainer.predict(data)
-            results.append((refused, str(caught.value)))
+            results.append((first_message, str(caught.value)))
     return results
 
 
@@ -233,9 +233,12 @@ def test_prediction_is_exact_on_ranks(backend: str, size: int) -> None:
         for found in group.run(predicted_as_bytes, 7):
             assert found == expected_bytes
         if size == 2:
-            told, other = group.run(ragged)
-            assert told == other
-            assert "they differ between ranks: output: float32 [1] (per sample) and output: float32 [2]. Let" in told
+            rank_results, other = group.run(ragged)
+            assert rank_results == other
+            assert (
+                "they differ between ranks: output: float32 [1] (per sample) and output: float32 [2]. Let"
+                in rank_results
+            )
 
 
 @settings(DRAWN, max_examples=300)

@@ -317,7 +317,7 @@ class Early(Prefetcher):
         return prefetch_one(iter(items), lambda item: (copy.deepcopy(item[0]), item[1]), lambda: None)
 
 
-class Beside(Prefetcher):
+class OverlappedLoader(Prefetcher):
     """Runs one ahead as where other ranks' gradients are waited for."""
 
     def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
@@ -345,7 +345,7 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("early", [Early, Beside])
+@pytest.mark.parametrize("early", [Early, OverlappedLoader])
 @pytest.mark.parametrize("kind", DATA)
 def test_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher]) -> None:
     data, settings = DATA[kind]
@@ -354,19 +354,19 @@ def test_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher]) -> N
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("early", [Early, Beside])
+@pytest.mark.parametrize("early", [Early, OverlappedLoader])
 @pytest.mark.parametrize("kind", DATA)
 def test_resumed_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher], tmp_path: Path) -> None:
     data, settings = DATA[kind]
-    whole, _ = train(data, None, **{**settings, "max_epochs": None, "max_steps": 8})
+    uninterrupted, _ = train(data, None, **{**settings, "max_epochs": None, "max_steps": 8})
     stops = 6 if kind == "workers" else 4  # inside an epoch; but workers draw anew from where they start
     first = {**settings, "max_epochs": None, "max_steps": stops, "output_dir": tmp_path, "resume": True}
     train(data, early, **first)
     parts, _ = train(data, early, **{**first, "max_steps": 8})
-    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    assert all(torch.equal(value, parts[name]) for name, value in uninterrupted.items())
 
 
-@pytest.mark.parametrize("early", [Early, Beside])
+@pytest.mark.parametrize("early", [Early, OverlappedLoader])
 def test_batches_loaded_in_the_process_are_loaded_on_demand(early: type[Prefetcher]) -> None:
     data = DrawnOrder(22)
     train(lambda: data, early, batch_size=4, max_epochs=None, max_steps=1)

@@ -52,7 +52,7 @@ def plateau(optimizer: Any) -> Any:
     return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9)
 
 
-def refused(backend: Backend, folder: str, first: tuple[Any, Any], second: tuple[Any, Any]) -> str:
+def error_of_resume(backend: Backend, folder: str, first: tuple[Any, Any], second: tuple[Any, Any]) -> str:
     train(backend, folder, 1, *first)
     try:
         train(backend, folder, 2, *second)
@@ -70,7 +70,7 @@ def group(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("first", "second", "message"),
     [
         ((SGD, None), (ADAM, None), "has the state of a SGD, but the optimizer of this run is a Adam"),
         ((ADAM, None), (ADAMW, None), "has the state of a Adam, but the optimizer of this run is a AdamW"),
@@ -84,12 +84,12 @@ def group(request: pytest.FixtureRequest) -> Any:
     ids=["sgd-adam", "adam-adamw", "other scheduler", "a scheduler now"],
 )
 def test_another_optimizer_class_raises_on_every_rank(
-    group: RankGroup, first: tuple[Any, Any], second: tuple[Any, Any], told: str, tmp_path: Path
+    group: RankGroup, first: tuple[Any, Any], second: tuple[Any, Any], message: str, tmp_path: Path
 ) -> None:
-    texts = group.run(refused, str(tmp_path), first, second)
+    texts = group.run(error_of_resume, str(tmp_path), first, second)
     assert len(set(texts)) == 1
     assert texts[0].startswith(f"Checkpoint '{tmp_path / 'step-00000000'}"), texts[0]
-    assert told in texts[0], texts[0]
+    assert message in texts[0], texts[0]
 
 
 def test_another_optimizer_is_detected_in_checkpoints_without_class_names(tmp_path: Path) -> None:

@@ -117,9 +117,9 @@ def alone() -> Iterator[RankGroup]:
         yield group
 
 
-def both(backend: Backend, whole: str, part: str, case: dict[str, Any]) -> list[Any]:
+def both(backend: Backend, uninterrupted: str, part: str, case: dict[str, Any]) -> list[Any]:
     more = {name: value for name, value in case.items() if name != "kill_at"}
-    return [run(backend, whole, **more), run(backend, part, **case)]
+    return [run(backend, uninterrupted, **more), run(backend, part, **case)]
 
 
 def again(backend: Backend, folder: str, case: dict[str, Any]) -> Any:
@@ -130,8 +130,8 @@ def again(backend: Backend, folder: str, case: dict[str, Any]) -> Any:
 def test_results_after_an_interruption_cover_complete_epochs(
     ranks: RankGroup, alone: RankGroup, case: dict[str, Any], tmp_path: Path
 ) -> None:
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    expected, killed = ranks.run(both, str(whole), str(part), case)[0]
+    uninterrupted, part = tmp_path / "whole", tmp_path / "part"
+    expected, killed = ranks.run(both, str(uninterrupted), str(part), case)[0]
     assert killed[0] == {}
     other = tmp_path / "other"
     shutil.copytree(part, other)
@@ -143,10 +143,10 @@ def test_results_after_an_interruption_cover_complete_epochs(
     assert found[3] == pytest.approx(expected[3], rel=tolerance, abs=0)
     # Each epoch ends once after the checkpoint that the run is resumed from, and is recorded once.
     assert found[2] == EPOCHS - (case["kill_at"] > STEPS + 1)
-    for one, other_one in zip(rows(part), rows(whole), strict=True):
+    for one, other_one in zip(rows(part), rows(uninterrupted), strict=True):
         assert one == pytest.approx(other_one, rel=tolerance, abs=0)
     steps = case.get("limit_train_steps", STEPS)
-    assert [row[:2] for row in rows(whole)] == [(epoch, epoch * steps) for epoch in range(1, EPOCHS + 1)]
+    assert [row[:2] for row in rows(uninterrupted)] == [(epoch, epoch * steps) for epoch in range(1, EPOCHS + 1)]
     assert expected[1] < 0.3 or steps < STEPS  # the plateau has had something to judge
     if case.get("stream") and ranks.size > 1:
         return

@@ -233,11 +233,11 @@ def test_uneven_determines_the_last_step_of_a_batch_sampler(
 
 @pytest.mark.parametrize("make", [weighted, subset, buckets])
 def test_run_resumes_within_an_epoch(group: RankGroup, make: Callable[[], Any], tmp_path: Path) -> None:
-    whole = group.run(train_sampled, make, 0, {"max_steps": 9})
+    uninterrupted = group.run(train_sampled, make, 0, {"max_steps": 9})
     for steps in (2, 5, 9):
         settings = {"max_steps": steps, "output_dir": str(tmp_path), "resume": True}
         parts = group.run(train_sampled, make, 0, settings)
-    for (found, _), (wanted, _) in zip(parts, whole, strict=True):
+    for (found, _), (wanted, _) in zip(parts, uninterrupted, strict=True):
         for one, other in zip(found, wanted, strict=True):
             # A new DistributedDataParallel adds up the gradients of three ranks in another order in its first step.
             torch.testing.assert_close(one, other, rtol=0, atol=0.0 if group.size < 3 else 1e-6)
@@ -309,7 +309,7 @@ def test_drawing_an_order_does_not_change_the_generators() -> None:
 
 
 @pytest.mark.parametrize("make", [RandomSampler, SequentialSampler])
-def test_torchs_samplers_over_the_whole_dataset_are_the_default(make: Any) -> None:
+def test_torch_samplers_of_the_complete_dataset_are_treated_as_default(make: Any) -> None:
     for dataset, source in ((Opaque(), None), (Opaque(), range(LENGTH))):
         data = DataLoader(dataset, batch_size=4, sampler=make(dataset if source is None else source))
         share = TrainingShard(data, LOCAL)
@@ -440,7 +440,7 @@ ERRORS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
 ]
 
 
-def refusal(backend: Backend, case: Callable[[], Any], settings: dict[str, Any]) -> str:
+def raised_message(backend: Backend, case: Callable[[], Any], settings: dict[str, Any]) -> str:
     try:
         train(backend, DataLoader(Opaque(), **case()), **settings)
     except UnitrainError as error:
@@ -455,7 +455,7 @@ def refusal(backend: Backend, case: Callable[[], Any], settings: dict[str, Any])
 def test_errors_are_raised_on_every_rank(
     group: RankGroup, case: Callable[[], Any], settings: dict[str, Any], message: str
 ) -> None:
-    texts = group.run(refusal, case, settings)
+    texts = group.run(raised_message, case, settings)
     assert len(set(texts)) == 1
     assert texts[0].startswith(message), texts[0]
 

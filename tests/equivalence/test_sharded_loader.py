@@ -299,7 +299,7 @@ def test_each_iteration_is_the_next_epoch(ranks: RankGroup) -> None:
 def check_errors(backend: Backend) -> None:
     data = TensorDataset(*tensors(7))
 
-    def refused(kind: type[Exception], text: str, *arguments: Any, **settings: Any) -> None:
+    def assert_raises_error(kind: type[Exception], text: str, *arguments: Any, **settings: Any) -> None:
         try:
             unitrain.ShardedLoader(*arguments, **settings)
         except kind as error:
@@ -309,16 +309,22 @@ def check_errors(backend: Backend) -> None:
         else:
             raise AssertionError(f"{text!r} was not raised")
 
-    refused(ConfigError, "ShardedLoader(data, backend, batch_size=32)", data, backend)
-    refused(ConfigError, "at least 1, got 0", data, backend, batch_size=0)
-    refused(ConfigError, "Unknown ShardedLoader argument uneven 'dorp'. Did you mean", data, backend, uneven="dorp")
-    refused(ConfigError, "but a DataLoader keeps its own", DataLoader(data), backend, num_workers=1)
-    refused(ConfigError, "with a DataLoader, ShardedLoader does not need", DataLoader(data), backend, batch_size=2)
-    refused(ConfigError, "evaluates every sample once", data, backend, batch_size=2, shuffle=False, drop_last=True)
-    refused(DataError, "ShardedLoader(data) must be a dataset", None, backend, batch_size=2)
-    refused(DataError, "is empty", TensorDataset(torch.empty(0)), backend, batch_size=2)
+    assert_raises_error(ConfigError, "ShardedLoader(data, backend, batch_size=32)", data, backend)
+    assert_raises_error(ConfigError, "at least 1, got 0", data, backend, batch_size=0)
+    assert_raises_error(
+        ConfigError, "Unknown ShardedLoader argument uneven 'dorp'. Did you mean", data, backend, uneven="dorp"
+    )
+    assert_raises_error(ConfigError, "but a DataLoader keeps its own", DataLoader(data), backend, num_workers=1)
+    assert_raises_error(
+        ConfigError, "with a DataLoader, ShardedLoader does not need", DataLoader(data), backend, batch_size=2
+    )
+    assert_raises_error(
+        ConfigError, "evaluates every sample once", data, backend, batch_size=2, shuffle=False, drop_last=True
+    )
+    assert_raises_error(DataError, "ShardedLoader(data) must be a dataset", None, backend, batch_size=2)
+    assert_raises_error(DataError, "is empty", TensorDataset(torch.empty(0)), backend, batch_size=2)
     if backend.size > 1:
-        refused(
+        assert_raises_error(
             ConfigError,
             "ShardedLoader(seed=...) differs between ranks: [0, 1",
             data,
@@ -326,11 +332,11 @@ def check_errors(backend: Backend) -> None:
             batch_size=2,
             seed=backend.rank,
         )
-        refused(
+        assert_raises_error(
             ConfigError, "ShardedLoader(shuffle=...) differs", data, backend, batch_size=2, shuffle=backend.rank == 0
         )
         other = TensorDataset(*tensors(7 + backend.rank))
-        refused(DataError, "the same number of samples", other, backend, batch_size=2)
+        assert_raises_error(DataError, "the same number of samples", other, backend, batch_size=2)
 
     evaluation = unitrain.ShardedLoader(data, backend, batch_size=2, shuffle=False)
     training = unitrain.ShardedLoader(data, backend, batch_size=2)

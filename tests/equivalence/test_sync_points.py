@@ -60,21 +60,21 @@ def test_restored_steps_do_not_affect_the_measured_step_time(monkeypatch: pytest
 def uneven_ranks(backend) -> tuple[list[int], list[list[list[float]]]]:
     import time
 
-    due, told = [], []
+    due, exchanged = [], []
     with StopCoordinator(backend, max_seconds=None, signals=()) as stopping:
         stopping.start_timing(0)
         for step in range(1, 31):
             time.sleep(0.1 * backend.rank)
             if stopping.is_due(step):
                 due.append(step)
-                told.append(stopping.exchange(step, numbers=[-backend.rank, step]))
-    return due, told
+                exchanged.append(stopping.exchange(step, numbers=[-backend.rank, step]))
+    return due, exchanged
 
 
 def test_sync_points_are_at_the_same_step_on_ranks_with_different_clocks() -> None:
     first, second = run_ranks(uneven_ranks, size=2, backend="ddp")
     assert first == second
-    due, told = first
+    due, exchanged = first
     assert due[0] == 1
     assert 2 <= len(due) <= 6  # rank 0 alone would think of millions of steps
-    assert told == [[[0, step], [-1, step]] for step in due]
+    assert exchanged == [[[0, step], [-1, step]] for step in due]

@@ -79,7 +79,7 @@ def late_metric(output: Tensor, target: Tensor) -> float:
 def train(backend: Backend, case: str, folder: Path) -> Row:
     """Train an epoch, in which the last rank is late where `case` says so, and return its row of the history.
 
-    Beside it, its "looks", and what was "shown" of it.
+    Beside it, its "sync_points", and what was "shown" of it.
     """
 
     def delay(where: str) -> float:
@@ -104,8 +104,8 @@ def train(backend: Backend, case: str, folder: Path) -> Row:
     with contextlib.redirect_stderr(io.StringIO()) as shown:
         trainer.fit(Samples(length, delay("slow data")), validation)
     row: Row = json.loads((folder / case / "history.jsonl").read_text())
-    looks = [json.loads(line) for line in (folder / case / "steps.jsonl").read_text().splitlines()]
-    return {**row, "looks": looks, "shown": shown.getvalue()}
+    sync_point_rows = [json.loads(line) for line in (folder / case / "steps.jsonl").read_text().splitlines()]
+    return {**row, "sync_points": sync_point_rows, "shown": shown.getvalue()}
 
 
 def train_all(backend: Backend, folder: Path) -> dict[str, Row]:
@@ -123,8 +123,8 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_timed_parts_add_up_to_the_training_time(rows: dict[str, Row]) -> None:
     for row in rows.values():
         for rank in range(len(row["data_seconds"])):
-            whole = sum(row[f"{part}_seconds"][rank] for part in PARTS[:4])
-            assert whole == pytest.approx(row["seconds"], rel=0.1, abs=0.05)
+            uninterrupted = sum(row[f"{part}_seconds"][rank] for part in PARTS[:4])
+            assert uninterrupted == pytest.approx(row["seconds"], rel=0.1, abs=0.05)
         assert all(seconds >= 0 for part in PARTS for seconds in row[f"{part}_seconds"])
         assert min(row["checkpoint_seconds"]) > 0
 
@@ -159,13 +159,13 @@ def test_slow_rank_is_reported(rows: dict[str, Row], case: str, part: str) -> No
     row = rows[case]
     last = len(row["data_seconds"]) - 1
     if last == 0:  # nobody waits for it
-        assert not any("slow" in look for look in row["looks"])
+        assert not any("slow" in sync_mean for sync_mean in row["sync_points"])
         assert "slow" not in row["shown"]
         return
-    first, *_ = (look for look in row["looks"] if "slow" in look)
+    first, *_ = (sync_mean for sync_mean in row["sync_points"] if "slow" in sync_mean)
     assert first["step"] in (10, 15, 20)  # in the second period of 0.4 s; on a busy machine, 5 steps take longer
-    for look in row["looks"][row["looks"].index(first) :]:
-        (named,) = look["slow"]
+    for sync_mean in row["sync_points"][row["sync_points"].index(first) :]:
+        (named,) = sync_mean["slow"]
         assert (named["rank"], named["part"]) == (last, part)
         assert 0.95 * MICRO_STEPS * DELAY < named["seconds"] < 3 * MICRO_STEPS * DELAY
         assert named["others"] < 0.5 * named["seconds"]
@@ -219,8 +219,8 @@ def test_straggler_detector_forgets_a_rank_that_recovers() -> None:
     for seconds in (slow, even, slow, slow, nothing_measured, even, slow, half, half):
         heard.add(seconds, steps=4 if seconds is half else 10)
         named.append(str(heard))
-    told = "rank 1 is slow: data 80 ms a step, others 20 ms"
-    assert named == ["", "", "", told, told, "", "", "", told]
+    slow_rank_text = "rank 1 is slow: data 80 ms a step, others 20 ms"
+    assert named == ["", "", "", slow_rank_text, slow_rank_text, "", "", "", slow_rank_text]
 
 
 def test_slowest_of_many_slow_ranks_are_reported() -> None:
@@ -298,8 +298,8 @@ def test_data_loaded_while_a_gpu_computes_is_not_data_time(
         assert found[f"{part}_seconds"] == [pytest.approx(share * rest, rel=1e-6)]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_overlapped_fetch_is_timed_as_data(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_overlapped_fetch_is_timed_as_data(monkeypatch: pytest.MonkeyPatch, overlapping: bool) -> None:
     """Each step is 0.3 s of forward and backward, 0.4 s of data, 0.2 s of communication and 0.1 s of update."""
     clock = Stream()
     monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock.now)
@@ -314,7 +314,7 @@ def test_overlapped_fetch_is_timed_as_data(monkeypatch: pytest.MonkeyPatch, besi
     def communicate(_: Tensor) -> None:
         Variable._execution_engine.queue_callback(lambda: clock.pass_time(0.2))
 
-    for _ in times.iterate(prefetch(data(), ahead=True, overlapped=beside)):
+    for _ in times.iterate(prefetch(data(), ahead=True, overlapped=overlapping)):
         clock.pass_time(0.3)
         weight = torch.ones((), requires_grad=True)
         weight.register_hook(communicate)

@@ -247,15 +247,15 @@ class Failing(torchmetrics.MeanMetric):
         return torch.zeros(2, 2)
 
 
-def refused(backend: Backend) -> list[tuple[str, str]]:
+def rejected(backend: Backend) -> list[tuple[str, str]]:
     """Return what is said of metrics that cannot be used, and check that evaluating goes on afterwards."""
-    said = []
+    message_text = []
     trainer = make(backend, {"broken": Failing(backend, "update")})
     for _ in range(2):
         try:
             trainer.evaluate(data(29))
         except MetricError as error:
-            said.append(("update", str(error)))
+            message_text.append(("update", str(error)))
     for name, metric in (
         ("compute", Failing(backend, "")),
         ("confusion", classification.MulticlassConfusionMatrix(CLASSES)),
@@ -266,15 +266,15 @@ def refused(backend: Backend) -> list[tuple[str, str]]:
         try:
             make(backend, metrics).evaluate(data(29))
         except (MetricError, ConfigError) as error:
-            said.append((name, f"{type(error).__name__}: {error}"))
+            message_text.append((name, f"{type(error).__name__}: {error}"))
     trainer = make(backend, {"f1": METRICS["f1"]()})
-    said.append(("fine", "" if trainer.evaluate(data(29))["f1"] > 0 else "nothing"))
-    return said
+    message_text.append(("fine", "" if trainer.evaluate(data(29))["f1"] > 0 else "nothing"))
+    return message_text
 
 
 def test_unusable_metrics_raise_the_same_error_on_every_rank(group: RankGroup) -> None:
-    everywhere = group.run(refused)
-    assert all(said == everywhere[0] for said in everywhere)
+    everywhere = group.run(rejected)
+    assert all(message_text == everywhere[0] for message_text in everywhere)
     first, again, compute, confusion, running, several, fine = everywhere[0]
     assert first == again
     last = len(everywhere) - 1

@@ -164,7 +164,7 @@ def interrupted_and_resumed(backend: Backend, folder: Path) -> None:
                 made.fit(data())
 
 
-def told() -> list[str]:
+def logged_warnings() -> list[str]:
     """Return a list in which the warnings about loggers come up."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -179,7 +179,7 @@ def with_bad_loggers(backend: Backend) -> tuple[Tensor, Tensor, float, list[str]
         0.3,
         dict.fromkeys(("finished", "stopped", "failed"), 1.0),
     )
-    warnings, good, late = told(), Kept(), FailsInLog()
+    warnings, good, late = logged_warnings(), Kept(), FailsInLog()
 
     class Waits(unitrain.Callback):
         def on_step_end(self, trainer: unitrain.Trainer) -> None:
@@ -194,10 +194,10 @@ def with_bad_loggers(backend: Backend) -> tuple[Tensor, Tensor, float, list[str]
     try:
         trainer(backend, [FailsInPrepare()])
     except LoggerError as error:
-        said = str(error)
+        message_text = str(error)
     assert [step for kind, step, *_ in late.calls if kind == "log"] == ([1, 2] if backend.rank == 0 else [])
     parameters = [vector(backend.unwrap(one.model)) for one in (made, without)]
-    return (*parameters, seconds, sorted(warnings), good.calls, said)  # type: ignore[return-value]
+    return (*parameters, seconds, sorted(warnings), good.calls, message_text)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module", params=["ddp", "horovod"])
@@ -267,10 +267,10 @@ def test_every_step_is_logged_once_with_the_loss_of_plain_torch(ranks: RankGroup
 
 def test_failing_or_hanging_logger_causes_a_warning_and_does_not_change_the_run(ranks: RankGroup) -> None:
     first, second = ranks.run(with_bad_loggers, timeout_seconds=60)
-    for parameters, without, seconds, _, _, said in (first, second):
+    for parameters, without, seconds, _, _, message_text in (first, second):
         assert torch.equal(parameters, without)
         assert 1.2 < seconds < 6.0
-        assert said.startswith("FailsInPrepare cannot be used: OSError: no room. ")
+        assert message_text.startswith("FailsInPrepare cannot be used: OSError: no room. ")
     assert first[3] == [
         "FailsInLog failed in 'log': SystemExit: enough. The run continues without this logger.",
         "FailsInStart failed in 'start': ConnectionError: nobody there. The run continues without this logger.",
@@ -378,7 +378,7 @@ def test_last_logged_values_are_written_before_the_program_ends(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("loggers", "kind", "said"),
+    ("loggers", "kind", "message_text"),
     [
         ("csv", ConfigError, r"^The Trainer's loggers must be a list, got 'csv'\. Use loggers=\['csv'\]\.$"),
         (["tensorbord"], ConfigError, r"^Unknown logger 'tensorbord'\. Did you mean 'tensorboard'\? Available: csv, "),
@@ -388,8 +388,8 @@ def test_last_logged_values_are_written_before_the_program_ends(tmp_path: Path) 
         ([NeedsAPackage()], MissingDependencyError, r'^NeedsAPackage needs .* pip install "\.\[nothing\]"$'),
     ],
 )
-def test_unusable_loggers_are_rejected(loggers: Any, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
+def test_unusable_loggers_are_rejected(loggers: Any, kind: type[Exception], message_text: str) -> None:
+    with pytest.raises(kind, match=message_text):
         trainer(LOCAL, loggers)
 
 
@@ -450,12 +450,12 @@ def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -
     made.fit(data())  # waits for what is logged after a run
     assert kept.histograms[-1][2].sum() == 2
     assert kept.tables == [("worst", 3, ["label", "predicted"], [[7, "one"], [None, True]])]
-    for columns, rows, said in (
+    for columns, rows, message_text in (
         ("label", [], "needs a list of column names, got 'label'"),
         (["a"], [[1, 2]], r"Row 0 of trainer.log_table\('t'\) is \[1, 2\], and the columns are \['a'\]"),
         (["a"], [[torch.ones(1)]], "has a Tensor. Use numbers, strings, booleans or None"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message_text):
             made.log_table("t", columns, rows)
     with pytest.raises(TensorError, match="takes a tensor of any shape, got list"):
         made.log_histogram("h", [1.0])  # type: ignore[arg-type]

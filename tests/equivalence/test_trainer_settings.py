@@ -138,8 +138,8 @@ def test_schedule_is_built_from_the_number_of_steps_and_resumed(backend: str, tm
     else:
         with RankGroup(backend, 2) as ranks:
             results = ranks.run(compare_a_schedule, str(tmp_path))
-    for whole, first, second in results:
-        assert whole == pytest.approx(expected)
+    for uninterrupted, first, second in results:
+        assert uninterrupted == pytest.approx(expected)
         assert 4 <= len(first) < 12
         assert first + second == pytest.approx(expected)
 
@@ -243,9 +243,9 @@ def train_with_limits(backend: Backend, folder: str) -> tuple[list[tuple[int, in
 def test_limit_train_steps_ends_epochs(tmp_path: Path) -> None:
     with RankGroup("ddp", 2) as ranks:
         results = [train_with_limits(LOCAL, str(tmp_path)), *ranks.run(train_with_limits, str(tmp_path))]
-    for places, whole, parts in results:
+    for places, uninterrupted, parts in results:
         assert places == [(1, 4), (2, 8), (3, 12)]
-        assert parts == whole
+        assert parts == uninterrupted
 
 
 @pytest.mark.parametrize("accumulation", [None, 2])
@@ -363,12 +363,12 @@ def test_the_best_checkpoint_is_loaded_for_a_final_evaluation(tmp_path: Path) ->
 
 
 def test_settings_are_checked() -> None:
-    for name, value, said in (
+    for name, value, message_text in (
         ("validate_every_steps", 0, "must be at least 1, got 0"),
         ("limit_train_steps", 1.5, "must be a whole number, got 1.5"),
         ("limit_val_batches", -1, "must be at least 1, got -1"),
         ("checkpoint_every_minutes", 0, "must be a number above 0, got 0"),
         ("dry_run", "yes", "must be True or False, got 'yes'"),
     ):
-        with pytest.raises(ConfigError, match=f"TrainConfig.{name} {said}"):
+        with pytest.raises(ConfigError, match=f"TrainConfig.{name} {message_text}"):
             unitrain.TrainConfig(max_epochs=1, **{name: value})  # type: ignore[arg-type]

@@ -120,12 +120,12 @@ def test_average_resumes_on_another_backend(group: RankGroup, tmp_path: Path) ->
 
 
 def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
-    whole = states(LOCAL, {})
+    uninterrupted = states(LOCAL, {})
     settings = {"output_dir": tmp_path, "resume": True}
     states(LOCAL, {**settings, "max_epochs": 2})
     resumed = states(LOCAL, settings)
-    assert_near(resumed[0], whole[0], 0)
-    assert_near(resumed[1], whole[1], 0)
+    assert_near(resumed[0], uninterrupted[0], 0)
+    assert_near(resumed[1], uninterrupted[1], 0)
 
 
 def test_average_starts_as_the_model_in_new_and_resumed_runs(tmp_path: Path) -> None:

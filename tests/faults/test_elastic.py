@@ -64,9 +64,9 @@ def check(folder: Path, expected: list[float], sizes: list[int], lost: int) -> N
     ranks = [
         [json.loads(line) for line in file.read_text().splitlines()] for file in sorted(folder.glob("taken-*.txt"))
     ]
-    gone_through = [size for _, size, _ in ranks[0]]
-    assert [one for at, one in enumerate(gone_through) if at == 0 or gone_through[at - 1] != one] == sizes
-    assert len(gone_through) - STEPS <= lost
+    used_hosts = [size for _, size, _ in ranks[0]]
+    assert [one for at, one in enumerate(used_hosts) if at == 0 or used_hosts[at - 1] != one] == sizes
+    assert len(used_hosts) - STEPS <= lost
     # What was done again counts as it was done last, by as many ranks as there were then.
     last = {step: size for step, size, _ in ranks[0]}
     assert sorted(last) == list(range(1, STEPS + 1))
@@ -137,9 +137,11 @@ def test_elastic_torchrun_continues_on_the_remaining_hosts(tmp_path: Path, undis
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow shrunk"}, "1": {"10": "slow grown"}}))
     (tmp_path / "hosts").mkdir()
     options = ["--elastic", "1:3", "--max-restarts", "2", "-H", "h1:1,h2:1,h3:1", SCRIPT, str(tmp_path), "1", "15"]
-    told = subprocess.run([*LAUNCH, *options], capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert told.returncode == 2, told.stderr
-    lines = {line.split()[1]: line.partition(": ")[2] for line in told.stderr.splitlines() if line.startswith("  on h")}
+    completed = subprocess.run([*LAUNCH, *options], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert completed.returncode == 2, completed.stderr
+    lines = {
+        line.split()[1]: line.partition(": ")[2] for line in completed.stderr.splitlines() if line.startswith("  on h")
+    }
     with hosts(3, tmp_path / "hosts", own_name_is_loopback=True) as (first, second, third), ExitStack() as ended:
         agents = []
         for host in (first, second):

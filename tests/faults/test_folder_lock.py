@@ -226,7 +226,7 @@ def test_new_trainer_waits_for_the_writer_of_an_earlier_one(tmp_path: Path, monk
     assert not (tmp_path / ".lock").exists()
 
 
-def refused_on_all(backend: Backend, folder: str) -> str:
+def assert_lock_error_on_all_ranks(backend: Backend, folder: str) -> str:
     try:
         trainer(Path(folder), backend=backend).fit(data())
     except CheckpointError as error:
@@ -240,7 +240,7 @@ def test_locked_folder_raises_on_every_rank_after_the_collective_timeout(tmp_pat
     assert lock.acquire(0)
     try:
         with RankGroup(backend, 2, backend_timeout_seconds=4) as group:  # less than it waits for the lock
-            first, second = group.run(refused_on_all, str(tmp_path), timeout_seconds=60)
+            first, second = group.run(assert_lock_error_on_all_ranks, str(tmp_path), timeout_seconds=60)
     finally:
         lock.release()
     assert first == second

@@ -107,7 +107,7 @@ class Processes:
         self._started.append(process)
         return process
 
-    def said(self, name: str) -> str:
+    def message_text(self, name: str) -> str:
         return (self._folder / name).read_text(errors="replace")
 
     def wait_until(self, true: Callable[[], object], what: str) -> None:
@@ -149,8 +149,8 @@ def start_ranks(
 ) -> list[subprocess.Popen[str]]:
     """Two ranks of `script` under the Gloo controller, each behind the command prefix that `on` gives."""
     processes.start("server", *on(0), sys.executable, "-c", SERVER, *hosts)
-    processes.wait_until(lambda: "port " in processes.said("server"), "the rendezvous server")
-    found = re.search(r"port (\d+)", processes.said("server"))
+    processes.wait_until(lambda: "port " in processes.message_text("server"), "the rendezvous server")
+    found = re.search(r"port (\d+)", processes.message_text("server"))
     assert found is not None
     together = hosts[0] == hosts[1]
     ranks = []
@@ -178,18 +178,18 @@ def test_stall_inspector_ends_a_job_with_a_missing_rank(processes: Processes) ->
         processes, ONE_STAYS_AWAY, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo", **stall
     )
     processes.wait_until(lambda: waiting.poll() is not None, "the end of the rank that waits")
-    said = processes.said("rank0")
+    message_text = processes.message_text("rank0")
     assert waiting.returncode != 0
-    assert "HorovodInternalError" in said
-    assert re.search(r"alone.*missing ranks:? *1|Missing ranks:\s*1", said, re.DOTALL), said
+    assert "HorovodInternalError" in message_text
+    assert re.search(r"alone.*missing ranks:? *1|Missing ranks:\s*1", message_text, re.DOTALL), message_text
 
 
 def test_broadcast_after_a_small_reducescatter_is_fast(processes: Processes) -> None:
     """It is 300 to 400 times as slow without the change, and as fast as before with it."""
     ranks = start_ranks(processes, BROADCASTS, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo")
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
-    found = re.search(r"slower by ([0-9.]+)", processes.said("rank0"))
-    assert found is not None, processes.said("rank0")
+    found = re.search(r"slower by ([0-9.]+)", processes.message_text("rank0"))
+    assert found is not None, processes.message_text("rank0")
     assert float(found.group(1)) < 30
 
 
@@ -208,7 +208,7 @@ def two_hosts(processes: Processes, tmp_path: Path) -> Callable[[int], tuple[str
         )
         holders.append(processes.start(f"host{host}", "unshare", "--net", "--uts", "--mount", "sh", "-c", setup))
     for host in (0, 1):
-        processes.wait_until(lambda host=host: "up" in processes.said(f"host{host}"), f"host {host}")
+        processes.wait_until(lambda host=host: "up" in processes.message_text(f"host{host}"), f"host {host}")
     first, second = (str(holder.pid) for holder in holders)
     cable = f"ip link add cable netns {first} type veth peer name cable netns {second}"
     subprocess.run(cable.split(), check=True, timeout=10)
@@ -227,5 +227,5 @@ def test_gloo_uses_the_named_interface_if_the_host_name_is_loopback(
     )
     processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
     for rank in (0, 1):
-        assert "sum of ranks 3" in processes.said(f"rank{rank}"), processes.said(f"rank{rank}")
+        assert "sum of ranks 3" in processes.message_text(f"rank{rank}"), processes.message_text(f"rank{rank}")
     assert [rank.returncode for rank in ranks] == [0, 0]

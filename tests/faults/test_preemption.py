@@ -154,8 +154,8 @@ def test_ranks_save_after_a_warning(options: list[str], received: str, code: int
     assert launch.process.returncode == code, output
     for rank in (0, 1):
         assert (tmp_path / f"started-{rank}").read_text() == "x", output
-        told = (tmp_path / f"saved-{rank}").read_text()
-        assert told == received or target == "every process", output
+        saved_text = (tmp_path / f"saved-{rank}").read_text()
+        assert saved_text == received or target == "every process", output
 
 
 NO_RANK = """

@@ -112,15 +112,15 @@ def test_ranks_run_in_the_environment_of_the_launch(backend: str, script: str, t
     command = [str(own / "bin" / "python"), "-m", "unitrain", "launch", "-np", "2", "--backend", backend]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with started([*command, script, str(tmp_path)], {"PATH": path}) as launch:
-        told = wait_for_ranks(tmp_path, 2)
+        rank_reports = wait_for_ranks(tmp_path, 2)
         (tmp_path / "end").touch()
-        said = launch.output()
-    assert [one["prefix"] for one in told] == [str(own), str(own)], said
-    assert launch.process.returncode == 0, said
+        message_text = launch.output()
+    assert [one["prefix"] for one in rank_reports] == [str(own), str(own)], message_text
+    assert launch.process.returncode == 0, message_text
 
 
-def check_secret(lines: set[str], told: list[dict[str, dict[str, str]]], names: tuple[str, ...]) -> None:
-    for one in told:
+def check_secret(lines: set[str], rank_reports: list[dict[str, dict[str, str]]], names: tuple[str, ...]) -> None:
+    for one in rank_reports:
         assert {name: one["variables"].get(name) for name in names} == dict.fromkeys(names, SECRET)
     assert any("train.py" in line for line in lines)
     assert not [line for line in lines if SECRET in line]
@@ -130,11 +130,11 @@ def check_secret(lines: set[str], told: list[dict[str, dict[str, str]]], names: 
 def test_no_command_line_shows_a_variable_on_one_host(options: list[str], script: str, tmp_path: Path) -> None:
     secrets = {"WANDB_API_KEY": SECRET, "NOTES": SECRET}
     with command_lines() as lines, started([*LAUNCH, "-np", "2", *options, script, str(tmp_path)], secrets) as launch:
-        told = wait_for_ranks(tmp_path, 2)
+        rank_reports = wait_for_ranks(tmp_path, 2)
         (tmp_path / "end").touch()
-        said = launch.output()
-    check_secret(lines, told, ("WANDB_API_KEY", "NOTES"))
-    assert launch.process.returncode == 0, said
+        message_text = launch.output()
+    check_secret(lines, rank_reports, ("WANDB_API_KEY", "NOTES"))
+    assert launch.process.returncode == 0, message_text
 
 
 @needs_hosts
@@ -145,11 +145,11 @@ def test_no_command_line_shows_a_variable_on_two_hosts(
     command = [*LAUNCH, *options, "-H", "h1:1,h2:1", "-x", "WANDB_API_KEY", script, str(tmp_path)]
     secrets = {"WANDB_API_KEY": SECRET, "UNITRAIN_NOTES": SECRET}
     with command_lines() as lines, two_hosts[0].start(command, VARIABLES | secrets) as process:
-        told = wait_for_ranks(tmp_path, 2)
+        rank_reports = wait_for_ranks(tmp_path, 2)
         (tmp_path / "end").touch()
-        said, _ = process.communicate(timeout=SECONDS)
-    check_secret(lines, told, tuple(secrets))
-    assert process.returncode == 0, said
+        message_text, _ = process.communicate(timeout=SECONDS)
+    check_secret(lines, rank_reports, tuple(secrets))
+    assert process.returncode == 0, message_text
 
 
 def listeners(host: Host) -> set[str]:
@@ -182,8 +182,8 @@ def test_job_listens_only_on_the_addresses_of_its_ranks(
             wait_for_ranks(folder, 2)
             found = listeners(two_hosts[0])
             (folder / "end").touch()
-            said, _ = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0, said
+            message_text, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, message_text
         assert found <= {"127.0.0.1", *(host.address for host in expected)}
         assert found
 
@@ -192,16 +192,16 @@ def test_job_listens_only_on_the_addresses_of_its_ranks(
 def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(fails: bool, script: str, tmp_path: Path) -> None:
     Path(script).write_text(TRAINING)
     with started([*LAUNCH, "-np", "2", script, str(tmp_path)]) as launch:
-        (told, _) = wait_for_ranks(tmp_path, 2)
-        variables = told["variables"]
+        (rank_reports, _) = wait_for_ranks(tmp_path, 2)
+        variables = rank_reports["variables"]
         store = torch.distributed.TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), is_master=False)
         store.set("unitrain/0/0/failures/failure", json.dumps([0, "a forged failure", "0/1"]))
         time.sleep(8)  # a rank that knows of a failure ends after five seconds
         (tmp_path / "end").write_text("fail" if fails else "")
-        said = launch.output()
-    assert "a forged failure" not in said
-    assert (launch.process.returncode != 0) is fails, said
-    assert ("rank 1 failed first: ValueError: a failure of its own" in said) is fails
+        message_text = launch.output()
+    assert "a forged failure" not in message_text
+    assert (launch.process.returncode != 0) is fails, message_text
+    assert ("rank 1 failed first: ValueError: a failure of its own" in message_text) is fails
 
 
 class Harm:

@@ -180,8 +180,8 @@ def test_the_watchdog_ends_a_backward_that_the_transport_does_not_end(tmp_path: 
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1, 1]
     for rank in (0, 2):
-        told = f"unitrain: backward #2 timed out after 3 s on rank {rank}. Missing ranks: 1. "
-        assert told in outputs[rank], outputs[rank]
+        expected_text = f"unitrain: backward #2 timed out after 3 s on rank {rank}. Missing ranks: 1. "
+        assert expected_text in outputs[rank], outputs[rank]
         assert (
             "\n  rank 1: at train.py:14: time.sleep(300); last operation: backward #1, at train.py:15: loss_of"
             in outputs[rank]

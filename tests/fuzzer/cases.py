@@ -343,7 +343,7 @@ def _fit_layout(case: Case) -> None:
         case["show_every"] = 1
 
 
-def _fitting(case: Case, segments: list[Case], whole: bool) -> list[Case]:
+def _fitting(case: Case, segments: list[Case], uninterrupted: bool) -> list[Case]:
     """Return the segments with the same samples per step in each of them, whatever its ranks."""
     randomness = case["collate"] == "noise"
     same = case["source"] == "own" or randomness or case["compression"] in ("fp16", "bf16")
@@ -352,7 +352,7 @@ def _fitting(case: Case, segments: list[Case], whole: bool) -> list[Case]:
         if same:
             segment.update({name: segments[-1][name] for name in ("backend", "size", "accumulate")})
     for segment in segments:
-        if whole:
+        if uninterrupted:
             segment["accumulate"] = BATCHES_PER_STEP // segment["size"]
         elif case["global_batch"] % (segment["size"] * segment["accumulate"]):
             segment["accumulate"] = 1

@@ -162,17 +162,17 @@ def _group_call(name: str, op: str, tensor: Tensor, size: int) -> Tensor:
 
 def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
     """Return which results are wrong; what is refused must be refused on every rank, and for a reason."""
-    told = ranks((case["backend"], case["size"]), run, case)
+    rank_results = ranks((case["backend"], case["size"]), run, case)
     for number, (level, name, op, dtype, rows, special) in enumerate(case["calls"]):
         tensors = [tensor_of(case, number, rank) for rank in range(case["size"])]
         kind = tensors[0].dtype
-        found = [results[number] for results in told]
+        found = [results[number] for results in rank_results]
         what = f"{level} {name}({dtype} [{rows * case['size']}, 2], {op}, {special}) on {case['backend']}"
-        refused = [isinstance(result, str) for result in found]
-        if any(refused):
+        rejected = [isinstance(result, str) for result in found]
+        if any(rejected):
             integers = not (kind.is_floating_point or kind.is_complex)
             may = level == "group" or (op == "mean" and integers) or kind == torch.bool
-            if not all(refused) or not may or any("changed" in str(result) for result in found):
+            if not all(rejected) or not may or any("changed" in str(result) for result in found):
                 return [f"collective: {what} gave {[r if isinstance(r, str) else 'a result' for r in found]}"]
             continue
         if level == "group" and op == "mean":

@@ -188,8 +188,8 @@ def run(backend: Any, case: Case) -> dict[str, Any]:
 
 def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
     """Return how a loop differs from its promise."""
-    told = ranks((case["backend"], case["size"]), run, case)
-    errors = [one["error"] for one in told]
+    rank_results = ranks((case["backend"], case["size"]), run, case)
+    errors = [one["error"] for one in rank_results]
     if any(errors):
         kinds = {error[0] if error else "nothing" for error in errors}
         first = next(error for error in errors if error)
@@ -198,9 +198,9 @@ def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
         if is_usual(case):
             return [f"error {first[0]}: a usual loop was refused: {first[1]}"]
     wanted = expected(case)
-    for rank, one in enumerate(told):
-        if len(one["after"]) != len(told[0]["after"]):
-            return [f"steps: rank {rank} made {len(one['after'])} steps, rank 0 {len(told[0]['after'])}"]
+    for rank, one in enumerate(rank_results):
+        if len(one["after"]) != len(rank_results[0]["after"]):
+            return [f"steps: rank {rank} made {len(one['after'])} steps, rank 0 {len(rank_results[0]['after'])}"]
         for step, (found, right) in enumerate(zip(one["after"], wanted, strict=False)):
             worst = max(float((a - b).abs().max()) for a, b in zip(found, right, strict=True))
             if not worst <= 1e-9:

@@ -56,19 +56,19 @@ def check_samples(case: Case, trace: list[Step]) -> list[str]:
     wrong = []
     for epoch in sorted({step.epoch for step in trace}):
         steps = [step.samples for step in trace if step.epoch == epoch]
-        whole = epoch < max(step.epoch for step in trace) or case["_ended"]
-        wrong += [f"samples: epoch {epoch + 1}: {text}" for text in _check_epoch(case, epoch, steps, whole)]
+        uninterrupted = epoch < max(step.epoch for step in trace) or case["_ended"]
+        wrong += [f"samples: epoch {epoch + 1}: {text}" for text in _check_epoch(case, epoch, steps, uninterrupted)]
     return wrong
 
 
-def _check_epoch(case: Case, epoch: int, steps: list[list[int]], whole: bool) -> Iterator[str]:
+def _check_epoch(case: Case, epoch: int, steps: list[list[int]], uninterrupted: bool) -> Iterator[str]:
     batches = _batches_of_steps(case, epoch)
     if batches is not None:
         expected = [sorted(_kept(case, batch)) for batch in batches]
         found = [sorted(step) for step in steps]
-        if found != (expected if whole else expected[: len(found)]) and not (
+        if found != (expected if uninterrupted else expected[: len(found)]) and not (
             case["collate"] == "skip"
-            and _equal_but_bad(found, batches[: len(found)], whole and len(found) < len(batches))
+            and _equal_but_bad(found, batches[: len(found)], uninterrupted and len(found) < len(batches))
         ):
             at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
             yield f"step {at + 1} of {len(found)}: {found[at : at + 2]}, not {expected[at : at + 2]} of {len(expected)}"
@@ -81,14 +81,14 @@ def _check_epoch(case: Case, epoch: int, steps: list[list[int]], whole: bool) ->
     if case["collate"] != "skip":
         sizes = [case["global_batch"]] * (expected_length // case["global_batch"])
         sizes += [expected_length % case["global_batch"]] if expected_length % case["global_batch"] else []
-        if case["source"] != "own" and lengths != (sizes if whole else sizes[: len(lengths)]):
+        if case["source"] != "own" and lengths != (sizes if uninterrupted else sizes[: len(lengths)]):
             yield f"steps of {lengths} samples, not of {sizes}"
     for number, times in counts.items():
         if number not in allowed or times > most:
             yield f"sample {number} was used {times} times"
     missing = [number for number in _kept(case, sorted(allowed)) if number not in counts]
     all_used = most == 1 and len(allowed) == length and not case["drop_last"] and case["uneven"] != "drop"
-    if whole and all_used and missing:
+    if uninterrupted and all_used and missing:
         yield f"samples {missing} were not used"
 
 
@@ -126,9 +126,9 @@ def _batches_of_steps(case: Case, epoch: int) -> list[list[int]] | None:
         order = order[: parts.part_of(len(order))]
     if case["sampler"] == "own":
         order = [order[i] for i in parts.own_order(len(order), epoch)]
-    whole = case["global_batch"]
-    steps = [order[at : at + whole] for at in range(0, len(order), whole)]
-    return [step for step in steps if len(step) == whole or not case["drop_last"]]
+    uninterrupted = case["global_batch"]
+    steps = [order[at : at + uninterrupted] for at in range(0, len(order), uninterrupted)]
+    return [step for step in steps if len(step) == uninterrupted or not case["drop_last"]]
 
 
 def _steps_of_own(case: Case, size: int) -> list[list[int]]:
@@ -200,7 +200,7 @@ class Oracle:
                 results = {"train_loss": self.losses / self.counted if self.counted else 0.0, **self._validate()}
                 if not last or self.case["_ended"]:
                     epochs[step.epoch] = results
-                    stopped.hear(results)
+                    stopped.receivers(results)
                     self._epoch_scheduler(results)
         return {
             "rates": rates,
@@ -374,7 +374,7 @@ class _EarlyStopping:
         self.monitor, self.patience = case["early_stopping"] or ("train_loss", math.inf)
         self.best, self.waited, self.over = math.inf, 0, False
 
-    def hear(self, results: dict[str, float]) -> None:
+    def receivers(self, results: dict[str, float]) -> None:
         found = results[self.monitor]
         self.best, self.waited = (found, 0) if found < self.best else (self.best, self.waited + 1)
         self.over = self.waited >= self.patience

@@ -76,11 +76,11 @@ class _FailedError(Exception):
     """A segment of a case did not run."""
 
 
-class _RefusedError(Exception):
+class _RejectedError(Exception):
     """All ranks have refused what the contract lets them refuse."""
 
 
-def _may_refuse(case: Case, errors: list[tuple[str, str]], size: int) -> bool:
+def _may_be_rejected(case: Case, errors: list[tuple[str, str]], size: int) -> bool:
     """Whether all ranks have refused what cannot be kept: defaultdicts, which torch does not load without executing
     what a file says, and embeddings whose forward changes their weights, other ones on each rank."""
     kinds = {kind for kind, _ in errors}
@@ -115,7 +115,7 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
         return _compare(case, found, Oracle(case).train(trace), LOOSE if rounds else TOLERANCE)
     except _FailedError as error:
         return [str(error)]
-    except _RefusedError:
+    except _RejectedError:
         return []
 
 
@@ -143,48 +143,49 @@ def _run_segments(case: Case, ranks: Pool) -> dict[str, Any]:
         starts = [0]
         for number, segment in enumerate(case["segments"]):
             layout = segment["backend"], segment["size"]
-            told = ranks.run(layout, subject.run, {**case, "_starts": starts}, number, folder)
-            errors = [one["error"] for one in told if one["error"] is not None]
+            rank_results = ranks.run(layout, subject.run, {**case, "_starts": starts}, number, folder)
+            errors = [one["error"] for one in rank_results if one["error"] is not None]
             if errors:
                 ranks.replace(layout)
-                if _may_refuse(case, errors, len(told)):
-                    raise _RefusedError
-                alike = len(errors) == len(told) and len({kind for kind, _ in errors}) == 1
-                where = "" if alike else f" on {len(errors)} of {len(told)} ranks only: {errors}"
-                trace = next(one["traceback"] for one in told if one["error"] is not None)
+                if _may_be_rejected(case, errors, len(rank_results)):
+                    raise _RejectedError
+                is_same = len(errors) == len(rank_results) and len({kind for kind, _ in errors}) == 1
+                where = "" if is_same else f" on {len(errors)} of {len(rank_results)} ranks only: {errors}"
+                trace = next(one["traceback"] for one in rank_results if one["error"] is not None)
                 raise _FailedError(f"error {errors[0][0]}: {errors[0][1]}{where}\n{trace}")
-            _check_replicas(case, told)
-            for step, own in told[0]["steps"].items():
+            _check_replicas(case, rank_results)
+            for step, own in rank_results[0]["steps"].items():
                 shards = [
-                    [one["steps"][step]["micro_steps"][at] for one in told] for at in range(len(own["micro_steps"]))
+                    [one["steps"][step]["micro_steps"][at] for one in rank_results]
+                    for at in range(len(own["micro_steps"]))
                 ]
                 taken = sorted(n for micro_step in shards for numbers, live in micro_step if live for n in numbers)
                 if step in steps and steps[step]["taken"] != taken and case["collate"] != "skip":
                     raise _FailedError(f"samples: step {step + 1} was done again with other samples")
                 steps[step] = {**own, "micro_steps": shards, "taken": taken}
-            for epoch, whole, results in told[0]["epochs"]:
-                if whole:
+            for epoch, is_complete, results in rank_results[0]["epochs"]:
+                if is_complete:
                     epochs[epoch - 1] = results
-            starts.append(told[0]["done"])
-        if sorted(steps) != list(range(len(steps))) or len(steps) != told[0]["done"]:
-            raise _FailedError(f"steps: {sorted(steps)} were done, and the cursor is at {told[0]['done']}")
+            starts.append(rank_results[0]["done"])
+        if sorted(steps) != list(range(len(steps))) or len(steps) != rank_results[0]["done"]:
+            raise _FailedError(f"steps: {sorted(steps)} were done, and the cursor is at {rank_results[0]['done']}")
         trace = [steps[number] for number in range(len(steps))]
         return {
-            **told[0],
+            **rank_results[0],
             "trace": trace,
             "epochs": epochs,
             "rates": [step["rates"] for step in trace],
-            "ended": told[0]["epochs_done"] > trace[-1]["epoch"],
+            "ended": rank_results[0]["epochs_done"] > trace[-1]["epoch"],
         }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_replicas(case: Case, told: list[dict[str, Any]]) -> None:
+def _check_replicas(case: Case, rank_results: list[dict[str, Any]]) -> None:
     """Raise _FailedError unless all ranks end with the same parameters, optimizer state and results."""
-    for rank, other in enumerate(told):
+    for rank, other in enumerate(rank_results):
         for name in ("parameters", "average", "optimizer", "results"):
-            if worst := list(differences(other[name], told[0][name], 0.0, name)):
+            if worst := list(differences(other[name], rank_results[0][name], 0.0, name)):
                 raise _FailedError(f"replicas: rank {rank} and rank 0: {worst[0]}")
 
 

@@ -78,11 +78,11 @@ def test_a_notebook_runs_its_own_functions() -> None:
     )
     assert first.count("hello from the notebook 0") == first.count("hello from the notebook 1") == 2
     assert "both agree" in first
-    told = second[second.index("caught: ") :]
-    assert told.startswith("caught: Rank 1 of 2 failed first:\n\nTraceback")
+    rank_results = second[second.index("caught: ") :]
+    assert rank_results.startswith("caught: Rank 1 of 2 failed first:\n\nTraceback")
     # The line of the cell, which is in no file, and nothing of unitrain's own around it.
-    assert 'raise Broken("item 31")  # the line to see' in told
-    assert "unitrain/functions" not in told
+    assert 'raise Broken("item 31")  # the line to see' in rank_results
+    assert "unitrain/functions" not in rank_results
 
 
 def test_program_without_main_guard_leaves_no_process(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=2"]
 def test_test_hosts_have_separate_names_networks_and_processes(two_hosts: list[Host]) -> None:
     first, second = two_hosts
     for host, other in ((first, second), (second, first)):
-        told = host.run(["sh", "-c", "hostname; pwd; echo $HOME $OWN; getent hosts h1 h2; ls /dev/shm"], {"OWN": "1"})
-        assert told.stdout.split() == [
+        rank_results = host.run(
+            ["sh", "-c", "hostname; pwd; echo $HOME $OWN; getent hosts h1 h2; ls /dev/shm"], {"OWN": "1"}
+        )
+        assert rank_results.stdout.split() == [
             host.name, str(Path.cwd()), str(host.home), "1", "10.77.0.1", "h1", "10.77.0.2", "h2",
         ]  # fmt: skip
         done = host.run([*SSH, other.name, "hostname; pwd"])

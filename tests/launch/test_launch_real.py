@@ -59,17 +59,17 @@ def read_rank_reports(folder: Path) -> list[dict[str, Any]]:
 
 def check_two_ranks(folder: Path, backend: str, transport: str) -> list[dict[str, Any]]:
     """Check the reports of two ranks against the requirements for every launcher, and return them."""
-    told = read_rank_reports(folder)
+    rank_results = read_rank_reports(folder)
     common = {
         "size": 2, "local_size": 2, "node_rank": 0, "num_nodes": 1, "backend": backend, "transport": transport,
         "total": [3.0, 20.0],
     }  # fmt: skip
     apart = [{"rank": rank, "local_rank": rank} for rank in (0, 1)]
-    assert [{key: one[key] for key in (*common, "rank", "local_rank")} for one in told] == [
+    assert [{key: one[key] for key in (*common, "rank", "local_rank")} for one in rank_results] == [
         common | own for own in apart
     ]
-    assert told[0]["pid"] != told[1]["pid"]
-    return told
+    assert rank_results[0]["pid"] != rank_results[1]["pid"]
+    return rank_results
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_launch_runs_the_printed_command(
     assert launch.process.returncode == 0, output
     port = re.compile(r"(?<=MASTER_PORT=)\d+")  # a free one, at each launch another
     assert port.sub("N", output).startswith(port.sub("N", printed)), output
-    told = check_two_ranks(tmp_path, backend, transport)
-    assert {one["threads"] for one in told} == {max(1, len(os.sched_getaffinity(0)) // 2)}
+    rank_results = check_two_ranks(tmp_path, backend, transport)
+    assert {one["threads"] for one in rank_results} == {max(1, len(os.sched_getaffinity(0)) // 2)}
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
@@ -183,8 +183,13 @@ def test_one_process_without_a_launcher(script: str, tmp_path: Path) -> None:
         with started([*command, script, str(tmp_path / folder), "returns"]) as launch:
             output = launch.output()
         assert launch.process.returncode == 0, output
-        (told,) = read_rank_reports(tmp_path / folder)
-        assert (told["backend"], told["rank"], told["size"], told["total"]) == ("local", 0, 1, [1.0, 10.0])
+        (rank_results,) = read_rank_reports(tmp_path / folder)
+        assert (rank_results["backend"], rank_results["rank"], rank_results["size"], rank_results["total"]) == (
+            "local",
+            0,
+            1,
+            [1.0, 10.0],
+        )
 
 
 def test_backend_local_with_two_ranks_is_rejected(script: str, tmp_path: Path) -> None:

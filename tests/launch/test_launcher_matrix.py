@@ -34,7 +34,7 @@ VARIABLES = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
-MEET = {"MASTER_ADDR": "h1", "MASTER_PORT": "29511"}
+RENDEZVOUS = {"MASTER_ADDR": "h1", "MASTER_PORT": "29511"}
 COUNTS = pytest.mark.parametrize(
     "count", [pytest.param(1, marks=pytest.mark.nightly), 2], ids=["one host", "two hosts"]
 )
@@ -79,23 +79,23 @@ def check(
     folder: Path, launcher: str, backend: str, transport: str, shares: tuple[int, ...], numbers: list[float]
 ) -> None:
     """Check the reports of all ranks against the expected placement and the reference."""
-    told: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    rank_results: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if launcher == "none":  # where MPI can be had, Horovod takes it for one process too, which sends nothing
-        transport = told[0]["transport"]
+        transport = rank_results[0]["transport"]
     size = sum(shares)
     places = [(node, local) for node, share in enumerate(shares) for local in range(share)]
     common = {
         "launcher": launcher, "backend": backend, "transport": transport, "size": size, "num_nodes": len(shares),
         "total": [size * (size + 1) / 2, 10.0 * size],
     }  # fmt: skip
-    assert [{key: value for key, value in one.items() if key != "numbers"} for one in told] == [
+    assert [{key: value for key, value in one.items() if key != "numbers"} for one in rank_results] == [
         {
             **common, "rank": rank, "node_rank": node, "host": f"h{node + 1}", "local_rank": local,
             "local_size": shares[node],
         }
         for rank, (node, local) in enumerate(places)
     ]  # fmt: skip
-    for one in told:
+    for one in rank_results:
         torch.testing.assert_close(torch.tensor(one["numbers"]), torch.tensor(numbers), rtol=0, atol=1e-6)
 
 
@@ -113,14 +113,23 @@ def typed(launcher: str, backend: str, count: int) -> tuple[list[str], dict[str,
             return [python], {}
         case "horovodrun --gloo" | "horovodrun --mpi":
             controller = launcher.split()[1]
-            meet = MEET if backend == "ddp" and controller == "--mpi" else {}
-            return [str(BIN / "horovodrun"), "-np", size, "-H", slots, "--disable-cache", controller, python], meet
+            rendezvous_options = RENDEZVOUS if backend == "ddp" and controller == "--mpi" else {}
+            return [
+                str(BIN / "horovodrun"),
+                "-np",
+                size,
+                "-H",
+                slots,
+                "--disable-cache",
+                controller,
+                python,
+            ], rendezvous_options
         case "mpirun":
-            meet = MEET if backend == "ddp" else {}
-            given = [*exported(*meet), "--bind-to", "none", "--map-by", "slot"]
-            return ["mpirun.openmpi", "-np", size, "-H", slots, *given, python], meet
+            rendezvous_options = RENDEZVOUS if backend == "ddp" else {}
+            given = [*exported(*rendezvous_options), "--bind-to", "none", "--map-by", "slot"]
+            return ["mpirun.openmpi", "-np", size, "-H", slots, *given, python], rendezvous_options
         case "mpiexec":
-            return ["mpiexec.mpich", "-n", size, "-hosts", slots, python], MEET
+            return ["mpiexec.mpich", "-n", size, "-hosts", slots, python], RENDEZVOUS
     raise AssertionError(launcher)
 
 
@@ -234,6 +243,6 @@ def test_launchers_in_a_slurm_allocation(
         ]
     # Within the time after which `run` ends everything on the host: Slurm's daemons serve the other tests too.
     command = ["timeout", "--kill-after=5", "85", *command]
-    done = both[0].run(command, VARIABLES | given | (MEET if launcher == "srun" else {}))
+    done = both[0].run(command, VARIABLES | given | (RENDEZVOUS if launcher == "srun" else {}))
     assert done.returncode == 0, done.stdout
     check(tmp_path, launcher, backend, "gloo", SHARES[count], reference)

@@ -113,9 +113,9 @@ def test_concurrent_launches_do_not_share_a_rendezvous(two_hosts: list[Host], sc
         launched.append(two_hosts[0].start([*LAUNCH, "-H", "h1:1,h2:1", script, str(folder), "returns"], VARIABLES))
     output = [process.communicate(timeout=90)[0] for process in launched]
     assert [process.returncode for process in launched] == [0, 0], output
-    told = [read_rank_reports(folder) for folder in folders]
-    assert [[one["host"] for one in ranks] for ranks in told] == [["h1", "h2"]] * 2
-    assert told[0][0]["MASTER_PORT"] != told[1][0]["MASTER_PORT"]
+    rank_results = [read_rank_reports(folder) for folder in folders]
+    assert [[one["host"] for one in ranks] for ranks in rank_results] == [["h1", "h2"]] * 2
+    assert rank_results[0][0]["MASTER_PORT"] != rank_results[1][0]["MASTER_PORT"]
 
 
 ENDS = [

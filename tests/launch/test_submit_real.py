@@ -69,15 +69,15 @@ def test_warned_job_is_requeued_and_resumes(tmp_path: Path, monkeypatch: pytest.
         def state() -> str:
             return run("squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job).strip()
 
-        def has_gone_on() -> bool:
+        def has_continued() -> bool:
             if state() == "PENDING":  # Slurm would wait for two minutes, from some time after it has queued it again
                 found[0].run(["scontrol", "update", f"JobId={job}", "StartTime=now"], variables)
             return state() == "COMPLETED"
 
         submit = [sys.executable, "-m", "unitrain", "submit", "--to", "slurm", "--nodes", "2", "--time", "30"]
-        told = run(*submit, "--output", str(log), "--exclusive", "train.py", "run")
-        match = re.search(r"^Submitted batch job (\d+)$", told, re.MULTILINE)
-        assert match is not None, told
+        rank_results = run(*submit, "--output", str(log), "--exclusive", "train.py", "run")
+        match = re.search(r"^Submitted batch job (\d+)$", rank_results, re.MULTILINE)
+        assert match is not None, rank_results
         job = match[1]
         wait_for("its first epoch", history.exists)
         run("scancel", "--signal=USR1", job)  # as Slurm does before the end of its time
@@ -86,7 +86,7 @@ def test_warned_job_is_requeued_and_resumes(tmp_path: Path, monkeypatch: pytest.
         # is waited for.
         wait_for("that its nodes are free", lambda: set(run("sinfo", "-hN", "--format=%T").split()) == {"idle"})
         time.sleep(3)
-        wait_for("its end", has_gone_on)
+        wait_for("its end", has_continued)
     output = log.read_text()
     assert [output.count(f"ddp {rank}/2 in attempt {attempt}") for attempt in (0, 1) for rank in (0, 1)] == [1] * 4, (
         output

@@ -31,8 +31,8 @@ PLAIN = Machine(
 GPU_TORCH = dataclasses.replace(CUDA_TORCH, visible_gpus=8)
 
 
-def planned(found: Machine = PLAIN, cache: Path = Path("/cache"), **asked: Any) -> plan.BuildPlan:
-    return plan.create_plan(found, plan.Request(cache=cache, **asked))
+def planned(found: Machine = PLAIN, cache: Path = Path("/cache"), **request_options: Any) -> plan.BuildPlan:
+    return plan.create_plan(found, plan.Request(cache=cache, **request_options))
 
 
 def changed(found: Machine = PLAIN, **fields: Any) -> Machine:

@@ -81,8 +81,8 @@ class Host:
         except subprocess.TimeoutExpired:
             self.end_all()
             output, _ = process.communicate(timeout=SECONDS)
-            said = f"having said:\n{output}"
-            raise TimeoutError(f"{list(argv)} on {self.name} was ended after {seconds} s, {said}") from None
+            message_text = f"having said:\n{output}"
+            raise TimeoutError(f"{list(argv)} on {self.name} was ended after {seconds} s, {message_text}") from None
         return subprocess.CompletedProcess(list(argv), process.returncode, output)
 
     def living(self) -> dict[int, str]:
@@ -224,9 +224,9 @@ def _kept(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     )
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        if said != "up\n":
-            raise RuntimeError(f"{command} says: {said}{process.stdout.read()}")
+        message_text = process.stdout.readline()
+        if message_text != "up\n":
+            raise RuntimeError(f"{command} says: {message_text}{process.stdout.read()}")
         yield process
     finally:
         process.kill()

@@ -53,13 +53,13 @@ def main(folder: Path, name: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
         trainer = unitrain.Trainer(model, optimizer, nn.functional.cross_entropy, backend=backend, config=config)
         trainer.fit(digits())
-        told = {
+        rank_results = {
             "rank": backend.rank, "size": backend.size, "local_rank": backend.local_rank,
             "local_size": backend.local_size, "node_rank": backend.node_rank, "num_nodes": backend.num_nodes,
             "host": socket.gethostname(), "launcher": environment.detect().launcher, "backend": backend.name,
             "total": total.tolist(), "numbers": numbers(model), "transport": backend.transport,
         }  # fmt: skip
-        (folder / f"{backend.rank}.part").write_text(json.dumps(told))
+        (folder / f"{backend.rank}.part").write_text(json.dumps(rank_results))
         os.rename(folder / f"{backend.rank}.part", folder / f"{backend.rank}.json")  # noqa: PTH104
 
 

@@ -60,8 +60,8 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[dict[str, str]]:
     with contextlib.ExitStack() as ended:
 
         def start(host: Host, *command: str) -> subprocess.Popen[str]:
-            with (folder / f"{Path(command[0]).name}.{host.name}.said").open("w") as said:
-                process = host.start(command, variables, stdout=said.fileno())
+            with (folder / f"{Path(command[0]).name}.{host.name}.said").open("w") as message_text:
+                process = host.start(command, variables, stdout=message_text.fileno())
             ended.callback(process.wait, timeout=10)
             return process
 
@@ -73,8 +73,8 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[dict[str, str]]:
             ended.callback(host.end_all)
 
         def is_up() -> bool:
-            said = first.run(["sinfo", "-h", "-o", "%T %D"], variables).stdout
-            return said.split() == ["idle", str(len(hosts))]
+            message_text = first.run(["sinfo", "-h", "-o", "%T %D"], variables).stdout
+            return message_text.split() == ["idle", str(len(hosts))]
 
         _wait_until(is_up, "Slurm", daemons, folder)
         yield variables

@@ -35,7 +35,7 @@ for ask in (lambda: unitrain.init("horovod"), unitrain.register_process_group):
         print(error)
 """
 # Starts, in one process, what each launcher implies; the variables of one are cleared before the next.
-ASK_FOR_WHAT_IS_IMPLIED = """
+PRINT_DEFAULT_BACKEND = """
 import json, os, sys
 import unitrain
 for variables in json.loads(sys.argv[1]):
@@ -105,7 +105,7 @@ def test_launcher_determines_default_backend() -> None:
     srun = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
     cases = [{}, {"UNITRAIN_BACKEND": ""}, by_hand, torchrun, srun, srun | {"UNITRAIN_BACKEND": "local"}]
     done = subprocess.run(
-        [sys.executable, "-c", ASK_FOR_WHAT_IS_IMPLIED, json.dumps(cases)],
+        [sys.executable, "-c", PRINT_DEFAULT_BACKEND, json.dumps(cases)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -146,10 +146,12 @@ def sentence_without_horovod(shadow: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith("Backend")]  # Horovod prints warnings as well
-    assert len(said) == 2, done.stdout
-    assert said[0] == said[1]
-    return said[0]
+    message_text = [
+        line for line in done.stdout.splitlines() if line.startswith("Backend")
+    ]  # Horovod prints warnings as well
+    assert len(message_text) == 2, done.stdout
+    assert message_text[0] == message_text[1]
+    return message_text[0]
 
 
 @pytest.mark.parametrize(
@@ -172,10 +174,10 @@ def test_unusable_horovod_is_reported_with_the_build_command(files: dict[str, st
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    said = sentence_without_horovod(tmp_path)
-    assert said.startswith("Backend 'horovod' cannot be loaded: ")
-    assert found in said
-    assert said.endswith("Build it for this torch with: unitrain horovod build")
+    message_text = sentence_without_horovod(tmp_path)
+    assert message_text.startswith("Backend 'horovod' cannot be loaded: ")
+    assert found in message_text
+    assert message_text.endswith("Build it for this torch with: unitrain horovod build")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_horovod_with_a_broken_extension_is_reported_with_the_build_command(exte
     library.unlink()
     if extension == "unloadable":
         library.touch()
-    said = sentence_without_horovod(tmp_path)
-    assert said.startswith("Backend 'horovod' cannot be loaded: ")
-    assert "mpi_lib_v2" in said
-    assert said.endswith("Build it for this torch with: unitrain horovod build")
+    message_text = sentence_without_horovod(tmp_path)
+    assert message_text.startswith("Backend 'horovod' cannot be loaded: ")
+    assert "mpi_lib_v2" in message_text
+    assert message_text.endswith("Build it for this torch with: unitrain horovod build")

@@ -301,7 +301,7 @@ def test_batch_structures_give_equal_training_on_ranks(group: RankGroup) -> None
 
 
 def test_batch_that_is_not_a_pair_is_rejected_with_an_example_of_forward() -> None:
-    def refusal(batch: Any) -> str:
+    def raised_message(batch: Any) -> str:
         with pytest.raises(DataError) as caught:
             make(LOCAL, batch_size=2)._forward(nn.Identity(), batch)
         found, fix = str(caught.value).split(". For other batches, pass a function: ")
@@ -323,7 +323,7 @@ def test_batch_that_is_not_a_pair_is_rejected_with_an_example_of_forward() -> No
         "a Graph": (Graph(torch.ones(1)), "(model(batch.x), batch.y)"),
     }
     for found, (batch, body) in expected.items():
-        assert refusal(batch) == f"{found} -> {forward(body)}"
+        assert raised_message(batch) == f"{found} -> {forward(body)}"
 
 
 def test_invalid_forward_functions_and_results_are_rejected() -> None:
@@ -342,7 +342,7 @@ def test_invalid_forward_functions_and_results_are_rejected() -> None:
             trainer.fit(data("pair", 4))
 
 
-def refusals(backend: Backend) -> list[str]:
+def raised_messages(backend: Backend) -> list[str]:
     """What is refused on data of which only the first rank, or the last, has a sample."""
 
     def short(model: nn.Module, batch: Any) -> Any:
@@ -372,7 +372,7 @@ def refusals(backend: Backend) -> list[str]:
 
 
 def test_error_is_equal_on_every_rank_if_one_rank_has_all_samples(group: RankGroup) -> None:
-    here, *others = group.run(refusals, timeout_seconds=120)
+    here, *others = group.run(raised_messages, timeout_seconds=120)
     assert all(texts == here for texts in others)
     starts = [
         "ConfigError: Trainer(forward=...) takes a function, got 3.",

@@ -12,7 +12,7 @@ from unitrain.errors import ConfigError
 
 def test_two_batch_settings_determine_the_third() -> None:
     for size, batch_size, accumulate in itertools.product(range(1, 5), (1, 3, 8), (1, 2, 5)):
-        whole = size * batch_size * accumulate
+        global_batch = size * batch_size * accumulate
         expected = BatchSizes(batch_size, accumulate)
         assert (
             derive_batch_sizes(
@@ -21,16 +21,29 @@ def test_two_batch_settings_determine_the_third() -> None:
             == expected
         )
         assert (
-            derive_batch_sizes(size, batch_size=batch_size, gradient_accumulation_steps=None, global_batch_size=whole)
-            == expected
-        )
-        assert (
-            derive_batch_sizes(size, batch_size=None, gradient_accumulation_steps=accumulate, global_batch_size=whole)
+            derive_batch_sizes(
+                size,
+                batch_size=batch_size,
+                gradient_accumulation_steps=None,
+                global_batch_size=global_batch,
+            )
             == expected
         )
         assert (
             derive_batch_sizes(
-                size, batch_size=batch_size, gradient_accumulation_steps=accumulate, global_batch_size=whole
+                size,
+                batch_size=None,
+                gradient_accumulation_steps=accumulate,
+                global_batch_size=global_batch,
+            )
+            == expected
+        )
+        assert (
+            derive_batch_sizes(
+                size,
+                batch_size=batch_size,
+                gradient_accumulation_steps=accumulate,
+                global_batch_size=global_batch,
             )
             == expected
         )
@@ -49,7 +62,7 @@ def test_gradient_accumulation_defaults_to_one_micro_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "batch_size", "accumulate", "whole", "message"),
+    ("size", "batch_size", "accumulate", "global_batch", "message"),
     [
         (3, 16, None, 100, r"size 100 is not divisible by 3 ranks x batch_size 16 = 48\. Use .*=96 or 144\."),
         (3, None, 2, 100, r"3 ranks x gradient_accumulation_steps 2 = 6\. Use global_batch_size=96 or 102\.$"),
@@ -58,24 +71,33 @@ def test_gradient_accumulation_defaults_to_one_micro_batch() -> None:
     ],
 )  # fmt: skip
 def test_contradicting_batch_sizes_are_rejected_with_valid_ones(
-    size: int, batch_size: int | None, accumulate: int | None, whole: int, message: str
+    size: int, batch_size: int | None, accumulate: int | None, global_batch: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        derive_batch_sizes(size, batch_size=batch_size, gradient_accumulation_steps=accumulate, global_batch_size=whole)
+        derive_batch_sizes(
+            size,
+            batch_size=batch_size,
+            gradient_accumulation_steps=accumulate,
+            global_batch_size=global_batch,
+        )
 
 
 def test_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
     for size, first, batch_size, accumulate in itertools.product(range(1, 6), range(1, 6), (1, 3, 8), (None, 1, 2)):
-        asked = {"batch_size": batch_size, "gradient_accumulation_steps": accumulate, "global_batch_size": None}
-        began = elastic_batch_sizes(first, None, **asked)
-        whole = first * batch_size * (accumulate or 1)
-        assert began == BatchSizes(batch_size, accumulate or 1, whole)
-        found = elastic_batch_sizes(size, ElasticBatchSize(batch_size, whole), **asked)
-        assert (found.batch_size, found.global_batch_size) == (batch_size, whole)
+        request_options = {
+            "batch_size": batch_size,
+            "gradient_accumulation_steps": accumulate,
+            "global_batch_size": None,
+        }
+        began = elastic_batch_sizes(first, None, **request_options)
+        global_batch = first * batch_size * (accumulate or 1)
+        assert began == BatchSizes(batch_size, accumulate or 1, global_batch)
+        found = elastic_batch_sizes(size, ElasticBatchSize(batch_size, global_batch), **request_options)
+        assert (found.batch_size, found.global_batch_size) == (batch_size, global_batch)
         # As few micro-steps as hold it with no more samples on a rank than before.
         assert (
             (found.gradient_accumulation_steps - 1) * size * batch_size
-            < whole
+            < global_batch
             <= found.gradient_accumulation_steps * size * batch_size
         )
 
@@ -91,9 +113,14 @@ def test_elastic_job_starts_with_an_indivisible_global_batch() -> None:
 
 
 def test_full_batches_approximate_the_global_batch() -> None:
-    asked = {"batch_size": 4, "gradient_accumulation_steps": None, "global_batch_size": None, "full_batches_only": True}
+    request_options = {
+        "batch_size": 4,
+        "gradient_accumulation_steps": None,
+        "global_batch_size": None,
+        "full_batches_only": True,
+    }
     found = {
-        size: elastic_batch_sizes(size, ElasticBatchSize(4, 16), **asked).gradient_accumulation_steps
+        size: elastic_batch_sizes(size, ElasticBatchSize(4, 16), **request_options).gradient_accumulation_steps
         for size in (1, 2, 3, 4, 8)
     }
     assert found == {1: 4, 2: 2, 3: 1, 4: 1, 8: 1}

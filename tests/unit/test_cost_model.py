@@ -67,10 +67,10 @@ class Cluster:
         self.clocks = clocks
 
 
-WHOLE = slice(0, ELEMENTS)
+ALL_RANKS = slice(0, ELEMENTS)
 
 
-def part(number: int, parts: int, of: slice = WHOLE) -> slice:
+def part(number: int, parts: int, of: slice = ALL_RANKS) -> slice:
     width = (of.stop - of.start) // parts
     return slice(of.start + number * width, of.start + (number + 1) * width)
 
@@ -90,20 +90,20 @@ def ring(cluster: Cluster, members: list[list[int]], of: list[slice], *, adds: b
 def simulate_ring(ranks: int) -> Cluster:
     cluster = Cluster(ranks)
     for adds in (True, False):
-        ring(cluster, [list(range(ranks))], [WHOLE], adds=adds)
+        ring(cluster, [list(range(ranks))], [ALL_RANKS], adds=adds)
     return cluster
 
 
 def fold(cluster: Cluster, ranks: int) -> list[int]:
     """Let the ranks beyond the last power of two give their arrays away; return those that go on."""
     power = 1 << (ranks.bit_length() - 1)
-    cluster.step((rank, rank - power, WHOLE, True) for rank in range(power, ranks))
+    cluster.step((rank, rank - power, ALL_RANKS, True) for rank in range(power, ranks))
     return list(range(power))
 
 
 def unfold(cluster: Cluster, ranks: int) -> None:
     power = 1 << (ranks.bit_length() - 1)
-    cluster.step((rank - power, rank, WHOLE, False) for rank in range(power, ranks))
+    cluster.step((rank - power, rank, ALL_RANKS, False) for rank in range(power, ranks))
 
 
 def simulate_recursive_doubling(ranks: int) -> Cluster:
@@ -111,7 +111,7 @@ def simulate_recursive_doubling(ranks: int) -> Cluster:
     members = fold(cluster, ranks)
     distance = 1
     while distance < len(members):
-        cluster.step((rank, rank ^ distance, WHOLE, True) for rank in members)
+        cluster.step((rank, rank ^ distance, ALL_RANKS, True) for rank in members)
         distance *= 2
     unfold(cluster, ranks)
     return cluster
@@ -120,7 +120,7 @@ def simulate_recursive_doubling(ranks: int) -> Cluster:
 def simulate_halving_doubling(ranks: int) -> Cluster:
     cluster = Cluster(ranks)
     members = fold(cluster, ranks)
-    held = dict.fromkeys(members, WHOLE)
+    held = dict.fromkeys(members, ALL_RANKS)
     distances = []
     distance = len(members) // 2
     while distance:
@@ -146,11 +146,11 @@ def simulate_tree(ranks: int) -> Cluster:
     distances = [1 << level for level in range((ranks - 1).bit_length())]
     for distance in distances:
         cluster.step(
-            (rank, rank - distance, WHOLE, True) for rank in range(distance, ranks, 2 * distance) if rank < ranks
+            (rank, rank - distance, ALL_RANKS, True) for rank in range(distance, ranks, 2 * distance) if rank < ranks
         )
     for distance in reversed(distances):
         cluster.step(
-            (rank - distance, rank, WHOLE, False) for rank in range(distance, ranks, 2 * distance) if rank < ranks
+            (rank - distance, rank, ALL_RANKS, False) for rank in range(distance, ranks, 2 * distance) if rank < ranks
         )
     return cluster
 
@@ -182,10 +182,10 @@ def simulate_hierarchical(hosts: int, per_host: int, between: Network, inside: N
     locals_ = [[host * per_host + local for local in range(per_host)] for host in range(hosts)]
     across = [[host * per_host + local for host in range(hosts)] for local in range(per_host)]
     own = [part((local + 1) % per_host, per_host) for local in range(per_host)]
-    ring(cluster, locals_, [WHOLE] * hosts, adds=True)
+    ring(cluster, locals_, [ALL_RANKS] * hosts, adds=True)
     for adds in (True, False):
         ring(cluster, across, own, adds=adds)
-    ring(cluster, locals_, [WHOLE] * hosts, adds=False)
+    ring(cluster, locals_, [ALL_RANKS] * hosts, adds=False)
     return cluster
 
 
@@ -229,10 +229,10 @@ def test_hierarchies_equal_the_simulation(hosts: int, per_host: int) -> None:
 def test_parts_of_an_allreduce_equal_the_simulation() -> None:
     for ranks in SIZES:
         cluster = Cluster(ranks)
-        ring(cluster, [list(range(ranks))], [WHOLE], adds=True)
+        ring(cluster, [list(range(ranks))], [ALL_RANKS], adds=True)
         assert cluster.clocks.max() == pytest.approx(ring_reducescatter(ranks, ELEMENTS, NETWORK))
         before = cluster.clocks.max()
-        ring(cluster, [list(range(ranks))], [WHOLE], adds=False)
+        ring(cluster, [list(range(ranks))], [ALL_RANKS], adds=False)
         assert cluster.clocks.max() - before == pytest.approx(ring_allgather(ranks, ELEMENTS, NETWORK))
         levels = (ranks - 1).bit_length()
         assert tree_broadcast(ranks, ELEMENTS, NETWORK) == levels * (NETWORK.alpha + ELEMENTS * NETWORK.beta)

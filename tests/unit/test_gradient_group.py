@@ -93,7 +93,7 @@ def run_cases_with_deferred_allreduces(backend: Backend) -> None:
     backend._needs_group_order = True  # type: ignore[attr-defined]
     gradients.collectives_may_run_inside_backward(backend)
     parameters.unused_parameters_have_zero_or_no_gradient(backend)
-    parameters.one_backward_after_forwards_of_different_heads(backend)
+    parameters.one_backward_after_forwards_of_different_heads_reduces_both(backend)
     compression.parameters_used_in_an_earlier_micro_batch_are_compressed(backend)
 
 

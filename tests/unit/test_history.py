@@ -58,31 +58,38 @@ def test_sync_points_are_recorded_if_epochs_are_shorter_than_their_interval(
             time.sleep(0.01)
 
     train(tmp_path, data(16), [Slow()], max_epochs=40, log_every_n_steps=None, checkpoint_every_epochs=100)
-    looks = [row["step"] for row in rows(tmp_path, "steps.jsonl")]
-    assert len(looks) >= 5
-    assert looks[-1] > 100  # of 160
+    sync_point_rows = [row["step"] for row in rows(tmp_path, "steps.jsonl")]
+    assert len(sync_point_rows) >= 5
+    assert sync_point_rows[-1] > 100  # of 160
 
 
 def test_every_history_row_has_the_progress_of_the_run(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=2)
     assert [(row["step"], row["epochs"]) for row in rows(tmp_path, "run.jsonl")] == [(0, 0)]
     assert [(row["step"], row["epochs"]) for row in rows(tmp_path, "history.jsonl")] == [(6, 1), (12, 2)]
-    looks = rows(tmp_path, "steps.jsonl")
-    assert [row["step"] for row in looks] == [2, 4, 6, 8, 10, 12]
-    assert [row["epochs"] for row in looks] == pytest.approx([8 / 22, 16 / 22, 1, 1 + 8 / 22, 1 + 16 / 22, 2])
+    sync_point_rows = rows(tmp_path, "steps.jsonl")
+    assert [row["step"] for row in sync_point_rows] == [2, 4, 6, 8, 10, 12]
+    assert [row["epochs"] for row in sync_point_rows] == pytest.approx([8 / 22, 16 / 22, 1, 1 + 8 / 22, 1 + 16 / 22, 2])
     # The mean loss of an epoch of 22 samples, from those of its looks.
-    first = [row["loss"] for row in looks[:3]]
+    first = [row["loss"] for row in sync_point_rows[:3]]
     mean = (8 * first[0] + 8 * first[1] + 6 * first[2]) / 22
     assert rows(tmp_path, "history.jsonl")[0]["train_loss"] == pytest.approx(mean, rel=1e-5)
-    assert all(row["learning_rate"] == 0.1 and row["samples_per_second"] > 0 for row in looks)
+    assert all(row["learning_rate"] == 0.1 and row["samples_per_second"] > 0 for row in sync_point_rows)
 
 
 def test_start_row_describes_the_run(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=1, max_grad_norm=0.5)
     (start,) = rows(tmp_path, "run.jsonl")
-    said = {"backend": "local", "transport": "none", "size": 1, "device": "cpu", "model": "Linear", "parameters": 4}
-    said |= {"optimizer": "SGD", "scheduler": None, "global_batch_size": 4, "steps_per_epoch": 6}
-    assert {name: start[name] for name in said} == said
+    message_text = {
+        "backend": "local",
+        "transport": "none",
+        "size": 1,
+        "device": "cpu",
+        "model": "Linear",
+        "parameters": 4,
+    }
+    message_text |= {"optimizer": "SGD", "scheduler": None, "global_batch_size": 4, "steps_per_epoch": 6}
+    assert {name: start[name] for name in message_text} == message_text
     assert start["versions"]["unitrain"] == __version__
     assert start["versions"]["torch"] == torch.__version__
     assert start["config"]["max_grad_norm"] == 0.5

@@ -54,7 +54,7 @@ def test_without_a_toolkit_cuda_12_is_an_error_with_a_fix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "asked", "told"),
+    ("found", "request_options", "message"),
     [
         (changed(compiler=None), {}, r"No C\+\+ compiler.*sudo apt-get install -y g\+\+"),
         (
@@ -75,9 +75,11 @@ def test_without_a_toolkit_cuda_12_is_an_error_with_a_fix() -> None:
     ],
     ids=["compiler", "old compiler", "make", "mpi", "cuda", "nccl", "pip", "headers"],
 )
-def test_a_missing_requirement_is_reported_with_a_fix(found: Machine, asked: dict[str, bool], told: str) -> None:
-    with pytest.raises(HorovodBuildError, match=told):
-        planned(found, **asked)
+def test_a_missing_requirement_is_reported_with_a_fix(
+    found: Machine, request_options: dict[str, bool], message: str
+) -> None:
+    with pytest.raises(HorovodBuildError, match=message):
+        planned(found, **request_options)
 
 
 def test_commands_for_root_have_no_sudo() -> None:
@@ -105,7 +107,7 @@ def test_missing_build_tools_are_installed_into_the_folder_of_the_build(cmake: T
 
 
 @pytest.mark.parametrize(
-    ("found", "asked"),
+    ("found", "request_options"),
     [
         (changed(torch=dataclasses.replace(CUDA_TORCH, version="2.13.0+cu130")), {}),
         (changed(torch=CPU_TORCH), {}),
@@ -121,8 +123,8 @@ def test_missing_build_tools_are_installed_into_the_folder_of_the_build(cmake: T
         (changed(flags={"LDFLAGS": "-L/opt/lib"}), {}),
     ],
 )
-def test_the_key_depends_on_torch_python_compiler_and_flags(found: Machine, asked: dict[str, bool]) -> None:
-    assert planned(found, **asked).key != planned().key
+def test_the_key_depends_on_torch_python_compiler_and_flags(found: Machine, request_options: dict[str, bool]) -> None:
+    assert planned(found, **request_options).key != planned().key
 
 
 @pytest.mark.parametrize("name", machine.FLAGS)

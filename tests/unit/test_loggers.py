@@ -170,7 +170,9 @@ def test_csv_and_json_lines_drop_an_unfinished_line(tmp_path: Path) -> None:
     for kind, name in (("csv", "metrics.csv"), ("json lines", "metrics.jsonl")):
         make, read = LOGGERS[kind]
         run(make(), tmp_path, 0, 12, offset=0.5)
-        whole = (tmp_path / name).read_text()
-        (tmp_path / name).write_text(whole[:-1] if kind == "json lines" else whole[: whole.rindex("12") + 1])
+        uninterrupted = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(
+            uninterrupted[:-1] if kind == "json lines" else uninterrupted[: uninterrupted.rindex("12") + 1]
+        )
         run(make(), tmp_path, 11, 12, offset=0.5)
         assert rounded(read(tmp_path)) == expected(dict.fromkeys(range(1, 13), 0.5))

@@ -23,7 +23,7 @@ class Cluster:
     def __init__(self, listed: str) -> None:
         self.listed = listed
         self.silent: set[str] = set()
-        self.asked: list[str] = []
+        self.request_options: list[str] = []
 
     def hosts(self) -> tuple[Host, ...]:
         if self.listed == "broken":
@@ -31,8 +31,8 @@ class Cluster:
         return parse_hosts(self.listed) if self.listed else ()
 
     def find_reachable_hosts(self, hosts: list[Host]) -> set[str]:
-        self.asked = [host.name for host in hosts]
-        return set(self.asked) - self.silent
+        self.request_options = [host.name for host in hosts]
+        return set(self.request_options) - self.silent
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_previous_hosts_come_first_after_hosts_are_added(cluster: Cluster) -> No
     members = Membership(Elastic(1, 6), cluster.hosts, 1)
     assert select(members) == "b:2,c:2"
     assert members.find_change() is None
-    assert cluster.asked == ["a"]  # those of a running job are left alone
+    assert cluster.request_options == ["a"]  # those of a running job are left alone
     cluster.silent = set()
     assert stable_change(members) == "there are 6 slots instead of 4"
     assert select(members) == "b:2,c:2,a:2"

@@ -89,10 +89,10 @@ def test_rank_0_receives_the_request_to_end_before_or_after_it_connects(early: b
     with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         if early:
             ranks.request_end()
-        asked = Rank(ranks, 0, "handles SIGTERM")
+        request_options = Rank(ranks, 0, "handles SIGTERM")
         if not early:
             ranks.request_end()
-        assert asked.end() == 0
+        assert request_options.end() == 0
         wait_until(lambda: ranks.is_preempted)
         assert ranks.lost == []
 

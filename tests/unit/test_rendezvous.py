@@ -166,9 +166,9 @@ def test_another_program_on_the_port_is_reported_within_the_timeout(kind: str, m
             f"Rank 1 could not reach rank 0 at 127.0.0.1:{port} within 3 s: {NOT_RANK_ZERO}."
         )
         assert str(caught.value).endswith("export MASTER_ADDR=<host of rank 0> MASTER_PORT=<free port>")
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as rejected:
             connect_ranks(RankInfo("env", 0, 2, 0), timedelta(seconds=3))
-        assert str(refused.value).startswith(
+        assert str(rejected.value).startswith(
             f"Rank 0 could not listen at 127.0.0.1:{port}: another program listens there. Choose a free port"
         )
 
@@ -338,8 +338,8 @@ def test_the_descriptor_limit_is_raised_or_an_error() -> None:
     assert 7 * 499 <= many[0] <= 4000
     assert 2046 <= other[0] <= 4000
     assert [hard for _, hard, _ in (two, many, other, too_many)] == [4000] * 4
-    assert [refused for _, _, refused in (two, many, other)] == [""] * 3
-    soft, _, refused = too_many
+    assert [rejected for _, _, rejected in (two, many, other)] == [""] * 3
+    soft, _, rejected = too_many
     assert soft == 200
-    assert refused.startswith("Rank 0 of 1024 needs at least 71")
-    assert "and the hard limit on this host is 4000. Raise it before the launcher starts: ulimit -Hn " in refused
+    assert rejected.startswith("Rank 0 of 1024 needs at least 71")
+    assert "and the hard limit on this host is 4000. Raise it before the launcher starts: ulimit -Hn " in rejected

@@ -12,30 +12,30 @@ from unitrain.metrics.running_loss import RunningLoss
 LOCAL = LocalBackend(torch.device("cpu"))
 
 
-def look(loss: RunningLoss, epoch: int, step: int) -> float:
+def sync_mean(loss: RunningLoss, epoch: int, step: int) -> float:
     return loss.mean_since_sync([loss.local_sums()], epoch, step)
 
 
-def collected(looks: list[int]) -> tuple[list[float], float]:
-    """Return what is seen at steps `looks`, and in the end, of ten steps over 3 samples each."""
+def collected(sync_point_rows: list[int]) -> tuple[list[float], float]:
+    """Return what is seen at steps `sync_point_rows`, and in the end, of ten steps over 3 samples each."""
     loss = RunningLoss(LOCAL)
     seen = []
     for step in range(1, 11):
         loss.add(torch.tensor(step / 3), 3)
         loss.finish_step()
-        if step in looks:
-            seen.append(look(loss, 1, step))
+        if step in sync_point_rows:
+            seen.append(sync_mean(loss, 1, step))
     return seen, loss.epoch_mean(1, 10)
 
 
 def test_mean_since_sync_covers_the_steps_since_the_last_call() -> None:
-    seen, whole = collected([2, 10])
+    seen, uninterrupted = collected([2, 10])
     assert seen == pytest.approx([1.5 / 3, 6.5 / 3], rel=1e-6)
-    assert whole == pytest.approx(5.5 / 3, rel=1e-6)
+    assert uninterrupted == pytest.approx(5.5 / 3, rel=1e-6)
 
 
 def test_epoch_mean_does_not_depend_on_sync_points() -> None:
-    assert len({collected(looks)[1] for looks in ([], [1], [3, 4, 9], list(range(1, 11)))}) == 1
+    assert len({collected(sync_point_rows)[1] for sync_point_rows in ([], [1], [3, 4, 9], list(range(1, 11)))}) == 1
 
 
 def test_start_epoch_resets_the_epoch_mean() -> None:
@@ -43,12 +43,12 @@ def test_start_epoch_resets_the_epoch_mean() -> None:
     loss.add(torch.tensor(5.0), 2)
     loss.finish_step()
     assert (loss.epoch_mean(1, 1), loss.steps) == (5.0, 1)
-    assert look(loss, 1, 1) == 5.0
+    assert sync_mean(loss, 1, 1) == 5.0
     loss.start_epoch()
     assert loss.steps == 0
     loss.add(torch.tensor(7.0), 1)
     loss.finish_step()
-    assert look(loss, 2, 2) == 7.0
+    assert sync_mean(loss, 2, 2) == 7.0
     assert loss.epoch_mean(2, 2) == 7.0
 
 
@@ -57,14 +57,14 @@ def test_mean_since_sync_includes_the_end_of_the_previous_epoch() -> None:
     for value in (1.0, 2.0):
         loss.add(torch.tensor(value), 1)
         loss.finish_step()
-    assert look(loss, 1, 2) == 1.5
+    assert sync_mean(loss, 1, 2) == 1.5
     loss.add(torch.tensor(6.0), 1)
     loss.finish_step()
     assert loss.epoch_mean(1, 3) == 3.0
     loss.start_epoch()
     loss.add(torch.tensor(8.0), 1)
     loss.finish_step()
-    assert look(loss, 2, 4) == 7.0
+    assert sync_mean(loss, 2, 4) == 7.0
     assert loss.epoch_mean(2, 4) == 8.0
 
 
@@ -92,8 +92,8 @@ def test_mean_of_an_interrupted_run_is_bit_equal_to_uninterrupted(at: int, count
 
     resumed = RunningLoss(LOCAL)
     resumed.load_state_dict(collect(RunningLoss(LOCAL), values[:at]).state_dict())
-    whole = collect(RunningLoss(LOCAL), values[:at])
-    assert collect(resumed, values[at:]).epoch_mean(1, 1) == collect(whole, values[at:]).epoch_mean(1, 1)
+    uninterrupted = collect(RunningLoss(LOCAL), values[:at])
+    assert collect(resumed, values[at:]).epoch_mean(1, 1) == collect(uninterrupted, values[at:]).epoch_mean(1, 1)
     assert resumed.steps == 170
 
 
@@ -102,7 +102,7 @@ def test_non_finite_loss_raises_at_sync_points_and_at_the_end_of_the_epoch() -> 
     loss.add(torch.tensor(float("inf")), 1)
     loss.finish_step()
     with pytest.raises(NonFiniteLossError, match=r"^The mean loss became inf in epoch 3, by step 7\. Lower the learn"):
-        look(loss, 3, 7)
+        sync_mean(loss, 3, 7)
     with pytest.raises(NonFiniteLossError, match=r"by step 8\."):
         loss.epoch_mean(3, 8)
 
@@ -123,6 +123,6 @@ def test_invalid_token_counts_are_rejected(count: float) -> None:
     with pytest.raises(
         ModelError, match=f"The losses add up to 2, but the numbers of tokens .* add up to {count:g}\\."
     ):
-        look(loss, 1, 1)
+        sync_mean(loss, 1, 1)
     with pytest.raises(ModelError, match=r"Let loss_fn return the mean over the batch"):
         loss.epoch_mean(1, 1)

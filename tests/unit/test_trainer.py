@@ -172,9 +172,9 @@ def test_steps_count_optimizer_steps() -> None:
     trainer = make(settings(max_steps=8, gradient_accumulation_steps=2))
     trainer.fit(samples())  # an epoch has 3
     assert (trainer.progress.epoch, trainer.progress.step, trainer.progress.sample) == (2, 8, 16)
-    whole = make(settings(max_steps=6, gradient_accumulation_steps=2))
-    whole.fit(samples())
-    assert (whole.progress.epoch, whole.progress.sample) == (2, 0)
+    uninterrupted = make(settings(max_steps=6, gradient_accumulation_steps=2))
+    uninterrupted.fit(samples())
+    assert (uninterrupted.progress.epoch, uninterrupted.progress.sample) == (2, 0)
 
 
 def test_second_fit_of_a_finished_run_trains_no_step() -> None:
@@ -228,8 +228,8 @@ def test_optimizer_of_some_parameters_ignores_the_others(precision: str) -> None
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_interrupted_fit_continues_with_complete_steps(precision: str) -> None:
     given = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "precision": precision, "shuffle": False}
-    whole = make(settings(**given))
-    results = whole.fit(samples())
+    uninterrupted = make(settings(**given))
+    results = uninterrupted.fit(samples())
     stopped, calls, loss_fn = make(settings(**given)), 0, nn.CrossEntropyLoss()
 
     def interrupted(output: Tensor, target: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def test_interrupted_fit_continues_with_complete_steps(precision: str) -> None:
         stopped.fit(samples())
     assert stopped.progress.step == 1
     assert stopped.fit(samples())["train_loss"] == results["train_loss"]
-    for one, two in zip(whole.model.parameters(), stopped.model.parameters(), strict=True):
+    for one, two in zip(uninterrupted.model.parameters(), stopped.model.parameters(), strict=True):
         assert torch.equal(one, two)
 
 

@@ -175,8 +175,10 @@ def test_read_accepts_hostfiles(tmp_path: Path) -> None:
 def test_tasks_of_srun_are_derived_from_its_gpus(options: str, counts: tuple[int, ...]) -> None:
     found = read(f"srun {options} python t.py")
     assert found.counts == counts
-    asked = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
-    assert set(asked) <= {word for other in found.launcher_options for word in other.equivalents.get("sbatch", ())}
+    request_options = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
+    assert set(request_options) <= {
+        word for other in found.launcher_options for word in other.equivalents.get("sbatch", ())
+    }
 
 
 def test_unspecified_tasks_of_srun_are_remarked() -> None:
@@ -908,15 +910,17 @@ def test_tuning_options_of_horovodrun_become_variables(tuning: str, monkeypatch:
     from horovod.runner.common.util import config_parser
 
     value = [] if horovodrun.SYNTAX.arity[tuning] == 0 else ["INFO" if tuning == "--log-level" else "1"]
-    beside = ["--autotune"] if tuning.startswith("--autotune-") else []
-    beside = ["--timeline-filename", "f"] if tuning.endswith("timeline-mark-cycles") else beside
-    monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "1", *beside, tuning, *value, "python", "t.py"])
-    asked: dict[str, str] = {}
-    config_parser.set_env_from_args(asked, launch.parse_args())
-    job = read(f"horovodrun -np 1 {join([*beside, tuning, *value])} python t.py")
-    told = {name: value for other in job.launcher_options for name, value in other.variables.items()}
-    assert told
-    assert {name: as_number(value) for name, value in told.items()} == {name: as_number(asked[name]) for name in told}
+    overlapping = ["--autotune"] if tuning.startswith("--autotune-") else []
+    overlapping = ["--timeline-filename", "f"] if tuning.endswith("timeline-mark-cycles") else overlapping
+    monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "1", *overlapping, tuning, *value, "python", "t.py"])
+    request_options: dict[str, str] = {}
+    config_parser.set_env_from_args(request_options, launch.parse_args())
+    job = read(f"horovodrun -np 1 {join([*overlapping, tuning, *value])} python t.py")
+    rank_results = {name: value for other in job.launcher_options for name, value in other.variables.items()}
+    assert rank_results
+    assert {name: as_number(value) for name, value in rank_results.items()} == {
+        name: as_number(request_options[name]) for name in rank_results
+    }
 
 
 def as_number(text: str) -> object:
@@ -926,11 +930,11 @@ def as_number(text: str) -> object:
 @needs_open_mpi
 def test_syntax_has_every_option_of_open_mpi() -> None:
     environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    told = subprocess.check_output(["mpirun", "--help", "unsupported"], env=environ, text=True, timeout=60)
+    rank_results = subprocess.check_output(["mpirun", "--help", "unsupported"], env=environ, text=True, timeout=60)
     known = [
         ([f"--{name.lstrip('-')}" if len(name.lstrip("-")) > 1 else name for name in line.split()[0].split("|")],
          len(re.findall(r"<arg\d+>", line)))
-        for line in told.splitlines()
+        for line in rank_results.splitlines()
         if re.match(r" {0,3}-", line)
     ]  # fmt: skip
     assert len(known) > 80

@@ -161,9 +161,9 @@ def reducescatter_returns_the_chunk_of_the_rank(backend: Backend) -> None:
         shape = (2 * backend.size, *rest)
         own = _input(backend.rank, shape, dtype)
         kept = own.clone()
-        whole = _combined([_input(rank, shape, dtype) for rank in range(backend.size)], op)
+        reduced_input = _combined([_input(rank, shape, dtype) for rank in range(backend.size)], op)
         result = backend.reducescatter(own, op)  # type: ignore[arg-type]
-        assert_close(result, whole[2 * backend.rank : 2 * backend.rank + 2])
+        assert_close(result, reduced_input[2 * backend.rank : 2 * backend.rank + 2])
         assert torch.equal(own, kept)
     raises(TensorError, "equal slices", lambda: backend.reducescatter(torch.ones(())))
     if backend.size > 1:

@@ -33,13 +33,13 @@ def may_raise_unsupported_error(case: Case) -> Case:
     """Accept UnsupportedError from a backend that does not support compression."""
 
     @functools.wraps(case)
-    def tolerant(backend: Backend) -> None:
+    def may_raise_unsupported(backend: Backend) -> None:
         try:
             case(backend)
         except UnsupportedError as error:
             assert_same_on_every_rank(backend, str(error))
 
-    return tolerant
+    return may_raise_unsupported
 
 
 def steps(backend: Backend, model: nn.Module, wrapped: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:

@@ -72,11 +72,11 @@ def backward_after_no_sync_reduces_accumulated_gradients(backend: Backend) -> No
                 with backend.no_sync(wrapped):
                     backward(wrapped, backend.rank, number)
 
-        def whole_window(m: nn.Module, rank: int, window: range = window) -> None:
+        def train_accumulation_window(m: nn.Module, rank: int, window: range = window) -> None:
             for number in window:
                 backward(m, rank, number)
 
-        assert_gradients(model, mean_gradients(backend, twin, whole_window))
+        assert_gradients(model, mean_gradients(backend, twin, train_accumulation_window))
         step += micro_steps
 
 
@@ -127,7 +127,7 @@ def two_backward_passes_accumulate(backend: Backend) -> None:
 
 
 @contract
-def two_forward_passes_and_one_backward(backend: Backend) -> None:
+def one_backward_through_two_forwards_reduces_both(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
 

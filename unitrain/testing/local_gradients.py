@@ -79,7 +79,7 @@ def backward_outside_no_sync_reduces_after_forward_inside(backend: Backend) -> N
 
 
 @contract
-def one_backward_after_forwards_inside_and_outside_no_sync(backend: Backend) -> None:
+def one_backward_after_forwards_inside_and_outside_no_sync_reduces_both(backend: Backend) -> None:
     model, twin = TwoHeads(), TwoHeads()
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
 
@@ -314,7 +314,7 @@ def parameters_used_only_in_no_sync_are_reduced_after_unfreezing(backend: Backen
 
 
 @contract
-def two_models_share_parameters(backend: Backend) -> None:
+def two_models_with_shared_parameters_are_reduced(backend: Backend) -> None:
     """A classifier and a decoder share an encoder and have one optimizer each."""
     shared = nn.Linear(FEATURES, 5).double()
     pair = [nn.Sequential(shared, nn.Linear(5, 2).double()) for _ in range(2)]

@@ -164,7 +164,7 @@ def schedulers_work_as_in_plain_torch(backend: Backend) -> None:
 
 
 @contract
-def one_model_with_two_optimizers(backend: Backend) -> None:
+def one_model_trains_with_two_optimizers(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
 

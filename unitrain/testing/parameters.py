@@ -74,7 +74,7 @@ def unused_parameters_raise_on_every_rank(backend: Backend) -> None:
 
 
 @contract
-def one_backward_after_forwards_of_different_heads(backend: Backend) -> None:
+def one_backward_after_forwards_of_different_heads_reduces_both(backend: Backend) -> None:
     for find_unused_parameters in (False, True):
         model, twin = TwoHeads(), TwoHeads()
         wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)

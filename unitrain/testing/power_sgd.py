@@ -355,7 +355,7 @@ def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> N
     wrapped, memory = with_compression_state(backend, model, LOW_RANK)
     for _ in steps(backend, model, wrapped, 3):
         pass
-    whole = backend.broadcast_object(plain(memory))
+    gathered_state = backend.broadcast_object(plain(memory))
     memory.max_gathered_bytes = 0  # type: ignore[attr-defined]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -364,8 +364,8 @@ def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> N
     _, other = with_compression_state(backend, resumed, LOW_RANK)
     other.load_state_dict(state if backend.rank == 0 else {})
     kept = backend.broadcast_object(plain(other))
-    assert kept["steps"] == whole["steps"]
-    for name, of_all_ranks in whole["errors"].items():
+    assert kept["steps"] == gathered_state["steps"]
+    for name, of_all_ranks in gathered_state["errors"].items():
         assert len(of_all_ranks) == backend.size
         mean = of_all_ranks.mean(0, keepdim=True)
         torch.testing.assert_close(kept["errors"][name], mean.expand_as(of_all_ranks), rtol=0, atol=1e-12)

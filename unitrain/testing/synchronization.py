@@ -29,7 +29,7 @@ def gradients_equal_those_of_the_reference_implementation(backend: Backend) -> N
 
 
 @contract
-def a_copy_of_a_distributed_model_is_plain_or_refused(backend: Backend) -> None:
+def copying_a_distributed_model_raises_or_returns_a_plain_model(backend: Backend) -> None:
     model = build()
     distributed = backend.distributed_model(model)
     if distributed is not model:
@@ -69,7 +69,7 @@ def two_models_that_share_a_parameter_cannot_share_a_backward(backend: Backend) 
 
 
 @contract
-def a_mean_overflows_only_if_the_sum_does(backend: Backend) -> None:
+def mean_overflows_if_and_only_if_the_sum_overflows(backend: Backend) -> None:
     largest = torch.finfo(torch.float32).max
     for elements in (1, 5000):
         mean = backend.allreduce(torch.full((elements,), largest / backend.size), "mean")
