@@ -47,7 +47,7 @@ def encoder() -> nn.Module:
 
 
 def contrast(one: Tensor, two: Tensor, backend: unitrain.Backend) -> Tensor:
-    """Return the loss of classifying, for each first view, which second view of all ranks belongs to it."""
+    """Return the cross-entropy of finding the second view of each image among the second views of all ranks."""
     one, two = (normalize(unitrain.differentiable_allgather(view, backend)) for view in (one, two))
     return cross_entropy(one @ two.t() / TEMPERATURE, torch.arange(len(one), device=one.device))
 

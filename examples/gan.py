@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/gan.py --backend horovod
 
-The Trainer has one optimizer and one loss. Your own loop may have several: wrap each model, and each backward
+The Trainer supports one optimizer and one loss. Your own loop can use several: wrap each model, and each backward pass
 reduces the gradients of the models that it passes through.
 """
 
