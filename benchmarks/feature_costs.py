@@ -2,7 +2,8 @@
 
 Trainers that differ in one setting take turns on the same ranks, in a new order in every round. The table shows the
 time of a micro-batch with the feature divided by that without it, in the same round: 1.05 is five percent slower.
-`gradient_accumulation_steps=4` is also compared with four micro-batches that each communicate, as in a loop without `no_sync`.
+`gradient_accumulation_steps=4` is also compared with four micro-batches that each communicate, as in a loop without
+`no_sync`.
 
     python benchmarks/feature_costs.py            # starts its own ranks; writes benchmarks/results/feature_costs.*
 """
