@@ -119,7 +119,7 @@ MODEL, OPTIMIZER, SCHEDULER = trained(5)
 STATE = MODEL.state_dict()
 PREFIXED = {f"module.{name}": value for name, value in STATE.items()}
 COMPLETE = {"optimizer": OPTIMIZER.state_dict(), "scheduler": SCHEDULER.state_dict()}
-# What is written, and how much of the run it holds beside the model.
+# The files to convert, and the other state of the run that they contain.
 SOURCES: dict[str, tuple[Any, set[str], tuple[int, int]]] = {
     "state_dict.pt": (STATE, set(), (0, 0)),
     "ddp.pt": (PREFIXED, set(), (0, 0)),

@@ -1,4 +1,4 @@
-"""`unitrain horovod check` tells what is installed, also where importing it fails or crashes."""
+"""`unitrain horovod check` reports what is installed, also if importing it fails or crashes."""
 
 from __future__ import annotations
 

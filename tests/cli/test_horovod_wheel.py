@@ -1,4 +1,4 @@
-"""`unitrain horovod build` changes the real sources, caches, fails and dry-runs as it says."""
+"""`unitrain horovod build`: patches of the real sources, cache, failures and dry runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a run: it shows the numbers of its record, of runs in every state, and asks nobody for anything."""
+"""The report of a run: it shows the numbers of its history in every state, without external resources."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
 
 
 def raised_messages(backend: Backend, folder: str) -> dict[str, str]:
-    """Return what each case says, or "accepted"; and what is no deliberate error."""
+    """Return the error message of each case, or "accepted", and other exceptions."""
     texts = {}
     for name, (case, _, _) in CASES.items():
         try:
@@ -342,7 +342,7 @@ def raised_messages(backend: Backend, folder: str) -> dict[str, str]:
 def messages_by_rank(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[dict[str, str]]]:
-    """What every case says, on each rank of one group."""
+    """The error message of every case, on each rank of one group."""
     with RankGroup(*request.param) as group:
         yield group.run(raised_messages, str(tmp_path_factory.mktemp("runs") / "run"))
 

@@ -1,4 +1,4 @@
-"""What a training run refuses: the same sentence on every rank, before anything hangs, and the group still works."""
+"""Bad input of a training run raises the same error on every rank, without a hang, and the group remains usable."""
 
 from __future__ import annotations
 

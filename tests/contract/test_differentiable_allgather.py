@@ -1,4 +1,4 @@
-"""Losses over the samples of all ranks: N ranks train as one process does with the whole batch."""
+"""Losses over the samples of all ranks: N ranks train as one process with the global batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole contract once more on Horovod as its own launcher starts it, with each of its two controllers."""
+"""The complete contract on Horovod under horovodrun, with each of its two controllers."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def limit_pieces(limit: int) -> None:
 
 
 def reductions(backend: Backend, limit: int) -> list[str]:
-    """Reduce every dtype by every operation in each collective, and return the refusals."""
+    """Reduce every dtype by every operation in each collective, and return the error messages."""
     limit_pieces(limit)
     group: Any = dist.group.WORLD
     rank, size = backend.rank, backend.size
@@ -151,7 +151,7 @@ def reductions(backend: Backend, limit: int) -> list[str]:
             except UnsupportedError as error:
                 unsupported_messages.append(str(error))
             else:
-                raise AssertionError(f"{dtype} by {op} was not refused, and became {own}")
+                raise AssertionError(f"{dtype} by {op} raised no error, and became {own}")
             continue
         own = inputs[rank].clone()
         work = group.allreduce([own], options(dist.AllreduceOptions, op))

@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks: N ranks compute what one process with plain BatchNorm computes on the whole batch."""
+"""BatchNorm over all ranks: N ranks compute what one process with plain BatchNorm computes on the global batch."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check_layers(backend: Backend) -> None:
         assert all(a is b for a, b in zip(tensors, [*module.parameters(), *module.buffers()], strict=True))
         expected, gradients, state = uninterrupted_run(name, dtype)
         found = run_layer(module, name, part, dtype=dtype, memory_format=memory_format)
-        if name == "untracked":  # evaluates each rank's samples by their own statistics, and says nothing to the others
+        if name == "untracked":  # normalizes by local statistics in eval mode, without communication
             expected.pop()
             found.pop()
         for one, other in zip(found, expected, strict=True):
@@ -154,7 +154,7 @@ def check_autocast(backend: Backend) -> None:
 
 
 class Block(nn.Module):
-    """Calls one layer twice, and is recomputed in backward where it is told so."""
+    """Calls one layer twice, and optionally recomputes it in backward."""
 
     def __init__(self, *, recomputed: bool) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def check_uses(backend: Backend) -> None:
 
 
 class Deep(nn.Module):
-    """Many layers, of which a forward leaves out what it is told; the BatchNorms are always called."""
+    """Many layers. A forward skips the selected ones, but calls every BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Branches(nn.Module):
 
 
 def check_errors(backend: Backend) -> None:
-    """What is wrong is the same error on every rank, and they can go on."""
+    """Invalid calls raise the same error on every rank, and the ranks can continue."""
     model = unitrain.sync_batch_norm(Branches(), backend)
     with pytest.raises(
         CollectiveMismatchError, match=rf"This rank calls BatchNorm 'branches\.{backend.rank % 2}' while"

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, the same after loading, and never silently wrong."""
+"""Checkpoints: complete or absent, bit-equal after loading, and an error if they do not fit."""
 
 from __future__ import annotations
 

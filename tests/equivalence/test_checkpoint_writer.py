@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the training, and which of them are kept."""
+"""Checkpoints that are written in a background thread, and their retention."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Compression in whole runs: against plain torch in one process that has the gradients of all ranks at hand, against
-torch's own hook, and through the Trainer with what it adds. The contract suite is about the meaning of one reduction.
+"""Compression in complete runs: compared with plain torch in one process that has the gradients of all ranks at hand,
+against torch's own hook, and through the Trainer with what it adds. The contract suite is about the meaning of one
+reduction.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LOOPS: dict[str, tuple[torch.dtype, Compression]] = {
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-9}
 # What is run, in this order; "local" is this process.
 LAUNCHES = [("local", 1), ("ddp", 2), ("horovod", 3), ("ddp", 3), ("horovod", 2), ("local", 1)]
-# Runs that are interrupted, or not: their settings, and which launch goes on with it up to which step.
+# Interrupted and uninterrupted runs: their settings, and the last step of each launch.
 ROUTES: dict[str, tuple[str, dict[int, int]]] = {
     "whole": ("loss scaling", {1: 12}),
     "ddp to horovod": ("loss scaling", {1: 7, 4: 12}),
@@ -228,7 +229,7 @@ def data(dtype: torch.dtype = torch.float64, count: int = 4 * ROWS) -> TensorDat
 
 
 def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A loss that counts as many tokens as the target says, so their number differs much between steps and ranks."""
+    """A loss with the number of tokens in the target, which differs between steps and ranks."""
     tokens = 4 ** (target * (target > 1))
     return (nn.functional.cross_entropy(output, target, reduction="none") * tokens).sum(), tokens.sum()
 
@@ -352,7 +353,7 @@ def test_error_feedback_follows_the_loss_scale() -> None:
 
 
 def run_to(backend: Backend, folder: Path, steps: int, compression: Compression, variant: str) -> Tensor:
-    """Train until `steps`, going on from what is in `folder`, which is written to beside the training."""
+    """Train until `steps`, resuming from `folder`, with checkpoints written in the background."""
     settings = {
         **VARIANTS[variant],
         "async_checkpoints": True,

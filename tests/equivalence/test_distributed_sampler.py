@@ -82,5 +82,5 @@ def test_port_with_batch_norm_reproduces_the_original_script(group: RankGroup) -
             for name, wanted in expected.items():
                 if "running" in name and rank:
                     continue  # what is evaluated and saved is rank 0's
-                # DistributedDataParallel adds up the gradients of three ranks in an order of its own.
+                # DistributedDataParallel adds the gradients of three ranks in another order.
                 torch.testing.assert_close(port[name], wanted, rtol=0, atol=0 if group.size < 3 else 1e-5)

@@ -1,4 +1,4 @@
-"""Fused optimizers and those that are not: the same run, on every backend, with all that a step may be asked for."""
+"""Fused and unfused optimizers give the same run on every backend, with every option of a step."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Listed(IterableDataset[tuple[int, Tensor]]):
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Whole batches, of sizes of their own."""
+    """Batches of different sizes."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -363,7 +363,7 @@ def test_rank_without_any_batch_takes_the_same_steps(group: RankGroup, uneven: s
 
 
 def train_sizes(backend: Backend, kind: str, sizes: list[list[int]], settings: dict[str, Any]) -> Any:
-    """Train on whole batches: of one stream, of the ranks' own, or by index."""
+    """Train on batches that the dataset makes: of a shared stream, of a stream per rank, or by index."""
     workers = settings.pop("workers")
     dataset: Any = {
         "shared": lambda: Batches(sizes[0]),
@@ -380,7 +380,7 @@ def train_sizes(backend: Backend, kind: str, sizes: list[list[int]], settings: d
 def test_batches_made_by_the_dataset_are_weighted_by_their_samples(group: RankGroup, kind: str, workers: int) -> None:
     sizes = [[3, 5, 1, 4, 2, 6, 3], [2, 7, 1], [5, 0, 4, 1]]
     if kind == "own":
-        # Each worker has the whole stream of its rank.
+        # Each worker has the complete stream of its rank.
         ranks = [
             [batch for batch in numbered(sizes[rank]) for _ in range(max(1, workers))] for rank in range(group.size)
         ]
@@ -440,7 +440,7 @@ def test_evaluated_stream_may_reuse_the_memory_of_a_batch(group: RankGroup) -> N
 
 
 def interrupted(backend: Backend, folder: str, kind: str, workers: int, settings: dict[str, Any]) -> list[Tensor]:
-    """Train as many steps as are asked for, from where the folder ends."""
+    """Train the requested number of steps, resuming from the folder."""
     lengths = LENGTHS[backend.size]
     if kind == "shared":
         data: Any = Shuffled(62)
@@ -508,11 +508,11 @@ class StopAfter(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == self.steps:
-            trainer.stop("the test says so")
+            trainer.stop("requested by the test")
 
 
 def noisy_run(backend: Backend, folder: str, kind: str, accumulate: int, drop_last: bool, ends: list[int]) -> Any:
-    """Train for so many steps in each of several runs, that go on from one another; the last ends by `steps`."""
+    """Train in several runs, each resumed from the previous one; the last ends after `steps` steps."""
     data: Any = {
         "shared": Shuffled(62),
         "own": Listed(own_numbers(backend.rank, LENGTHS[backend.size])),

@@ -150,7 +150,7 @@ def test_invalid_losses_are_rejected(returned: Any, message: str) -> None:
 
 
 def test_many_tokens_fit_into_half_precision() -> None:
-    """A sum over 40,000 tokens does not; the gradient that travels is that of about their mean."""
+    """A sum over 40,000 tokens overflows; the gradient that is communicated is close to that of their mean."""
     model = network()
     seen: list[float] = []
     model.weight.register_hook(lambda gradient: seen.append(float(gradient.abs().max())))

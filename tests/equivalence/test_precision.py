@@ -22,7 +22,7 @@ OVERFLOWS = 3  # the step, counted from 0, in which a gradient is made infinite
 
 
 class Network(nn.Module):
-    """Notes what it computes in, and makes the gradient infinite in one step where it is told to."""
+    """Records its dtype, and makes the gradient infinite in a selected step."""
 
     def __init__(self, *, overflows: bool = False) -> None:
         super().__init__()

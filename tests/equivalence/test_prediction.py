@@ -33,7 +33,7 @@ Case = tuple[int, int, str]  # samples, batch size, kind of data
 
 
 class Indexed(Dataset[tuple[Tensor, Tensor, int]]):
-    """Samples of a class that nobody can look into."""
+    """Samples of a class that torch cannot inspect."""
 
     def __init__(self, data: TensorDataset) -> None:
         self.data = data
@@ -90,7 +90,8 @@ def make(backend: Backend, **given: Any) -> Trainer:
 
 
 def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
-    """Return of each case what evaluation and prediction gave here, and the samples seen here; or the refusals."""
+    """Return the results of evaluation and prediction of each case on this rank and its samples, or the error
+    messages."""
     seen: list[int] = []
 
     def monitored_wait(model: nn.Module, batch: list[Tensor]) -> tuple[Any, Tensor]:
@@ -98,7 +99,7 @@ def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
         return forward(model, batch)
 
     trainer = make(backend, forward=monitored_wait)
-    # Ranks gather statistics of their own while they train; rank 0's count.
+    # Ranks collect separate statistics while they train; those of rank 0 are used.
     trainer.backend.unwrap(trainer.model).norm.running_mean.fill_(0.25 + backend.rank)
     results: list[Any] = []
     for length, batch_size, kind in cases:
@@ -123,7 +124,7 @@ def results_of(backend: Backend, cases: list[Case]) -> list[Any]:
 
 
 def expected(length: int) -> tuple[dict[str, float], Tensor]:
-    """Return the numbers and the output of plain torch on the whole dataset at once."""
+    """Return the numbers and the output of plain torch on the complete dataset."""
     inputs, targets, index = samples(length).tensors
     model = Model().eval()
     model.norm.running_mean.fill_(0.25)

@@ -1,4 +1,4 @@
-"""A run that is interrupted on one backend and number of ranks goes on, on another, as if nothing had happened."""
+"""A run that is interrupted on one backend and number of ranks resumes on another, equal to an uninterrupted run."""
 
 from __future__ import annotations
 

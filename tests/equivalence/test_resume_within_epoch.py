@@ -1,4 +1,4 @@
-"""A run that is interrupted within an epoch and resumed has the results of the whole epoch."""
+"""A run that is interrupted within an epoch and resumed has the results of the complete epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLES, GLOBAL_BATCH = 70, 12
 
 
 class Kill(BaseException):
-    """Ends the process in the place where it is raised, as far as the run can tell."""
+    """Simulates the end of the process at the place where it is raised."""
 
 
 class KillAt(Callback):
@@ -61,7 +61,8 @@ def run(
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     generator = torch.Generator().manual_seed(6)
-    # The labels of the second half contradict those of the first: the loss of a part of an epoch is far from the whole.
+    # The labels of the second half contradict those of the first: the loss of a part of an epoch differs from that of
+    # the epoch.
     inputs = torch.randn(SAMPLES, 6, generator=generator).double()
     labels = torch.where(torch.arange(SAMPLES) < SAMPLES // 2, inputs[:, 0] > 0, inputs[:, 0] < 0).long()
     data: Dataset[Any] = TensorDataset(inputs, labels)

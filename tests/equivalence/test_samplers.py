@@ -49,7 +49,7 @@ Steps = list[list[int]]
 
 
 class Opaque(Dataset[tuple[Tensor, Tensor]]):
-    """The samples, of a class that nobody can look into."""
+    """The samples, of a class that torch cannot inspect."""
 
     def __len__(self) -> int:
         return LENGTH

@@ -1,4 +1,4 @@
-"""ShardedLoader and MeanMetric in a plain loop: the same parameters and means as one process with the whole batch."""
+"""ShardedLoader and MeanMetric in a plain loop: the same parameters and means as one process with the global batch."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ HELD: list[tuple[str, Any, list[Any], int]] = [
     ("lists of text", (["a b", "c"], torch.zeros(2)), ITEMS, 2),
     ("an object", object(), ITEMS, 4),
     ("a number", torch.zeros(()), ITEMS, 4),
-    ("no two alike", (torch.zeros(7), torch.zeros(2, 9)), SEQUENCES, 4),
+    ("different shapes", (torch.zeros(7), torch.zeros(2, 9)), SEQUENCES, 4),
     ("packed", (nn.utils.rnn.pack_sequence([one for one, _ in SEQUENCES], False), torch.zeros(4)), SEQUENCES, 4),
 ]
 
@@ -279,7 +279,7 @@ def test_infer_sample_count_returns_the_number_of_samples(batch: Any, items: lis
 
 
 def test_skipped_samples_occur_in_relevant_positions() -> None:
-    """Guards the tests above against samples that are left out of all batches alike."""
+    """Check that the skipped samples of the tests above are not evenly distributed over batches."""
     for size in (2, 3):
         differences = 0
         for first in range(0, LENGTH, GLOBAL_BATCH):

@@ -1,4 +1,4 @@
-"""When the ranks meet: about every two seconds, at the same steps on all of them; and what they tell each other."""
+"""Sync points: about every two seconds, at the same steps on all ranks, with the exchanged numbers."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def late_metric(output: Tensor, target: Tensor) -> float:
 
 
 def train(backend: Backend, case: str, folder: Path) -> Row:
-    """Train an epoch, in which the last rank is late where `case` says so, and return its row of the history.
+    """Train an epoch, in which the last rank is delayed in the part `case`, and return its row of the history.
 
     Beside it, its "sync_points", and what was "shown" of it.
     """
@@ -158,7 +158,7 @@ def test_slow_update_is_timed_as_update(rows: dict[str, Row]) -> None:
 def test_slow_rank_is_reported(rows: dict[str, Row], case: str, part: str) -> None:
     row = rows[case]
     last = len(row["data_seconds"]) - 1
-    if last == 0:  # nobody waits for it
+    if last == 0:  # no rank waits for it
         assert not any("slow" in sync_mean for sync_mean in row["sync_points"])
         assert "slow" not in row["shown"]
         return
@@ -194,7 +194,7 @@ BUSY = [0.2, 1.4, 0.2, 0.2]
                 "rank 1 is slow: data 400 ms a step, others 100 ms",
             ],
         ),
-        # What one rank takes longer for data it takes less for computing: nobody waits.
+        # A rank that takes longer to load data takes less time to compute, so no rank waits.
         ([FAST, [0.8, 0.4, 0.6, 0.2]], []),
         # Less than a fifth of a step is no straggler.
         ([FAST, [0.5, 1.0, 0.3, 0.2]], []),
@@ -290,7 +290,7 @@ def test_data_loaded_while_a_gpu_computes_is_not_data_time(
     assert lately[1:] == [pytest.approx(30), pytest.approx(20), pytest.approx(10)]
     assert times.take_recent_seconds() == ([0.0, 0.0, 0.0, 0.0], 0)
     found = times.gather()
-    # In the few steps that are measured, the GPU is empty when the next batch is asked for.
+    # In the few steps that are measured, the GPU is idle when the next batch is requested.
     assert seconds == pytest.approx(100 * max(0.6, fetching), rel=0.06)
     assert found["data_seconds"] == [pytest.approx(100 * waited, rel=0.1, abs=0.05 * seconds)]
     rest = seconds - found["data_seconds"][0]

@@ -168,7 +168,7 @@ def evaluate(backend: Backend) -> list[dict[str, float]]:
     results = [trainer.evaluate(data(count)) for count in (*COUNTS, *COUNTS)]
     for name, metric in metrics.items():
         for part in metric.modules():
-            # These two have no state of their own, and leave their count as it is.
+            # These two have no state, and do not change their count.
             outer = isinstance(part, wrappers.ClasswiseWrapper | torchmetrics.metric.CompositionalMetric)
             if isinstance(part, torchmetrics.Metric) and not outer:
                 assert part.update_count == 0, name
@@ -230,7 +230,7 @@ def test_torchmetrics_equal_one_metric_with_all_batches(group: RankGroup) -> Non
 
 
 class Failing(torchmetrics.MeanMetric):
-    """Fails where it is told to, on the last rank."""
+    """Fails in the method `location`, on the last rank."""
 
     def __init__(self, backend: Backend, where: str) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Failing(torchmetrics.MeanMetric):
 
 
 def rejected(backend: Backend) -> list[tuple[str, str]]:
-    """Return what is said of metrics that cannot be used, and check that evaluating goes on afterwards."""
+    """Return the errors of unusable metrics, and check that a later evaluation works."""
     message_text = []
     trainer = make(backend, {"broken": Failing(backend, "update")})
     for _ in range(2):

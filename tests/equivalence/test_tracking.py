@@ -86,7 +86,7 @@ class Speaks(unitrain.Callback):
 
 
 class Kept(Logger):
-    """Keeps what it is told in memory."""
+    """Stores the logged values in memory."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -117,7 +117,7 @@ class NeedsAPackage(Logger):
 
 class FailsInStart(Kept):
     def start(self, start: Start) -> None:
-        raise ConnectionError("nobody there")
+        raise ConnectionError("no server")
 
 
 class FailsInLog(Kept):
@@ -143,7 +143,7 @@ class HangsInFinish(Kept):
 
 
 def interrupted_and_resumed(backend: Backend, folder: Path) -> None:
-    """Fail in step 7, after a checkpoint at step 4, and go on from there to the end."""
+    """Fail in step 7, after a checkpoint at step 4, then resume from it and train to the end."""
     for fails_at in (7, None):
         made = trainer(
             backend,
@@ -273,7 +273,7 @@ def test_failing_or_hanging_logger_causes_a_warning_and_does_not_change_the_run(
         assert message_text.startswith("FailsInPrepare cannot be used: OSError: no room. ")
     assert first[3] == [
         "FailsInLog failed in 'log': SystemExit: enough. The run continues without this logger.",
-        "FailsInStart failed in 'start': ConnectionError: nobody there. The run continues without this logger.",
+        "FailsInStart failed in 'start': ConnectionError: no server. The run continues without this logger.",
         "Hangs has been busy with 'log' for more than 0.3 s. The run continues without this logger.",
         "HangsInFinish did not finish with the run. The run continues without this logger.",
     ]

@@ -104,7 +104,7 @@ def test_average_equals_that_of_torch_and_is_evaluated(group: RankGroup) -> None
         assert_near(raw, model.state_dict())
         assert_near(averaged, average.state_dict())
         assert loss == pytest.approx(loss_of(average), abs=1e-6)
-    assert abs(loss_of(model) - loss_of(average)) > 1e-3, "the run could not tell them apart"
+    assert abs(loss_of(model) - loss_of(average)) > 1e-3, "the losses do not distinguish the model from the average"
 
 
 def test_average_resumes_on_another_backend(group: RankGroup, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_average_starts_as_the_model_in_new_and_resumed_runs(tmp_path: Path) -> 
 
 
 class Overflowing(nn.Module):
-    """Makes the gradient infinite in the steps that it is told."""
+    """Makes the gradient infinite in the selected steps."""
 
     def __init__(self, overflows: set[int]) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def test_the_audit_counts_what_is_lost_and_repeated(tmp_path: Path, monkeypatch:
 
     assert audited("whole", 6, 10) == Audit(lost=0, repeated=0, resumed=2)
     assert audited("anew", 6, 0) == Audit(lost=0, repeated=0, resumed=1)
-    assert audited("a step that nobody has", 9, 12) == Audit(lost=12, repeated=0, resumed=2)
+    assert audited("a step without records", 9, 12) == Audit(lost=12, repeated=0, resumed=2)
     assert audited("a sample", 6, 12, skipped=3) == Audit(lost=1, repeated=0, resumed=2)
     # A rank that trained on what another one's share is, as with a wrong order after a resume.
     folder = tmp_path / "whole"

@@ -133,7 +133,7 @@ def test_elastic_job_follows_added_and_removed_hosts(tmp_path: Path, undisturbed
 @needs_hosts
 def test_elastic_torchrun_continues_on_the_remaining_hosts(tmp_path: Path, undisturbed: list[float]) -> None:
     """By the lines that `unitrain launch` prints for each host, and by torchrun's own agents. That a host has vanished
-    shows when it is waited for in vain."""
+    shows when it is waited for without a result."""
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow shrunk"}, "1": {"10": "slow grown"}}))
     (tmp_path / "hosts").mkdir()
     options = ["--elastic", "1:3", "--max-restarts", "2", "-H", "h1:1,h2:1,h3:1", SCRIPT, str(tmp_path), "1", "15"]

@@ -231,7 +231,7 @@ def assert_lock_error_on_all_ranks(backend: Backend, folder: str) -> str:
         trainer(Path(folder), backend=backend).fit(data())
     except CheckpointError as error:
         return str(error)
-    return "not refused"
+    return "no error was raised"
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])

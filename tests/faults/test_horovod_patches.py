@@ -1,4 +1,4 @@
-"""The changes that mend Horovod's Gloo, shown on the installed one with real processes.
+"""The fixes of Horovod's Gloo, tested on the installed Horovod with real processes.
 
 Without them the first test hangs until its limit kills it, the second is hundreds of times too slow, and the third ends
 in `connect [127.0.1.1]: Connection refused`. None leaves a process behind: every rank is a session of its own that is
@@ -41,7 +41,7 @@ print("port", port, flush=True)
 sys.stdin.read()
 """
 
-# Rank 1 takes part once and then stays away, alive; only the stall inspector can tell rank 0.
+# Rank 1 joins one collective and then none. Only the stall inspector can report this to rank 0.
 ONE_STAYS_AWAY = """
 import time, torch, horovod.torch as hvd
 hvd.init()

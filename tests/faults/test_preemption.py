@@ -66,7 +66,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(command("torchrun", tmp_path_factory.mktemp("whole") / "run"))
 
 
-# Who gets the signal, and what then comes back: torchrun and horovodrun end with codes of their own.
+# Who gets the signal, and what then comes back: torchrun and horovodrun end with other exit codes.
 CASES = {
     "none": (signal.SIGTERM, "launcher", {75}),
     "torchrun": (signal.SIGTERM, "launcher", {1}),

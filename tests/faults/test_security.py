@@ -51,7 +51,7 @@ TRAINING = (
     + SCRIPT
     + """
 if rank == 1 and open(f"{sys.argv[1]}/end").read():
-    raise ValueError("a failure of its own")
+    raise ValueError("an independent failure")
 backend.barrier()
 backend.shutdown()
 """
@@ -103,7 +103,7 @@ def command_lines() -> Iterator[set[str]]:
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_ranks_run_in_the_environment_of_the_launch(backend: str, script: str, tmp_path: Path) -> None:
-    """An environment that uses the packages of another one, without programs such as torchrun of its own."""
+    """An environment that uses the packages of another one, without separate programs such as torchrun."""
     own = tmp_path / "environment"
     venv.create(own, symlinks=True)
     (packages,) = own.glob("lib/python*/site-packages")
@@ -201,7 +201,7 @@ def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(fails: bool, s
         message_text = launch.output()
     assert "a forged failure" not in message_text
     assert (launch.process.returncode != 0) is fails, message_text
-    assert ("rank 1 failed first: ValueError: a failure of its own" in message_text) is fails
+    assert ("rank 1 failed first: ValueError: an independent failure" in message_text) is fails
 
 
 class Harm:
@@ -308,7 +308,7 @@ def test_a_client_without_the_key_obtains_no_signature() -> None:
 def test_horovodrun_passes_variables_to_another_host_on_standard_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also from a folder whose name a shell would take apart. This ssh runs the command here, without variables."""
+    """Also from a folder whose name a shell would split. This ssh runs the command here, without variables."""
     folder = tmp_path / "my $(touch harm) runs"
     folder.mkdir()
     ssh = tmp_path / "ssh"

@@ -16,7 +16,7 @@ from . import cases, known, runner
 
 
 def main() -> int:
-    """Run what the command line asks for; return the exit code."""
+    """Run the cases of the command line, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzer", description="Compare random runs with plain torch.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seed", type=int, help="the number of one case")

@@ -85,7 +85,7 @@ TORCHMETRICS = (
 )  # fmt: skip
 LAYOUTS = [("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3), ("ddp", 1), ("horovod", 1)]
 LAYOUT_WEIGHTS = [6, 6, 3, 4, 2, 1, 1]
-# What comes from a dataset or sampler that makes whole batches: a step takes so many of them.
+# Number of batches per step if the dataset or sampler makes the batches.
 BATCHES_PER_STEP = 6
 HALF_COMPRESSION = ("fp16", "bf16")
 
@@ -186,7 +186,7 @@ def _draw_trainer(r: random.Random, seed: int) -> Case:
 
 
 def _combine(r: random.Random, case: Case) -> None:
-    """Draw some combinations more often than chance does, where different parts of the code meet."""
+    """Draw some combinations more often, in which several parts of the code interact."""
     features = set(case["features"])
     combination = r.random()
     if combination < 0.05:

@@ -161,7 +161,7 @@ def _group_call(name: str, op: str, tensor: Tensor, size: int) -> Tensor:
 
 
 def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
-    """Return which results are wrong; what is refused must be refused on every rank, and for a reason."""
+    """Return the wrong results. An error must be raised on every rank, and must be an expected one."""
     rank_results = ranks((case["backend"], case["size"]), run, case)
     for number, (level, name, op, dtype, rows, special) in enumerate(case["calls"]):
         tensors = [tensor_of(case, number, rank) for rank in range(case["size"])]

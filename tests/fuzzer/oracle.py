@@ -1,7 +1,7 @@
-"""The result that a case with the Trainer promises: plain torch, one process, the whole batch, float64.
+"""The expected result of a case with the Trainer, from plain torch in one process with the global batch in float64.
 
 Nothing here knows unitrain. From the run under test comes only which samples it took in each step (the trace), because
-shuffling is random; `check_samples` says what these must be, and `Oracle` trains on them. Interruptions, checkpoints,
+shuffling is random; `check_samples` checks them, and `Oracle` trains on them. Interruptions, checkpoints,
 backends, numbers of ranks, accumulation and workers do not occur: they must not change the result. The exceptions are
 what the contract defines by rank: a BatchNorm that is not synchronized and other state that a forward changes, which
 see the samples of one rank, and compression, which rounds the gradients of each rank.
@@ -167,7 +167,7 @@ def _equal_but_bad(found: list[list[int]], expected: list[list[int]], too_few: b
 
 
 class Oracle:
-    """Trains as the case says, one step after the other, on the samples of the trace."""
+    """Trains the steps of the case, one after the other, on the samples of the trace."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -183,7 +183,7 @@ class Oracle:
         self.steps = 0
 
     def train(self, trace: list[Step]) -> dict[str, Any]:
-        """Return the outcome of the whole run."""
+        """Return the outcome of the complete run."""
         rates: list[list[float]] = []
         epochs: dict[int, dict[str, float]] = {}
         results: dict[str, float] = {}
@@ -368,7 +368,7 @@ class Oracle:
 
 
 class _EarlyStopping:
-    """Ends the run when a result has not become lower for `patience` whole epochs in a row."""
+    """Ends the run when a result has not become lower for `patience` complete epochs in a row."""
 
     def __init__(self, case: Case) -> None:
         self.monitor, self.patience = case["early_stopping"] or ("train_loss", math.inf)

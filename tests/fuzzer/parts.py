@@ -154,7 +154,7 @@ def is_bad(number: int) -> bool:
 
 
 class Map(Dataset[Any]):
-    """A dataset that torch cannot look into."""
+    """A dataset whose tensors are not accessible to torch."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
@@ -167,7 +167,7 @@ class Map(Dataset[Any]):
 
 
 class MapBatches(Map):
-    """A map dataset whose items are whole batches."""
+    """A map-style dataset whose items are batches."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, case: Case) -> None:
         super().__init__(inputs, targets)
@@ -215,7 +215,7 @@ class Batches(IterableDataset[Any]):
 
 
 class OwnOrder(Sampler[int]):
-    """A sampler of the user's own, whose order follows from the epoch that it is told."""
+    """A custom sampler whose order depends on the epoch passed to `set_epoch`."""
 
     def __init__(self, count: int) -> None:
         self.count, self.epoch = count, 0
@@ -379,7 +379,7 @@ def validation_samples(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def optimizer_of(case: Case, model: nn.Module, *, late: bool) -> torch.optim.Optimizer:
-    """Return the optimizer; the parameters of "late" are in a group of their own once the run has added it."""
+    """Return the optimizer; the parameters of "late" are in a separate group after the run has added it."""
     held = [p for name, p in model.named_parameters() if not name.startswith("late_part")]
     name, settings = case["optimizer"], dict(case["optimizer_settings"])
     optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(held, **settings)
@@ -429,7 +429,7 @@ SCHEDULERS = (
 
 
 def change(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Make the change of parameters or groups that the case asks for in the middle of the run."""
+    """Apply the case's change of parameters or groups during the run."""
     what = case["change"][0]
     if what == "add":
         add_late(model, optimizer)

@@ -25,7 +25,7 @@ LOOSE = 1e-5  # of torchmetrics, whose sums are float32, and of what is compared
 
 
 class Pool:
-    """Ranks of every backend and size that was asked for; those of a failed case are replaced."""
+    """Ranks of every requested backend and size; those of a failed case are replaced."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int], RankGroup] = {}
@@ -77,7 +77,7 @@ class _FailedError(Exception):
 
 
 class _RejectedError(Exception):
-    """All ranks have refused what the contract lets them refuse."""
+    """All ranks have raised an error that the contract permits."""
 
 
 def _may_be_rejected(case: Case, errors: list[tuple[str, str]], size: int) -> bool:
@@ -135,7 +135,7 @@ def _other_layout(case: Case) -> Case | None:
 
 
 def _run_segments(case: Case, ranks: Pool) -> dict[str, Any]:
-    """Run all segments, one after the other in one folder, and return what the whole run did."""
+    """Run all segments, one after the other in one folder, and return the trace of the complete run."""
     folder = tempfile.mkdtemp(prefix="unitrain-fuzz-")
     try:
         steps: dict[int, dict[str, Any]] = {}

@@ -62,7 +62,7 @@ class Recorder(unitrain.Callback):
         if change and step == change[1]:
             parts.change(self.case, self.model, self.held)
         if self.end and step == self.end[1] and self.end[0] == "stop":
-            trainer.stop("the case says so")
+            trainer.stop("requested by the case")
         if self.end and step == self.end[1] and self.end[0] == "raise":
             raise InterruptionError
         self.interrupt("on_step_end", step)

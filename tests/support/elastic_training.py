@@ -1,4 +1,4 @@
-"""A training that says which sample each step took, changes its job's hosts and kills its ranks as it is told.
+"""A training that prints the samples of each step, and changes the hosts of its job and kills ranks on request.
 
 python elastic_training.py FOLDER [SECONDS [TIMEOUT]]: FOLDER gets the run, and a line per rank and step.
 FOLDER/plan.json has the events: {"2": {"7": "slots 3"}, "3": {"30": "kill 1"}} has three slots offered after step 7 of

@@ -1,4 +1,4 @@
-"""Several hosts on one machine, each with what makes a host one: a network, a name, processes and an sshd of its own.
+"""Several hosts on one machine, each with a separate network, name, process namespace and sshd.
 
 A host is a set of Linux namespaces. Its first process is sshd, and when that goes everything in it goes. Files are
 this machine's own, at the same paths on every host as on a shared file system; apart are /etc/hosts, /dev/shm, /run
@@ -123,7 +123,7 @@ class Host:
         os.kill(pid, number)
 
     def unplug(self) -> None:
-        """Pull its cable: nobody is told, what is sent is lost."""
+        """Disconnect its network: packets are lost without a notification."""
         self._link("down")
 
     def plug_in(self) -> None:
@@ -131,7 +131,7 @@ class Host:
         self._link("up")
 
     def kill(self) -> None:
-        """Switch it off, for good: all processes are gone at once, and nobody answers for them."""
+        """Switch it off permanently: all processes end at once, and the host does not respond."""
         self.unplug()  # first, or its kernel would still close the connections
         with contextlib.suppress(OSError):
             os.kill(self.first, signal.SIGKILL)
@@ -191,7 +191,7 @@ def _write_files(own: Path, number: int, count: int, key: Path, own_name_is_loop
         for other in range(1, count + 1)
     ]
     (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-    # ssh and sshd take root's home from here, whatever HOME says.
+    # ssh and sshd read root's home from here and ignore HOME.
     users = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
     for user in users:
         if user[0] == "root":
@@ -218,7 +218,7 @@ exec {SSHD} -D -E {own}/sshd.log -f {own}/sshd_config
 
 @contextlib.contextmanager
 def _kept(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a command that says "up" when it is, until the context ends."""
+    """Run a command that prints "up" when it is ready, until the context ends."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -242,7 +242,7 @@ def _wait_for_sshd(log: Path) -> None:
     deadline = time.monotonic() + _UP_SECONDS
     while not log.exists() or "listening" not in log.read_text():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"sshd does not listen: {log.read_text() if log.exists() else 'it says nothing'}")
+            raise RuntimeError(f"sshd does not listen: {log.read_text() if log.exists() else 'it printed nothing'}")
         time.sleep(0.02)
 
 

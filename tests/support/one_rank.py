@@ -1,4 +1,4 @@
-"""One rank of many, seen alone: for what a rank decides from its place and from what the others tell it."""
+"""One rank of several without the others, for decisions that depend on its rank and on received values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unitrain.backends.local import LocalBackend
 
 
 class OneRank(LocalBackend):
-    """A rank whose peers say what it says itself, or what the test lays down, and have no error to tell."""
+    """A rank whose peers pass the same values or those of the test, and have no errors."""
 
     def __init__(self, rank: int, size: int, gathered: list[Any] | None) -> None:
         super().__init__(torch.device("cpu"))

@@ -14,7 +14,7 @@ class Clock:
 
 
 class Event:
-    """A simulated work or event, which is done when the test says so."""
+    """A simulated work or event, which is done when requested by the test."""
 
     def __init__(self) -> None:
         self.done = False

@@ -12,7 +12,7 @@ from pathlib import Path
 from hosts import Host
 
 PROGRAMS = ("/usr/sbin/munged", "/usr/sbin/slurmctld", "/usr/sbin/slurmd", "srun", "sbatch", "sinfo")
-CPUS = 4  # of each node, as Slurm is told, whatever the machine has
+CPUS = 4  # of each node in Slurm's configuration, independent of the machine
 _UP_SECONDS = 60
 _CONFIGURATION = """
 ClusterName=test

@@ -159,7 +159,7 @@ def sentence_without_horovod(shadow: Path) -> str:
     [
         ({"horovod/__init__.py": "raise ModuleNotFoundError(\"No module named 'horovod'\")"}, "No module named"),
         (
-            # What the loader says of an extension that was built for another torch.
+            # The message of the loader for an extension that was built for another torch.
             {
                 "horovod/__init__.py": "",
                 "horovod/torch/__init__.py": "raise ImportError('mpi_lib_v2.so: undefined symbol: _ZN3c104impl3cow11')",

@@ -125,7 +125,7 @@ def test_to_device_calls_the_to_method_of_objects() -> None:
     assert silent.values.is_meta
     packed = to_device(pack_sequence([torch.ones(3), torch.ones(2)]), META)
     assert packed.data.is_meta
-    assert packed.batch_sizes.device == CPU, "it says how to read the data, and must stay"
+    assert packed.batch_sizes.device == CPU, "it describes the layout of the data, and must stay on the CPU"
 
 
 def test_to_device_propagates_errors_of_the_to_method() -> None:
@@ -157,7 +157,7 @@ class Sample:
 
 
 class Rows(Dataset[Any]):
-    """The same samples in the shape that is asked for."""
+    """The same samples in the requested structure."""
 
     def __init__(self, kind: str, length: int = 26) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -251,7 +251,7 @@ def trained_in_every_shape(backend: Backend) -> dict[str, Any]:
 
 
 def by_hand() -> tuple[list[Tensor], float]:
-    """Plain torch on whole batches of 12: the parameters, and the loss on the first seven samples."""
+    """Plain torch on complete batches of 12: the parameters, and the loss on the first seven samples."""
     from unitrain.data.order import epoch_order
 
     model, rows = Model(), Rows("pair")
@@ -343,7 +343,7 @@ def test_invalid_forward_functions_and_results_are_rejected() -> None:
 
 
 def raised_messages(backend: Backend) -> list[str]:
-    """What is refused on data of which only the first rank, or the last, has a sample."""
+    """The errors for data of which only the first or the last rank has a sample."""
 
     def short(model: nn.Module, batch: Any) -> Any:
         return model(batch[0])

@@ -1,4 +1,4 @@
-"""Batch sizes: any two of the three give the third, and what does not fit is told with what would."""
+"""Batch sizes: two of three settings determine the third, and contradictions are rejected with valid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TrainConfig: what it takes, and what it says about what it does not take."""
+"""TrainConfig: valid settings, and the errors of invalid ones."""
 
 from __future__ import annotations
 

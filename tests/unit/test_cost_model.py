@@ -95,7 +95,7 @@ def simulate_ring(ranks: int) -> Cluster:
 
 
 def fold(cluster: Cluster, ranks: int) -> list[int]:
-    """Let the ranks beyond the last power of two give their arrays away; return those that go on."""
+    """Send the arrays of the ranks above the largest power of two; return the remaining ranks."""
     power = 1 << (ranks.bit_length() - 1)
     cluster.step((rank, rank - power, ALL_RANKS, True) for rank in range(power, ranks))
     return list(range(power))
@@ -156,7 +156,7 @@ def simulate_tree(ranks: int) -> Cluster:
 
 
 def simulate_parameter_server(ranks: int, servers: int) -> Cluster:
-    """Servers are hosts of their own, behind the ranks; in every round each server serves another rank."""
+    """Servers are separate hosts after the ranks; in every round each server serves another rank."""
     cluster = Cluster(ranks + servers)
     cluster.arrays[ranks:] = 0
     cluster.expected = cluster.arrays.sum(0)
@@ -258,7 +258,7 @@ def test_buckets_are_reduced_during_backward() -> None:
 
 
 def result_of(network: Network, ranks: int, *, noise: float = 0.0, algorithm: str = "ring") -> dict[str, Any]:
-    """A result as `bench collectives` writes it, of a network that costs what the model says, and some noise."""
+    """A result as `bench collectives` writes it, of a network with the costs of the model and some noise."""
     random = np.random.default_rng(0)
     return {
         "kind": "collectives",

@@ -30,7 +30,7 @@ CASES = [(size, batch, accumulate) for size in (1, 2, 3, 4) for batch in (1, 2, 
 
 
 class Numbers(Dataset[tuple[Tensor, int]]):
-    """Samples that are their own index, of a class that nobody can look into."""
+    """Samples equal to their index, of a class that torch cannot inspect."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -109,7 +109,8 @@ def test_rank_0_always_has_samples_and_others_unless_the_step_has_too_few(
                 totals[part.step_end] = totals.get(part.step_end, 0) + part.samples
                 if part.samples == 0:
                     assert rank > 0
-                    # Too few for all ranks are left, or too few beside full micro-steps of one sample per rank.
+                    # Too few for all ranks are left, or too few in addition to full micro-batches of one sample per
+                    # rank.
                     assert part.step_samples < size or (batch == 1 and part.step_samples % size)
                 if part.step_samples >= size:
                     assert totals[part.step_end] or not part.ends_step

@@ -114,7 +114,7 @@ def test_wait_orders_the_callers_stream_after_the_result(monkeypatch: pytest.Mon
         )  # fmt: skip
         work._device = torch.device("cuda", 0)  # a future of it takes a GPU
         completions.add(work)
-        while not work.is_completed():  # the thread of `completions` completes it, in a stream of its own
+        while not work.is_completed():  # the thread of `completions` completes it, in a separate stream
             threading.Event().wait(0.001)
         own = current_stream(DEVICE)
         assert own.queued == []

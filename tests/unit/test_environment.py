@@ -74,7 +74,7 @@ TRAINJOB = {
     "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29500",
     "PET_MASTER_ADDR": "digits-node-0-0.digits", "KUBERNETES_SERVICE_HOST": "10.96.0.1",
 }  # fmt: skip
-# A worker of the MPI operator's MPIJob has what mpirun tells it.
+# A worker of the MPI operator's MPIJob has the variables that mpirun sets.
 MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-worker-1", "K_MPI_JOB_ROLE": "worker"}
 
 

@@ -52,7 +52,7 @@ class SimulatedMonitor:
 
 
 class SimulatedNccl(dist.ProcessGroup):
-    """A group whose works are done when the test says so; the host does not wait for them."""
+    """A group whose works are done when requested by the test; the host does not wait for them."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)

@@ -1,4 +1,4 @@
-"""What a run leaves to be read: rows per start, epoch and look, that a resumed run takes up where it goes on."""
+"""The history of a run: rows per start, epoch and sync point, which a resumed run continues."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_history_row_has_the_progress_of_the_run(tmp_path: Path) -> None:
     sync_point_rows = rows(tmp_path, "steps.jsonl")
     assert [row["step"] for row in sync_point_rows] == [2, 4, 6, 8, 10, 12]
     assert [row["epochs"] for row in sync_point_rows] == pytest.approx([8 / 22, 16 / 22, 1, 1 + 8 / 22, 1 + 16 / 22, 2])
-    # The mean loss of an epoch of 22 samples, from those of its looks.
+    # The mean loss of an epoch of 22 samples, from those of its sync points.
     first = [row["loss"] for row in sync_point_rows[:3]]
     mean = (8 * first[0] + 8 * first[1] + 6 * first[2]) / 22
     assert rows(tmp_path, "history.jsonl")[0]["train_loss"] == pytest.approx(mean, rel=1e-5)
@@ -136,7 +136,7 @@ def test_history_continues_after_a_stop_within_an_epoch(tmp_path: Path) -> None:
     assert trainer.progress.step == 8
     stopped = rows(tmp_path, "history.jsonl")
     assert [(row["epoch"], row["step"], row["epochs"]) for row in stopped] == [(1, 6, 1), (2, 8, 1 + 8 / 22)]
-    trainer.fit(data(22))  # the same Trainer, which begins anew to look out for the end
+    trainer.fit(data(22))  # the same Trainer, with a new StopCoordinator
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 8]
     train(tmp_path, max_epochs=4, resume=True)
     assert [row["step"] for row in rows(tmp_path, "run.jsonl")] == [0, 8, 18]
@@ -165,7 +165,7 @@ def test_epoch_that_ends_twice_has_one_history_row(tmp_path: Path) -> None:
     trainer = train(tmp_path, max_epochs=3, checkpoint_every_epochs=3, checkpoint_every_steps=6, resume=True)
     assert trainer.progress.step == 18
     after = rows(tmp_path, "history.jsonl")
-    assert after[:2] == before  # with the train_loss, which the second time nobody knows
+    assert after[:2] == before  # with the train_loss, which is unknown in the second fit
     assert [row["epoch"] for row in after] == [1, 2, 3]
 
 

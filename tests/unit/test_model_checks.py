@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Pruned(nn.Module):
-    """A user's module, with a `sparse` of its own meaning."""
+    """A user's module with an unrelated attribute `sparse`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ def test_mean_since_sync_is_over_all_ranks() -> None:
 
 @pytest.mark.parametrize("count", [0.0, -3.0])
 def test_invalid_token_counts_are_rejected(count: float) -> None:
-    """As on a device, where nobody reads them batch by batch."""
+    """As on a device, where the host does not read each batch."""
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(2.0), 1, torch.tensor(count))
     loss.finish_step()

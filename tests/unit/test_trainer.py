@@ -71,7 +71,7 @@ def by_hand(
     max_grad_norm: float | None,
     seed: int,
 ) -> tuple[nn.Module, list[float]]:
-    """The loop one would write, on whole tensors; returns the model and the mean loss of each epoch."""
+    """A loop of plain torch on complete tensors; returns the model and the mean loss of each epoch."""
     model, losses = network(), []
     optimizer = optimizer_class(model.parameters())
     inputs, targets = data.tensors

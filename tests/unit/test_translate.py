@@ -158,7 +158,7 @@ def test_read_accepts_hostfiles(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "counts"),
     [
-        # As srun of Slurm 22.05.8 does on two nodes with four GPUs each. There --gpus without --nodes is refused.
+        # As srun of Slurm 22.05.8 does on two nodes with four GPUs each. There srun rejects --gpus without --nodes.
         ("--gpus=4 --ntasks-per-gpu=1 -N 2", (2, 2)),
         ("--gpus-per-node=2 --ntasks-per-gpu=1", (2,)),
         ("--gpus=8 --ntasks-per-gpu=1", (8,)),
@@ -640,7 +640,7 @@ def test_read_inverts_write(job: Job, target: str) -> None:
         job = replace(job, counts=(job.counts[0],) * len(job.counts))  # Slurm deals them out evenly
         # The value of --export ends at a comma, so they go before srun.
     if target == "horovodrun":
-        job = replace(job, port=None)  # its ranks meet where it says
+        job = replace(job, port=None)  # its rendezvous is at the default port
     if target == "mpirun" and job.backend == "horovod" and len(job.counts) == 1:
         job = replace(job, port=None)
     if target == "unitrain" and (job.backend == "horovod" or job.port is None):
