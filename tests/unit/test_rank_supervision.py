@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
+from unitrain.bootstrap.authentication import authenticate
 from unitrain.monitoring import supervisor_client
 from unitrain.supervisor.ranks import Ranks
 
@@ -19,6 +21,7 @@ KEY = "0123456789abcdef"
 # A rank without torch, which ends in order, after a checkpoint, or is killed.
 RANK = """
 import os, signal, sys, time
+from unitrain.bootstrap.authentication import authenticate
 from unitrain.monitoring import supervisor_client
 rank, ending = int(sys.argv[1]), sys.argv[2]
 received = []
@@ -138,3 +141,25 @@ def test_an_invalid_supervisor_address_is_reported_without_an_error(
     monkeypatch.setenv("UNITRAIN_SUPERVISOR", address)
     supervisor_client.connect(0)
     assert f"rank 0 cannot reach unitrain launch at {address}" in capsys.readouterr().err
+
+
+def test_rank_is_served_after_connections_could_not_be_accepted() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks, socket.socket() as first, socket.socket() as second:
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+        address = ("127.0.0.1", int(ranks.address.rpartition(":")[2]))
+        next_descriptor = os.dup(first.fileno())
+        os.close(next_descriptor)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next_descriptor, raised[1]))
+            first.connect(address)  # Linux reserved its descriptor when `accept` was called; the next call fails
+            time.sleep(0.5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, raised)
+        second.settimeout(10)
+        second.connect(address)
+        authenticate(second, KEY, supervisor_client.ROLE, is_server=False)
+        second.sendall(b'{"rank": 3, "job": "mine"}\n')
+        wait_until(lambda: 3 in ranks._connections)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert raised[0] >= min(2**16, limits[1])

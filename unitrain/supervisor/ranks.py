@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import socket
 import threading
+import time
 from contextlib import suppress
 
 from unitrain.bootstrap.authentication import authenticate
@@ -15,6 +18,11 @@ from unitrain.monitoring.supervisor_client import EXIT, ROLE, SAVE_AND_EXIT
 # A host that does not respond is detected after 5 + 3 x 5 seconds.
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 5, 5, 3
 _GREETING_TIMEOUT_SECONDS = 10.0
+# Each rank has a connection. The usual soft limit of file descriptors is 1,024.
+_NUM_DESCRIPTORS = 2**16
+# Errors of `accept` after which the next call may succeed, and the pause before it.
+_TEMPORARY_ERRORS = (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_RETRY_SECONDS = 0.1
 # Maximum delay between the exit of the launcher and the detected exit of its ranks.
 _NOTICE_SECONDS = 1.0
 
@@ -30,6 +38,7 @@ class Ranks:
 
     def __init__(self, job: str, key: str | None, listen_on: str, advertised_host: str) -> None:
         self._job, self._key = job, key
+        _raise_descriptor_limit()
         self._listener = socket.create_server((listen_on, 0), backlog=1024)
         self.address = f"{advertised_host}:{self._listener.getsockname()[1]}"
         self.lost: list[int] = []
@@ -78,10 +87,15 @@ class Ranks:
         return not self._connections
 
     def _accept(self) -> None:
-        with suppress(OSError):  # the listener is closed
-            while True:
+        while True:
+            try:
                 connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except OSError as error:
+                if error.errno not in _TEMPORARY_ERRORS:  # the listener is closed
+                    return
+                time.sleep(_RETRY_SECONDS)
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
         """Authenticate a connection and wait for its end."""
@@ -128,3 +142,11 @@ class Ranks:
         else:
             self.lost.append(rank)
         self._change.notify_all()
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise this process's soft limit of file descriptors to the number that many ranks need, or to the hard limit."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _NUM_DESCRIPTORS if hard_limit == resource.RLIM_INFINITY else min(_NUM_DESCRIPTORS, hard_limit)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
