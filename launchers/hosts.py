@@ -67,7 +67,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             continue
         text = ":".join([words[0], *(word.removeprefix("slots=") for word in words[1:] if word.startswith("slots="))])
         if len(words) > 1 and not words[1].startswith(("slots=", "max_slots=", "max-slots=")):
-            raise LaunchError(f"Line {line.strip()!r} of {path} cannot be read. Write: {words[0]} slots=4")
+            raise LaunchError(f"Line {line.strip()!r} of {path} is not valid. Write: {words[0]} slots=4")
         host = _parse_host(text, str(path))
         slots[host.name] = slots.get(host.name, 0) + host.slots
     if not slots:
@@ -129,7 +129,7 @@ def processes_per_host(processes: int, hosts: tuple[Host, ...]) -> list[int]:
 def _parse_host(part: str, text: str) -> Host:
     match = _HOST.fullmatch(part)
     if match is None:
-        raise LaunchError(f"Host {part!r} in {text!r} cannot be read. Write name:slots, as in -H node1:4,node2:4")
+        raise LaunchError(f"Host {part!r} in {text!r} is not valid. Write name:slots, as in -H node1:4,node2:4")
     slots = "1" if match["slots"] is None else match["slots"]
     if not slots.isdecimal() or int(slots) < 1:
         raise LaunchError(

@@ -47,8 +47,8 @@ def check_hosts(spec: LaunchSpec) -> int:
         _check(result, first, spec)
     if first.facts["port"] is None:
         raise LaunchError(
-            f"MASTER_PORT is {port}, but on {first.host.name} another program listens there. Clear it to have a free "
-            "port chosen: unset MASTER_PORT"
+            f"MASTER_PORT is {port}, but on {first.host.name} another program listens there. Clear it, and a free "
+            "port is chosen: unset MASTER_PORT"
         )
     free_port: int = first.facts["port"]
     return free_port

@@ -53,7 +53,7 @@ def parse_port(text: str) -> int:
     """Return the number in the text of MASTER_PORT. Raises LaunchError for a value that is not a port number."""
     if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 16:
         raise LaunchError(
-            f"MASTER_PORT must be a port from 1 to 65535, got {text!r}. Clear it to have a port chosen: "
+            f"MASTER_PORT must be a port from 1 to 65535, got {text!r}. Clear it, and a port is chosen: "
             "unset MASTER_PORT"
         )
     return int(text)

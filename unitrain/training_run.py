@@ -230,21 +230,21 @@ class TrainingRun:
         if self.is_elastic and batch_size and global_batch_size:
             self._checkpointer.store_batch_size(number, ElasticBatchSize(batch_size, global_batch_size))
 
-    def _restore(self, where: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, required: bool) -> bool:
-        """Restore the run from `where`, and return whether there was a checkpoint."""
+    def _restore(self, path: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, required: bool) -> bool:
+        """Restore the run from `path`, and return whether there was a checkpoint."""
         config = self._config
-        training = self._checkpointer.load(where, model, optimizer, scheduler, required=required)
+        training = self._checkpointer.load(path, model, optimizer, scheduler, required=required)
         if training is None:
             return False
         if training.get("seed", config.seed) != config.seed:
             raise CheckpointError(
-                f"The run in '{where}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
+                f"The run in '{path}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
                 f"would have another order. Use TrainConfig(seed={training['seed']})."
             )
         for name, value in training.get("learning_rate", {}).items():
             if value != getattr(config, name):
                 raise CheckpointError(
-                    f"The run in '{where}' has {name}={value!r}, but TrainConfig.{name} is {getattr(config, name)!r}: "
+                    f"The run in '{path}' has {name}={value!r}, but TrainConfig.{name} is {getattr(config, name)!r}: "
                     f"its learning rates would change. Use TrainConfig({name}={value!r})."
                 )
         self.progress.load_state_dict(training["progress"])

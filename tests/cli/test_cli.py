@@ -239,7 +239,7 @@ def test_invalid_arguments_are_reported_with_a_fix(script: str) -> None:
     )
     assert usage_error("launch", "--gloo", "--launcher", "torchrun", script).startswith("--gloo chooses horovodrun's")
     assert usage_error("launch", "--mpi", "--backend", "local", script).startswith("--mpi chooses horovodrun's")
-    assert "cannot be read. Write name:slots" in usage_error("launch", "-H", "a b", script)
+    assert "is not valid. Write name:slots" in usage_error("launch", "-H", "a b", script)
     missing = script.replace("train.py", "trian.py")
     assert usage_error("launch", missing) == (
         f"Script '{missing}' does not exist. Did you mean 'train.py'? Options of unitrain go before the script."

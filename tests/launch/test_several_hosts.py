@@ -257,7 +257,7 @@ def test_host_problems_are_reported_before_the_launch(
         ),
         (
             ["-H", "h1:1,h2:1"], {"MASTER_PORT": "22"},
-            "MASTER_PORT is 22, but on h1 another program listens there. Clear it to have a free port chosen: "
+            "MASTER_PORT is 22, but on h1 another program listens there. Clear it, and a free port is chosen: "
             "unset MASTER_PORT",
         ),
         (

@@ -61,14 +61,14 @@ def test_parse_hosts_reads_the_notation_of_horovod_and_mpi(text: str, hosts: lis
         ("a:two", "Host 'a:two' must have a whole number of slots from 1, got 'two'. Use: -H a:1"),
         ("a:²", "Host 'a:²' must have a whole number of slots from 1, got '²'. Use: -H a:1"),
         ("a:", "Host 'a:' must have a whole number of slots from 1, got ''. Use: -H a:1"),
-        ("a:1,,b:1", "Host '' in 'a:1,,b:1' cannot be read. Write name:slots, as in -H node1:4,node2:4"),
-        ("a b:1", "Host 'a b:1' in 'a b:1' cannot be read. Write name:slots, as in -H node1:4,node2:4"),
+        ("a:1,,b:1", "Host '' in 'a:1,,b:1' is not valid. Write name:slots, as in -H node1:4,node2:4"),
+        ("a b:1", "Host 'a b:1' in 'a b:1' is not valid. Write name:slots, as in -H node1:4,node2:4"),
         (
             "-oProxyCommand=id:1",
-            "Host '-oProxyCommand=id:1' in '-oProxyCommand=id:1' cannot be read. Write name:slots, as in "
+            "Host '-oProxyCommand=id:1' in '-oProxyCommand=id:1' is not valid. Write name:slots, as in "
             "-H node1:4,node2:4",
         ),
-        ("-F:1", "Host '-F:1' in '-F:1' cannot be read. Write name:slots, as in -H node1:4,node2:4"),
+        ("-F:1", "Host '-F:1' in '-F:1' is not valid. Write name:slots, as in -H node1:4,node2:4"),
         ("a:2,b:1,a:3", "Host 'a' is named twice in 'a:2,b:1,a:3'. Add the slots up: -H a:5"),
     ],
 )
@@ -137,7 +137,7 @@ def test_read_hostfile(tmp_path: Path) -> None:
     assert launchers.read_hostfile(path) == (Host("a", 4), Host("b", 2), Host("c", 2))
     for text, message in (
         ("a slots=x\n", r"must have a whole number of slots from 1, got 'x'"),
-        ("a 4\n", r"^Line 'a 4' of .* cannot be read\. Write: a slots=4$"),
+        ("a 4\n", r"^Line 'a 4' of .* is not valid\. Write: a slots=4$"),
         ("# none\n", r"^--hostfile .* does not name a host\. Write one"),
     ):
         path.write_text(text)

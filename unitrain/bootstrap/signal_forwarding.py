@@ -42,7 +42,7 @@ def forward_warning_signals(variable: str) -> None:
 
 
 def install_no_op_warning_handlers() -> None:
-    """Handle SIGUSR1 and SIGUSR2 without an effect in this process, which a launcher uses to start a rank.
+    """Install handlers of SIGUSR1 and SIGUSR2 that do nothing, in a process with which a launcher starts a rank.
 
     Slurm sends them to every process of a job step. In contrast to ignored signals, handled ones have their default
     actions in programs that this process starts.

@@ -132,7 +132,7 @@ class IndexedSource:
     def _gather(
         self, tensors: tuple[Tensor, ...], subset: Tensor | None, order: Tensor, positions: Iterator[slice]
     ) -> Iterator[Any]:
-        """Yield each batch by indexing the tensors once: stacking single samples would cost more than the step of a
+        """Yield each batch by indexing the tensors once: stacking single samples would take longer than a step of a
         small model.
 
         Each batch has its own memory. A view into a larger tensor would be cheaper, but its alignment influences the
@@ -250,8 +250,8 @@ def _from_start(indices: Tensor, length: int) -> Tensor:
 def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner: str) -> int | None:
     """Return the batch size of `data`: that of a DataLoader, otherwise `batch_size`.
 
-    None if the DataLoader's dataset or batch_sampler makes the batches. Raises DataError for a DataLoader with a custom
-    `__iter__`; ConfigError for a batch size that is missing or given in addition to a DataLoader's.
+    Return None if the DataLoader's dataset or batch_sampler makes the batches. Raises DataError for a DataLoader with a
+    custom `__iter__`; ConfigError for a batch size that is missing or given in addition to a DataLoader's.
     """
     if isinstance(data, DataLoader):
         if type(data).__iter__ is not DataLoader.__iter__:
@@ -301,10 +301,10 @@ def _length(data: Data) -> int:
     return len(dataset)
 
 
-def check_same_data(what: str, communicator: Communicator, length: int | None, settings: Mapping[str, Any]) -> None:
+def check_same_data(subject: str, communicator: Communicator, length: int | None, settings: Mapping[str, Any]) -> None:
     """Raise DataError, on every rank, if `length` or one of `settings` differs between ranks, or if length is 0.
 
-    `what` is the subject of the message. `length` is None for data without a length. All ranks call it.
+    `subject` is the subject of the message. `length` is None for data without a length. All ranks call it.
     """
     own = (length, dict(settings))
     everywhere: list[tuple[int | None, dict[str, Any]]] = gather_if_different(communicator, own) or [own]
@@ -312,22 +312,22 @@ def check_same_data(what: str, communicator: Communicator, length: int | None, s
     if None in lengths and any(length is not None for length in lengths):
         ranks = [rank for rank, length in enumerate(lengths) if length is None]
         raise DataError(
-            f"{what} has a length on some ranks, but is a stream on ranks {ranks}. Give every rank the same data."
+            f"{subject} has a length on some ranks, but is a stream on ranks {ranks}. Give every rank the same data."
         )
     if len(set(lengths)) > 1:
         raise DataError(
-            f"{what} does not have the same number of samples on every rank: {lengths}. "
+            f"{subject} does not have the same number of samples on every rank: {lengths}. "
             "Give every rank the complete dataset: it is sharded by unitrain."
         )
     for name, value in everywhere[0][1].items():
         values = [found[name] for _, found in everywhere]
         if any(other != value for other in values):
             raise DataError(
-                f"{what} differs between ranks in {name}: {values}. Use {name}={value} on every rank, in the "
+                f"{subject} differs between ranks in {name}: {values}. Use {name}={value} on every rank, in the "
                 "DataLoader if there is one."
             )
     if length == 0:
-        raise DataError(f"{what} is empty. Give a dataset with at least one sample.")
+        raise DataError(f"{subject} is empty. Give a dataset with at least one sample.")
 
 
 def check_is_dataset(name: str, data: Any) -> None:

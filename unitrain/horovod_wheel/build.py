@@ -96,7 +96,7 @@ def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, fo
 
 
 def _lock(file: Path, locks: contextlib.ExitStack, mode: int = fcntl.LOCK_EX) -> IO[str]:
-    """Lock a file until `locks` closes, and return it, so that the mode of the lock can be changed."""
+    """Lock `file` until `locks` closes. Return the open file, for later changes of the lock's mode."""
     lock = locks.enter_context(file.open("w"))
     _set_lock(lock, mode)
     return lock
@@ -118,7 +118,7 @@ def _fill(
     *,
     force: bool,
 ) -> None:
-    """Run a step that fills a folder which builds with other keys share, unless the folder is complete.
+    """Run a step that fills a shared folder, unless the folder is complete. Builds with other keys also use the folder.
 
     The folder is emptied first, and `step.unless` is created in it last, so an interrupted step is repeated. Until
     `locks` closes, another build with `force` cannot empty the folder.

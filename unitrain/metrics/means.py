@@ -168,7 +168,7 @@ class MeanMetric:
             value = _to_float64(value, float(count) if is_known else None, self._backend.device)
             self._means.add_loss(torch.where(count > 0, value * count, 0.0), 1, count.detach())
             return
-        number: Any = count  # numbers of numpy are no subclasses of int and float
+        number: Any = count  # numpy numbers are not subclasses of int and float
         if isinstance(number, bool) or not (isinstance(number, Real) and 0 <= float(number) < math.inf):
             raise TensorError(_invalid_count(number))
         if isinstance(number, Integral):
@@ -191,7 +191,7 @@ class MeanMetric:
 def _invalid_count(found: object) -> str:
     return (
         f"MeanMetric.update(count=...) must be a number of at least 0, got {found}. "
-        "Pass how many samples the value is the mean of: metric.update(loss, len(targets))."
+        "Pass the number of samples of the mean: metric.update(loss, len(targets))."
     )
 
 
@@ -212,7 +212,8 @@ def _to_float64(value: Tensor | float, count: float | None, device: torch.device
 
 
 def _layout(batch: tuple[int, list[Tensor]]) -> tuple[Any, ...]:
-    """Return what batches that are summed together have in common: a stack of several dtypes would round."""
+    """Return the properties that are equal for batches that are summed together: a stack of several dtypes would
+    round."""
     samples, values = batch
     return samples, *((value.shape, value.dtype, value.device) for value in values)
 

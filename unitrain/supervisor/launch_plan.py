@@ -315,7 +315,7 @@ def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dic
     backend = spec.backend or "ddp"
     hosts = spec.hosts or launchers.allocated_hosts(launcher)
     nodes = len(launchers.processes_per_host(num_processes, hosts)) if hosts else 1
-    tuned, differences = find_tuned(Run.here(spec.script, spec.args, backend, num_processes, nodes))
+    tuned, differences = find_tuned(Run.on_this_machine(spec.script, spec.args, backend, num_processes, nodes))
     if differences:
         click.echo(
             f"unitrain: The settings in {TUNED_FILE} are not used: {'; '.join(differences)}. Find new ones with: "

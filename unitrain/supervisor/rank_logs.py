@@ -1,7 +1,8 @@
 """Log file of each rank, for `unitrain launch --log-dir`.
 
-A launcher runs `python rank_logs.py FOLDER SCRIPT ARGS...` for each rank, which becomes the script with its output
-copied to FOLDER/rank-N.log. The output is also printed, with the rank's number before each line.
+A launcher runs `python rank_logs.py FOLDER SCRIPT ARGS...` for each rank. This program replaces itself with the script,
+and copies the output of the script to FOLDER/rank-N.log. The output is also printed, with the rank's number before each
+line.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def log_sizes(folder: Path) -> dict[str, int]:
 def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_before: Mapping[str, int]) -> list[str]:
     """Return the last lines of the rank that failed first, with a headline; nothing if that rank is unknown.
 
-    It is `killed_rank`, or else the rank that the logs name, or else the only one with a traceback. Content that was
-    there before the job (`log_sizes`) is ignored.
+    It is `killed_rank`, or else the rank that the logs name, or else the only one with a traceback. Content from
+    before the job (`log_sizes`) is ignored.
     """
     logs: dict[int, str] = {}
     # The folder may have files of the user, such as a copy of a log under another name.
@@ -61,7 +62,7 @@ def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_befor
 
 
 def main(folder: Path, program: list[str]) -> None:
-    """Replace this process by `program`, so that the program receives all signals. A child process copies its
+    """Replace this process with `program`, so that the program receives all signals. A child process copies its
     output."""
     rank_info = environment.detect()
     folder.mkdir(parents=True, exist_ok=True)

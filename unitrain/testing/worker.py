@@ -66,7 +66,7 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
 
 
 def end() -> NoReturn:
-    """End this process like the end of its program, but skip the seconds that Python needs to unload torch."""
+    """Run the exit handlers and end this process, without the seconds that Python needs to unload torch."""
     for thread in threading.enumerate():
         if not (thread.daemon or thread is threading.current_thread()):
             thread.join()

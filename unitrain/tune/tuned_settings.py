@@ -46,7 +46,9 @@ class Run:
     machine: str
 
     @classmethod
-    def here(cls, script: str, args: tuple[str, ...], backend: str, num_processes: int, num_nodes: int) -> Run:
+    def on_this_machine(
+        cls, script: str, args: tuple[str, ...], backend: str, num_processes: int, num_nodes: int
+    ) -> Run:
         """Return the run with the torch and the machine of this process."""
         return cls(
             script=script,
@@ -115,7 +117,7 @@ class TunedEntry:
 
 
 def find_tuned(run: Run, file: Path = TUNED_FILE) -> tuple[TunedEntry | None, list[str]]:
-    """Return the entry of `file` for this run, or None.
+    """Return the entry of `file` for this run, or None, and a list of differences.
 
     If the file only has entries for the same script, backend and number of ranks under other circumstances, the list
     contains the differences. Raises ConfigError if the file cannot be read.

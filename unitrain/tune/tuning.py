@@ -70,7 +70,11 @@ class Tuner:
         backend_tunables = registry.load(first.backend).tunables if first.size > 1 else ()
         tunables = list_tunables(backend_tunables, first.threads, first.cores_per_rank)
         found = search(measure, tunables, search_seconds, run_seconds=run_seconds)
-        report(save_and_describe(found, Run.here(self.script, self.args, first.backend, first.size, first.num_nodes)))
+        report(
+            save_and_describe(
+                found, Run.on_this_machine(self.script, self.args, first.backend, first.size, first.num_nodes)
+            )
+        )
         if with_compression:
             for name in _COMPRESSIONS:
                 report(self._compare_compression(name))

@@ -86,7 +86,7 @@ class _Sequence:
         heapq.heappush(self._pending, (step, next(self._number), function))
 
     def run(self) -> None:
-        """Run all steps before RAISE_ERRORS, including those that are added meanwhile."""
+        """Run all steps before RAISE_ERRORS, including those that a step adds."""
         while self._pending and self._pending[0][0] < Step.RAISE_ERRORS:
             heapq.heappop(self._pending)[2]()
         self.has_run = True
