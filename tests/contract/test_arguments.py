@@ -233,16 +233,24 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     ),
     "no tokens": (
         lambda p: p.fit(summed(0)),
-        "must be counted by a number from 1 on, or 0 where the sum is 0, got 0.",
+        "in a summed loss must be at least 1, or 0 if the sum is 0, got 0.",
         "Let",
     ),
     "fewer than no tokens": (
         lambda p: p.fit(summed(torch.tensor(-3))),
-        "must be counted by a number",
+        "in a summed loss must be at least 1, or 0",
         "got -3. Let loss_fn",
     ),
-    "nan tokens": (lambda p: p.fit(summed(float("nan"))), "must be counted by a number", "got nan. Let loss_fn"),
-    "tokens that are true": (lambda p: p.fit(summed(True)), "must be counted by a number", "got True. Let loss_fn"),
+    "nan tokens": (
+        lambda p: p.fit(summed(float("nan"))),
+        "in a summed loss must be at least 1, or 0",
+        "got nan. Let loss_fn",
+    ),
+    "tokens that are true": (
+        lambda p: p.fit(summed(True)),
+        "in a summed loss must be at least 1, or 0",
+        "got True. Let loss_fn",
+    ),
     "keep_best without such a result": (
         lambda p: p.fit(output_dir=p.folder, keep_last=1, keep_best="val_loss"),
         "TrainConfig.keep_best 'val_loss' is not a result of this run.",

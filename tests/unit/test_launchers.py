@@ -212,7 +212,7 @@ def test_agents_import_nothing_from_the_current_folder(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("port", ["abc", "0", "70000", "-1"])
 @pytest.mark.parametrize("given", [True, False], ids=["with -x", "in the environment"])
 def test_an_invalid_master_port_is_rejected(port: str, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = f"^MASTER_PORT must be a port from 1 to 65535, got '{port}'. Clear it to have"
+    message = f"^MASTER_PORT must be a port from 1 to 65535, got '{port}'. Clear it, and"
     if given:
         with pytest.raises(LaunchError, match=message):
             spec(environment={"MASTER_PORT": port})
