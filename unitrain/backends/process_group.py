@@ -21,6 +21,11 @@ from unitrain.backends import checks
 from unitrain.backends.base import Backend, ReduceOp
 from unitrain.backends.broadcasts import Broadcasts
 from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, Tunable
+from unitrain.backends.composed_collectives import (
+    PiecewiseReduceScatter,
+    gather_by_broadcasts,
+    is_gathered_by_broadcasts,
+)
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.fork_safety import make_forks_safe
@@ -116,6 +121,8 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         max_rows = max(rows)
         if checked.contents is not None:
             gathered = checked.contents.view(tensor.dtype).reshape(self.size * max_rows, *row_shape)
+        elif is_gathered_by_broadcasts(own, rows):
+            return gather_by_broadcasts(own, rows, self.rank, self._monitor.wait_for_ranks)
         else:
             # All transports gather tensors of equal size only, so shorter ones are padded.
             piece = own.to(_transport_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
@@ -135,6 +142,8 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             checks.check_divisible(tensor, self.size)
 
         self._check_consistency("reducescatter", tensor, op=op, check=check)
+        if tensor.device.type == "cpu" and tensor.numel():
+            return self._piecewise_reducescatter(tensor, op).finish(self._monitor.wait_for_ranks)
         source = _contiguous_copy(tensor, _reduction_dtype(tensor.dtype, op))
         if op in ("min", "max") and needs_keys(tensor.dtype, op):
             source = ordered_keys(source, op)
@@ -287,6 +296,10 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
             dist.destroy_process_group()
         self._is_shut_down = True
         self._is_group_destroyed = True  # a second call must not destroy the group of a later backend
+
+    def _piecewise_reducescatter(self, tensor: Tensor, op: ReduceOp) -> PiecewiseReduceScatter:
+        dtype = _reduction_dtype(tensor.dtype, op)
+        return PiecewiseReduceScatter(tensor, op, _TORCH_OPS[op], dtype, self.rank, self.size)
 
     def _finish_reduction(self, result: Tensor, dtype: torch.dtype, op: str) -> Tensor:
         if op == "mean":

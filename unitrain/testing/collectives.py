@@ -26,7 +26,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
 )
 
 
-def _input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def make_input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the input of `rank`. Values are small, so that products over 3 ranks are exact in every dtype."""
     generator = torch.Generator().manual_seed(17 * rank + len(shape))
     if dtype == torch.bool:
@@ -37,7 +37,8 @@ def _input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def _combined(inputs: list[Tensor], op: str) -> Tensor:
+def combined(inputs: list[Tensor], op: str) -> Tensor:
+    """Return the reduction of all ranks' `inputs`, computed in a wide dtype."""
     dtype = inputs[0].dtype
     stack = torch.stack(inputs)
     wide = stack.double() if dtype.is_floating_point else stack.long()
@@ -51,19 +52,20 @@ def _combined(inputs: list[Tensor], op: str) -> Tensor:
     return result.to(dtype)
 
 
-def _defined(dtype: torch.dtype, op: str) -> bool:
+def is_defined(dtype: torch.dtype, op: str) -> bool:
+    """Return whether backends reduce `dtype` by `op`."""
     return not (op == "mean" and not dtype.is_floating_point) and not (op == "sum" and dtype == torch.bool)
 
 
 @contract
 def allreduce_combines_every_dtype_op_and_shape(backend: Backend) -> None:
     for dtype, op, shape in itertools.product(DTYPES, REDUCE_OPS, _SHAPES):
-        if not _defined(dtype, op):
+        if not is_defined(dtype, op):
             continue
-        own = _input(backend.rank, shape, dtype)
+        own = make_input(backend.rank, shape, dtype)
         kept = own.clone()
         result = backend.allreduce(own, op)  # type: ignore[arg-type]
-        expected = _combined([_input(rank, shape, dtype) for rank in range(backend.size)], op)
+        expected = combined([make_input(rank, shape, dtype) for rank in range(backend.size)], op)
         assert_close(result, expected, msg=lambda text, case=(dtype, op, shape): f"{case}: {text}")
         assert torch.equal(own, kept), (dtype, op, shape)
         assert result.data_ptr() != own.data_ptr() or not own.numel()
@@ -125,6 +127,8 @@ def different_shapes_dtypes_ops_and_calls_raise_on_every_rank(backend: Backend) 
         lambda: backend.broadcast(torch.ones(2), root=1 if last else 0),
         lambda: backend.allgather(torch.ones(2, 3) if last else torch.ones(2, 4)),
         lambda: backend.barrier() if last else backend.allreduce(torch.ones(2)),
+        lambda: (backend.reducescatter if last else backend.allreduce)(torch.ones(backend.size * 5000)),
+        lambda: backend.reducescatter(torch.ones(backend.size * (5000 if last else 5001))),
         lambda: backend.allgather_object(1) if last else backend.broadcast_object(1),
     ]
     for disagreement in disagreements:
@@ -132,14 +136,16 @@ def different_shapes_dtypes_ops_and_calls_raise_on_every_rank(backend: Backend) 
         assert f"rank {backend.size - 1} called" in text, text
         assert_same_on_every_rank(backend, text)
     backend.barrier()  # and the group still works
+    whole = torch.arange(backend.size * 5000.0)
+    assert torch.equal(backend.reducescatter(whole), whole.chunk(backend.size)[backend.rank])
 
 
 @contract
 def allgather_concatenates_in_rank_order(backend: Backend) -> None:
     for dtype, shape in itertools.product(DTYPES, _SHAPES):
-        own = _input(backend.rank, shape, dtype)
+        own = make_input(backend.rank, shape, dtype)
         kept = own.clone()
-        parts = [_input(rank, shape, dtype).reshape(shape or (1,)) for rank in range(backend.size)]
+        parts = [make_input(rank, shape, dtype).reshape(shape or (1,)) for rank in range(backend.size)]
         assert torch.equal(backend.allgather(own), torch.cat(parts)), (dtype, shape)
         assert torch.equal(own, kept)
 
@@ -148,7 +154,7 @@ def allgather_concatenates_in_rank_order(backend: Backend) -> None:
 def allgather_accepts_a_different_dim_0_per_rank(backend: Backend) -> None:
     for counts in ([0, 3, 1], [2, 0, 0], [1, 2, 3], [0, 0, 0]):
         for dtype in DTYPES:
-            parts = [_input(rank, (counts[rank], 2), dtype) for rank in range(backend.size)]
+            parts = [make_input(rank, (counts[rank], 2), dtype) for rank in range(backend.size)]
             gathered = backend.allgather(parts[backend.rank])
             assert torch.equal(gathered, torch.cat(parts)), (counts, dtype)
 
@@ -156,12 +162,12 @@ def allgather_accepts_a_different_dim_0_per_rank(backend: Backend) -> None:
 @contract
 def reducescatter_returns_the_chunk_of_the_rank(backend: Backend) -> None:
     for dtype, op, rest in itertools.product(DTYPES, REDUCE_OPS, ((), (3,), (2, 2), (0,))):
-        if not _defined(dtype, op):
+        if not is_defined(dtype, op):
             continue
         shape = (2 * backend.size, *rest)
-        own = _input(backend.rank, shape, dtype)
+        own = make_input(backend.rank, shape, dtype)
         kept = own.clone()
-        reduced_input = _combined([_input(rank, shape, dtype) for rank in range(backend.size)], op)
+        reduced_input = combined([make_input(rank, shape, dtype) for rank in range(backend.size)], op)
         result = backend.reducescatter(own, op)  # type: ignore[arg-type]
         assert_close(result, reduced_input[2 * backend.rank : 2 * backend.rank + 2])
         assert torch.equal(own, kept)
@@ -173,10 +179,10 @@ def reducescatter_returns_the_chunk_of_the_rank(backend: Backend) -> None:
 @contract
 def broadcast_copies_from_every_root(backend: Backend) -> None:
     for dtype, shape, root in itertools.product(DTYPES, _SHAPES, range(backend.size)):
-        own = _input(backend.rank, shape, dtype)
+        own = make_input(backend.rank, shape, dtype)
         kept = own.clone()
         result = backend.broadcast(own, root)
-        assert torch.equal(result, _input(root, shape, dtype)), (dtype, shape, root)
+        assert torch.equal(result, make_input(root, shape, dtype)), (dtype, shape, root)
         assert torch.equal(own, kept), "the input was changed"
         assert result.data_ptr() != own.data_ptr() or not own.numel()
 
@@ -184,17 +190,17 @@ def broadcast_copies_from_every_root(backend: Backend) -> None:
 @contract
 def collectives_accept_noncontiguous_tensors(backend: Backend) -> None:
     def view(rank: int) -> Tensor:
-        return _input(rank, (6, 4 * backend.size), torch.float32).t()[::2]
+        return make_input(rank, (6, 4 * backend.size), torch.float32).t()[::2]
 
     inputs = [view(rank) for rank in range(backend.size)]
     own = inputs[backend.rank]
     assert not own.is_contiguous()
-    assert_close(backend.allreduce(own), _combined(inputs, "mean"))
+    assert_close(backend.allreduce(own), combined(inputs, "mean"))
     assert torch.equal(backend.allgather(own), torch.cat(inputs))
     assert torch.equal(backend.broadcast(own, backend.size - 1), inputs[-1])
     rows = own.shape[0] // backend.size
     assert_close(
-        backend.reducescatter(own, "sum"), _combined(inputs, "sum")[rows * backend.rank : rows * (backend.rank + 1)]
+        backend.reducescatter(own, "sum"), combined(inputs, "sum")[rows * backend.rank : rows * (backend.rank + 1)]
     )
 
 
@@ -204,8 +210,8 @@ def collectives_accept_a_column_of_a_single_row(backend: Backend) -> None:
     columns = [rows[:, 0] for rows in inputs]
     own = columns[backend.rank]
     assert own.stride() == (3,)
-    assert_close(backend.allreduce(own), _combined(columns, "mean"))
-    assert torch.equal(backend.allreduce(own, "min"), _combined(columns, "min"))
+    assert_close(backend.allreduce(own), combined(columns, "mean"))
+    assert torch.equal(backend.allreduce(own, "min"), combined(columns, "min"))
     assert torch.equal(backend.allgather(own), torch.cat(columns))
     assert torch.equal(backend.broadcast(own, backend.size - 1), columns[-1])
 
@@ -216,8 +222,8 @@ def collectives_accept_negative_views(backend: Backend) -> None:
     plain = [-number.imag[:, :1] for number in inputs]
     own = inputs[backend.rank].conj().imag[:, :1]
     assert own.is_neg(), "it is a view whose numbers count with the other sign"
-    assert_close(backend.allreduce(own), _combined(plain, "mean"))
-    assert torch.equal(backend.allreduce(own, "min"), _combined(plain, "min"))
+    assert_close(backend.allreduce(own), combined(plain, "mean"))
+    assert torch.equal(backend.allreduce(own, "min"), combined(plain, "min"))
     assert torch.equal(backend.allgather(own), torch.cat(plain))
     assert torch.equal(backend.broadcast(own, backend.size - 1), plain[-1])
 
@@ -384,12 +390,12 @@ def collective_inside_on_rank_zero_raises_immediately(backend: Backend) -> None:
 @contract
 def fake_backend_equals_this_backend(backend: Backend) -> None:
     for dtype, op, shape in itertools.product(DTYPES, REDUCE_OPS, ((), (5,), (2 * backend.size, 3))):
-        inputs = [_input(rank, shape, dtype) for rank in range(backend.size)]
+        inputs = [make_input(rank, shape, dtype) for rank in range(backend.size)]
         own = inputs[backend.rank]
         fake = FakeBackend(backend.rank, backend.size, peers=lambda operation, value, rank, inputs=inputs: inputs[rank])
         assert torch.equal(fake.allgather(own), backend.allgather(own)), (dtype, shape)
         assert torch.equal(fake.broadcast(own, backend.size - 1), backend.broadcast(own, backend.size - 1))
-        if _defined(dtype, op):
+        if is_defined(dtype, op):
             assert_close(fake.allreduce(own, op), backend.allreduce(own, op))  # type: ignore[arg-type]
             if shape[:1] == (2 * backend.size,):
                 assert_close(fake.reducescatter(own, op), backend.reducescatter(own, op))  # type: ignore[arg-type]

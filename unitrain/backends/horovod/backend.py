@@ -87,8 +87,21 @@ class HorovodBackend(ProcessGroupBackend):
         self._monitor.wait_for_ranks(work)
         return self._finish_reduction(result, tensor.dtype, op)
 
+    def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        is_divisible = isinstance(tensor, Tensor) and tensor.dim() > 0 and tensor.shape[0] % self.size == 0
+        if not (is_divisible and self._can_overlap_check(tensor, op)):
+            return super().reducescatter(tensor, op)
+        started = self._piecewise_reducescatter(tensor, op)
+        started.start()  # before the consistency check, like an allreduce
+        try:
+            self._check_consistency("reducescatter", tensor, op=op)
+        except BaseException:
+            started.discard()
+            raise
+        return started.finish(self._monitor.wait_for_ranks)
+
     def _can_overlap_check(self, tensor: Any, op: str) -> bool:
-        """Return whether the arguments of an allreduce are valid, and the tensor is too large to be transferred by the
+        """Return whether the arguments of a reduction are valid, and the tensor is too large to be transferred by the
         check.
 
         All ranks whose arguments match return the same value.

@@ -1,0 +1,143 @@
+"""Time of reducescatter and allgather on unitrain's interface, compared with an allreduce of the same tensor.
+
+The result of the allgather has the size of the tensor that is reduced. For comparison, the collectives of the same name
+of torch.distributed's process group are called directly, without a consistency check: those of Gloo, or of Horovod. In
+each round all calls take turns in a random order, on the same ranks. The table shows the time divided by that of the
+allreduce of the interface in the same round.
+
+    python benchmarks/collectives.py          # starts the ranks; writes benchmarks/results/collectives.*
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+import torch
+from tables import RESULTS, Seconds, keep, ratio
+from torch import Tensor
+
+from unitrain.backends.base import Backend
+from unitrain.testing import RankGroup
+from unitrain.torch_compat import all_gather, reduce_scatter
+
+TRANSPORTS = ("ddp, gloo", "horovod, gloo", "horovod, mpi")
+# Bytes, and calls per turn.
+SIZES = {"1 MB": (1 << 20, 20), "10 MB": (10 << 20, 4), "100 MB": (100 << 20, 1)}
+ALLREDUCE = "allreduce"
+
+
+def take_turn(backend: Backend, way: str, size: str) -> float:
+    """Return the seconds of a call of a collective in one of WAYS. All ranks call it."""
+    length, calls = SIZES[size]
+    tensor = torch.ones(length // 4 // backend.size * backend.size)
+    call = WAYS[way]
+    call(backend, tensor)
+    backend.barrier()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call(backend, tensor)
+    return (time.perf_counter() - started) / calls
+
+
+def _slice(backend: Backend, tensor: Tensor) -> Tensor:
+    return tensor[: len(tensor) // backend.size]
+
+
+def _plain_reduce_scatter(backend: Backend, tensor: Tensor) -> Tensor:
+    result = torch.empty_like(_slice(backend, tensor))
+    reduce_scatter(result, tensor)
+    return result
+
+
+def _plain_all_gather(backend: Backend, tensor: Tensor) -> Tensor:
+    result = torch.empty_like(tensor)
+    all_gather(result, _slice(backend, tensor))
+    return result
+
+
+WAYS: dict[str, Callable[[Backend, Tensor], Tensor]] = {
+    ALLREDUCE: lambda backend, tensor: backend.allreduce(tensor, "sum"),
+    "reducescatter": lambda backend, tensor: backend.reducescatter(tensor, "sum"),
+    "allgather": lambda backend, tensor: backend.allgather(_slice(backend, tensor)),
+    "the library's reduce_scatter": _plain_reduce_scatter,
+    "the library's all_gather": _plain_all_gather,
+}
+
+
+def start(transport: str, ranks: int) -> RankGroup:
+    """Return the ranks of a transport."""
+    backend, library = transport.split(", ")
+    if library == "gloo":
+        return RankGroup(backend, ranks, spawn=True)
+    return RankGroup(
+        backend,
+        ranks,
+        command=["mpirun", "--oversubscribe", "-np", str(ranks)],
+        variables={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+    )
+
+
+def measure(group: RankGroup, sizes: Sequence[str], rounds: int) -> dict[str, Seconds]:
+    """Return, for each size, the seconds per call in each way, round by round."""
+    shuffled = random.Random(0)
+    results: dict[str, Seconds] = {}
+    for size in sizes:
+        seconds: Seconds = {way: [] for way in WAYS}
+        for number in range(rounds + 1):  # the first round warms up
+            for way in shuffled.sample(list(WAYS), len(WAYS)):
+                taken = max(group.run(take_turn, way, size))
+                if number:
+                    seconds[way].append(taken)
+        results[size] = seconds
+    return results
+
+
+def table(results: dict[str, dict[str, Seconds]], sizes: Sequence[str]) -> list[str]:
+    lines = [
+        "# reducescatter and allgather, against an allreduce of the same tensor",
+        "",
+        f"float32, ranks on one host, a thread each, no GPU; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} processors. Time of a call / that of `allreduce` on the "
+        "interface in the same round. Medians; in brackets the middle half of all rounds. Made by "
+        "`python benchmarks/collectives.py`.",
+        "",
+        f"| | | {' | '.join(sizes)} |",
+        "|---" * (len(sizes) + 2) + "|",
+    ]
+    for group, by_size in results.items():
+        base = [f"{statistics.median(by_size[size][ALLREDUCE]) * 1000:.2f} ms" for size in sizes]
+        lines.append(f"| {group} | {ALLREDUCE} | {' | '.join(base)} |")
+        for way in WAYS:
+            if way != ALLREDUCE:
+                cells = [ratio(by_size[size][way], by_size[size][ALLREDUCE]) for size in sizes]
+                lines.append(f"| | {way} | {' | '.join(cells)} |")
+    return lines
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@click.option("--ranks", type=click.IntRange(min=2), multiple=True, default=(2, 3), show_default=True)
+@click.option("--rounds", type=click.IntRange(min=2), default=7, show_default=True)
+@click.option("--size", "sizes", type=click.Choice(list(SIZES)), multiple=True, default=list(SIZES))
+@click.option("--transport", "transports", type=click.Choice(TRANSPORTS), multiple=True, default=TRANSPORTS)
+def main(transports: Sequence[str], sizes: Sequence[str], rounds: int, ranks: Sequence[int], output: Path) -> None:
+    """Measure, print the table and save it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends the ranks
+    results: dict[str, dict[str, Seconds]] = {}
+    for number in ranks:
+        for transport in transports:
+            with start(transport, number) as group:
+                results[f"{transport}, {number} ranks"] = measure(group, sizes, rounds)
+    keep(table(results, sizes), "collectives", output, seconds_per_call=results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""reducescatter and allgather between CPUs, composed of faster collectives. benchmarks/collectives.py measures them.
+
+Gloo's and Horovod's own implementations take 2 to 16 times as long as an allreduce of the same tensor, mainly because
+they allocate intermediate buffers of the size of the whole tensor in every call, whose pages the kernel first has to
+provide. Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`) copies its input to a new buffer and
+creates two more, which it also fills with zeros. It sends half of the tensor in one message, and adds it when it has
+arrived completely; then it sends each rank's part to the rank that needs it. Its allreduce divides the tensor into
+segments, and adds one while the next is in transit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unitrain.backends.base import ReduceOp
+from unitrain.backends.tensors import flatten, from_ordered_keys, needs_keys, ordered_keys
+
+# Ranks for which an allgather is one broadcast per rank. A broadcast takes Python time on every rank.
+MAX_BROADCASTING_RANKS = 64
+# Smaller results are gathered by the transport's allgather: starting a broadcast takes longer than transferring it.
+MIN_BROADCAST_BYTES = 2**16
+# Bytes of a buffer of a reducescatter. Two buffers are used in turns, so that one is filled while the other is reduced.
+PIECE_BYTES = 2**23
+_BUFFERS = 2
+
+Wait = Callable[["dist.Work | None"], None]
+
+
+def is_gathered_by_broadcasts(own: Tensor, rows: Sequence[int]) -> bool:
+    """Return whether `gather_by_broadcasts` is faster than the transport's allgather. It is equal on every rank."""
+    row_bytes = math.prod(own.shape[1:]) * own.element_size()
+    return (
+        own.device.type == "cpu"
+        and len(rows) <= MAX_BROADCASTING_RANKS
+        and sum(rows) * row_bytes >= MIN_BROADCAST_BYTES
+    )
+
+
+def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait) -> Tensor:
+    """Return every rank's `own`, concatenated in dim 0, with `rows` of each rank. Each rank broadcasts its rows.
+
+    Rows are received in place, so ranks with fewer rows need no padding.
+    """
+    gathered = own.new_empty((sum(rows), *own.shape[1:]))
+    parts = gathered.split(list(rows))
+    parts[rank].copy_(own)
+    is_bool = own.dtype == torch.bool  # a dtype that transports do not support
+    works = [
+        dist.broadcast(part.view(torch.uint8) if is_bool else part, root, async_op=True)
+        for root, part in enumerate(parts)
+        if part.numel()
+    ]
+    for work in works:
+        wait(work)
+    return gathered
+
+
+class PiecewiseReduceScatter:
+    """A reducescatter of `tensor`, which has `size` equal slices, as allreduces of pieces of all slices.
+
+    Each piece is reduced by `torch_op` in `dtype`. The buffers of the pieces are the only memory in addition to the
+    result.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        op: ReduceOp,
+        torch_op: dist.ReduceOp.RedOpType,
+        dtype: torch.dtype,
+        rank: int,
+        size: int,
+    ) -> None:
+        self._op, self._torch_op, self._dtype, self._rank, self._size = op, torch_op, dtype, rank, size
+        self._slices = flatten(tensor).view(size, -1)
+        self._result = self._slices.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
+        self._uses_keys = needs_keys(tensor.dtype, op)
+        self._started = 0  # columns of the slices
+        self._running: deque[tuple[Any, Tensor, slice]] = deque()
+        self._free: Tensor | None = None
+
+    def start(self) -> None:
+        """Begin to reduce the first pieces."""
+        while self._started < self._slices.shape[1] and len(self._running) < _BUFFERS:
+            max_columns = max(1, PIECE_BYTES // (self._dtype.itemsize * self._size))
+            place = slice(self._started, min(self._started + max_columns, self._slices.shape[1]))
+            buffer = self._fill_buffer(self._slices[:, place])
+            work = dist.all_reduce(buffer, self._torch_op, async_op=True)
+            self._running.append((work, buffer, place))
+            self._started = place.stop
+
+    def finish(self, wait: Wait) -> Tensor:
+        """Reduce the remaining pieces, and return this rank's slice of the result. `wait` waits for a work."""
+        elements = self._result.view(-1)
+        self.start()
+        while self._running:
+            work, buffer, place = self._running.popleft()
+            wait(work)
+            own = buffer[self._rank]
+            if self._uses_keys:
+                own = from_ordered_keys(own, self._result.dtype)
+            elif self._op == "mean":
+                own /= self._size
+            elements[place] = own
+            self._free = None if self._uses_keys else buffer
+            self.start()
+        return self._result
+
+    def discard(self) -> None:
+        """Stop waiting for the pieces of a Horovod reducescatter that not all ranks begin."""
+        for work, _, _ in self._running:
+            work.discard()
+        self._running.clear()
+
+    def _fill_buffer(self, source: Tensor) -> Tensor:
+        """Return a contiguous copy of `source`, [ranks, columns], which a collective may overwrite."""
+        if self._uses_keys:
+            return ordered_keys(source, self._op)  # type: ignore[arg-type]
+        buffer, self._free = self._free, None
+        if buffer is None or buffer.shape != source.shape:
+            return source.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+        return buffer.copy_(source)
