@@ -25,6 +25,7 @@ from tables import RESULTS, Seconds, keep, ratio
 from torch import Tensor
 
 from unitrain.backends.base import Backend
+from unitrain.bootstrap import environment
 from unitrain.testing import RankGroup
 from unitrain.torch_compat import all_gather, reduce_scatter
 
@@ -77,12 +78,8 @@ def start(transport: str, ranks: int) -> RankGroup:
     backend, library = transport.split(", ")
     if library == "gloo":
         return RankGroup(backend, ranks, spawn=True)
-    return RankGroup(
-        backend,
-        ranks,
-        command=["mpirun", "--oversubscribe", "-np", str(ranks)],
-        variables={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
-    )
+    environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+    return RankGroup(backend, ranks, command=["mpirun", "--oversubscribe", "-np", str(ranks)])
 
 
 def measure(group: RankGroup, sizes: Sequence[str], rounds: int) -> dict[str, Seconds]:

@@ -27,7 +27,7 @@ MAX_BROADCASTING_RANKS = 64
 # Smaller results are gathered by the transport's allgather: starting a broadcast takes longer than transferring it.
 MIN_BROADCAST_BYTES = 2**16
 # Bytes of a buffer of a reducescatter. Two buffers are used in turns, so that one is filled while the other is reduced.
-PIECE_BYTES = 2**23
+PIECE_BYTES = 12 * 2**20
 _BUFFERS = 2
 
 Wait = Callable[["dist.Work | None"], None]
