@@ -21,18 +21,15 @@ BUFFER_BYTES = 2**20
 
 
 class Broadcasts:
-    """Starts broadcasts.
+    """Starts broadcasts in the default process group.
 
     Args:
-        group: the process group of the broadcasts. None is the default group.
         on_stream: whether a GPU stream waits for the broadcasts instead of the host, as with NCCL. The watchdog then
             checks that they complete, and otherwise ends the process.
     """
 
-    def __init__(
-        self, monitor: FailureMonitor, rank: int, group: dist.ProcessGroup | None = None, *, on_stream: bool
-    ) -> None:
-        self._monitor, self._rank, self._group, self._on_stream = monitor, rank, group, on_stream
+    def __init__(self, monitor: FailureMonitor, rank: int, *, on_stream: bool) -> None:
+        self._monitor, self._rank, self._on_stream = monitor, rank, on_stream
         self._numbers = count()
 
     def start(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
@@ -52,7 +49,7 @@ class Broadcasts:
 
         def begin(tensor: Tensor, root: int) -> None:
             try:
-                works.append(dist.broadcast(tensor, root, group=self._group, async_op=True))
+                works.append(dist.broadcast(tensor, root, async_op=True))
             except RuntimeError as error:  # Horovod rejects operations after another rank has ended
                 self._monitor.raise_cause_of(error)
                 raise

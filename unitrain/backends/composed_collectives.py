@@ -43,11 +43,8 @@ def is_gathered_by_broadcasts(own: Tensor, rows: Sequence[int]) -> bool:
     )
 
 
-def gather_by_broadcasts(
-    own: Tensor, rows: Sequence[int], rank: int, wait: Wait, group: dist.ProcessGroup | None
-) -> Tensor:
-    """Return every rank's `own`, concatenated in dim 0, with `rows` of each rank. Each rank broadcasts its rows in
-    `group`.
+def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait) -> Tensor:
+    """Return every rank's `own`, concatenated in dim 0, with `rows` of each rank. Each rank broadcasts its rows.
 
     Rows are received in place, so ranks with fewer rows need no padding.
     """
@@ -56,7 +53,7 @@ def gather_by_broadcasts(
     parts[rank].copy_(own)
     is_bool = own.dtype == torch.bool  # a dtype that transports do not support
     works = [
-        dist.broadcast(part.view(torch.uint8) if is_bool else part, root, group=group, async_op=True)
+        dist.broadcast(part.view(torch.uint8) if is_bool else part, root, async_op=True)
         for root, part in enumerate(parts)
         if part.numel()
     ]

@@ -93,8 +93,6 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         self._needs_group_order = transport == "nccl"
         self._monitor = FailureMonitor(rendezvous, polls=device.type == "cpu")
         self._check_consistency = ConsistencyCheck(self, self._monitor, control_group)
-        # The group of broadcasts that form an allgather or distribute parameters. None is the default group.
-        self._broadcast_group: dist.ProcessGroup | None = None
         self._broadcasts: Broadcasts | None = None
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
@@ -124,7 +122,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         if checked.contents is not None:
             gathered = checked.contents.view(tensor.dtype).reshape(self.size * max_rows, *row_shape)
         elif is_gathered_by_broadcasts(own, rows):
-            return gather_by_broadcasts(own, rows, self.rank, self._monitor.wait_for_ranks, self._broadcast_group)
+            return gather_by_broadcasts(own, rows, self.rank, self._monitor.wait_for_ranks)
         else:
             # All transports gather tensors of equal size only, so shorter ones are padded.
             piece = own.to(_transport_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
@@ -174,9 +172,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         if self.size == 1:
             return lambda: None
         if self._broadcasts is None:
-            self._broadcasts = Broadcasts(
-                self._monitor, self.rank, self._broadcast_group, on_stream=self._waits_on_stream
-            )
+            self._broadcasts = Broadcasts(self._monitor, self.rank, on_stream=self._waits_on_stream)
         return self._broadcasts.start(pieces)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
@@ -294,7 +290,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         # exits occasionally abort the process (pytorch#179291).
         for model in self._models:
             model.leave_group()
-        self._unused_parameters_group = self._broadcast_group = self._broadcasts = None
+        self._unused_parameters_group = None
         self._check_consistency.leave_group()
         if not self._is_group_destroyed and dist.is_initialized():
             dist.destroy_process_group()

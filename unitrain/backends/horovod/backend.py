@@ -70,10 +70,6 @@ class HorovodBackend(ProcessGroupBackend):
     ) -> None:
         super().__init__(rendezvous, device, transport, control_group)
         self._has_control_group = control_group is not None
-        if transport == "gloo" and device.type == "cpu":
-            # torch's Gloo uses the same network as Horovod's, and needs half the time: it starts a broadcast without a
-            # negotiation in Horovod's next cycle, and runs two at a time.
-            self._broadcast_group = control_group
         self._check_consistency.on_mismatch = self._start_new_names
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
