@@ -44,12 +44,12 @@ def main():
     with unitrain.init(device="cpu", timeout_seconds=SECONDS) as backend:
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        hangs = backend.rank == backend.size - 1
+        hangs = backend.rank == backend.size - 1 or KIND.endswith("all ranks")
         loader = DataLoader(
             (Stream if KIND == "stream" else Items)(hangs), batch_size=2, num_workers=2,
             persistent_workers=KIND == "persistent", multiprocessing_context="spawn" if KIND == "spawn" else None,
         )
-        if KIND == "own loop":
+        if KIND.startswith("own loop"):
             model = backend.distributed_model(model)
             for inputs, targets in loader:
                 nn.functional.mse_loss(model(inputs), targets).backward()
@@ -99,6 +99,23 @@ def test_a_job_with_a_hanging_worker_ends_and_reports_the_worker(backend: str, k
     assert re.search(status, output), output
     assert re.search(r"Check the data loading of rank 1, or raise the limit", output), output
     assert "rank 1: in a backward pass" not in output, output
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [("ddp", "trainer, all ranks"), ("ddp", "own loop, all ranks"), ("horovod", "trainer, all ranks")],
+)
+def test_a_job_whose_workers_hang_on_all_ranks_ends_and_reports_a_worker(backend: str, kind: str, script: Path) -> None:
+    command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-np", "2", str(script), kind, "10"]
+    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()  # returns when no process holds the pipe
+        launch.wait_until_none_lives(10)
+    assert launch.process.returncode, output
+    worker = r"DataLoader worker \d \(process \d+\)"
+    if kind.startswith("trainer"):
+        worker += r", which has been loading item 4\d for \d+ s \(train.py:17: time.sleep\(3000\)\)"
+    assert re.search(rf"unitrain: Rank \d has waited 10 s for a batch from {worker}, at train.py:\d+", output), output
+    assert "Check the data loading of that worker, or raise the limit with unitrain.init(timeout_seconds=" in output
 
 
 @pytest.mark.parametrize("kind", ["trainer", "spawn", "own loop"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulation import Clock, Event
 
-from unitrain.monitoring.deadlines import Deadlines, WaitForShutDownRank
+from unitrain.monitoring.deadlines import DataDeadline, Deadlines, WaitForShutDownRank
 from unitrain.monitoring.failure_store import Shutdown
 
 
@@ -79,3 +79,21 @@ def test_wait_is_endless_after_30_seconds_if_participation_of_rank_0_is_unknown(
     assert not wait.is_endless(shutdown, False, 9)
     clock.now = 60.0
     assert not wait.is_endless(shutdown, True, 9)  # a new wait begins
+
+
+def test_wait_for_one_batch_expires_and_waits_for_several_batches_do_not() -> None:
+    clock = Clock()
+    deadline = DataDeadline(10.0, clock)
+    found = []
+    for batch in [(1, 0)] * 9 + [(1, 1)] * 9 + [None] + [(1, 1)] * 12:
+        found.append(deadline.expired(batch, 3))
+        clock.now += 1.0
+    assert found == [False] * 30 + [True]
+
+
+def test_waits_for_the_first_batch_of_several_epochs_do_not_expire() -> None:
+    clock = Clock()
+    deadline = DataDeadline(10.0, clock)
+    for epoch in range(20):
+        assert not deadline.expired((1, 0), epoch)
+        clock.now += 9.0

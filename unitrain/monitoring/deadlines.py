@@ -88,5 +88,30 @@ class WaitForShutDownRank:
         return self._clock() >= self._began + limit_seconds
 
 
+class DataDeadline:
+    """Time limit of the main thread's waits for batches of DataLoader workers.
+
+    The ranks limit the time that they wait for each other. This limit also ends a job in which every rank waits for a
+    worker that hangs.
+    """
+
+    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_seconds, self._clock = timeout_seconds, clock
+        self._waiting_for: tuple[object, ...] | None = None
+        self._began = 0.0
+
+    def expired(self, batch: tuple[int, int] | None, num_recorded: int) -> bool:
+        """Return whether the main thread has waited for the same `batch` longer than the timeout. Only the watchdog
+        thread calls it.
+
+        `batch` is None if the main thread does not wait. `num_recorded`, the number of collectives and backwards,
+        distinguishes batches of different epochs.
+        """
+        waiting_for = None if batch is None else (*batch, num_recorded)
+        if waiting_for is None or waiting_for != self._waiting_for:
+            self._waiting_for, self._began = waiting_for, self._clock()
+        return waiting_for is not None and self._clock() > self._began + self._timeout_seconds
+
+
 def _always_true() -> bool:
     return True

@@ -82,7 +82,7 @@ def awaited_worker(frame: FrameType) -> str | None:
 
     The workers of a Trainer report their activity (`unitrain.data.workers`).
     """
-    if frame.f_code.co_name != _DATALOADER_FUNCTION or not frame.f_code.co_filename.endswith(_DATALOADER_FILE):
+    if not _awaits_batch(frame):
         return None
     try:
         iterator = frame.f_locals["self"]
@@ -93,6 +93,28 @@ def awaited_worker(frame: FrameType) -> str | None:
     report = getattr(iterator._worker_init_fn, "describe_activity", None)
     activity = report(number) if callable(report) else ""
     return f"{name}, which {activity}" if activity else name
+
+
+def awaited_batch() -> tuple[int, int] | None:
+    """Return an identifier of the batch that the main thread awaits from a DataLoader worker; None if it does not wait.
+
+    It changes with each batch of an iterator.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if _awaits_batch(frame):
+            try:
+                iterator = frame.f_locals["self"]
+                return id(iterator), iterator._rcvd_idx
+            except (AttributeError, KeyError):  # another version of torch, or a loader without workers
+                return None
+        frame = frame.f_back
+    return None
+
+
+def _awaits_batch(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == _DATALOADER_FUNCTION and code.co_filename.endswith(_DATALOADER_FILE)
 
 
 def is_unitrain_frame(frame: FrameType) -> bool:

@@ -25,13 +25,14 @@ import torch.distributed as dist
 
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
-from unitrain.errors import CollectiveTimeoutError, ModelError
-from unitrain.monitoring.deadlines import Deadline, Deadlines, WaitForShutDownRank
+from unitrain.errors import CollectiveTimeoutError, DataError, ModelError
+from unitrain.monitoring.deadlines import DataDeadline, Deadline, Deadlines, WaitForShutDownRank
 from unitrain.monitoring.failure_store import FailureStore, RankProcess, Shutdown
 from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.liveness import LivenessCheck
 from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, format_statuses
+from unitrain.monitoring.stack_inspection import awaited_batch
 
 _PERIOD_SECONDS = 0.5
 # Time that the main thread has to raise an error after the failure of another rank.
@@ -65,6 +66,8 @@ class Watchdog:
         self._thread_store = FailureStore(rendezvous.store, self._rank)  # used by the watchdog thread
         self._store = FailureStore(rendezvous.store, self._rank)  # used by all other threads
         self._deadlines = Deadlines(rendezvous.timeout.total_seconds() + _DEADLINE_MARGIN_SECONDS)
+        self._timeout_seconds = rendezvous.timeout.total_seconds()
+        self._data_deadline = DataDeadline(self._timeout_seconds + _DEADLINE_MARGIN_SECONDS)
         self._launcher, self._parent_pid, self._pid = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
         self._ended, self._failure_is_known = threading.Event(), threading.Event()
         self._error: BaseException | None = None  # the error with which this rank fails
@@ -289,6 +292,8 @@ class Watchdog:
                     return
             if (deadline := self._deadlines.expired()) is not None:
                 self._handle_expired(deadline)
+            if self._data_deadline.expired(awaited_batch(), self._flight_recorder.num_recorded):
+                self._end_without_data()
 
     def _poll_store(self) -> bool:
         """Answer status requests, and return whether a rank has failed."""
@@ -334,6 +339,20 @@ class Watchdog:
         stack = RankStatus.of_main_thread(self._flight_recorder).stack
         self.report_failure(error)
         _print([f"unitrain: {error}", *stack, *self._report])
+        os._exit(1)
+
+    def _end_without_data(self) -> None:
+        """End the process, because its main thread waits for a DataLoader worker and cannot be interrupted."""
+        status = self._status()
+        if status.activity is not Activity.WAITING_FOR_DATA:  # the batch has arrived in the meantime
+            return
+        error = DataError(
+            f"Rank {self._rank} has waited {self._timeout_seconds:g} s for a batch from {status.worker}, at "
+            f"{status.location}. Check the data loading of that worker, or raise the limit with "
+            "unitrain.init(timeout_seconds=...)."
+        )
+        self.report_failure(error)
+        _print([f"unitrain: {error}", *status.stack, *self._report])
         os._exit(1)
 
     def _exit_with_launcher(self) -> None:
