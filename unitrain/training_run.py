@@ -236,6 +236,11 @@ class TrainingRun:
         training = self._checkpointer.load(path, model, optimizer, scheduler, required=required)
         if training is None:
             return False
+        if not isinstance(training.get("progress"), dict):
+            raise CheckpointError(
+                f"The checkpoint in '{where}' has no progress of a run: another program wrote it. Start a new run from "
+                f"the weights: safetensors.torch.load_model(model, '{where / files.MODEL}')."
+            )
         if training.get("seed", config.seed) != config.seed:
             raise CheckpointError(
                 f"The run in '{path}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "

@@ -62,7 +62,7 @@ class Checkpointer:
         if folder is None:
             return None
         wait_for_earlier_writer(folder, self._communicator)
-        from_own_folder = resume is True or (resume and Path(resume).resolve() == folder.resolve())
+        from_own_folder = resume is True or (resume and files.real_path(Path(resume)) == files.real_path(folder))
         continues, self.stored_batch_sizes = output_folder.prepare_folder(
             folder, self._communicator, resume=bool(from_own_folder)
         )

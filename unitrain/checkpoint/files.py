@@ -64,7 +64,7 @@ def remove_unfinished(folder: Path) -> None:
     """Remove unfinished checkpoints of killed runs from `folder`; also a file or a link with such a name."""
     for path in folder.glob(".*.unfinished"):
         if _UNFINISHED.fullmatch(path.name):
-            _remove(path)
+            remove(path)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
         return  # the run was resumed from this checkpoint and had no steps left
     training = plain_state(training)
     unfinished = target.with_name(f".{target.name}.unfinished")
-    _remove(unfinished)
+    remove(unfinished)
     unfinished.mkdir()
     if names := [name for name, value in model.items() if value.is_complex()]:
         save_model(_AsReal(model), str(unfinished / MODEL), {_COMPLEX: json.dumps(names)})  # type: ignore[arg-type]
@@ -156,10 +156,10 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
         _flush(unfinished / name)
     replaced = unfinished.with_name(f".{target.name}.replaced.unfinished")
     if target.exists():  # it is damaged, or was written at the last step of an epoch, before the results
-        _remove(replaced)
+        remove(replaced)
         target.rename(replaced)
     unfinished.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
     _flush(target.parent)
 
 
@@ -332,7 +332,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a folder, a file or a link, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -357,6 +357,11 @@ def read_regular_file(path: Path, max_bytes: int) -> str:
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"'{path}' is larger than {max_bytes} bytes")
     return content.decode()
+
+
+def real_path(path: Path) -> Path:
+    """Return the absolute path without symbolic links. Unlike Path.resolve, it does not raise for a loop of links."""
+    return Path(os.path.realpath(path))
 
 
 def _flush(path: Path) -> None:

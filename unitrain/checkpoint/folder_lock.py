@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 from contextlib import suppress
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.bootstrap import environment
+from unitrain.checkpoint import files
 from unitrain.errors import CheckpointError
 
 FILE = ".lock"
+_MAX_BYTES = 1 << 16
 # Time limits of waiting for another job, which may be about to end, and for an earlier attempt of the same job, whose
 # host may be unreachable.
 _OTHER_JOB_TIMEOUT_SECONDS, _SAME_JOB_TIMEOUT_SECONDS = 5.0, 150.0
@@ -42,7 +45,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._path = folder.resolve() / FILE
+        self._path = files.real_path(folder) / FILE
         self._holds = 0
         self._deadline: float | None = None
 
@@ -117,6 +120,12 @@ class FolderLock:
     def _lock_file(self) -> bool:
         while True:
             descriptor = self._open_lock_file()
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise CheckpointError(
+                    f"'{self._path}', the lock of the output folder, is not a regular file. Remove it: "
+                    f"rm '{self._path}'"
+                )
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -160,8 +169,8 @@ def _this_job() -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     """Return the description that the holder wrote; empty if it has not written it yet."""
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        read = json.loads(files.read_regular_file(path, _MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return read if isinstance(read, dict) else {}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -69,9 +68,9 @@ class Retention:
         """Remove obsolete checkpoints. A partly removed checkpoint has another name, so it is never loaded."""
         for path in self.obsolete(newest):
             removed = path.with_name(f".{path.name}.unfinished")
-            shutil.rmtree(removed, ignore_errors=True)
+            files.remove(removed)
             path.rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            files.remove(removed)
 
     def _milestones(self, checkpoints: list[Path]) -> list[Path]:
         if self.every is None:
@@ -102,7 +101,7 @@ def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
 
     All ranks call it.
     """
-    thread = _writing.get(folder.resolve()) if communicator.rank == 0 else None
+    thread = _writing.get(files.real_path(folder)) if communicator.rank == 0 else None
     _wait_until_written(folder, thread, communicator)
 
 
@@ -190,7 +189,7 @@ class CheckpointWriter:
         # The thread is not a daemon, so a program that ends now still completes the checkpoint.
         self._thread = threading.Thread(target=self._write, args=(target, *state, manifest), name="unitrain checkpoint")
         self._thread.start()
-        _writing[self._folder.resolve()] = self._thread
+        _writing[files.real_path(self._folder)] = self._thread
 
     def _write(self, target: Path, model: dict[str, Any], training: dict[str, Any], manifest: dict[str, Any]) -> None:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from unitrain.loggers.json_lines import check_is_regular
 from unitrain.loggers.logger import Logger, Start, select_folder
 
 
@@ -45,6 +46,7 @@ class CSVLogger(Logger):
 
     def _read(self) -> tuple[list[str], list[dict[str, Any]]]:
         """Return the columns and the complete rows."""
+        check_is_regular(self._path)
         text = self._path.read_text() if self._path.exists() else ""
         reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
         rows = list(reader)
@@ -52,7 +54,8 @@ class CSVLogger(Logger):
 
     def _write(self, rows: Iterable[dict[str, Any]]) -> None:
         rewritten = self._path.with_name("metrics.csv.unfinished")
-        with rewritten.open("w", newline="") as file:
+        rewritten.unlink(missing_ok=True)  # left by a killed run, or a link to another file
+        with rewritten.open("x", newline="") as file:
             writer = csv.DictWriter(file, self._columns)
             writer.writeheader()
             writer.writerows(rows)

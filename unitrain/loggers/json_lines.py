@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -40,7 +41,11 @@ class JSONLinesLogger(Logger):
 
 
 def append_row(row: dict[str, Any], path: Path) -> None:
-    """Append `row` to the file. Numbers that JSON does not support (nan, infinity) become null."""
+    """Append `row` to the file. Numbers that JSON does not support (nan, infinity) become null.
+
+    Raises OSError for a FIFO or device.
+    """
+    check_is_regular(path)
     finite = {key: value if _is_json_number(value) else None for key, value in row.items()}
     with path.open("a") as file:
         file.write(json.dumps(finite, default=str) + "\n")
@@ -70,6 +75,7 @@ def drop_rows_after(step: int, path: Path) -> None:
 
 def _complete_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of the file. Damaged lines are skipped with a warning, an unfinished last line without one."""
+    check_is_regular(path)
     *lines, _ = path.read_text(errors="replace").split("\n")
     rows, damaged = [], 0
     for line in lines:
@@ -86,6 +92,12 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
             "line" if damaged == 1 else "lines",
         )
     return rows
+
+
+def check_is_regular(path: Path) -> None:
+    """Raise OSError for a FIFO or device, which could block. A missing file is valid."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
 
 
 def _is_json_number(value: Any) -> bool:

@@ -74,7 +74,7 @@ def _read_rows(path: Path) -> list[Row]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
             shown = line if len(line) <= 60 else f"{line[:57]}..."

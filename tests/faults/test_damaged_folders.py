@@ -1,0 +1,112 @@
+"""Output folders with files of wrong types and contents: a clear error in limited time, or a completed run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.errors import CheckpointError
+from unitrain.testing import RankGroup
+
+NESTED_JSON = "[" * 200_000
+
+
+def fit(backend: Backend, folder: Path, loggers: tuple[str, ...] = ()) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = TrainConfig(max_epochs=1, batch_size=2, progress="off", output_dir=folder, resume=True)
+    trainer = Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config, loggers=loggers)
+    trainer.fit(TensorDataset(torch.ones(8, 3), torch.ones(8, 1)))
+
+
+def fifo(name: str) -> Callable[[Path], object]:
+    def create(folder: Path) -> None:
+        folder.mkdir()
+        os.mkfifo(folder / name)
+
+    return create
+
+
+def link_to_itself(folder: Path) -> None:
+    folder.symlink_to(folder)
+
+
+def nested_json_in_a_held_lock(folder: Path) -> Any:
+    folder.mkdir()
+    file = (folder / ".lock").open("w")
+    file.write(NESTED_JSON)
+    file.flush()
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file  # holds the lock
+
+
+# How the folder is prepared, and the beginning of the error, or "trained".
+CASES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "folder is a FIFO": (os.mkfifo, "Cannot write to output folder '{}': FileExistsError"),
+    "folder is a loop of links": (link_to_itself, "Cannot write to output folder '{}': FileExistsError"),
+    "FIFO .lock": (fifo(".lock"), "'{}/.lock', the lock of the output folder, is not a regular file. Remove it: rm"),
+    "FIFO .job": (fifo(".job"), "Cannot write to output folder '{}': OSError: [Errno 22] '{}/.job' is not a regular"),
+    "FIFO run.jsonl": (
+        fifo("run.jsonl"),
+        "Cannot write '{}': OSError: [Errno 22] '{}/run.jsonl' is not a regular file",
+    ),
+    "FIFO history.jsonl": (fifo("history.jsonl"), "Cannot write '{}': OSError: [Errno 22] '{}/history.jsonl' is not a"),
+    "FIFO steps.jsonl": (fifo("steps.jsonl"), "Cannot write '{}': OSError: [Errno 22] '{}/steps.jsonl' is not a regul"),
+    "FIFO metrics.csv": (fifo("metrics.csv"), "trained"),
+    "FIFO metrics.jsonl": (fifo("metrics.jsonl"), "trained"),
+    "FIFO step-000000004": (fifo("step-000000004"), "trained"),
+    "FIFO .step-000000004.unfinished": (fifo(".step-000000004.unfinished"), "trained"),
+    "nested JSON in a held .lock": (nested_json_in_a_held_lock, "Output folder '{}' is in use by another job: a job"),
+}
+
+
+def results(backend: Backend, root: Path) -> dict[str, str]:
+    """Return the error of each case, or "trained"."""
+    os.environ["SLURM_JOB_ID"] = "7"  # the file .job is read if the job has an ID
+    texts = {}
+    for number, (name, (prepare, _)) in enumerate(CASES.items()):
+        folder = root / str(number)
+        kept = prepare(folder)
+        try:
+            fit(backend, folder, ("csv", "jsonl") if "metrics" in name else ())
+            texts[name] = "trained"
+        except CheckpointError as error:
+            texts[name] = str(error)
+        del kept
+    return texts
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    root = tmp_path_factory.mktemp("folders")
+    with RankGroup("local", 1) as group:
+        return root, group.run(results, root, timeout_seconds=90)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_damaged_folder_is_reported_or_repaired(name: str, found: tuple[Path, dict[str, str]]) -> None:
+    root, texts = found
+    expected = CASES[name][1].replace("{}", str(root / str(list(CASES).index(name))))
+    assert texts[name].startswith(expected), texts[name]
+
+
+@pytest.mark.parametrize("content", [NESTED_JSON, "\\udcff", '{"step": 1e400}', "9" * 5000, "null"])
+def test_a_damaged_line_of_the_history_is_skipped(content: str, tmp_path: Path) -> None:
+    from unitrain.loggers.json_lines import drop_rows_after, last_row
+
+    path = tmp_path / "history.jsonl"
+    path.write_text(content + "\n" + json.dumps({"step": 3}) + "\n")
+    drop_rows_after(3, path)
+    assert path.read_text() == '{"step": 3}\n'
+    assert last_row(path) == {"step": 3}
