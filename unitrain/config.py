@@ -241,7 +241,7 @@ class TrainConfig:
             _full_name("preemption_signals"), self.preemption_signals, kinds, "a tuple of names", fix
         )
         for name in self.preemption_signals:
-            if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+            if not isinstance(name, str) or name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 near = did_you_mean(str(name), signal.Signals.__members__)
                 raise ConfigError(
                     f"TrainConfig.preemption_signals has {name!r}, which is not a signal that a program can handle. "

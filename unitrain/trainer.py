@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from unitrain import trainer_arguments
 from unitrain.backends.base import Backend
-from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
 from unitrain.config import TrainConfig, check_same_config, for_dry_run
@@ -42,7 +42,7 @@ from unitrain.progress.stopping import StopCoordinator, SyncPoint
 from unitrain.progress.timing import LoopTimer
 from unitrain.trainer_overrides import TrainerArguments, load_overrides
 from unitrain.training_run import Stateful, TrainingRun
-from unitrain.validation import check_result_name, check_text
+from unitrain.validation import check_path, check_result_name, check_text
 
 
 class Trainer:
@@ -260,6 +260,14 @@ class Trainer:
         `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`.
         Raises CheckpointError on every rank, or ConfigError if the run does not keep its best checkpoint.
         """
+        self.backend.check_running("Trainer.load_weights")
+        call_on_all_ranks(self.backend, lambda: _check_checkpoint(checkpoint))
+        checkpoints = gather_if_different(self.backend, str(checkpoint))
+        if checkpoints is not None:
+            raise ConfigError(
+                f"Trainer.load_weights(checkpoint) differs between ranks: {checkpoints}. Use the same checkpoint on "
+                "every rank."
+            )
         path = self.checkpointer.find_best() if checkpoint == "best" else Path(checkpoint)
         load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
 
@@ -472,6 +480,10 @@ class Trainer:
 
 def _is_multiple(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
+
+
+def _check_checkpoint(checkpoint: Any) -> None:
+    check_path("Trainer.load_weights(checkpoint)", checkpoint, 'Use trainer.load_weights("best")')
 
 
 def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:

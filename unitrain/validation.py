@@ -86,8 +86,8 @@ def check_path(name: str, value: Any, fix: str, *, optional: bool = False) -> An
     """Check that `value` is a non-empty path."""
     if not (optional and value is None) and not (isinstance(value, str | Path) and str(value)):
         raise ConfigError(f"{name} must be a non-empty path, got {describe_value(value)}. {fix}.")
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{name} must be a path, got {value!r}, which has a NUL character. {fix}.")
+    if value is not None and "\0" in str(value):
+        raise ConfigError(f"{name} must be a path, got {str(value)!r}, which has a NUL character. {fix}.")
     return value
 
 

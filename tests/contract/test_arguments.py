@@ -36,6 +36,9 @@ class Parts:
         settings = {"backend": self.backend, "config": self.config(), **settings}
         return Trainer(*(arguments or (self.model, self.optimizer, nn.functional.mse_loss)), **settings)
 
+    def loader(self) -> unitrain.ShardedLoader:
+        return unitrain.ShardedLoader(self.data, self.backend, batch_size=2)
+
     def config(self, **settings: Any) -> TrainConfig:
         return TrainConfig(**{"max_epochs": 1, "batch_size": 2, "progress": "off", **settings})
 
@@ -306,6 +309,86 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "sync_batch_norm(communicator) must be a backend, got 'ddp'.",
         "Use sync_batch_norm(model, backend).",
     ),
+    "a model on device meta": (
+        lambda p: p.backend.distributed_model(nn.Linear(3, 1, device="meta")),
+        "Linear has tensors on device meta, which have no values: weight, bias.",
+        "model.to_empty(device=backend.device)",
+    ),
+    "distributed_optimizer with the name of a model": (
+        lambda p: p.backend.distributed_optimizer(p.optimizer, "model"),  # type: ignore[arg-type]
+        "distributed_optimizer(model) must be a torch.nn.Module, got 'model'.",
+        "Pass the model second.",
+    ),
+    "no_sync without a model": (
+        lambda p: p.backend.no_sync(None),  # type: ignore[arg-type]
+        "no_sync takes the model that distributed_model returned, got None.",
+        "backend.distributed_model(model).",
+    ),
+    "unwrap without a model": (
+        lambda p: p.backend.unwrap("model"),  # type: ignore[arg-type]
+        "unwrap(model) must be a torch.nn.Module, got 'model'.",
+        "Pass the model itself",
+    ),
+    "MeanMetric without a backend": (
+        lambda p: unitrain.MeanMetric("ddp"),  # type: ignore[arg-type]
+        "MeanMetric(backend) must be a backend, got 'ddp'.",
+        "Use MeanMetric(backend).",
+    ),
+    "text as the value of a metric": (
+        lambda p: unitrain.MeanMetric(p.backend).update("0.5"),  # type: ignore[arg-type]
+        "MeanMetric.update(value) must be a number or a tensor of numbers, got '0.5'.",
+        "metric.update(loss, len(targets)).",
+    ),
+    "metric with fewer values than counted": (
+        lambda p: unitrain.MeanMetric(p.backend).update(torch.ones(3), torch.tensor(2)),
+        "The value of a batch of 2 must be one number or 2, got shape [3].",
+        "with .mean().",
+    ),
+    "metric with fewer values than counted by a float": (
+        lambda p: unitrain.MeanMetric(p.backend).update(torch.ones(3), 2.0),
+        "The value of a batch of 2 must be one number or 2, got shape [3].",
+        "with .mean().",
+    ),
+    "differentiable_allgather without a backend": (
+        lambda p: unitrain.differentiable_allgather(torch.ones(1), "ddp"),  # type: ignore[arg-type]
+        "differentiable_allgather(communicator) must be a backend, got 'ddp'.",
+        "Use differentiable_allgather(tensor, backend).",
+    ),
+    "require of a text": (
+        lambda p: unitrain.require(p.backend, "SupportsPowerSGD", "PowerSGD"),  # type: ignore[arg-type]
+        "The capability of require must be a class, got 'SupportsPowerSGD'.",
+        "Use require(backend, SupportsPowerSGD",
+    ),
+    "load_weights without a path": (
+        lambda p: p.trainer().load_weights(None),  # type: ignore[arg-type]
+        "Trainer.load_weights(checkpoint) must be a non-empty path, got None.",
+        'Use trainer.load_weights("best").',
+    ),
+    "ShardedLoader.epoch": (
+        lambda p: setattr(p.loader(), "epoch", -1),
+        "ShardedLoader.epoch must be at least 0, got -1.",
+        "Use loader.epoch = 0.",
+    ),
+    "state that is not of a loader": (
+        lambda p: p.loader().load_state_dict({}),
+        "ShardedLoader.load_state_dict takes a state that state_dict() returned, got epoch=None.",
+        "loader.state_dict().",
+    ),
+    "state of a loader with a negative position": (
+        lambda p: p.loader().load_state_dict({**p.loader().state_dict(), "position": -1}),
+        "ShardedLoader.load_state_dict takes a state that state_dict() returned, got position=-1.",
+        "loader.state_dict().",
+    ),
+    "output folder with a NUL character": (
+        lambda p: p.config(output_dir=Path("runs/\0")),
+        "TrainConfig.output_dir must be a path, got 'runs/\\x00', which has a NUL character.",
+        "Use output_dir=",
+    ),
+    "preemption signals that are not names": (
+        lambda p: p.config(preemption_signals=({},)),
+        "TrainConfig.preemption_signals has {}, which is not a signal that a program can handle.",
+        "Use preemption_signals=",
+    ),
     "EarlyStopping.patience": (
         lambda p: unitrain.EarlyStopping(patience=True),
         "EarlyStopping.patience must be an integer of at least 1, got True.",
@@ -364,7 +447,9 @@ def test_invalid_argument_error_names_argument_value_and_fix_on_every_rank(
     assert len(set(texts)) == 1, texts
     assert found in texts[0], texts[0]
     assert fix in texts[0].partition(found.split(", got")[0])[2], texts[0]
-    assert texts[0][0].isupper() or texts[0].startswith(("distributed_", "share_", "sync_")), texts[0]
+    assert texts[0][0].isupper() or texts[0].startswith(
+        ("distributed_", "differentiable_", "no_sync", "share_", "sync_", "unwrap")
+    ), texts[0]
     assert texts[0].endswith("."), texts[0]
 
 

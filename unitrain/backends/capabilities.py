@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unitrain.errors import UnsupportedError
+from unitrain.errors import ConfigError, UnsupportedError
+from unitrain.validation import describe_value
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -65,6 +66,11 @@ class SupportsPowerSGD(ABC):
 
 def require(backend: object, capability: type[CapabilityT], feature: str) -> CapabilityT:
     """Return `backend` as a `capability`. Raises UnsupportedError, which names `feature`, if the backend lacks it."""
+    if not isinstance(capability, type):
+        raise ConfigError(
+            f"The capability of require must be a class, got {describe_value(capability)}. "
+            'Use require(backend, SupportsPowerSGD, "PowerSGD").'
+        )
     if not isinstance(backend, capability):
         name = getattr(backend, "name", type(backend).__name__)
         raise UnsupportedError(

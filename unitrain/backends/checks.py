@@ -38,6 +38,21 @@ def check_tensor(tensor: Tensor) -> None:
             f"A collective takes a tensor, got {type(tensor).__name__}. "
             "Use torch.tensor(...) for numbers, or allgather_object and broadcast_object for Python objects."
         )
+    if nn.parameter.is_lazy(tensor):
+        raise TensorError(
+            "A collective got a parameter of a lazy module, which has no shape yet. Call the model once first: "
+            "model(inputs)."
+        )
+    if tensor.is_nested:
+        raise TensorError(
+            "A collective takes a dense tensor, got a nested tensor. Use tensor.to_padded_tensor(0.0), or pass the "
+            "tensors of tensor.unbind() one after the other."
+        )
+    if tensor.is_meta:
+        raise TensorError(
+            f"A collective got a tensor of shape {list(tensor.shape)} on device meta, which has no values. "
+            "Create it on a device with memory: torch.zeros(shape, device=backend.device)."
+        )
     if tensor.layout != torch.strided:
         raise TensorError(
             f"A collective takes a dense tensor, got layout {tensor.layout}. Call .to_dense() first, "
@@ -86,6 +101,21 @@ def check_divisible(tensor: Tensor, size: int) -> None:
         )
 
 
+def check_is_module(name: str, model: Any) -> None:
+    """Raise ModelError unless `model` is a module."""
+    fix = "Pass the model itself, such as nn.Linear(3, 1)"
+    validation.check_instance(name, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
+
+
+def check_is_distributed(model: Any, is_distributed: bool) -> None:
+    """Raise ModelError unless `distributed_model` returned `model`."""
+    if not is_distributed:
+        raise ModelError(
+            "no_sync takes the model that distributed_model returned, got "
+            f"{validation.describe_value(model)}. Use: model = backend.distributed_model(model)."
+        )
+
+
 def check_is_model(name: str, model: Any) -> None:
     """Raise ModelError unless `model` is an unwrapped module whose lazy parameters are initialized."""
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
@@ -123,6 +153,12 @@ def check_model(model: nn.Module, compression: Compression, device: torch.device
         raise ModelError(
             f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "
             "Unfreeze some with parameter.requires_grad_(True), or use backend.broadcast to share its weights."
+        )
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise ModelError(
+            f"{type(model).__name__} has tensors on device meta, which have no values: {', '.join(meta[:4])}. Use "
+            "model.to_empty(device=backend.device), initialize or load the weights, and distribute it then."
         )
     elsewhere = [p.device for p in model.parameters() if p.device.type != device.type]
     if elsewhere:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -126,8 +126,13 @@ class LocalBackend(Backend, SupportsPowerSGD):
             check_before_step(optimizer, gradients.check)
         return optimizer
 
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        is_distributed = isinstance(model, nn.Module) and without_compile(model) in self._gradients
+        checks.check_is_distributed(model, is_distributed)
+        return self._accumulate()
+
     @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def _accumulate(self) -> Iterator[None]:
         if not self._has_accumulated:
             self._has_accumulated = True
             for gradients in self._gradients.values():
@@ -139,6 +144,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
             self._accumulating = was_accumulating
 
     def unwrap(self, model: nn.Module) -> nn.Module:
+        checks.check_is_module("unwrap(model)", model)
         return without_compile(model)
 
     def __exit__(self, *error: Any) -> None:

@@ -39,7 +39,6 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import from_ordered_keys, is_expanded, needs_keys, ordered_keys
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
-from unitrain.errors import ModelError
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import (
     all_gather,
@@ -259,7 +258,8 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
-        call_on_all_ranks(self, lambda: checks.check_optimizer(optimizer, self.unwrap(model)))
+        inner = self.unwrap(model) if isinstance(model, nn.Module) else model  # the check rejects other objects
+        call_on_all_ranks(self, lambda: checks.check_optimizer(optimizer, inner))
         state = broadcast_with_tensors(self, optimizer.state_dict())
         if self.rank != 0:
             optimizer.load_state_dict(state)
@@ -270,14 +270,12 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         distributed = without_compile(model)
-        if not isinstance(distributed, DistributedModel):
-            raise ModelError(
-                f"no_sync takes the model that distributed_model returned, got {type(model).__name__}. "
-                "Use: model = backend.distributed_model(model)"
-            )
+        checks.check_is_distributed(model, isinstance(distributed, DistributedModel))
+        assert isinstance(distributed, DistributedModel)
         return distributed.no_sync()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
+        checks.check_is_module("unwrap(model)", model)
         model = without_compile(model)
         return without_compile(model.module if isinstance(model, DistributedModel) else model)
 

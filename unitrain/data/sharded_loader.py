@@ -130,6 +130,7 @@ class ShardedLoader:
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
+        validation.check_integer(f"{_OWNER}.epoch", epoch, 0, "Use loader.epoch = 0")
         self._epoch, self._position, self._is_within_epoch = epoch, 0, False
 
     @property
@@ -209,6 +210,12 @@ class ShardedLoader:
         Raises CheckpointError if the state is within an epoch of data in another order.
         """
         self._check_is_for_training("load_state_dict()")
+        problem = _describe_invalid_state(state)
+        if problem is not None:
+            raise CheckpointError(
+                f"ShardedLoader.load_state_dict takes a state that state_dict() returned, got {problem}. "
+                'Use loader.load_state_dict(checkpoint["loader"]) with the state saved by loader.state_dict().'
+            )
         epoch, position, saved = state["epoch"], state["position"], state["order"]
         order = self._order()
         for name in {**saved, **order} if position else ():
@@ -232,6 +239,17 @@ class ShardedLoader:
                 "evaluation. Leave shuffle out; to train without shuffling, use "
                 "ShardedLoader(DataLoader(dataset, batch_size=32), backend)."
             )
+
+
+def _describe_invalid_state(state: Any) -> str | None:
+    """Return a description of what is wrong with a state of a loader, or None if it is complete."""
+    if not isinstance(state, Mapping):
+        return validation.describe_value(state)
+    for name in ("epoch", "position"):
+        value = state.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            return f"{name}={validation.describe_value(value)}"
+    return None if isinstance(state.get("order"), Mapping) else f"order={validation.describe_value(state.get('order'))}"
 
 
 def _check(data: Any, batch_size: Any, num_workers: Any, settings: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import TensorError
+from unitrain.validation import check_instance, describe_value
 
 # Maximum number of batches that are kept until they are summed: a large number makes summing cheap, a small number
 # saves memory.
@@ -151,6 +152,7 @@ class MeanMetric:
     """
 
     def __init__(self, backend: Communicator) -> None:
+        check_instance("MeanMetric(backend)", backend, Communicator, "a backend", "Use MeanMetric(backend)")
         self._backend = backend
         self._means = Means(("The value",), backend.device)
 
@@ -158,9 +160,10 @@ class MeanMetric:
         """Add the mean `value` of `count` samples, tokens or pixels of this rank; or a tensor of `count` values.
 
         It neither communicates nor waits for the device. A `count` of 0 adds nothing. Raises TensorError for a count
-        that is not a single number of at least 0, and for a value of another shape; the latter may be deferred to
-        `compute`, and is not checked against a count on a GPU.
+        that is not a single number of at least 0, and for a value that is not a number or has another shape; the shape
+        may be checked in `compute`, and is not checked against a count on a GPU.
         """
+        _check_value(value)
         if isinstance(count, Tensor):
             is_known = count.device.type == "cpu"  # reading a count on a GPU would wait for the device
             if count.dim() or (is_known and not 0 <= float(count) < math.inf):
@@ -201,6 +204,24 @@ def detached_copy(value: Tensor | float) -> Tensor:
     The result of a differentiable operation is copied too, because `loss += penalty` overwrites it.
     """
     return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _check_value(value: Any) -> None:
+    """Raise TensorError unless `value` can be converted to a tensor of numbers."""
+    if isinstance(value, Tensor):
+        if not value.is_meta:
+            return
+        found = f"a tensor of shape {list(value.shape)} on device meta"
+    else:
+        try:
+            torch.as_tensor(value)
+            return
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            found = describe_value(value)
+    raise TensorError(
+        f"MeanMetric.update(value) must be a number or a tensor of numbers, got {found}. "
+        "Pass the mean over the batch: metric.update(loss, len(targets))."
+    )
 
 
 def _to_float64(value: Tensor | float, count: float | None, device: torch.device) -> Tensor:

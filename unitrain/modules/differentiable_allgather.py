@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unitrain.backends.base import Communicator
 from unitrain.torch_compat import disable_compile
+from unitrain.validation import check_instance
 
 
 @disable_compile  # a compiled model calls collectives between its compiled parts
@@ -36,13 +37,22 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
     Raises TensorError for a tensor that collectives do not support, and CollectiveMismatchError if ranks differ in
     dtype, in shape apart from dim 0, or in grad mode.
     """
-    if not (isinstance(tensor, Tensor) and tensor.is_floating_point() and torch.is_grad_enabled()):
+    fix = "Use differentiable_allgather(tensor, backend)"
+    check_instance("differentiable_allgather(communicator)", communicator, Communicator, "a backend", fix)
+    if not (torch.is_grad_enabled() and _has_rows(tensor) and tensor.is_floating_point()):
         return communicator.allgather(tensor)
     rows = tensor.shape[0] if tensor.dim() else 1
     counts: list[int] = communicator.allgather(torch.tensor([rows])).tolist()
     anchor = torch.empty(0, requires_grad=True)
     gathered: Tensor = _Allgather.apply(tensor, anchor, communicator, counts)
     return gathered
+
+
+def _has_rows(tensor: Any) -> bool:
+    """Return whether `tensor` has a shape and values. If not, the allgather raises the error on every rank."""
+    if not isinstance(tensor, Tensor) or nn.parameter.is_lazy(tensor):
+        return False
+    return not (tensor.is_nested or tensor.is_meta)
 
 
 class _Allgather(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+import unitrain
 from unitrain.backends.base import Backend
 from unitrain.backends.checks import DTYPES, REDUCE_OPS
 from unitrain.backends.synchronized_errors import gather_if_different
@@ -226,6 +227,26 @@ def collectives_accept_negative_views(backend: Backend) -> None:
     assert torch.equal(backend.allreduce(own, "min"), combined(plain, "min"))
     assert torch.equal(backend.allgather(own), torch.cat(plain))
     assert torch.equal(backend.broadcast(own, backend.size - 1), plain[-1])
+
+
+@contract
+def tensor_without_values_raises_on_every_rank(backend: Backend) -> None:
+    tensors = {
+        "on device meta": torch.ones(backend.size, device="meta"),
+        "a nested tensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "a lazy module": torch.nn.LazyLinear(1).weight,
+    }
+    for found, tensor in tensors.items():
+        own = tensor if backend.rank == backend.size - 1 else torch.ones(backend.size)
+        for collective in (
+            backend.allreduce,
+            backend.allgather,
+            backend.reducescatter,
+            backend.broadcast,
+            lambda tensor: unitrain.differentiable_allgather(tensor, backend),
+        ):
+            text = raises(TensorError, found, lambda collective=collective, own=own: collective(own))
+            assert_same_on_every_rank(backend, text)
 
 
 @contract

@@ -92,8 +92,10 @@ def no_sync_keeps_gradients_local(backend: Backend) -> None:
 
 @contract
 def no_sync_rejects_an_undistributed_model(backend: Backend) -> None:
-    if backend.size > 1:
-        raises(ModelError, "no_sync takes the model that distributed_model returned", lambda: backend.no_sync(build()))
+    for model in (build(), None, "model"):
+        raises(
+            ModelError, "no_sync takes the model that distributed_model returned", lambda m=model: backend.no_sync(m)
+        )
 
 
 @contract

@@ -9,7 +9,7 @@ from typing import Any, Self
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from unitrain.backends import checks
 from unitrain.backends.base import ReduceOp, StartOptions
@@ -108,6 +108,8 @@ class HorovodBackend(ProcessGroupBackend):
         """
         return (
             isinstance(tensor, Tensor)
+            and not nn.parameter.is_lazy(tensor)
+            and not tensor.is_nested
             and tensor.dtype in (torch.float32, torch.float64)
             and op in ("sum", "mean")
             and tensor.layout == torch.strided
