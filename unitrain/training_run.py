@@ -238,8 +238,8 @@ class TrainingRun:
             return False
         if not isinstance(training.get("progress"), dict):
             raise CheckpointError(
-                f"The checkpoint in '{where}' has no progress of a run: another program wrote it. Start a new run from "
-                f"the weights: safetensors.torch.load_model(model, '{where / files.MODEL}')."
+                f"The checkpoint in '{path}' has no progress of a run, so another program wrote it. Start a new run "
+                f"from its weights: trainer.load_weights('{path}')."
             )
         if training.get("seed", config.seed) != config.seed:
             raise CheckpointError(

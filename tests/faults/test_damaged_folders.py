@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
+from unitrain.checkpoint import files
 from unitrain.errors import CheckpointError
 from unitrain.testing import RankGroup
 
@@ -51,6 +52,12 @@ def nested_json_in_a_held_lock(folder: Path) -> Any:
     return file  # holds the lock
 
 
+def checkpoint_without_progress(folder: Path) -> None:
+    model = nn.Linear(3, 1)
+    folder.mkdir()
+    files.write(folder / "step-000000004", dict(model.state_dict()), {"optimizer": None}, {"step": 4})
+
+
 # How the folder is prepared, and the beginning of the error, or "trained".
 CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "folder is a FIFO": (os.mkfifo, "Cannot write to output folder '{}': FileExistsError"),
@@ -67,6 +74,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "FIFO metrics.jsonl": (fifo("metrics.jsonl"), "trained"),
     "FIFO step-000000004": (fifo("step-000000004"), "trained"),
     "FIFO .step-000000004.unfinished": (fifo(".step-000000004.unfinished"), "trained"),
+    "checkpoint without progress": (checkpoint_without_progress, "The checkpoint in '{}' has no progress of a run"),
     "nested JSON in a held .lock": (nested_json_in_a_held_lock, "Output folder '{}' is in use by another job: a job"),
 }
 
