@@ -1,4 +1,4 @@
-"""A process may join its peers again after it has left them, on the same backend or another one, but not before."""
+"""A process can start a backend again after `shutdown`, the same or another one, but not before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MPIRUN = ["mpirun", "-np", "2", "--oversubscribe"]
 
 
 def sums(backend: Backend) -> float:
-    """Use what a run uses: collectives, and gradients."""
+    """Run a collective and reduce gradients, as a training run does."""
     model = build()
     loss_of(backend.distributed_model(model)(batch(backend.rank))).backward()
     return float(backend.allreduce(torch.tensor(float(backend.rank)), "sum"))
@@ -35,17 +35,17 @@ def start_second_backend(backend: Backend) -> str:
     try:
         unitrain.init(backend.name, device="cpu")
     except ConfigError as error:
-        backend.barrier()  # and the first still works
+        backend.barrier()  # the first backend still works
         return str(error)
-    raise AssertionError("there are two")
+    raise AssertionError("two backends were started")
 
 
-def again_and_again(backend: Backend, names: Sequence[str]) -> list[float]:
+def start_repeatedly(backend: Backend, names: Sequence[str]) -> list[float]:
     backend.shutdown()
     found = []
     for name in names:
         with unitrain.init(name, device="cpu", timeout_seconds=30) as later:
-            backend.shutdown()  # a second time, which must not end what came after it
+            backend.shutdown()  # a second call, which must not end the later backend
             found.append(sums(later))
     return found
 
@@ -64,7 +64,9 @@ def again_and_again(backend: Backend, names: Sequence[str]) -> list[float]:
 )
 def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: list[str]) -> None:
     environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
-    names = [backend] * 3 if command == MPIRUN else ["horovod", "ddp", backend]  # MPI gives ddp no address
+    names = (
+        [backend] * 3 if command == MPIRUN else ["horovod", "ddp", backend]
+    )  # mpirun sets no rendezvous address for ddp
     with RankGroup(backend, 2, command=command, variables=preloaded({}) if command else {}) as group:
         for rank_results in group.run(start_second_backend):
             assert rank_results == (
@@ -73,7 +75,7 @@ def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: l
                 "torch.distributed.destroy_process_group()"
             )
         assert group.run(sums) == [1.0, 1.0]
-        assert group.run(again_and_again, names) == [[1.0] * 3] * 2
+        assert group.run(start_repeatedly, names) == [[1.0] * 3] * 2
 
 
 def test_local_backend_can_be_started_again_after_shutdown() -> None:

@@ -33,7 +33,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 
 def trainer(backend: Backend, output: Path | None, **settings: Any) -> Trainer:
-    """Return one that has four steps in an epoch."""
+    """Return a Trainer with four steps per epoch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -154,7 +154,7 @@ def test_every_torch_scheduler_continues_after_a_resume(tmp_path: Path, name: st
 
 
 class Remembers(Callback):
-    """Has state of every kind that checkpoints keep, and changes it in place after every step."""
+    """A callback with state of every supported type, which it changes in place after every step."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {
@@ -186,7 +186,7 @@ def test_callback_state_is_saved_at_the_step_and_restored(
     write = files.write
 
     def late(*arguments: Any) -> None:
-        time.sleep(0.2)  # training changes the state meanwhile, if it can
+        time.sleep(0.2)  # training would change the state during this time
         write(*arguments)
 
     monkeypatch.setattr(files, "write", late)
@@ -208,7 +208,7 @@ def test_callback_state_is_saved_at_the_step_and_restored(
         again = Remembers()
         config = TrainConfig(max_steps=5, batch_size=12, resume=tmp_path / f"step-{step:09d}", progress="off")
         Trainer(*parts, backend=LOCAL, config=config, callbacks=[again])
-        # numpy's numbers come back as Python's.
+        # numpy numbers are restored as Python numbers.
         assert str(again.values) == known[step - 1].replace("np.float64", "float").replace(
             f"float({step / 2})", str(step / 2)
         )
@@ -235,7 +235,7 @@ def test_unsupported_callback_state_is_rejected_by_name(tmp_path: Path, asynchro
 
 
 class Gate:
-    """Stands for a slow disk: `files.write` waits until it is opened."""
+    """Simulates a slow disk: `files.write` waits until `open` is called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.entered, self._write = threading.Event(), threading.Event(), files.write
@@ -255,11 +255,11 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkey
     writer.save(1, model, {"step": 1}, {"step": 1})
     assert gate.entered.wait(10)
     with torch.no_grad():
-        model.weight.fill_(7)  # the next step, while the first is on its way to the disk
+        model.weight.fill_(7)  # the next step, while the first checkpoint is being written
     assert steps(tmp_path) == []
     threading.Timer(0.5, gate.opened.set).start()
     started = time.perf_counter()
-    writer.save(2, model, {"step": 2}, {"step": 2})  # one at a time: waits for the first
+    writer.save(2, model, {"step": 2}, {"step": 2})  # waits for the first checkpoint: one is written at a time
     assert time.perf_counter() - started > 0.3
     writer.wait()
     assert steps(tmp_path) == [1, 2]
@@ -330,7 +330,7 @@ def test_checkpoints_within_an_epoch_resume_bit_for_bit(tmp_path: Path) -> None:
     first = trainer(LOCAL, tmp_path, max_steps=7, checkpoint_every_steps=3)
     first.fit(data())
     assert steps(tmp_path) == [3, 4, 6, 7]
-    for step in (7, 4):  # as if it had died before they were written
+    for step in (7, 4):  # as if the process had been killed before they were written
         files.checkpoint_path(tmp_path, step).rename(tmp_path / f"gone-{step}")
     resumed = trainer(LOCAL, tmp_path, max_epochs=2, resume="auto")
     assert resumed.progress.step == 6
@@ -398,7 +398,7 @@ def test_keep_every_with_keep_all_is_rejected() -> None:
 
 
 def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
-    """Write for longer than a collective may take; then fail to write, in the run and at its end."""
+    """Write for longer than the timeout of a collective, then fail to write, during the run and at its end."""
     found: dict[str, Any] = {}
     write = files.write
 

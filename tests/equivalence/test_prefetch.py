@@ -1,6 +1,6 @@
-"""Batches one ahead: the order of things, which is the same wherever the copy goes, and that a run is the same with it.
+"""Prefetching of one batch: the order of loading, copying and use, and bit-equal runs with it.
 
-What only a GPU can show, that no copy overwrites what is still computed with, is in benchmarks/gpu_check.py.
+benchmarks/gpu_check.py tests on a GPU that a copy does not overwrite memory that is still read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 
 class Log(list[str]):
-    """What happened, in order."""
+    """The events, in order."""
 
     def source(self, length: int, fails_at: int | None = None) -> Iterator[tuple[int, str]]:
         try:
@@ -148,7 +148,7 @@ def test_next_batch_is_fetched_while_gradients_are_reduced() -> None:
     ahead = Prefetcher(torch.device("cpu"), fetching)
     for number, _ in ahead(log.source(3), ahead=True, overlapped=True):
         weight = torch.ones((), requires_grad=True)
-        # As what makes gradients global does, when the first of them is there.
+        # Like the hook that begins to reduce gradients, after the first gradient.
         weight.register_hook(lambda _: Variable._execution_engine.queue_callback(lambda: log.append("wait")))
         log.append(f"use {number}")
         backward(weight * 1.0, *ahead.overlapped_work())
@@ -186,22 +186,22 @@ def test_overlapped_iterator_is_closed_with_the_loop() -> None:
     assert log[-1] == "closed"
 
 
-def order_of_things(backend: Backend) -> list[str]:
-    """Return what each step of four does of fetching, and of waiting inside of backward."""
+def event_order(backend: Backend) -> list[str]:
+    """Return the order of fetches and of waits inside the backward in each of four steps."""
     log: list[str] = []
     fetch, wait = prefetch.PrefetchedIterator.fetch, FailureMonitor.wait_for_ranks
 
-    def noted_fetch(coming: Any) -> None:
+    def recorded_fetch(coming: Any) -> None:
         log.append("fetch")
         fetch(coming)
 
-    def noted_wait(monitor: FailureMonitor, work: Any, **settings: Any) -> None:
+    def recorded_wait(monitor: FailureMonitor, work: Any, **settings: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             log.append("wait")
         wait(monitor, work, **settings)
 
-    prefetch.PrefetchedIterator.fetch = noted_fetch  # type: ignore[method-assign]
-    FailureMonitor.wait_for_ranks = noted_wait  # type: ignore[method-assign]
+    prefetch.PrefetchedIterator.fetch = recorded_fetch  # type: ignore[method-assign]
+    FailureMonitor.wait_for_ranks = recorded_wait  # type: ignore[method-assign]
     try:
         train(samples, None, backend=backend, batch_size=3, gradient_accumulation_steps=2, max_epochs=1)
     finally:
@@ -211,7 +211,7 @@ def order_of_things(backend: Backend) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_ranks_fetch_before_they_wait_for_gradients(backend: str) -> None:
-    for log in run_ranks(order_of_things, size=2, backend=backend):
+    for log in run_ranks(event_order, size=2, backend=backend):
         assert [key for key, _ in itertools.groupby(log)] == ["fetch", "wait"] * 2
 
 
@@ -229,7 +229,7 @@ def test_device_without_streams_loads_batches_on_demand() -> None:
 
 
 class _Stream:
-    """A stream that writes down what waits and where copies are made."""
+    """A GPU stream that records the waits and the stream of each copy."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name
@@ -261,8 +261,8 @@ def test_streams_synchronize_before_reading_and_overwriting_copies(
     monkeypatch.setattr(prefetch, "to_device", lambda batch, device: log.append(f"copy {batch} on {current[-1]}"))
     for number, _ in enumerate(Prefetcher(torch.device("cuda", 0))(source(), ahead=True)):
         log.append(f"compute {number}")
-    # A copy waits for what is computed before it is begun, which is all that may still read the memory that it gets;
-    # what is computed with it waits for the copy; and the copy of the next is begun before the current is computed.
+    # A copy waits for the kernels queued before it, which may still read its memory. Kernels that read a batch wait for
+    # its copy. The copy of the next batch begins before the current batch is used.
     assert log == [
         "side waits for compute", "copy 0 on side",
         "compute waits for side", "side waits for compute", "copy 1 on side", "compute 0",
@@ -272,7 +272,7 @@ def test_streams_synchronize_before_reading_and_overwriting_copies(
 
 
 class DrawnOrder(Dataset[tuple[Tensor, Tensor]]):
-    """Samples with a random augmentation, drawn where they are loaded; notes which."""
+    """Samples with a random augmentation, drawn in the process that loads them. Records their indices."""
 
     def __init__(self, length: int) -> None:
         self.inputs, self.targets = samples(length).tensors
@@ -309,7 +309,7 @@ def test_batch_is_prefetched_only_if_no_user_code_runs_in_the_process(data: Any,
 
 
 class Early(Prefetcher):
-    """Runs one ahead on the CPU as on a GPU, with copies that are copies."""
+    """Prefetches on the CPU as on a GPU, with real copies."""
 
     def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
         if not ahead:
@@ -318,7 +318,7 @@ class Early(Prefetcher):
 
 
 class OverlappedLoader(Prefetcher):
-    """Runs one ahead as where other ranks' gradients are waited for."""
+    """Prefetches while gradients of other ranks are awaited."""
 
     def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
         return super().__call__(items, ahead=ahead, overlapped=ahead)
@@ -359,7 +359,7 @@ def test_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher]) -> N
 def test_resumed_run_with_prefetch_is_bit_equal(kind: str, early: type[Prefetcher], tmp_path: Path) -> None:
     data, settings = DATA[kind]
     uninterrupted, _ = train(data, None, **{**settings, "max_epochs": None, "max_steps": 8})
-    stops = 6 if kind == "workers" else 4  # inside an epoch; but workers draw anew from where they start
+    stops = 6 if kind == "workers" else 4  # within an epoch; workers draw new random numbers from where they start
     first = {**settings, "max_epochs": None, "max_steps": stops, "output_dir": tmp_path, "resume": True}
     train(data, early, **first)
     parts, _ = train(data, early, **{**first, "max_steps": 8})

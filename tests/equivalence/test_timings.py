@@ -1,4 +1,4 @@
-"""Where the time goes: a rank or data made slow shows in the right place, on the right rank, by the right amount."""
+"""Timing of the training loop: an artificial delay is measured in the right part, on the right rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = ("even", "slow forward", "slow data", "slow update", "slow validation")
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Its first sample of every batch is late by `delay`."""
+    """A dataset whose first sample of every batch is delayed by `delay` seconds."""
 
     def __init__(self, length: int, delay: float) -> None:
         self.length, self.delay, self.fetched = length, delay, 0
@@ -79,7 +79,7 @@ def late_metric(output: Tensor, target: Tensor) -> float:
 def train(backend: Backend, case: str, folder: Path) -> Row:
     """Train an epoch, in which the last rank is delayed in the part `case`, and return its row of the history.
 
-    Beside it, its "sync_points", and what was "shown" of it.
+    The row also has its "sync_points" and the "shown" text.
     """
 
     def delay(where: str) -> float:
@@ -109,13 +109,13 @@ def train(backend: Backend, case: str, folder: Path) -> Row:
 
 
 def train_all(backend: Backend, folder: Path) -> dict[str, Row]:
-    stragglers._OBSERVATION_SECONDS = 0.4  # judged often enough for runs as short as these
+    stragglers._OBSERVATION_SECONDS = 0.4  # short observations, because the runs are short
     return {case: train(backend, case, folder) for case in CASES}
 
 
 @pytest.fixture(scope="module", params=[("local", 1), ("ddp", 3), ("horovod", 2)], ids=lambda group: group[0])
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Row]]:
-    """What each case leaves."""
+    """The rows of the history of each case."""
     with RankGroup(*request.param) as group:
         yield group.run(train_all, tmp_path_factory.mktemp("runs"), timeout_seconds=120)[0]
 
@@ -129,8 +129,8 @@ def test_timed_parts_add_up_to_the_training_time(rows: dict[str, Row]) -> None:
         assert min(row["checkpoint_seconds"]) > 0
 
 
-def late_rank_is_seen(row: Row, part: str) -> None:
-    """`part` of the last rank took as long as it was late, and the others waited for it."""
+def assert_delay_is_measured(row: Row, part: str) -> None:
+    """Assert that `part` of the last rank took the delay, and that the other ranks waited for it."""
     # Extrapolated from one or two measured steps, in which a busy machine prolongs other parts too.
     *others, late = row[f"{part}_seconds"]
     assert 0.6 * DELAYED < late < 2 * DELAYED
@@ -141,15 +141,15 @@ def late_rank_is_seen(row: Row, part: str) -> None:
 
 
 def test_slow_rank_has_more_compute_and_other_ranks_more_wait(rows: dict[str, Row]) -> None:
-    late_rank_is_seen(rows["slow forward"], "compute")
+    assert_delay_is_measured(rows["slow forward"], "compute")
 
 
 def test_slow_data_is_timed_on_the_rank_that_loads_it(rows: dict[str, Row]) -> None:
-    late_rank_is_seen(rows["slow data"], "data")
+    assert_delay_is_measured(rows["slow data"], "data")
 
 
 def test_slow_update_is_timed_as_update(rows: dict[str, Row]) -> None:
-    late_rank_is_seen(rows["slow update"], "update")
+    assert_delay_is_measured(rows["slow update"], "update")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ BUSY = [0.2, 1.4, 0.2, 0.2]
         ([FAST, FAST, SLOW_DATA], ["rank 2 is slow: data 400 ms a step, others 100 ms"]),
         ([SLOW_DATA, FAST], ["rank 0 is slow: data 400 ms a step, others 100 ms"]),
         ([FAST, BUSY, [0.2, 1.5, 0.1, 0.2]], ["rank 2 is slow: compute 750 ms a step, others 500 ms"]),
-        # Half of them, the slowest first.
+        # Half of the ranks, the slowest first.
         (
             [FAST, SLOW_DATA, FAST, [0.2, 1.7, 0.0, 0.2]],
             [
@@ -196,7 +196,7 @@ BUSY = [0.2, 1.4, 0.2, 0.2]
         ),
         # A rank that takes longer to load data takes less time to compute, so no rank waits.
         ([FAST, [0.8, 0.4, 0.6, 0.2]], []),
-        # Less than a fifth of a step is no straggler.
+        # An excess of less than a fifth of a step is not reported.
         ([FAST, [0.5, 1.0, 0.3, 0.2]], []),
         (
             [[0.0002, 0.001, 0.02, 0.0], [0.0132, 0.008, 0.0, 0.0]],
@@ -209,7 +209,7 @@ def test_find_stragglers_returns_ranks_that_delay_others(seconds: list[list[floa
 
 
 def test_straggler_detector_forgets_a_rank_that_recovers() -> None:
-    """A second is judged at a time, and two in succession decide."""
+    """An observation lasts one second, and two successive observations report a rank."""
     slow, even, half = (
         [[part / n for part in rank] for rank in (FAST, one)]
         for n, one in ((1, SLOW_DATA), (1, FAST), (2.5, SLOW_DATA))
@@ -242,7 +242,7 @@ def test_validation_is_not_part_of_the_training_time(rows: dict[str, Row]) -> No
 
 
 class Stream:
-    """A GPU's queue of work, of which `left` seconds are to be done; the host does nothing else."""
+    """A simulated GPU queue with `left` seconds of remaining work."""
 
     def __init__(self) -> None:
         self.now, self.left = 0.0, 0.0

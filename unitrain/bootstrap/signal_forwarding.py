@@ -28,7 +28,7 @@ def forward_warning_signals(variable: str) -> None:
     """
 
     def forward(number: int, frame: FrameType | None) -> None:
-        ranks = list(_with_variable(os.getpid(), f"{variable}=".encode()))
+        ranks = list(_find_descendants_with_variable(os.getpid(), f"{variable}=".encode()))
         if not ranks:  # unbuffered, because the signal may interrupt a write to sys.stderr
             os.write(
                 2, f"unitrain: {signal.Signals(number).name} was not forwarded: no rank runs on this host\n".encode()
@@ -65,7 +65,7 @@ def ignore_warning_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _with_variable(process: int, prefix: bytes) -> Iterator[int]:
+def _find_descendants_with_variable(process: int, prefix: bytes) -> Iterator[int]:
     """Yield the nearest descendants of `process` with a variable that begins with `prefix` in their environment."""
     children = _children()
     to_visit = [process]
