@@ -1,4 +1,4 @@
-"""`unitrain ckpt`: listing, verifying and showing checkpoints, and going on from those of other programs."""
+"""`unitrain ckpt`: list, verify and show checkpoints, and convert those of other programs."""
 
 from __future__ import annotations
 

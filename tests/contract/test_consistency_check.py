@@ -1,4 +1,4 @@
-"""The exchange before each collective, as many ranks do it, and what it costs."""
+"""The consistency check before each collective: both kinds of exchange, and their number of messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer is sent as tensors, in chunks, whatever its size."""
+"""The state of an optimizer of any size is sent as tensors, in chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod as a torch.distributed process group: torch's own tools run on it unchanged, and give what Gloo gives."""
+"""Horovod as a torch.distributed process group: torch's tools run on it unchanged, with the results of Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of which one leaves a backward out, or steps on its own gradients: all raise ModelError within seconds."""
+"""If one rank skips a backward or steps on local gradients, all ranks raise ModelError within seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving, evaluating and resuming change nothing for a model whose training forward reads and writes buffers."""
+"""Saving, evaluating and resuming do not change the training of a model whose forward reads and writes buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compression in complete runs: compared with plain torch in one process that has the gradients of all ranks at hand,
+"""Compression in complete runs: compared with plain torch in one process with the gradients of all ranks,
 against torch's own hook, and through the Trainer with what it adds. The contract suite is about the meaning of one
 reduction.
 """

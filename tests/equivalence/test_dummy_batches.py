@@ -1,4 +1,4 @@
-"""A rank that has run out of data takes part in a step with a dummy batch, which changes nothing."""
+"""A rank without data takes part in a step with a dummy batch, which has no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The headline: the same run gives the same parameters in one process with the global batch, on ddp and on horovod.
+"""The same run gives the same parameters in one process with the global batch, on ddp and on horovod.
 
 Every run is 100 optimizer steps of `Trainer` on the same samples per step. SGD is compared in float32, to 1e-6. AdamW
 divides by the root of its second moment, which magnifies the last bits of small gradients, also between two orders of

@@ -1,4 +1,4 @@
-"""Fine-tuning: a callback freezes and unfreezes parts between epochs, and the run is that of one process."""
+"""Fine-tuning: a callback freezes and unfreezes parts between epochs, and the result equals that of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data that comes in turn: every item once, whatever the ranks and workers, and ends that all ranks reach together.
+"""Iterable datasets: every item is used once for any number of ranks and workers, and all ranks end an epoch together.
 
 What is trained on is shown by numbers: the parameters are those of a plain loop in one process over the samples that
 each step should have had.

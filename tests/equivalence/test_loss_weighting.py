@@ -1,4 +1,4 @@
-"""Losses that are sums over tokens: in one process they are what the mean over all tokens of a step gives."""
+"""Losses that are sums over tokens: the result equals the mean over all tokens of a step in one process."""
 
 from __future__ import annotations
 

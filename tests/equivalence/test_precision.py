@@ -1,4 +1,4 @@
-"""Mixed precision: what is computed in it, and that an overflow on one rank is a step that no rank takes."""
+"""Mixed precision: which operations use it, and an overflow on one rank skips the step on all ranks."""
 
 from __future__ import annotations
 

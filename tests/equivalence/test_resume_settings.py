@@ -1,4 +1,4 @@
-"""Resuming a run with another optimizer, scheduler or learning rate than the one that it began with."""
+"""Resuming a run with another optimizer, scheduler or learning rate than that of its start."""
 
 from __future__ import annotations
 

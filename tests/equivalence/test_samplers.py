@@ -1,4 +1,4 @@
-"""DataLoaders with a sampler or batch_sampler of the user's own: drawn once per epoch, the same for all ranks, cut up.
+"""DataLoaders with a custom sampler or batch_sampler: its order is drawn once per epoch on rank 0 and sharded.
 
 What is trained on is shown by numbers: the parameters are those of a plain loop in one process over what the sampler
 yields in it, under the seed of the epoch.

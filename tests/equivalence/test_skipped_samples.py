@@ -1,4 +1,4 @@
-"""A `collate_fn` that leaves samples out: a batch counts with the samples that it holds, in training and evaluation.
+"""A `collate_fn` that skips samples: a batch is weighted by its samples, in training and evaluation.
 
 What is trained on is shown by numbers: the parameters are those of a plain loop in one process over the samples that
 each step should have had.

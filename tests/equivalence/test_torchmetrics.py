@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics: on any number of ranks what one metric gives that has seen all samples in their order."""
+"""Metrics of torchmetrics: on any number of ranks equal to one metric that is updated with all samples in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Trainer gives to loggers: the numbers of plain torch, once per step, from rank 0, whatever a logger does."""
+"""Loggers receive the numbers of plain torch once per step on rank 0, also if another logger fails."""
 
 from __future__ import annotations
 

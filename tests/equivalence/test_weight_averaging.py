@@ -1,4 +1,4 @@
-"""The average of the weights: what torch's AveragedModel has, evaluated, kept and gone on from on every backend."""
+"""The average of the weights equals torch's AveragedModel, and is evaluated, saved and restored on every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs that are killed and checkpoints that are damaged: a short round of benchmarks/chaos, and that it sees a loss."""
+"""Runs that are killed and checkpoints that are damaged: a short run of benchmarks/chaos, and its detection of a
+loss."""
 
 from __future__ import annotations
 

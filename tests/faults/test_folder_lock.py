@@ -1,4 +1,4 @@
-"""One job at a time writes to an output folder, and a job that is gone does not block the next one."""
+"""One job at a time writes to an output folder, and a job that has ended does not block the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine that is about to be taken away: all ranks stop at one step, save, exit with 75, and are gone on from."""
+"""Preemption: all ranks stop at the same step, save, exit with code 75, and the run resumes."""
 
 from __future__ import annotations
 

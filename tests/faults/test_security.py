@@ -1,4 +1,4 @@
-"""What other users of a host, and other hosts, can read of a job or do to it."""
+"""Other users of a host and other hosts cannot read secrets of a job or interfere with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, and write the tables that the README links to; their figures are nobody's test."""
+"""The benchmarks run, and write the tables that the README links to; their figures are not tested."""
 
 from __future__ import annotations
 

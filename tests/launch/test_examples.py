@@ -1,4 +1,4 @@
-"""The examples run on one process, with the results that they promise."""
+"""The examples run on one process, with the documented results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of any shape: moved to the device whatever they are made of, and taken apart by `forward`."""
+"""Batches of any structure: transfer to the device, and their use in `forward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharing data out: exactly, and in an order of seed and epoch alone."""
+"""Exact sharding of data, in an order that depends only on seed and epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the host waits for a device, and which streams wait for a result: with a simulated device, where no GPU is.
+"""Waits of the host for a device, and of streams for a result, with a simulated device instead of a GPU.
 
 Tensors on torch's `meta` device have no values, so any attempt of the host to read one is an error.
 """

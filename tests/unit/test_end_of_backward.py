@@ -1,4 +1,4 @@
-"""The steps at the end of a backward run in the order of `Step`, whatever hook adds them first."""
+"""The steps at the end of a backward run in the order of `Step`, independent of the order of the hooks."""
 
 from __future__ import annotations
 

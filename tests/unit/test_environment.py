@@ -1,4 +1,4 @@
-"""Where a process finds itself: by what each launcher sets, as recorded from real runs."""
+"""Detection of the rank from the variables of each launcher, as recorded from real runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `unitrain horovod build` decides on one machine and another, and the sentences where it cannot."""
+"""Build plans of `unitrain horovod build` on different machines, and the errors for missing requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning-rate factor: what it is, that it touches nothing, and that nothing can apply it twice."""
+"""The learning-rate factor: its value, no lasting change of the optimizer, and no second application."""
 
 from __future__ import annotations
 

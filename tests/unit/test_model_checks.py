@@ -1,4 +1,4 @@
-"""What is checked of a model before it is distributed."""
+"""Checks of a model before it is distributed."""
 
 from __future__ import annotations
 

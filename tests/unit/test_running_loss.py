@@ -1,4 +1,4 @@
-"""The running loss: looked at when it should be, and no other for having been looked at."""
+"""The running loss: means at sync points and over an epoch, independent of the number of sync points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about the source that neither ruff nor import-linter can check (`pyproject.toml` has theirs)."""
+"""Rules about the source that neither ruff nor import-linter can check; those are in `pyproject.toml`."""
 
 from __future__ import annotations
 

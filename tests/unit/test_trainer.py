@@ -1,4 +1,4 @@
-"""The trainer in one process: what a loop written by hand does, bit for bit."""
+"""The Trainer in one process is bit-equal to a loop in plain torch."""
 
 from __future__ import annotations
 
