@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from unitrain import validation
-from unitrain.backends.base import Communicator
+from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.compression_setting import Compression, read_compression
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, did_you_mean
@@ -103,6 +103,9 @@ class TrainConfig:
     compression: Compression = "none"
     """Compress gradients that are communicated: "none", "fp16", "bf16", "powersgd" or a PowerSGD object, whose state is
     part of checkpoints."""
+    shard: Shard = "none"
+    """Divide among the ranks: "none", or the "state" of the optimizer. A rank updates its part of the parameters, and
+    broadcasts it. Results and checkpoints are the same."""
     lr_scaling: LrScaling = "none"
     """Multiply the optimizer's learning rates by k = global batch size / `reference_batch_size` ("linear") or by its
     square root ("sqrt")."""
@@ -285,6 +288,7 @@ _CHOICE_SETTINGS: dict[str, Any] = {
     "stream": StreamKind,
     "uneven": Uneven,
     "lr_scaling": LrScaling,
+    "shard": Shard,
     "keep_best_mode": BestMode,
 }
 _BOOLEAN_SETTINGS = (

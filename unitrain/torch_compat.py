@@ -23,6 +23,15 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+# --- torch.optim ---
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Run the step of `optimizer` without the hooks that are registered on it. 2.14."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
 # --- torch.distributed ---
 
 # torch 2.14 renamed these two. Checked with 2.11 and 2.14.

@@ -155,7 +155,7 @@ class Trainer:
         if self._average is not None:
             self._average.start()
         self._run.track_compression_state(self.model, lambda: self._precision.loss_scale(self._mean.loss_scale()))
-        self.optimizer = backend.distributed_optimizer(optimizer, self.model)
+        self.optimizer = backend.distributed_optimizer(optimizer, self.model, shard=config.shard)
         self._update = Update(
             self.optimizer,
             model,

@@ -42,6 +42,7 @@ from unitrain.backends.lifecycle import Lifecycle
 from unitrain.bootstrap.environment import RankInfo
 
 ReduceOp = Literal["mean", "sum", "min", "max", "product"]
+Shard = Literal["none", "state"]
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,19 @@ class Backend(Lifecycle, Communicator):
         """
 
     @abstractmethod
-    def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    def distributed_optimizer(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: Shard = "none"
+    ) -> torch.optim.Optimizer:
         """Make the state of `optimizer` equal to rank 0's, and return the same object. All ranks call it.
+
+        With `shard="state"`, each rank holds a part of the state and updates a part of the parameters, which it then
+        broadcasts. The results are the same. All ranks call `optimizer.state_dict()`, which gathers the complete state.
+        Optimizers of torch.optim that update each element independently are divided by elements, others by tensors.
 
         From then on, a step on gradients that are not reduced raises ModelError before it updates a parameter: if the
         last backward was inside `no_sync`, or ran through the module that was passed to `distributed_model` instead of
         the returned one, and for parameters that no distributed model contains. Raises ModelError if the optimizer
-        holds parameters that are not the model's.
+        holds parameters that are not the model's, or if its state cannot be sharded, as that of LBFGS.
         """
 
     @abstractmethod

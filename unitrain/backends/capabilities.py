@@ -8,7 +8,7 @@ module does not import torch, because `unitrain tune` reads tunables without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,6 +62,18 @@ class SupportsPowerSGD(ABC):
     def compression_state(self, model: nn.Module) -> CompressionState:
         """Return the compression state of `model`, a module that `distributed_model` returned. Raises ModelError if it
         has none."""
+
+
+class SupportsAsyncBroadcasts(ABC):
+    """A backend that broadcasts parts of tensors in place while the caller computes. All ranks call its methods."""
+
+    @abstractmethod
+    def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
+        """Begin to set each piece to its root's values, in place, and return a function that waits for all of them.
+
+        Each of `pieces` is a contiguous tensor, [elements], and its root, with the same sizes and roots on every rank.
+        They must not be read or written before the returned function returns.
+        """
 
 
 def require(backend: object, capability: type[CapabilityT], feature: str) -> CapabilityT:

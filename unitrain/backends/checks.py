@@ -214,14 +214,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
 
 
-def check_same_settings(communicator: Communicator, **settings: object) -> None:
-    """Raise ConfigError on every rank if arguments of distributed_model differ between ranks. All ranks call it."""
+def check_same_settings(communicator: Communicator, method: str, **settings: object) -> None:
+    """Raise ConfigError on every rank if arguments of `method` differ between ranks. All ranks call it."""
     of_all_ranks = gather_if_different(communicator, settings) or []
     for rank, found in enumerate(of_all_ranks):
         for name, value in of_all_ranks[0].items():
             if found[name] != value:
                 raise ConfigError(
-                    f"distributed_model was called with {name}={value!r} on rank 0 and {name}={found[name]!r} on rank "
+                    f"{method} was called with {name}={value!r} on rank 0 and {name}={found[name]!r} on rank "
                     f"{rank}. Pass the same value on every rank."
                 )
 

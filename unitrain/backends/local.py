@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, ReduceOp, StartOptions
+from unitrain.backends.base import Backend, ReduceOp, Shard, StartOptions
 from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.compression import CompressionStates, compress_each_backward
 from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
 from unitrain.backends.gradients.unused_parameters import check_first_backward
+from unitrain.backends.sharding.optimizer_state import check_sharded_optimizer
 from unitrain.bootstrap.devices import choose_device
 from unitrain.errors import ConfigError, LauncherMismatchError
 from unitrain.torch_compat import without_compile
@@ -119,9 +120,11 @@ class LocalBackend(Backend, SupportsPowerSGD):
     def compression_state(self, model: nn.Module) -> CompressionState:
         return self._compression_states.of(self.unwrap(model))
 
-    def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    def distributed_optimizer(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: Shard = "none"
+    ) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
-        checks.check_optimizer(optimizer, model)
+        check_sharded_optimizer(optimizer, model, shard)
         if (gradients := self._gradients.get(self.unwrap(model))) is not None:
             check_before_step(optimizer, gradients.check)
         return optimizer

@@ -93,15 +93,15 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> 
         copy_into(tensor.detach(), piece.clone().view(tensor.dtype).reshape(tensor.shape))
 
 
-def broadcast_with_tensors(communicator: Communicator, obj: Any) -> Any:
-    """Return rank 0's `obj` on every rank; the objects of other ranks are ignored. All ranks call it.
+def broadcast_with_tensors(communicator: Communicator, obj: Any, root: int = 0) -> Any:
+    """Return the root's `obj` on every rank; the objects of other ranks are ignored. All ranks call it.
 
     Tensors in dictionaries, lists and tuples may be of any size: they are broadcast in chunks. Pickling them would need
     several times their memory. GPU tensors are on `communicator.device` afterwards.
     """
     tensors: list[Tensor] = []
-    is_root = communicator.rank == 0
-    obj_without_tensors = communicator.broadcast_object(_extract_tensors(obj, tensors) if is_root else None)
+    is_root = communicator.rank == root
+    obj_without_tensors = communicator.broadcast_object(_extract_tensors(obj, tensors) if is_root else None, root)
     if not is_root:
         obj = _insert_tensors(obj_without_tensors, communicator.device, tensors)
     contents = [as_bytes(tensor) for tensor in tensors]
@@ -112,7 +112,7 @@ def broadcast_with_tensors(communicator: Communicator, obj: Any) -> Any:
         if is_root:
             for target, part in zip(payload.split([len(part) for part in parts]), parts, strict=True):
                 target.copy_(part)
-        received = communicator.broadcast(payload)
+        received = communicator.broadcast(payload, root)
         if not is_root:
             for part, source in zip(parts, received.split([len(part) for part in parts]), strict=True):
                 part.copy_(source)

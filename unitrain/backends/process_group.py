@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, ReduceOp
+from unitrain.backends.base import Backend, ReduceOp, Shard
 from unitrain.backends.broadcasts import Broadcasts
-from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, Tunable
+from unitrain.backends.capabilities import CompressionState, SupportsAsyncBroadcasts, SupportsPowerSGD, Tunable
 from unitrain.backends.composed_collectives import (
     PiecewiseReduceScatter,
     gather_by_broadcasts,
@@ -35,6 +35,7 @@ from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_tensors, broadcast_with_tensors, pack, unpack
+from unitrain.backends.sharding.optimizer_state import check_sharded_optimizer, shard_state
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import from_ordered_keys, is_expanded, needs_keys, ordered_keys
 from unitrain.bootstrap import environment
@@ -61,7 +62,7 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 NCCL_TIMEOUT_MARGIN = timedelta(seconds=30)
 
 
-class ProcessGroupBackend(Backend, SupportsPowerSGD):
+class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
     """A backend over torch.distributed's default process group, which a subclass has initialized."""
 
     tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW)
@@ -220,6 +221,7 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
         is_debugging = call_on_all_ranks(self, environment.is_debug_enabled)
         checks.check_same_settings(
             self,
+            "distributed_model",
             find_unused_parameters=find_unused_parameters,
             compression=compression,
             **{environment.DEBUG: is_debugging},
@@ -256,16 +258,21 @@ class ProcessGroupBackend(Backend, SupportsPowerSGD):
     def compression_state(self, model: nn.Module) -> CompressionState:
         return self._compression_states.of(self.unwrap(model))
 
-    def distributed_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    def distributed_optimizer(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: Shard = "none"
+    ) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
         inner = self.unwrap(model) if isinstance(model, nn.Module) else model  # the check rejects other objects
-        call_on_all_ranks(self, lambda: checks.check_optimizer(optimizer, inner))
+        call_on_all_ranks(self, lambda: check_sharded_optimizer(optimizer, inner, shard))
+        checks.check_same_settings(self, "distributed_optimizer", shard=shard)
         state = broadcast_with_tensors(self, optimizer.state_dict())
         if self.rank != 0:
             optimizer.load_state_dict(state)
         distributed = without_compile(model)
         if isinstance(distributed, DistributedModel):
             check_before_step(optimizer, distributed.check_reduced)
+        if shard == "state":
+            shard_state(optimizer, self)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

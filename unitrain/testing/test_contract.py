@@ -23,6 +23,7 @@ from unitrain.testing import (
     optimizers,
     parameters,
     power_sgd,
+    sharding,
     synchronization,
 )
 from unitrain.testing.cases import CASES
@@ -38,6 +39,7 @@ __all__ = [
     "optimizers",
     "parameters",
     "power_sgd",
+    "sharding",
     "synchronization",
 ]  # importing them fills CASES
 

@@ -17,6 +17,7 @@ from unitrain import randomness
 from unitrain.callbacks.callback import Callback
 from unitrain.data.batch import map_tensors
 from unitrain.modules.sync_batch_norm import SyncedForward
+from unitrain.optim.step import parameters_of
 from unitrain.trainer_overrides import TrainerArguments
 from unitrain.verify.digests import digest_of_samples, digest_of_tensor
 from unitrain.verify.record import TENSORS, RankRecord, Request, StepRecord
@@ -177,8 +178,11 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return copies of the parameters ("parameter NAME") and of the optimizer state ("state NAME KEY")."""
     parameters = _parameters(trainer)
     found = {f"parameter {name}": _copy_to_cpu(parameter) for name, parameter in parameters.items()}
-    for name, parameter in parameters.items():
-        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+    state = trainer.optimizer.state_dict()["state"]  # complete, also if it is sharded
+    names = {parameter: name for name, parameter in parameters.items()}
+    for index, parameter in enumerate(parameters_of(trainer.optimizer)):
+        name = names[parameter]
+        for key, value in state.get(index, {}).items():
             if isinstance(value, Tensor):
                 found[f"state {name} {key}"] = _copy_to_cpu(value)
             elif isinstance(value, int | float):

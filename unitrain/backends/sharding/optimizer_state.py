@@ -1,0 +1,360 @@
+"""An optimizer whose state is divided among the ranks: each rank updates its part of the parameters and broadcasts it.
+
+This is stage 1 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). The optimizer remains the user's
+object, with all parameters in its `param_groups`. Only during `step` do they hold this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unitrain import validation
+from unitrain.backends import checks
+from unitrain.backends.base import Communicator, Shard
+from unitrain.backends.capabilities import SupportsAsyncBroadcasts
+from unitrain.backends.gradients.local_gradients import check_before_step
+from unitrain.backends.objects import broadcast_with_tensors
+from unitrain.backends.sharding.partition import Piece, batches_of, divide_elements, divide_tensors
+from unitrain.errors import ModelError
+from unitrain.torch_compat import step_without_hooks
+
+# Optimizers that update each element independently of the others, so that a tensor may be divided among ranks.
+_ELEMENTWISE = (
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
+    torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+)  # fmt: skip
+_INSEPARABLE = (torch.optim.LBFGS,)
+# Each rank updates about this many bytes, then broadcasts them while it updates the next ones.
+_BATCH_BYTES = 2**24
+
+_sharded: WeakKeyDictionary[Optimizer, ShardedState] = WeakKeyDictionary()
+
+
+def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard) -> None:
+    """Check the arguments of `distributed_optimizer`. It does not communicate.
+
+    Raises ConfigError for an unknown `shard`, ModelError for parameters of another model, and with `shard="state"` if
+    the update of one parameter depends on others, or a parameter is not stored densely.
+    """
+    checks.check_optimizer(optimizer, model)
+    validation.check_choice("distributed_optimizer(shard=...)", shard, get_args(Shard))
+    if shard == "none":
+        if optimizer in _sharded:
+            raise ModelError(
+                "The state of this optimizer is sharded over ranks already. Pass the same setting again, "
+                'shard="state", or build a new optimizer.'
+            )
+        return
+    if isinstance(optimizer, _INSEPARABLE):
+        name = type(optimizer).__name__
+        raise ModelError(
+            f"The state of {name} cannot be sharded, because {name} computes with all parameters at once. "
+            'Use shard="none", or another optimizer: torch.optim.AdamW(model.parameters(), ...).'
+        )
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if not _is_dense(parameter):
+            raise ModelError(
+                f"A parameter of shape {list(parameter.shape)} and stride {list(parameter.stride())} has gaps in its "
+                "memory, so its state cannot be sharded. Build it from a contiguous tensor: "
+                "nn.Parameter(tensor.contiguous())."
+            )
+
+
+def shard_state(optimizer: Optimizer, communicator: Communicator) -> None:
+    """Divide the state of `optimizer` among the ranks of `communicator`. All ranks call it, with equal parameters.
+
+    Optimizers of torch.optim that update each element independently are divided by elements, all others by tensors. The
+    state is expected to be complete and equal on all ranks. From then on, all ranks call `optimizer.state_dict()`,
+    which gathers the complete state on every rank, in the form that an optimizer without sharding loads. Raises
+    ModelError if the optimizer was sharded by another backend.
+    """
+    sharded = _sharded.get(optimizer)
+    if sharded is None:
+        _sharded[optimizer] = ShardedState(optimizer, communicator)
+    elif not sharded.belongs_to(communicator):
+        raise ModelError(
+            "The state of this optimizer is sharded over the ranks of another backend. Build a new optimizer, and load "
+            "the state that was saved before: optimizer.load_state_dict(state)."
+        )
+
+
+@dataclass
+class _OwnedParameter:
+    """The part of `parameter` that this rank updates. `part` is the parameter itself, or a view of some elements."""
+
+    parameter: nn.Parameter
+    part: nn.Parameter
+    piece: Piece
+
+    @property
+    def is_whole(self) -> bool:
+        return self.part is self.parameter
+
+
+@dataclass
+class _Batch:
+    """Parts that the ranks update and broadcast together.
+
+    `owned` has this rank's parts for each parameter group. `pieces` has those of all ranks.
+    """
+
+    owned: defaultdict[int, list[_OwnedParameter]] = field(default_factory=lambda: defaultdict(list))
+    pieces: list[tuple[nn.Parameter, Piece]] = field(default_factory=list)
+
+
+class ShardedState:
+    """Hooks that make `optimizer` update this rank's part of the parameters in each step.
+
+    Outside of `step`, the optimizer holds all parameters, and `optimizer.state` has entries for those of which this
+    rank owns at least a part; the tensors of a partly owned parameter are 1-D, in storage order. Parameters of
+    `add_param_group` are divided at the next step.
+    """
+
+    def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._is_elementwise = type(optimizer) in _ELEMENTWISE
+        self._owned: dict[nn.Parameter, _OwnedParameter] = {}
+        self._pieces: dict[nn.Parameter, list[Piece]] = {}
+        self._batches: list[_Batch] = []
+        self._shape: list[int] = []
+        self._all_parameters: list[list[nn.Parameter]] | None = None  # while the groups hold parts
+        self._views: dict[tuple[nn.Parameter, int], tuple[int, Tensor]] = {}
+        self._waits: list[Callable[[], None]] = []
+        self._divide_new_parameters(optimizer)
+        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._restore(optimizer))
+        check_before_step(optimizer, self._begin_step)
+        optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self._end_step(optimizer))
+        optimizer.register_state_dict_pre_hook(self._restore)
+        optimizer.register_state_dict_post_hook(self._complete_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._select_own_state)
+
+    def belongs_to(self, communicator: Communicator) -> bool:
+        """Return whether the state is sharded over the ranks of `communicator`."""
+        return self._communicator is communicator
+
+    # --- division of the parameters ---
+
+    def _divide_new_parameters(self, optimizer: Optimizer) -> None:
+        """Divide the parameters that are not yet divided, and drop the state of parts that other ranks own."""
+        shape = [len(group["params"]) for group in optimizer.param_groups]
+        if shape == self._shape:
+            return
+        self._shape = shape
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        new = [parameter for parameter in held if parameter not in self._pieces]
+        # Frozen parameters have no state, so they are divided separately from the others.
+        for requires_grad in (True, False):
+            self._divide([parameter for parameter in new if parameter.requires_grad == requires_grad])
+        self._arrange_batches(optimizer, held)
+        for parameter in new:
+            if parameter in optimizer.state:
+                entry = self._own_entry(parameter, optimizer.state.pop(parameter))
+                if entry is not None:
+                    optimizer.state[parameter] = entry
+
+    def _divide(self, parameters: Sequence[nn.Parameter]) -> None:
+        divide = divide_elements if self._is_elementwise else divide_tensors
+        for parameter in parameters:
+            self._pieces[parameter] = []
+        for piece in divide([parameter.numel() for parameter in parameters], self._communicator.size):
+            parameter = parameters[piece.index]
+            self._pieces[parameter].append(piece)
+            if piece.owner == self._communicator.rank:
+                is_whole = piece.stop - piece.start == parameter.numel()
+                part = parameter if is_whole else nn.Parameter(self._view(parameter, piece), parameter.requires_grad)
+                self._owned[parameter] = _OwnedParameter(parameter, part, piece)
+
+    def _arrange_batches(self, optimizer: Optimizer, held: list[nn.Parameter]) -> None:
+        groups = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        pieces = [
+            Piece(index, piece.start, piece.stop, piece.owner)
+            for index, parameter in enumerate(held)
+            for piece in self._pieces[parameter]
+        ]
+        # Other optimizers may count the calls of `step`, so they run it once.
+        limit = _BATCH_BYTES if self._is_elementwise else 2**62
+        self._batches = []
+        for batch_pieces in batches_of(pieces, [parameter.element_size() for parameter in held], limit):
+            batch = _Batch(pieces=[(held[piece.index], piece) for piece in batch_pieces])
+            for piece in batch_pieces:
+                if piece.owner == self._communicator.rank:
+                    batch.owned[groups[piece.index]].append(self._owned[held[piece.index]])
+            self._batches.append(batch)
+
+    def _view(self, parameter: nn.Parameter, piece: Piece) -> Tensor:
+        """Return the elements of `piece` as a 1-D view. Views are kept while the parameter has the same memory."""
+        key, address = (parameter, piece.start), parameter.data_ptr()
+        known = self._views.get(key)
+        if known is None or known[0] != address:
+            known = self._views[key] = (address, _flat(parameter.detach())[piece.start : piece.stop])
+        return known[1]
+
+    # --- a step ---
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
+        """Update and broadcast all batches except the last, and leave the last one for the optimizer to update."""
+        if self._all_parameters is not None:
+            raise ModelError(
+                f"{type(optimizer).__name__} calls its closure several times in one step, so its state cannot be "
+                'sharded. Use shard="none".'
+            )
+        self._divide_new_parameters(optimizer)
+        self._all_parameters = [group["params"] for group in optimizer.param_groups]
+        self._waits = []
+        for batch in self._batches[:-1]:
+            self._hold(optimizer, batch)
+            step_without_hooks(optimizer)
+            self._release(optimizer, batch)
+            self._broadcast(batch)
+        if self._batches:
+            self._hold(optimizer, self._batches[-1])
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        if self._batches:
+            self._release(optimizer, self._batches[-1])
+            self._broadcast(self._batches[-1])
+        self._restore(optimizer)
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
+
+    def _hold(self, optimizer: Optimizer, batch: _Batch) -> None:
+        """Let the optimizer hold this rank's parts of `batch` only."""
+        for number, group in enumerate(optimizer.param_groups):
+            group["params"] = [owned.part for owned in batch.owned.get(number, ())]
+        for owned in self._divided(batch):
+            part, parameter, piece = owned.part, owned.parameter, owned.piece
+            part.data = self._view(parameter, piece)
+            if parameter.grad is not None:
+                part.grad = _flat_like(parameter.grad, parameter)[piece.start : piece.stop]
+            if parameter in optimizer.state:
+                optimizer.state[part] = optimizer.state.pop(parameter)
+
+    def _release(self, optimizer: Optimizer, batch: _Batch) -> None:
+        for owned in self._divided(batch):
+            owned.part.grad = None
+            if owned.part in optimizer.state:
+                optimizer.state[owned.parameter] = optimizer.state.pop(owned.part)
+
+    def _restore(self, optimizer: Optimizer) -> None:
+        """Let the optimizer hold all parameters again, also after a step that raised an exception."""
+        held, self._all_parameters = self._all_parameters, None
+        if held is None:
+            return
+        for batch in self._batches:
+            self._release(optimizer, batch)
+        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = parameters
+
+    def _divided(self, batch: _Batch) -> Iterable[_OwnedParameter]:
+        return (owned for parts in batch.owned.values() for owned in parts if not owned.is_whole)
+
+    def _broadcast(self, batch: _Batch) -> None:
+        # Gradients are reduced over ranks, so a parameter has one on every rank or on none.
+        updated = [
+            (self._view(parameter, piece), piece.owner)
+            for parameter, piece in batch.pieces
+            if parameter.grad is not None and piece.stop > piece.start
+        ]
+        if updated and self._communicator.size > 1:
+            self._waits.append(_start_broadcasts(self._communicator, updated))
+
+    # --- the state dict ---
+
+    def _complete_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return `state_dict` with the state of all ranks. All ranks call it."""
+        held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        own = {key: value for key, value in state_dict["state"].items() if isinstance(key, int)}
+        by_rank = [
+            broadcast_with_tensors(self._communicator, own, root=rank) for rank in range(self._communicator.size)
+        ]
+        state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
+        for index, parameter in enumerate(held):
+            pieces = self._pieces.get(parameter, [])
+            entries = [by_rank[piece.owner].get(index) for piece in pieces]
+            if not entries or entries[0] is None:
+                continue
+            state[index] = entries[0] if len(entries) == 1 else _join(parameter, entries, pieces)
+        return {**state_dict, "state": state}
+
+    def _select_own_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return `state_dict` with the state of this rank's parts only. The argument is complete."""
+        self._restore(optimizer)
+        self._divide_new_parameters(optimizer)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        state = dict(state_dict["state"])
+        for key, parameter in zip(saved, held, strict=False):  # torch reports groups of different lengths
+            if key in state:
+                entry = self._own_entry(parameter, state.pop(key))
+                if entry is not None:
+                    state[key] = entry
+        return {**state_dict, "state": state}
+
+    def _own_entry(self, parameter: nn.Parameter, entry: Any) -> Any:
+        """Return this rank's part of the complete `entry`, the state of `parameter`; None if it owns no part."""
+        owned = self._owned.get(parameter)
+        if owned is None or owned.is_whole or not isinstance(entry, dict):
+            return None if owned is None else entry
+        start, stop = owned.piece.start, owned.piece.stop
+        return {
+            key: _flat_like(value, parameter)[start:stop].clone()
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for key, value in entry.items()
+        }
+
+
+def _start_broadcasts(communicator: Communicator, pieces: list[tuple[Tensor, int]]) -> Callable[[], None]:
+    """Set each tensor in `pieces` to that of its root, and return a function that waits for the end."""
+    if isinstance(communicator, SupportsAsyncBroadcasts):
+        return communicator.start_broadcasts(pieces)
+    with torch.no_grad():
+        for tensor, root in pieces:
+            tensor.copy_(communicator.broadcast(tensor, root))
+    return lambda: None
+
+
+def _join(parameter: nn.Parameter, entries: list[dict[Any, Any]], pieces: list[Piece]) -> dict[Any, Any]:
+    """Return the state of `parameter` from the `entries` of the ranks that own its `pieces`."""
+    joined = {}
+    for key, value in entries[0].items():
+        if isinstance(value, Tensor) and value.shape == (pieces[0].stop - pieces[0].start,):
+            complete = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
+            torch.cat([entry[key] for entry in entries], out=_flat(complete))
+            value = complete
+        joined[key] = value
+    return joined
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of `tensor` fill a range of memory, each at its own place."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor in storage order, as a 1-D view."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _flat_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return the elements of `tensor` in the storage order of `parameter`: a view, or a copy if the orders differ."""
+    if tensor.stride() != parameter.stride():
+        ordered = torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor.detach())
+    return _flat(tensor.detach())

@@ -1,0 +1,66 @@
+"""Division of parameters among ranks: each rank holds the optimizer state of some elements, and updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+# A tensor with fewer elements is not divided: its state takes at most 128 KiB more on one rank than on another.
+MIN_DIVIDED_ELEMENTS = 2**14
+# Elements per cache line of 64 bytes, for float32.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop), in storage order, of parameter number `index`. Rank `owner` updates them."""
+
+    index: int
+    start: int
+    stop: int
+    owner: int
+
+
+def divide_elements(sizes: Sequence[int], ranks: int) -> list[Piece]:
+    """Return pieces such that each of `ranks` owns a contiguous range of about the same number of elements.
+
+    `sizes` are the numbers of elements of the parameters. Tensors of fewer than MIN_DIVIDED_ELEMENTS have one owner.
+    """
+    total = sum(sizes)
+    limits = [total * rank // ranks for rank in range(1, ranks)]
+    pieces, first = [], 0
+    for index, size in enumerate(sizes):
+        cuts = [0]
+        if size >= MIN_DIVIDED_ELEMENTS:
+            inside = (limit - first for limit in limits if first < limit < first + size)
+            cuts += sorted({cut - cut % _ALIGNMENT for cut in inside} - {0})
+        for start, stop in zip(cuts, [*cuts[1:], size], strict=True):
+            middle = first + (start + stop) / 2
+            pieces.append(Piece(index, start, stop, owner=sum(limit <= middle for limit in limits)))
+        first += size
+    return pieces
+
+
+def divide_tensors(sizes: Sequence[int], ranks: int) -> list[Piece]:
+    """Return a piece for each tensor. In descending order of size, each goes to the rank with the fewest elements."""
+    elements = [0] * ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = elements.index(min(elements))
+        elements[owners[index]] += sizes[index]
+    return [Piece(index, 0, size, owners[index]) for index, size in enumerate(sizes)]
+
+
+def batches_of(pieces: Sequence[Piece], sizes: Sequence[int], limit: int) -> Iterator[list[Piece]]:
+    """Yield lists of pieces in which each rank has about `limit` bytes or its last ones; `sizes` are bytes per element.
+
+    Every rank computes the same lists, so it can broadcast them in this order.
+    """
+    by_owner: dict[int, list[list[Piece]]] = {}
+    for piece in pieces:
+        batches = by_owner.setdefault(piece.owner, [[]])
+        if sum((one.stop - one.start) * sizes[one.index] for one in batches[-1]) >= limit:
+            batches.append([])
+        batches[-1].append(piece)
+    for number in range(max(map(len, by_owner.values()), default=0)):
+        yield [piece for owner in sorted(by_owner) for batch in by_owner[owner][number : number + 1] for piece in batch]

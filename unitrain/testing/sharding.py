@@ -1,0 +1,322 @@
+"""Contract of `distributed_optimizer(shard="state")`: the same results, with a part of the state on each rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.base import Backend
+from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
+from unitrain.errors import ConfigError, ModelError
+from unitrain.testing.cases import contract, raises, same_on_every_rank
+from unitrain.testing.models import FEATURES, batch, loss_of, mean_gradients
+
+_WIDTH = MIN_DIVIDED_ELEMENTS // FEATURES + 1  # so that weights are divided among ranks
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+class _Scale(nn.Module):
+    """A parameter without dimensions, and one whose storage order differs from that of its dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+        self.matrix = nn.Parameter((torch.eye(FEATURES) + 0.1 * torch.randn(FEATURES, FEATURES)).T)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.factor * inputs @ self.matrix
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (_Scale(), nn.Linear(FEATURES, _WIDTH), nn.LayerNorm(_WIDTH), nn.Tanh(), nn.Linear(_WIDTH, FEATURES))
+    return nn.Sequential(*layers).double()
+
+
+def _start(
+    backend: Backend, make: MakeOptimizer, **settings: Any
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    model = _build()
+    wrapped = backend.distributed_model(model)
+    return model, wrapped, backend.distributed_optimizer(make(model.parameters()), wrapped, shard="state")
+
+
+def _step(
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, limit: float | None = None
+) -> None:
+    optimizer.zero_grad()
+    loss_of(model(batch(backend.rank, number))).backward()
+    if limit is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+    optimizer.step()
+
+
+def _step_alone(
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, limit: float | None = None
+) -> None:
+    """Do the same step in this process, with the samples of all ranks."""
+    expected = mean_gradients(backend, model, lambda m, rank: loss_of(m(batch(rank, number))).backward())
+    for name, parameter in model.named_parameters():
+        parameter.grad = expected[name]
+    if limit is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+    optimizer.step()
+
+
+def _assert_same(backend: Backend, model: nn.Module, twin: nn.Module) -> None:
+    for (name, value), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        same_on_every_rank(backend, value.double().sum().item())
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    tensors = [value for entry in optimizer.state.values() for key, value in entry.items() if key != "step"]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+@contract
+def sharded_state_trains_as_plain_torch(backend: Backend) -> None:
+    optimizers: list[tuple[MakeOptimizer, float | None]] = [
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1), None),
+        (lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1), 0.05),
+        (lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True, foreach=False), None),
+        (lambda parameters: torch.optim.Adagrad(parameters, lr=0.1), None),
+        (lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, centered=True), None),
+        (lambda parameters: torch.optim.NAdam(parameters, lr=0.01), None),
+        (lambda parameters: torch.optim.Adafactor(parameters, lr=0.01), None),  # divided by tensors
+    ]
+    for make, limit in optimizers:
+        model, wrapped, optimizer = _start(backend, make)
+        twin = _build()
+        twin_optimizer = make(twin.parameters())
+        for number in range(3):
+            _step(backend, wrapped, optimizer, number, limit)
+            _step_alone(backend, twin, twin_optimizer, number, limit)
+        _assert_same(backend, model, twin)
+        assert [id(one) for group in optimizer.param_groups for one in group["params"]] == [
+            *map(id, model.parameters())
+        ]
+
+
+@contract
+def sharded_state_is_divided_evenly(backend: Backend) -> None:
+    model, wrapped, optimizer = _start(backend, lambda parameters: torch.optim.Adam(parameters))
+    _step(backend, wrapped, optimizer, 0)
+    complete = 2 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    sizes = backend.allgather_object(_state_bytes(optimizer))
+    assert sum(sizes) == complete, (sizes, complete)
+    # A tensor that is not divided moves a boundary by at most its size.
+    assert max(sizes) - complete / backend.size <= 2 * 8 * MIN_DIVIDED_ELEMENTS, (sizes, complete)
+
+
+@contract
+def state_dict_of_sharded_state_is_that_of_plain_torch(backend: Backend) -> None:
+    """Save, and resume in one process, and on the backend from a state that was saved in one process."""
+
+    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    model, wrapped, optimizer = _start(backend, make)
+    twin = _build()
+    twin_optimizer = make(twin.parameters())
+    assert optimizer.state_dict() == twin_optimizer.state_dict()
+    for number in range(2):
+        _step(backend, wrapped, optimizer, number)
+        _step_alone(backend, twin, twin_optimizer, number)
+    saved, expected = optimizer.state_dict(), twin_optimizer.state_dict()
+    assert saved["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=1e-12)
+
+    alone = _build()
+    alone.load_state_dict(backend.unwrap(wrapped).state_dict())
+    alone_optimizer = make(alone.parameters())
+    alone_optimizer.load_state_dict(copy.deepcopy(saved))
+    _step_alone(backend, alone, alone_optimizer, 2)
+    _step_alone(backend, twin, twin_optimizer, 2)
+    _assert_same(backend, alone, twin)
+
+    # Into an optimizer that is sharded already, and into one that is sharded afterwards.
+    _step(backend, wrapped, optimizer, 5)
+    model.load_state_dict(twin.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(twin_optimizer.state_dict()))
+    fresh = _build()
+    fresh.load_state_dict(twin.state_dict())
+    fresh_optimizer = make(fresh.parameters())
+    if backend.rank == 0:
+        fresh_optimizer.load_state_dict(copy.deepcopy(twin_optimizer.state_dict()))
+    fresh_wrapped = backend.distributed_model(fresh)
+    backend.distributed_optimizer(fresh_optimizer, fresh_wrapped, shard="state")
+    for number in (3, 4):
+        _step(backend, wrapped, optimizer, number)
+        _step(backend, fresh_wrapped, fresh_optimizer, number)
+        _step_alone(backend, twin, twin_optimizer, number)
+    _assert_same(backend, model, twin)
+    _assert_same(backend, fresh, twin)
+
+
+@contract
+def sharded_state_with_groups_freezing_and_schedulers(backend: Backend) -> None:
+    """Parameter groups, a scheduler, `add_param_group`, and parameters that are frozen and unfrozen."""
+
+    def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        scale, first, _, _, last = model.children()
+        last.requires_grad_(False)
+        groups: list[dict[str, Any]] = [
+            {"params": [*scale.parameters(), *first.parameters()], "lr": 0.05},
+            {"params": [*last.parameters()], "weight_decay": 0.1},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    model, twin = _build(), _build()
+    pairs = [make(model), make(twin)]
+    wrapped = backend.distributed_model(model)
+    backend.distributed_optimizer(pairs[0][0], wrapped, shard="state")
+    for number in range(6):
+        if number == 2:
+            for one, (optimizer, _) in zip((model, twin), pairs, strict=True):
+                optimizer.add_param_group({"params": [*one[2].parameters()], "lr": 0.02})  # type: ignore[index]
+        if number in (3, 5):
+            for one in (model, twin):
+                one[4].requires_grad_(number == 3)  # type: ignore[index]
+                one[1].bias.requires_grad_(number == 5)  # type: ignore[index]
+        _step(backend, wrapped, pairs[0][0], number)
+        _step_alone(backend, twin, pairs[1][0], number)
+        for _, scheduler in pairs:
+            scheduler.step()
+        assert [group["lr"] for group in pairs[0][0].param_groups] == [
+            group["lr"] for group in pairs[1][0].param_groups
+        ]
+    _assert_same(backend, model, twin)
+    saved, expected = (optimizer.state_dict() for optimizer, _ in pairs)
+    torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=1e-12)
+
+
+@contract
+def sharded_state_with_loss_scaling(backend: Backend) -> None:
+    model, wrapped, optimizer = _start(backend, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
+    twin = _build()
+    twin_optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(backend.device.type, init_scale=256.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped(batch(backend.rank, number)))
+        if number == 1 and backend.rank == backend.size - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if number != 1:
+            _step_alone(backend, twin, twin_optimizer, number)
+    _assert_same(backend, model, twin)
+
+
+@contract
+def sharded_state_of_two_optimizers_with_a_closure(backend: Backend) -> None:
+    def pair(model: nn.Module) -> list[torch.optim.Optimizer]:
+        scale, first, norm, _, last = model.children()
+        return [
+            torch.optim.SGD([*scale.parameters(), *first.parameters()], lr=0.1, momentum=0.9),
+            torch.optim.AdamW([*norm.parameters(), *last.parameters()], lr=0.01),
+        ]
+
+    model, twin = _build(), _build()
+    wrapped = backend.distributed_model(model)
+    optimizers, twins = pair(model), pair(twin)
+    for optimizer in optimizers:
+        backend.distributed_optimizer(optimizer, wrapped, shard="state")
+    for number in range(3):
+
+        def closure(number: int = number) -> float:
+            model.zero_grad()
+            loss = loss_of(wrapped(batch(backend.rank, number)))
+            loss.backward()
+            return loss.item()
+
+        assert isinstance(optimizers[0].step(closure), float)
+        optimizers[1].step()
+        expected = mean_gradients(
+            backend, twin, lambda m, rank, number=number: loss_of(m(batch(rank, number))).backward()
+        )
+        for name, parameter in twin.named_parameters():
+            parameter.grad = expected[name]
+        for optimizer in twins:
+            optimizer.step()
+    _assert_same(backend, model, twin)
+
+
+@contract
+def sharded_state_of_one_small_parameter(backend: Backend) -> None:
+    """Ranks without a part take part in every step."""
+    model, twin = (nn.Linear(FEATURES, 1, bias=False).double() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    shared = backend.broadcast(model.weight.detach())
+    for one in (model, twin):
+        one.weight.data.copy_(shared)
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(torch.optim.Adam(model.parameters()), wrapped, shard="state")
+    twin_optimizer = torch.optim.Adam(twin.parameters())
+    for number in range(3):
+        _step(backend, wrapped, optimizer, number)
+        _step_alone(backend, twin, twin_optimizer, number)
+    _assert_same(backend, model, twin)
+    torch.testing.assert_close(optimizer.state_dict()["state"], twin_optimizer.state_dict()["state"])
+
+
+@contract
+def sharded_state_rejects_a_step_on_local_gradients(backend: Backend) -> None:
+    model, wrapped, optimizer = _start(backend, lambda parameters: torch.optim.Adam(parameters))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with backend.no_sync(wrapped):
+        loss_of(wrapped(batch(backend.rank))).backward()
+        raises(ModelError, "not reduced over ranks", optimizer.step)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    _step(backend, wrapped, optimizer, 0)
+
+
+class _FailingSGD(torch.optim.SGD):
+    fails = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("failed")
+        return super().step(closure)
+
+
+@contract
+def sharded_state_survives_a_failing_step(backend: Backend) -> None:
+    model, wrapped, optimizer = _start(backend, lambda parameters: _FailingSGD(parameters, lr=0.1, momentum=0.5))
+    twin = _build()
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.5)
+    raises(RuntimeError, "failed", lambda: _step(backend, wrapped, optimizer, 0))
+    assert len(optimizer.state_dict()["param_groups"][0]["params"]) == len([*model.parameters()])
+    optimizer.fails = False  # type: ignore[attr-defined]
+    for number in range(2):
+        _step(backend, wrapped, optimizer, number)
+        _step_alone(backend, twin, twin_optimizer, number)
+    _assert_same(backend, model, twin)
+
+
+@contract
+def sharding_that_is_not_possible_raises(backend: Backend) -> None:
+    model = _build()
+    wrapped = backend.distributed_model(model)
+
+    def distribute(optimizer: torch.optim.Optimizer, shard: Any) -> Callable[[], object]:
+        return lambda: backend.distributed_optimizer(optimizer, wrapped, shard=shard)
+
+    whole = torch.optim.LBFGS(model.parameters())
+    same_on_every_rank(backend, raises(ModelError, "The state of LBFGS cannot be sharded", distribute(whole, "state")))
+    optimizer = torch.optim.Adam(model.parameters())
+    text = raises(ConfigError, "Unknown distributed_optimizer(shard=...) 'stat'", distribute(optimizer, "stat"))
+    same_on_every_rank(backend, text)
+    if backend.size > 1:
+        shard = "state" if backend.rank == 0 else "none"
+        text = raises(ConfigError, "shard='state' on rank 0 and shard='none' on rank 1", distribute(optimizer, shard))
+        same_on_every_rank(backend, text)
+        distribute(optimizer, "state")()
+        raises(ModelError, "sharded over ranks already", distribute(optimizer, "none"))
