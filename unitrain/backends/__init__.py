@@ -14,6 +14,7 @@ checks               validation of arguments, the same on every backend
 synchronized_errors  an error on one rank raised on all ranks
 tensors, objects     tensors as bytes and ordered keys; Python objects as tensors
 compression_setting  the values of `compression=`
+sharding/            an optimizer whose state is divided among the ranks
 gradients/           DDP's reducer, its corrections, and the end of a backward
 
 This package imports no module by itself, so a backend is loaded only when its name is requested.

@@ -1,0 +1,57 @@
+"""Time and memory of Adam with a sharded state, compared with a replicated state and ZeroRedundancyOptimizer.
+
+Loops that differ in the optimizer take turns on the same ranks, in a new order in every round. The first table shows
+the time of a step divided by that with a replicated state, in the same round; the second one the bytes per parameter
+that weights, gradients and optimizer state occupy on the rank with the most.
+
+    python benchmarks/sharded_state.py            # starts its own ranks; writes benchmarks/results/sharded_state.*
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from sharded_loops import REPLICATED, WAYS, persistent_bytes, take_turn
+from tables import Results, columns, frame, keep, options, rows
+from turns import measure
+
+from unitrain.testing import RankGroup
+
+SIZES = (2, 3, 4)
+
+
+def count_bytes(backend: str, model: str) -> dict[str, dict[int, tuple[float, float]]]:
+    """Return, by way and number of ranks, the bytes per parameter on the rank with the most, and by the formula."""
+    found: dict[str, dict[int, tuple[float, float]]] = {way: {} for way in WAYS}
+    for size in SIZES:
+        with RankGroup(backend, size) as group:
+            for way in WAYS:
+                found[way][size] = max(group.run(persistent_bytes, way, model, timeout_seconds=200))
+    return found
+
+
+def table(results: Results, memory: dict[str, dict[int, tuple[float, float]]], ranks: int) -> list[str]:
+    quoted = "Adam instead of SGD. Time of a step / time with a replicated state in the same round."
+    header = ["state", *columns(results)]
+    lines = frame("A sharded optimizer state", quoted, "python benchmarks/sharded_state.py", ranks, header)
+    lines += rows(results, dict.fromkeys(WAYS, REPLICATED))
+    lines += ["", "Bytes per parameter on the rank with the most (formula: 16, or 8 + 8 / ranks):", ""]
+    lines += [f"| state | {' | '.join(f'{size} ranks' for size in SIZES)} |", "|---" * (1 + len(SIZES)) + "|"]
+    for way, by_size in memory.items():
+        shown = [f"{measured:.3f} ({measured / formula - 1:+.2%})" for measured, formula in by_size.values()]
+        lines.append(f"| {way} | {' | '.join(shown)} |")
+    return lines
+
+
+@click.command()
+@options(rounds=12, models=("25M",))
+def main(backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
+    """Measure, print the tables and save them."""
+    results = {backend: measure(backend, models, WAYS, take_turn, rounds, ranks) for backend in backends}
+    memory = count_bytes(backends[0], models[-1])
+    keep(table(results, memory, ranks), "sharded_state", output, ranks=ranks, seconds_per_step=results, bytes=memory)
+
+
+if __name__ == "__main__":
+    main()
