@@ -71,6 +71,7 @@ _EXPORTS = {
     "require": "unitrain.backends.capabilities",
     "run": "unitrain.functions.run",
     "share_buffers": "unitrain.modules.buffers",
+    "shard_optimizer_state": "unitrain.backends.sharding.optimizer_state",
     "sync_batch_norm": "unitrain.modules.sync_batch_norm",
 }
 _RENAMED = {"available_backends": "available"}
@@ -128,6 +129,7 @@ __all__ = [
     "register_process_group",
     "require",
     "run",
+    "shard_optimizer_state",
     "share_buffers",
     "sync_batch_norm",
 ]
@@ -138,6 +140,7 @@ if TYPE_CHECKING:
     from unitrain.backends.compression_setting import PowerSGD
     from unitrain.backends.horovod import register_process_group
     from unitrain.backends.registry import available as available_backends
+    from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
     from unitrain.bootstrap.environment import RankInfo
     from unitrain.callbacks.callback import Callback
     from unitrain.callbacks.early_stopping import EarlyStopping

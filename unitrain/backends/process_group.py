@@ -35,7 +35,7 @@ from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_tensors, broadcast_with_tensors, pack, unpack
-from unitrain.backends.sharding.optimizer_state import check_sharded_optimizer, shard_state
+from unitrain.backends.sharding.optimizer_state import check_sharded_optimizer, shard_optimizer_state
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import from_ordered_keys, is_expanded, needs_keys, ordered_keys
 from unitrain.bootstrap import environment
@@ -272,7 +272,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         if isinstance(distributed, DistributedModel):
             check_before_step(optimizer, distributed.check_reduced)
         if shard == "state":
-            shard_state(optimizer, self)
+            shard_optimizer_state(optimizer, self)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

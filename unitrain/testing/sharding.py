@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
+from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
 from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
 from unitrain.errors import ConfigError, ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
@@ -274,6 +275,26 @@ def sharded_state_rejects_a_step_on_local_gradients(backend: Backend) -> None:
         raises(ModelError, "not reduced over ranks", optimizer.step)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
     _step(backend, wrapped, optimizer, 0)
+
+
+class _CollectivesOnly:
+    """The methods of a Communicator that a backend from another package may limit itself to."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.rank, self.size, self.device = backend.rank, backend.size, backend.device
+        self.broadcast, self.broadcast_object = backend.broadcast, backend.broadcast_object
+
+
+@contract
+def sharded_state_needs_only_blocking_broadcasts(backend: Backend) -> None:
+    model, twin = _build(), _build()
+    wrapped = backend.distributed_model(model)
+    optimizer, twin_optimizer = (torch.optim.Adam(one.parameters()) for one in (model, twin))
+    shard_optimizer_state(optimizer, _CollectivesOnly(backend))  # type: ignore[arg-type]
+    for number in range(2):
+        _step(backend, wrapped, optimizer, number)
+        _step_alone(backend, twin, twin_optimizer, number)
+    _assert_same(backend, model, twin)
 
 
 class _FailingSGD(torch.optim.SGD):

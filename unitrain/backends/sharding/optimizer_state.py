@@ -69,7 +69,7 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
             )
 
 
-def shard_state(optimizer: Optimizer, communicator: Communicator) -> None:
+def shard_optimizer_state(optimizer: Optimizer, communicator: Communicator) -> None:
     """Divide the state of `optimizer` among the ranks of `communicator`. All ranks call it, with equal parameters.
 
     Optimizers of torch.optim that update each element independently are divided by elements, all others by tensors. The
