@@ -65,6 +65,7 @@ _EXPORTS = {
     "UnsupportedError": "unitrain.errors",
     "WandbLogger": "unitrain.loggers.wandb",
     "available_backends": "unitrain.backends.registry",
+    "checkpoint_activations": "unitrain.modules.activation_checkpointing",
     "differentiable_allgather": "unitrain.modules.differentiable_allgather",
     "init": "unitrain.initialize",
     "register_process_group": "unitrain.backends.horovod",
@@ -124,6 +125,7 @@ __all__ = [
     "WandbLogger",
     "__version__",
     "available_backends",
+    "checkpoint_activations",
     "differentiable_allgather",
     "init",
     "register_process_group",
@@ -185,6 +187,7 @@ if TYPE_CHECKING:
     from unitrain.loggers.tensorboard import TensorBoardLogger
     from unitrain.loggers.wandb import WandbLogger
     from unitrain.metrics.means import MeanMetric
+    from unitrain.modules.activation_checkpointing import checkpoint_activations
     from unitrain.modules.buffers import share_buffers
     from unitrain.modules.differentiable_allgather import differentiable_allgather
     from unitrain.modules.sync_batch_norm import sync_batch_norm

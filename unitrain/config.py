@@ -85,6 +85,9 @@ class TrainConfig:
     """Let BatchNorm layers normalize over the samples of all ranks in a micro-batch."""
     channels_last: bool = False
     """Store images and 4-d parameters in the memory format torch.channels_last."""
+    checkpoint_activations: tuple[str, ...] = ()
+    """Names of classes of modules, such as "TransformerEncoderLayer", that repeat their forward in the backward instead
+    of keeping their activations. It needs less memory and more time. Results are the same."""
     compile: bool | CompileMode = False
     """Compile the model with torch.compile: True, or one of its modes. Another batch size compiles it once more, with
     dynamic shapes."""
@@ -163,6 +166,7 @@ class TrainConfig:
         for name in _BOOLEAN_SETTINGS:
             validation.check_boolean(_full_name(name), getattr(self, name))
         validation.check_boolean(_full_name("tf32"), self.tf32, optional=True)
+        self._check_checkpointed_classes()
         if not isinstance(self.compile, bool):
             validation.check_choice(_full_name("compile"), self.compile, get_args(CompileMode))
         read_compression(self.compression, "TrainConfig.compression")
@@ -229,6 +233,14 @@ class TrainConfig:
                     f"TrainConfig.{name}={value!r} configures checkpoints, but without output_dir none are written. "
                     f'Use TrainConfig(output_dir="runs/first", {name}={value!r}), or leave {name} out.'
                 )
+
+    def _check_checkpointed_classes(self) -> None:
+        names = self.checkpoint_activations
+        if not (isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)):
+            raise ConfigError(
+                "TrainConfig.checkpoint_activations must be a tuple of class names, got "
+                f"{validation.describe_value(names)}. Use checkpoint_activations=('TransformerEncoderLayer',)."
+            )
 
     def _check_length(self) -> None:
         if (self.max_epochs is None) == (self.max_steps is None):

@@ -30,6 +30,7 @@ from unitrain.loggers.logger import Logger
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
 from unitrain.modules.acceleration import compile_forward, use_channels_last
+from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.sync_batch_norm import exclude_from_statistics, sync_batch_norm
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor
@@ -120,6 +121,8 @@ class Trainer:
             optimizer.load_state_dict(optimizer.state_dict())
         if config.channels_last:
             use_channels_last(model)
+        if config.checkpoint_activations:
+            call_on_all_ranks(backend, lambda: checkpoint_activations(model, config.checkpoint_activations))
         if config.sync_batch_norm:
             call_on_all_ranks(backend, lambda: sync_batch_norm(model, backend))
         self._average = call_on_all_ranks(
