@@ -116,3 +116,58 @@ def test_expanded_buffer_is_set_to_that_of_rank_0(backend: str, size: int) -> No
         results = group.run(train_scaled)
     assert all(result == results[0] for result in results)
     assert results[0][0] == [1.0] * 6
+
+
+class Parts(nn.Module):
+    """A model with tensors that are parts of larger memory: slices, an expanded view, and a tied slice."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        weights = torch.full((5, 4), value).double()  # as an LSTM on a GPU keeps its weights
+        self.first, self.second = nn.Parameter(weights[:2]), nn.Parameter(weights[2:4])
+        self.tied = self.second
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((1, 1), value).double().expand(3, 2))
+        self.register_buffer("slice", torch.arange(9.0)[2:4] * value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = (x @ self.first.T + x @ self.tied.T) * self.scale[0]
+        return output
+
+
+def train_parts(backend: Backend, folder: str, steps: int, asynchronous: bool) -> dict[str, Tensor]:
+    """Train to `steps` steps from other values than the checkpoint in `folder` has, and return weights and averages."""
+    model = Parts(float(steps))
+    config = TrainConfig(
+        max_steps=steps, batch_size=2, ema_decay=0.9, progress="off", output_dir=folder, resume=True,
+        async_checkpoints=asynchronous,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    trainer = Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config)
+    trainer.fit(TensorDataset(torch.ones(8, 4).double(), torch.ones(8, 2).double()))
+    assert model.scale.stride() == (0, 0)
+    assert model.tied is model.second
+    assert trainer.averaged_model is not None
+    found = {**model.state_dict(), **{f"average {n}": v for n, v in trainer.averaged_model.state_dict().items()}}
+    found = {name: value.clone() for name, value in found.items()}
+    model.scale.data = torch.zeros(1, 1).double().expand(3, 2)
+    trainer.load_weights(folder)
+    assert torch.equal(model.scale, found["scale"])
+    return found
+
+
+@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("ddp", 2), ("horovod", 2)])
+def test_tensors_that_are_parts_of_larger_memory_are_saved_and_resumed(backend: str, size: int, tmp_path: Path) -> None:
+    with RankGroup(backend, size) as group:
+        for asynchronous in (False, True):
+            folder = str(tmp_path / str(asynchronous))
+            (first, *_) = group.run(train_parts, folder, 1, asynchronous)
+            resumed = group.run(train_parts, folder, 2, asynchronous)
+            assert first["scale"].tolist() == [[1.0, 1.0]] * 3
+            for found in resumed:
+                for name in ("scale", "average scale", "slice"):
+                    assert torch.equal(found[name], first[name]), name
+                assert not torch.equal(found["second"], first["second"])
+                assert float((found["second"] - first["second"]).abs().max()) < 0.5  # not the 2.0 of a new model
+                for name, value in found.items():
+                    assert torch.equal(value, resumed[0][name]), name

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from unitrain import __version__
 from unitrain.checkpoint.state_copy import plain_state
 from unitrain.errors import CheckpointError
+from unitrain.modules.buffers import load_state
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 _FORMAT = 1
@@ -140,10 +141,9 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
     unfinished = target.with_name(f".{target.name}.unfinished")
     remove(unfinished)
     unfinished.mkdir()
-    if names := [name for name, value in model.items() if value.is_complex()]:
-        save_model(_AsReal(model), str(unfinished / MODEL), {_COMPLEX: json.dumps(names)})  # type: ignore[arg-type]
-    else:
-        save_model(_Weights(model), str(unfinished / MODEL))  # type: ignore[arg-type]
+    names = [name for name, value in model.items() if value.is_complex()]
+    metadata = {_COMPLEX: json.dumps(names)} if names else None
+    save_model(_Weights(model), str(unfinished / MODEL), metadata)  # type: ignore[arg-type]
     torch.save(training, unfinished / TRAINING)
     files = {
         name: {"bytes": (unfinished / name).stat().st_size, "sha256": _sha256(unfinished / name)}
@@ -164,32 +164,56 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
 
 
 class _Weights:
-    """The part of a module's interface with which safetensors writes tensors that share memory only once."""
+    """The part of a module's interface with which safetensors reads and writes tensors that share memory only once.
 
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._state)
-
-
-class _AsReal(_Weights):
-    """Like `_Weights`, for a model with complex tensors, which safetensors reads and writes as real tensors."""
+    Complex tensors are read and written as real ones. With a `model`, its state can be loaded; the tensors in `names`
+    are complex in the file.
+    """
 
     def __init__(self, state: dict[str, Tensor], model: nn.Module | None = None, names: Container[str] = ()) -> None:
-        super().__init__(state)
-        self._model, self._names = model, names
+        self._state, self._model, self._names = state, model, names
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {
-            name: torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-            for name, value in self._state.items()
-        }
+        return _separate_parts(
+            {
+                name: torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.resolve_neg()
+                for name, value in self._state.items()
+            }
+        )
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> Any:
-        """Load the tensors into the model; those in `names` are complex."""
+        """Load the tensors into the model."""
         assert self._model is not None
-        return self._model.load_state_dict(_restore_complex(state, self._names), strict)
+        return load_state(self._model, _restore_complex(state, self._names), strict=strict)
+
+
+def _separate_parts(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `state` with copies of tensors that are parts of a larger memory which no tensor covers.
+
+    safetensors refuses such tensors: slices, expanded views, and the weights of an LSTM on a GPU. Equal parts remain
+    equal, so that tied parameters are stored once.
+    """
+    covered = {_storage_of(value) for value in state.values() if _covers_storage(value)}
+    copies: dict[Any, Tensor] = {}
+    separate = {}
+    for name, value in state.items():
+        if not value.numel() or _storage_of(value) in covered:
+            separate[name] = value
+            continue
+        part = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if part not in copies:
+            copies[part] = value.detach().clone(memory_format=torch.contiguous_format)
+        separate[name] = copies[part]
+    return separate
+
+
+def _storage_of(value: Tensor) -> tuple[torch.device, int]:
+    return value.device, value.untyped_storage().data_ptr()
+
+
+def _covers_storage(value: Tensor) -> bool:
+    storage = value.untyped_storage()
+    return value.data_ptr() == storage.data_ptr() and value.nbytes == storage.nbytes()
 
 
 def complex_names(path: Path) -> list[str]:
@@ -206,11 +230,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _load_model(model: nn.Module, path: Path) -> None:
     """Load safetensors file `path` into `model`. Raises RuntimeError, ValueError or LookupError if it does not fit."""
-    state, names = model.state_dict(), complex_names(path)
-    if names or any(value.is_complex() for value in state.values()):
-        load_model(_AsReal(state, model, names), str(path), strict=True)  # type: ignore[arg-type]
-    else:
-        load_model(model, str(path), strict=True)
+    # The error of safetensors names the class.
+    weights = type(type(model).__name__, (_Weights,), {})(model.state_dict(), model, complex_names(path))
+    load_model(weights, str(path), strict=True)
 
 
 def _restore_complex(state: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
@@ -257,7 +279,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> Non
         _load_model(model, path / MODEL)
         if average is not None:
             training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
-            average.load_state_dict(training["average"]["model"])
+            load_state(average, training["average"]["model"])
     except (RuntimeError, ValueError, LookupError) as error:
         found = " ".join(str(error).split())
         raise CheckpointError(

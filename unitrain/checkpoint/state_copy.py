@@ -27,12 +27,12 @@ def host_copy(state: StateT) -> StateT:
     other types are not copied: after `plain_state`, nothing else refers to them. Tensors that share memory also share
     it in the copy, so tied parameters stay tied and are copied once.
     """
-    copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+    copied: dict[Any, Any] = {}
     result: StateT = _copy(state, copied)
     return result
 
 
-def _copy(value: Any, copied: dict[tuple[torch.device, int], torch.UntypedStorage]) -> Any:
+def _copy(value: Any, copied: dict[Any, Any]) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
         return _copy_tensor(value, copied) if value.layout == torch.strided else value.detach().cpu().clone()
@@ -45,10 +45,19 @@ def _copy(value: Any, copied: dict[tuple[torch.device, int], torch.UntypedStorag
     return value
 
 
-def _copy_tensor(tensor: Tensor, copied: dict[tuple[torch.device, int], torch.UntypedStorage]) -> Tensor:
+def _copy_tensor(tensor: Tensor, copied: dict[Any, Any]) -> Tensor:
+    """Return a copy of `tensor`. `copied` maps the storages, and the parts of storages, that were copied so far."""
     storage = tensor.untyped_storage()
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or storage.nbytes() > 2 * tensor.nbytes:
-        return tensor.detach().to("cpu", copy=True)  # a view of a small part of a large tensor
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.numel():
+        return tensor.detach().to("cpu", copy=True)
+    flags = tensor.is_conj(), tensor.is_neg()
+    # Only `to` keeps these flags. A view of a small part of a large tensor is also copied alone.
+    if any(flags) or storage.nbytes() > 2 * tensor.nbytes:
+        part = (storage.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *flags)
+        if part not in copied:
+            copied[part] = tensor.detach().to("cpu", copy=True)
+        copy: Tensor = copied[part]
+        return copy
     key = (storage.device, storage.data_ptr())
     if key not in copied:
         copied[key] = storage.cpu() if storage.device.type != "cpu" else storage.clone()

@@ -1,14 +1,17 @@
-"""Make the buffers of a model, such as running means, equal on all ranks."""
+"""Buffers of a model, such as running means: make them equal on all ranks, and load those that are expanded views."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.tensors import copy_into, is_expanded
+from unitrain.torch_compat import buffers_by_name
 
 
 def check_model_and_communicator(function: str, model: Any, communicator: Any) -> None:
@@ -29,3 +32,24 @@ def share_buffers(model: nn.Module, communicator: Communicator) -> None:
     check_model_and_communicator("share_buffers", model, communicator)
     # The distributed model detects buffers that a forward writes. Writing `data` does not count as such a write.
     broadcast_tensors(communicator, [buffer.data for buffer in model.buffers()])
+
+
+def load_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
+    """Return `model.load_state_dict(state, strict)`, also for a model with buffers that are expanded views.
+
+    torch refuses to write to an expanded view, because its elements share memory.
+    """
+    expanded = [
+        (buffers, name, buffer, buffer.contiguous())
+        for buffers in map(buffers_by_name, model.modules())
+        for name, buffer in buffers.items()
+        if buffer is not None and is_expanded(buffer)
+    ]
+    for buffers, name, _, loaded in expanded:
+        buffers[name] = loaded
+    try:
+        return model.load_state_dict(state, strict)
+    finally:
+        for buffers, name, buffer, loaded in expanded:
+            copy_into(buffer, loaded)
+            buffers[name] = buffer

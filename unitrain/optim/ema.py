@@ -15,6 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from unitrain.backends.tensors import copy_into
 from unitrain.errors import ModelError
+from unitrain.modules.buffers import load_state
 
 
 class WeightAverage:
@@ -64,7 +65,7 @@ class WeightAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the average of a checkpoint; an empty state changes nothing."""
         if state:
-            self.model.load_state_dict(state["model"])
+            load_state(self.model, state["model"])
             self._steps = state["steps"]
 
     @torch.no_grad()
