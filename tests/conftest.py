@@ -43,6 +43,14 @@ def restored_environment() -> Iterator[None]:
 
 
 @pytest.fixture
+def script(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Write SCRIPT of the test's module to a file and return its path."""
+    path = tmp_path / "train.py"
+    path.write_text(request.module.SCRIPT)
+    return str(path)
+
+
+@pytest.fixture
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     """Yield two new hosts (`hosts.py`), and end all their processes after the test.
 

@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from fake_programs import write_program
 from hypothesis import given
 from hypothesis import strategies as st
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
@@ -162,17 +163,11 @@ def test_directives_quote_values_with_spaces(script: Path) -> None:
     assert [shlex.split(line)[-1] for line in request_options if "comment" in line] == ["--comment=it's"]
 
 
-def program(folder: Path, name: str, lines: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{lines}\n")
-    path.chmod(0o755)
-
-
 @pytest.mark.parametrize("code", [0, 1, 75])
 def test_preempted_job_is_requeued(code: int, script: Path, tmp_path: Path) -> None:
     text = printed("--to", "slurm", "--nodes", "2", "-np", "2", "-x", "LEVEL=3", script.name, "a b")
-    program(tmp_path, "scontrol", 'echo "scontrol $*" >> log; [ "$1" != show ] || printf "n1\\nn2\\n"')
-    program(tmp_path, "srun", f'echo "srun $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $LEVEL" >> log; '
+    write_program(tmp_path, "scontrol", 'echo "scontrol $*" >> log; [ "$1" != show ] || printf "n1\\nn2\\n"')
+    write_program(tmp_path, "srun", f'echo "srun $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $LEVEL" >> log; '
             f'for word in "$@"; do echo "<$word>" >> log; done; exit {code}')  # fmt: skip
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "4071", "SLURM_JOB_NODELIST": "n[1-2]",
                "SLURM_CPUS_PER_TASK": "6"}  # fmt: skip
@@ -187,7 +182,7 @@ def test_preempted_job_is_requeued(code: int, script: Path, tmp_path: Path) -> N
 
 def test_each_attempt_has_a_new_key_that_is_not_displayed(script: Path, tmp_path: Path) -> None:
     text = printed("--to", "slurm", script.name)
-    program(tmp_path, "srun", 'echo "$UNITRAIN_JOB_KEY"; echo "$*" >&2')
+    write_program(tmp_path, "srun", 'echo "$UNITRAIN_JOB_KEY"; echo "$*" >&2')
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "4071"}
 
     def run(**variables: str) -> tuple[str, str]:
@@ -284,7 +279,7 @@ def test_mpijob(backend: str, script: Path, tmp_path: Path) -> None:
     launcher = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
     given_variables = {one["name"]: one["value"] for one in launcher["env"]}
     (tmp_path / "hostfile").write_text("w-0.train slots=4\nw-1.train slots=4\n")
-    program(tmp_path, "mpirun", 'echo "$MASTER_ADDR:$MASTER_PORT:$UNITRAIN_BACKEND"; printf "%s\\n" "$@"')
+    write_program(tmp_path, "mpirun", 'echo "$MASTER_ADDR:$MASTER_PORT:$UNITRAIN_BACKEND"; printf "%s\\n" "$@"')
     environ = {
         **given_variables,
         "PATH": f"{tmp_path}:/usr/bin:/bin",
@@ -380,7 +375,7 @@ def test_submit_prints_the_job_and_passes_it_to_the_scheduler(
     target: str, command: str, script: Path, tmp_path: Path
 ) -> None:
     name = command.partition(" ")[0]
-    program(tmp_path, name, 'echo "$0 $*" | sed s,.*/,, > log; cat > taken; exit 3')
+    write_program(tmp_path, name, 'echo "$0 $*" | sed s,.*/,, > log; cat > taken; exit 3')
     image = ["--image", "a"] if target == "kubernetes" else []
     result = submit("--to", target, *image, script.name, PATH=f"{tmp_path}:/usr/bin:/bin")
     assert result.exit_code == 3

@@ -91,13 +91,6 @@ def regression():
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
 def verify(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     """Run `unitrain verify` and return its exit code, output and report."""
     report = folder / "report.json"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import GROUPS
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,6 @@ from unitrain.backends.base import Backend
 from unitrain.errors import CollectiveMismatchError, TensorError
 from unitrain.testing import RankGroup
 
-GROUPS = [("local", 1), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("horovod", 1), ("horovod", 2), ("horovod", 3)]
 SAMPLES = 12
 STEPS = 3
 # Samples per rank, by number of ranks.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from groups import nightly
 from preload import preloaded
 from requirements import needs_mpi
 
@@ -26,7 +27,7 @@ def controller(backend: Backend) -> tuple[str, bool, bool]:
     return backend.transport, hvd.gloo_enabled(), hvd.mpi_enabled()
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=needs_mpi)])
+@pytest.fixture(scope="module", params=[pytest.param("mpi", marks=needs_mpi), *nightly("gloo")])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     with RankGroup(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from groups import nightly
 from preload import preloaded
 from requirements import needs_mpi
 from torch import Tensor, nn
@@ -176,7 +177,7 @@ CASES: list[Callable[[Backend], list[Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 3, *nightly(2)])
 def groups(request: pytest.FixtureRequest) -> Iterator[tuple[RankGroup, RankGroup]]:
     with RankGroup("ddp", request.param) as gloo, RankGroup("horovod", request.param) as horovod:
         yield gloo, horovod

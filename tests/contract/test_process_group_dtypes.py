@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from groups import nightly
 from torch import Tensor
 
 from unitrain.backends.base import Backend
@@ -352,7 +353,7 @@ def uneven_exchange_beyond_the_limit(backend: Backend) -> None:
         dist.all_to_all_single(torch.zeros_like(own), own, splits, splits)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 3, *nightly(2)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup("horovod", request.param) as group:
         yield group

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import GROUPS
 from one_rank import rank_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -309,9 +310,6 @@ def check_dummy_batches(backend: Backend) -> None:
         model = unitrain.sync_batch_norm(nn.BatchNorm1d(4).double(), backend)
         model(torch.full((2, 4), backend.rank, dtype=torch.float64))
         assert_near(model.running_mean, torch.full((4,), 0.05 * (backend.size - 1), dtype=torch.float64), 1e-12)
-
-
-GROUPS = [("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")

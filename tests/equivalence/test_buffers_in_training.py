@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import GROUPS
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -63,9 +64,6 @@ def all_runs(backend: Backend, folder: str) -> dict[str, Any]:
     run(backend, f"{folder}/stopped", steps=7)
     found["resumed"] = run(backend, f"{folder}/stopped", resume=True)
     return found
-
-
-GROUPS = [("local", 1), ("ddp", 2), ("horovod", 2), ("ddp", 3)]
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import SEVERAL_RANKS
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -342,7 +343,7 @@ def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[("ddp", 2), ("horovod", 2), ("ddp", 3)], ids=lambda one: f"{one[0]}-{one[1]}")
+@pytest.fixture(scope="module", params=SEVERAL_RANKS, ids=lambda one: f"{one[0]}-{one[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Any], Path]]:
     folder = tmp_path_factory.mktemp("profile")
     with RankGroup(*request.param) as group:

@@ -24,7 +24,7 @@ from unitrain.errors import ConfigError, UnsupportedError
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
-LOOP_STEPS, STEPS = 5, 12
+LOOP_STEPS, STEPS = 4, 12
 LOW_RANK = PowerSGD(rank=2, start_step=2)
 LOOPS: dict[str, tuple[torch.dtype, Compression]] = {
     "fp16": (torch.float32, "fp16"),
@@ -357,7 +357,7 @@ def run_to(backend: Backend, folder: Path, steps: int, compression: Compression,
     settings = {
         **VARIANTS[variant],
         "async_checkpoints": True,
-        "checkpoint_every_steps": 1,
+        "checkpoint_every_steps": 4,
         "keep_last": None,
     }
     dtype = torch.float32 if variant in LOOSE else torch.float64

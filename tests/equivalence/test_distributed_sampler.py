@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import SEVERAL_RANKS
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -16,10 +17,9 @@ from unitrain.backends.base import Backend
 from unitrain.testing import RankGroup
 
 SEED, EPOCHS, BATCH_SIZE, LENGTH = 7, 3, 4, 72
-GROUPS = [("ddp", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), ("horovod", 3)]
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+@pytest.fixture(scope="module", params=SEVERAL_RANKS, ids=lambda group: f"{group[0]}-{group[1]}")
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as ranks:
         yield ranks

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from groups import SEVERAL_RANKS
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -49,7 +50,7 @@ def train(backend: Backend) -> tuple[list[Tensor], list[bool]]:
     return [*found, *trainer.averaged_model.parameters()], changed
 
 
-@pytest.fixture(scope="module", params=[("ddp", 2), ("horovod", 2), ("ddp", 3)], ids=str)
+@pytest.fixture(scope="module", params=SEVERAL_RANKS, ids=str)
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as ranks:
         yield ranks

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import GROUPS
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -81,7 +82,7 @@ def train_all(backend: Backend, folder: str) -> dict[tuple[str, str], list[tuple
     return found
 
 
-@pytest.fixture(scope="module", params=[("local", 1), ("ddp", 2), ("horovod", 2), ("ddp", 3)], ids=str)
+@pytest.fixture(scope="module", params=GROUPS, ids=str)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     with RankGroup(*request.param) as group:
         yield group.run(train_all, str(tmp_path_factory.mktemp("runs")), timeout_seconds=120)

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from fuzzer import cases, known, oracle, runner
+from groups import nightly
 
 FIRST = int(os.environ.get("UNITRAIN_FUZZ_FIRST", "0"))
 COUNT = int(os.environ.get("UNITRAIN_FUZZ_CASES", "120"))
 PER_TEST = 20
+FIRSTS = range(FIRST, FIRST + COUNT, PER_TEST)
 HERE = Path(__file__).parents[1] / "fuzzer"
 
 
@@ -32,7 +34,7 @@ def test_known_defects_stay_fixed(ranks: runner.Pool, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, PER_TEST))
+@pytest.mark.parametrize("first", [*FIRSTS[:2], *nightly(*FIRSTS[2:])])
 def test_random_runs_equal_plain_torch(ranks: runner.Pool, first: int) -> None:
     for seed in range(first, min(first + PER_TEST, FIRST + COUNT)):
         case = cases.draw(seed)

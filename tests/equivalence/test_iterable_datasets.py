@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from groups import GROUPS
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -212,11 +213,6 @@ def steps_of(backend: Backend, data: Any, settings: dict[str, Any], epochs: tupl
         assert steps.pop() == []
         found.append(steps)
     return found
-
-
-GROUPS = [
-    ("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), pytest.param(("horovod", 3), marks=pytest.mark.nightly)
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
@@ -544,7 +540,7 @@ def test_resume_restores_the_random_numbers_of_collate_fn(
     """Also where it was validated with it in the middle of an epoch, which draws from the same generators."""
     arguments = kind, accumulate, drop_last
     uninterrupted = group.run(noisy_run, str(tmp_path / "whole"), *arguments, [9])
-    parts = group.run(noisy_run, str(tmp_path / "parts"), *arguments, [1, 2, 3, 4, 6, 7, 9])
+    parts = group.run(noisy_run, str(tmp_path / "parts"), *arguments, [1, 2, 4, 7, 9])
     for found, wanted in zip(parts, uninterrupted, strict=True):
         assert_equal(found, wanted, tolerance=0.0 if group.size < 3 else 1e-6)
 

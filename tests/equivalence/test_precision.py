@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import SEVERAL_RANKS
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
@@ -93,7 +94,7 @@ def test_loss_scale_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(uninterrupted, parts, strict=True))
 
 
-@pytest.fixture(scope="module", params=[("ddp", 2), ("horovod", 2), ("ddp", 3), ("horovod", 3)], ids=str)
+@pytest.fixture(scope="module", params=SEVERAL_RANKS, ids=str)
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as ranks:
         yield ranks

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from groups import GROUPS
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -190,11 +191,6 @@ def train_sampled(backend: Backend, make: Callable[[], Any], workers: int, setti
     # Other ranks than the first have samplers that would draw something else, and must not be asked.
     random.seed(backend.rank), np.random.seed(backend.rank), torch.manual_seed(backend.rank)
     return train(backend, loader(make, backend.size, workers), **settings)
-
-
-GROUPS = [
-    ("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), pytest.param(("horovod", 3), marks=pytest.mark.nightly)
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import GROUPS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
@@ -18,7 +19,6 @@ from unitrain.data.order import epoch_order
 from unitrain.errors import CheckpointError, ConfigError, DataError, TensorError
 from unitrain.testing import RankGroup
 
-GROUPS = [("local", 1), *((backend, size) for backend in ("ddp", "horovod") for size in (1, 2, 3))]
 LENGTHS = (1, 5, 7, 13)
 EPOCHS = 3
 Params = list[Tensor]

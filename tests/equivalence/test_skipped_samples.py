@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from groups import GROUPS
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
@@ -29,9 +30,6 @@ TARGETS = torch.randint(3, (LENGTH,), generator=GENERATOR)
 # In the first step each second sample and in the next one a whole half, so that a rank may have none; a whole step in
 # the middle; a few at the end.
 BAD = {1, 3, 5, 7, 9, 11, *range(18, 24), *range(36, 48), 49, 52, 69}
-GROUPS = [
-    ("local", 1), ("ddp", 2), ("ddp", 3), ("horovod", 2), pytest.param(("horovod", 3), marks=pytest.mark.nightly)
-]  # fmt: skip
 Steps = list[list[int]]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from groups import GROUPS
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torchmetrics import classification, regression, retrieval, wrappers
@@ -206,7 +207,7 @@ def flat(name: str, value: Any) -> dict[str, float]:
 
 @pytest.fixture(
     scope="module",
-    params=[("local", 1), ("ddp", 2), ("horovod", 2), ("ddp", 3), ("horovod", 3)],
+    params=GROUPS,
     ids=lambda group: f"{group[0]}-{group[1]}",
 )
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:

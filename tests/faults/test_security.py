@@ -64,13 +64,6 @@ LAUNCHERS = [
 ]
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
 def wait_for_ranks(folder: Path, count: int) -> list[dict[str, dict[str, str]]]:
     deadline = time.monotonic() + SECONDS
     while len(found := sorted(folder.glob("*.json"))) < count:

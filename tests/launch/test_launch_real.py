@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SECONDS, started
+from launches import SECONDS, read_rank_reports, started
 from requirements import needs_mpi
 
 BIN = Path(sys.executable).parent
@@ -44,17 +43,6 @@ with unitrain.init(*backend, device="cpu", timeout_seconds=60) as backend:
     if end != "returns":
         time.sleep(300)
 """
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
-def read_rank_reports(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def check_two_ranks(folder: Path, backend: str, transport: str) -> list[dict[str, Any]]:

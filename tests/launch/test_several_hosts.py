@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Host
+from launches import read_rank_reports
 from requirements import needs_hosts, needs_mpi
 
 pytestmark = needs_hosts
@@ -41,17 +41,6 @@ if end == "fails" and rank == size - 1:
 if end != "returns":
     time.sleep(300)
 """
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
-def read_rank_reports(folder: Path) -> list[dict[str, str]]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def wait_for_ranks(folder: Path, count: int, process: subprocess.Popen[str]) -> None:

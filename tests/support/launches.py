@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from preload import preloaded
 
@@ -109,3 +111,8 @@ def started_ranks(script: Path, backend: str, size: int, *arguments: str) -> Ite
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def read_rank_reports(folder: Path) -> list[dict[str, Any]]:
+    """Return the contents of the JSON files in `folder`, one per rank, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]

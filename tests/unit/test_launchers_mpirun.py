@@ -6,18 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from fake_programs import write_program
 
 from unitrain.launchers import Command, Host, LaunchError, LaunchSpec, build, parse_hosts
 
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
 DEFAULTS = ["--bind-to", "none", "--map-by", "slot", "-mca", "odls_base_sigkill_timeout", "4"]
 SSH = ["-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new"]
-
-
-def program(folder: Path, name: str, lines: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{lines}\n")
-    path.chmod(0o755)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    program(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    write_program(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     return tmp_path
 
 
@@ -134,7 +129,7 @@ def test_launcher_args_override_default_options(folder: Path, given: tuple[str, 
 
 
 def test_mpirun_of_another_mpi_is_rejected(folder: Path) -> None:
-    program(folder, "mpirun", "echo 'HYDRA build details:'; echo '    Version:   4.0.2'")
+    write_program(folder, "mpirun", "echo 'HYDRA build details:'; echo '    Version:   4.0.2'")
     with pytest.raises(LaunchError) as caught:
         build("mpirun", spec(folder))
     assert str(caught.value) == (
@@ -155,7 +150,7 @@ def test_mpirun_rejects_a_controller(folder: Path) -> None:
 
 
 def test_mpirun_in_an_allocation_uses_the_hosts_of_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(folder, "scontrol", "echo n1.invalid; echo n2.invalid")
+    write_program(folder, "scontrol", "echo n1.invalid; echo n2.invalid")
     for name, value in (("JOB_ID", "4071"), ("JOB_NODELIST", "n[1-2]"), ("TASKS_PER_NODE", "2(x2)")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     command = build("mpirun", spec(folder, num_processes=4, backend="ddp"))

@@ -6,17 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from fake_programs import write_program
 
 from unitrain.launchers import LaunchError, LaunchSpec, allocated_hosts, allocated_slots, build, parse_hosts
 from unitrain.launchers.agents import read_plan
 
 ALLOCATION = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
-
-
-def program(folder: Path, name: str, lines: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{lines}\n")
-    path.chmod(0o755)
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +22,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path))
     for name, value in ALLOCATION.items():
         monkeypatch.setenv(name, value)
-    program(tmp_path, "srun", "exit 1")
-    program(tmp_path, "scontrol", '[ "$*" = "show hostnames n[1-2]" ] && echo n1 && echo n2')
+    write_program(tmp_path, "srun", "exit 1")
+    write_program(tmp_path, "scontrol", '[ "$*" = "show hostnames n[1-2]" ] && echo n1 && echo n2')
     return tmp_path
 
 
@@ -94,7 +89,7 @@ def test_allocated_slots_by_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torchrun_and_horovodrun_use_the_hosts_of_an_allocation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Except in one of several tasks, and in an allocation with one host."""
     for name in ("torchrun", "horovodrun"):
-        program(folder, name, "exit 1")
+        write_program(folder, name, "exit 1")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert [allocated_slots(launcher) for launcher in ("torchrun", "horovodrun")] == [8, 8]
     command = build("torchrun", spec(folder, num_processes=6))
@@ -134,7 +129,7 @@ def test_tasks_of_the_job_are_used_inside_a_step(
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", cpus)
     names, job = "show hostnames n[1-2]", "show job --oneliner 1234"
-    program(
+    write_program(
         folder,
         "scontrol",
         f'case "$*" in "{names}") echo n1; echo n2 ;; "{job}") echo "JobId=1234 {described} CoreSpec=*" ;; esac',
@@ -183,7 +178,7 @@ def test_invalid_slurm_variables_are_rejected(folder: Path, monkeypatch: pytest.
         "SLURM_JOB_ID=1234 indicates a Slurm allocation, but SLURM_TASKS_PER_NODE is not set."
     )
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
-    program(folder, "scontrol", "echo 'Invalid hostlist' >&2; exit 1")
+    write_program(folder, "scontrol", "echo 'Invalid hostlist' >&2; exit 1")
     assert error_message(folder) == (
         "scontrol could not list the hosts of 'n[1-2]': Invalid hostlist. Try: scontrol show hostnames n[1-2]"
     )

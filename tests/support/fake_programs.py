@@ -1,0 +1,12 @@
+"""Programs that stand for those of a cluster, in tests of the commands that unitrain builds for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def write_program(folder: Path, name: str, lines: str) -> None:
+    """Write an executable shell script of these lines into `folder`."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)

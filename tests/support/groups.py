@@ -1,0 +1,17 @@
+"""Backends and sizes on which the tests of backend-neutral code run: each backend once, other sizes nightly.
+
+Three ranks on one backend show what two ranks do not: shards of unequal sizes, and sums of more than two terms.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+
+def nightly(*values: object) -> list[object]:
+    """Return the values as parameters of tests that `make test-all` runs and `make test` does not."""
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
+SEVERAL_RANKS = [("ddp", 3), ("horovod", 2), *nightly(("ddp", 2), ("horovod", 3))]
+GROUPS = [("local", 1), *SEVERAL_RANKS]
