@@ -16,7 +16,10 @@ FIRST ?= 0
 
 DOCS := docs/_build/html
 
-.PHONY: demo test test-all check docs docs-serve bench fuzz gpu-check setup horovod clean
+# Of make test-torch: a virtual environment per version of torch.
+TORCH_VENV := .venv-$(TORCH)
+
+.PHONY: demo test test-all test-torch check docs docs-serve bench fuzz gpu-check setup horovod clean
 
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
@@ -28,6 +31,18 @@ test: $(INSTALLED) $(HOROVOD)
 test-all: $(INSTALLED) $(HOROVOD)
 	$(PYTEST) -m "nightly or not nightly"
 	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
+
+# The contract and equivalence suites with another torch. Its own requirements are resolved first and everything else is
+# installed as pinned, because pip does not find versions that satisfy both within minutes.
+test-torch:
+	@test -n "$(TORCH)" || { echo "Usage: make test-torch TORCH=2.15.0"; exit 2; }
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet torch==$(TORCH) setuptools wheel
+	grep -vE "^(torch|torchvision|triton|sympy)==" constraints.txt >$(TORCH_VENV)/requirements.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-deps --requirement $(TORCH_VENV)/requirements.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(TORCH_VENV)/bin/unitrain horovod build
+	$(TORCH_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile unitrain/testing tests/contract tests/equivalence
 
 check: docs
 	$(BIN)/ruff check .
@@ -69,4 +84,4 @@ $(HOROVOD): $(INSTALLED) unitrain/horovod_wheel/patches.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) docs/_build runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-* docs/_build runs .mypy_cache .pytest_cache .ruff_cache

@@ -203,12 +203,12 @@ def test_with_dropout_only_the_single_process_differs_by_design(script: str, tmp
 
 def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path: Path) -> None:
     """verify leaves no process behind. On one process the script does not train."""
-    options = ("--timeout-seconds", "25", "--backends", "local,ddp")
+    options = ("--timeout-seconds", "15", "--backends", "local,ddp")
     code, output, report = verify(tmp_path, *options, script, "hang", str(tmp_path))
     assert code == 1
     assert (tmp_path / "0").exists(), "the ranks had reached the hang"
     found = {row["backend"]: row for row in report["groups"][0]["rows"]}
-    assert found["ddp"]["reasons"][0].startswith("it did not finish within 25 s and was terminated.")
+    assert found["ddp"]["reasons"][0].startswith("it did not finish within 15 s and was terminated.")
     line = SCRIPT.splitlines().index("        time.sleep(1000)") + 1
     assert any(f"line {line} in <module>" in text for text in found["ddp"]["output"]), output
     assert found["local"]["reasons"][0].startswith("it ended without training.")

@@ -284,7 +284,7 @@ dist.destroy_process_group()
     [
         "torchrun --standalone --nproc-per-node 2 --no-python",
         "horovodrun --gloo -np 2",
-        pytest.param("horovodrun --mpi -np 2", marks=needs_mpi),
+        pytest.param("horovodrun --mpi -np 2", marks=[needs_mpi, pytest.mark.nightly]),
         # As the documentation starts ddp under mpirun.
         pytest.param("mpirun -np 2 --oversubscribe -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT={port}", marks=needs_mpi),
     ],

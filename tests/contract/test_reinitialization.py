@@ -55,8 +55,8 @@ def start_repeatedly(backend: Backend, names: Sequence[str]) -> list[float]:
     [
         ("ddp", []),
         ("ddp", TORCHRUN),
-        ("ddp", HOROVODRUN),
-        ("horovod", TORCHRUN),
+        pytest.param("ddp", HOROVODRUN, marks=pytest.mark.nightly),
+        pytest.param("horovod", TORCHRUN, marks=pytest.mark.nightly),
         ("horovod", HOROVODRUN),
         pytest.param("horovod", MPIRUN, marks=needs_mpi),
     ],

@@ -88,7 +88,7 @@ def script(tmp_path: Path) -> Path:
     ],
 )
 def test_a_job_with_a_hanging_worker_ends_and_reports_the_worker(backend: str, kind: str, script: Path) -> None:
-    command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-np", "2", str(script), kind, "10"]
+    command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-np", "2", str(script), kind, "6"]
     with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()  # returns when no process holds the pipe
         launch.wait_until_none_lives(10)

@@ -154,8 +154,12 @@ def listeners(host: Host) -> set[str]:
 BACKENDS = [
     pytest.param(["--backend", "ddp"], id="ddp under torchrun"),
     pytest.param(["--backend", "horovod"], id="horovod under horovodrun"),
-    pytest.param(["--backend", "horovod", "--launcher", "torchrun"], id="horovod under torchrun"),
-    pytest.param(["--backend", "ddp", "--launcher", "horovodrun"], id="ddp under horovodrun"),
+    pytest.param(
+        ["--backend", "horovod", "--launcher", "torchrun"], id="horovod under torchrun", marks=pytest.mark.nightly
+    ),
+    pytest.param(
+        ["--backend", "ddp", "--launcher", "horovodrun"], id="ddp under horovodrun", marks=pytest.mark.nightly
+    ),
     pytest.param(["--backend", "ddp", "--launcher", "mpirun"], id="ddp under mpirun", marks=needs_mpi),
 ]
 

@@ -166,9 +166,12 @@ with unitrain.init(timeout_seconds=5, device="cpu") as backend:
     ("backend", "launcher", "fault"),
     [
         *itertools.product(["ddp"], ["torchrun"], ["raises", "exits", "sleeps"]),
-        *itertools.product(["horovod"], ["horovodrun", "torchrun"], ["raises", "exits", "sleeps"]),
+        *itertools.product(["horovod"], ["horovodrun"], ["raises", "exits", "sleeps"]),
+        ("horovod", "torchrun", "raises"),
+        pytest.param("horovod", "torchrun", "exits", marks=pytest.mark.nightly),
+        pytest.param("horovod", "torchrun", "sleeps", marks=pytest.mark.nightly),
         pytest.param("horovod", "mpirun", "raises", marks=needs_mpi),
-        pytest.param("ddp", "mpirun", "raises", marks=needs_mpi),
+        pytest.param("ddp", "mpirun", "raises", marks=[needs_mpi, pytest.mark.nightly]),
     ],
 )
 def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tmp_path: Path) -> None:

@@ -18,7 +18,14 @@ FINAL = re.compile(r"final val_accuracy=(\d\.\d{4}) val_loss=(\d+\.\d{4})\n")
 
 def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, EXAMPLES / script, *arguments]
-    return subprocess.run(command, env=preloaded(os.environ), capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        command,
+        env=preloaded({**os.environ, "OMP_NUM_THREADS": "1"}),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
 
 
 def read_results(done: subprocess.CompletedProcess[str]) -> tuple[float, float]:

@@ -64,9 +64,9 @@ def check_two_ranks(folder: Path, backend: str, transport: str) -> list[dict[str
     ("options", "backend", "transport"),
     [
         ([], "ddp", "gloo"),
-        (["--backend", "ddp", "--launcher", "horovodrun"], "ddp", "gloo"),
+        pytest.param(["--backend", "ddp", "--launcher", "horovodrun"], "ddp", "gloo", marks=pytest.mark.nightly),
         (["--backend", "horovod"], "horovod", "gloo"),
-        pytest.param(["--backend", "horovod", "--mpi"], "horovod", "mpi", marks=needs_mpi),
+        pytest.param(["--backend", "horovod", "--mpi"], "horovod", "mpi", marks=[needs_mpi, pytest.mark.nightly]),
         (["--backend", "horovod", "--launcher", "torchrun"], "horovod", "gloo"),
         pytest.param(["--backend", "ddp", "--launcher", "mpirun"], "ddp", "gloo", marks=needs_mpi),
         pytest.param(["--backend", "horovod", "--launcher", "mpirun"], "horovod", "mpi", marks=needs_mpi),
@@ -113,7 +113,12 @@ def test_module_runs_under_every_launcher(
         (TORCHRUN, "ddp", "gloo"),
         (HOROVODRUN, "horovod", "gloo"),
         pytest.param(MPIRUN, "horovod", "mpi", marks=needs_mpi),
-        pytest.param([*UNITRAIN, "--launcher", "mpirun", "--backend", "ddp"], "ddp", "gloo", marks=needs_mpi),
+        pytest.param(
+            [*UNITRAIN, "--launcher", "mpirun", "--backend", "ddp"],
+            "ddp",
+            "gloo",
+            marks=[needs_mpi, pytest.mark.nightly],
+        ),
     ],
     ids=["torchrun", "horovodrun", "mpirun", "unitrain's mpirun"],
 )
@@ -133,7 +138,9 @@ def test_launcher_ends_with_the_failing_rank(
     [
         pytest.param(["--backend", "ddp"], id="torchrun"),
         pytest.param(["--backend", "horovod"], id="horovodrun"),
-        pytest.param(["--backend", "horovod", "--mpi"], id="horovodrun with mpi", marks=needs_mpi),
+        pytest.param(
+            ["--backend", "horovod", "--mpi"], id="horovodrun with mpi", marks=[needs_mpi, pytest.mark.nightly]
+        ),
         pytest.param(["--backend", "horovod", "--launcher", "mpirun"], id="mpirun", marks=needs_mpi),
     ],
 )
