@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -12,23 +13,30 @@ from hosts import Host, hosts
 TESTS = Path(__file__).parent
 
 
-# The slowest files first: xdist gives files to its workers in the order of collection, so the workers end at about the
-# same time.
-SLOWEST_FILES = (
-    "test_iterable_datasets", "test_equivalence", "test_contract", "test_fuzzer", "test_timeouts", "test_elastic",
-    "test_watchdog", "test_security", "test_verify", "test_launcher_matrix", "test_several_hosts", "test_preemption",
-    "test_process_group_dtypes", "test_dataloader_workers", "test_examples_real", "test_process_group", "test_compile",
-    "test_horovod_controllers", "test_samplers", "test_skipped_samples", "test_launch_real", "test_examples",
-    "test_sync_batch_norm", "test_resume_within_epoch", "test_tune", "test_rendezvous", "test_consistency_check",
-    "test_compression", "test_reinitialization", "test_functions", "test_restarts", "test_prediction",
+# The slowest files first, alternately of tests that compute and of tests that wait for processes and timeouts: xdist
+# gives files to its workers in the order of collection, so one worker computes while the other waits, and both end at
+# about the same time.
+COMPUTING_FILES = (
+    "test_contract", "test_iterable_datasets", "test_equivalence", "test_fuzzer", "test_examples", "test_process_group",
+    "test_samplers", "test_compile", "test_examples_real", "test_skipped_samples", "test_compression",
+    "test_horovod_controllers", "test_process_group_dtypes", "test_consistency_check", "test_tracking",
+    "test_sync_batch_norm", "test_resume_within_epoch", "test_torchmetrics", "test_sharded_loader", "test_prediction",
+    "test_tune", "test_differentiable_allgather",
 )  # fmt: skip
+WAITING_FILES = (
+    "test_watchdog", "test_verify", "test_launcher_matrix", "test_timeouts", "test_several_hosts", "test_launch_real",
+    "test_preemption", "test_security", "test_dataloader_workers", "test_restarts", "test_skipped_backward",
+    "test_elastic", "test_functions", "test_reinitialization", "test_rendezvous", "test_installed_package",
+    "test_chaos", "test_mismatches",
+)  # fmt: skip
+ORDER = [name for pair in zip_longest(COMPUTING_FILES, WAITING_FILES) for name in pair if name]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with the name of its folder (`unitrain.testing` has the contract suite), and sort the files."""
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else "contract")
-    ranking = {name: number for number, name in enumerate(SLOWEST_FILES)}
+    ranking = {name: number for number, name in enumerate(ORDER)}
     items.sort(key=lambda item: ranking.get(item.path.stem, len(ranking)))  # stable: the order in a file stays
 
 

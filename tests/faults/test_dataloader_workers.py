@@ -80,11 +80,11 @@ def script(tmp_path: Path) -> Path:
     ("backend", "kind"),
     [
         ("ddp", "trainer"),
-        ("ddp", "persistent"),
+        pytest.param("ddp", "persistent", marks=pytest.mark.nightly),
         ("ddp", "stream"),
         ("ddp", "own loop"),
         ("horovod", "trainer"),
-        ("horovod", "own loop"),
+        pytest.param("horovod", "own loop", marks=pytest.mark.nightly),
     ],
 )
 def test_a_job_with_a_hanging_worker_ends_and_reports_the_worker(backend: str, kind: str, script: Path) -> None:

@@ -129,6 +129,7 @@ def test_the_run_of_another_job_is_never_resumed(tmp_path: Path) -> None:
     alone = [*LAUNCH, "--backend", "local", "-np", "1"]
     script = [str(tmp_path / "train.py"), str(tmp_path)]
     for command, code in (([*alone, *script], 0), ([*alone, "--max-restarts", "1", *script], 1)):
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-        assert finished.returncode == code, finished.stderr
-    assert finished.stderr.count("already holds a run, up to step-") == 2, finished.stderr
+        with started(command) as launch:
+            output = launch.output()
+        assert launch.process.returncode == code, output
+    assert output.count("already holds a run, up to step-") == 2, output

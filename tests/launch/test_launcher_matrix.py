@@ -208,10 +208,18 @@ def test_batch_job_uses_its_hosts(
     check(tmp_path, launcher, backend, "gloo", SHARES[2], reference)
 
 
+# The batch jobs above run the other two combinations on two hosts.
 @needs_slurm
 @COUNTS
-@pytest.mark.parametrize("backend", ["ddp", "horovod"])
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [
+        ("srun", "ddp"),
+        ("torchrun", "horovod"),
+        pytest.param("srun", "horovod", marks=pytest.mark.nightly),
+        pytest.param("torchrun", "ddp", marks=pytest.mark.nightly),
+    ],
+)
 def test_launchers_in_a_slurm_allocation(
     launcher: str,
     backend: str,

@@ -268,14 +268,18 @@ def test_invalid_requests_are_reported_before_the_launch(
 
 
 FAILS_ONCE = """
-import os, sys
+import os, sys, time
 
 folder, = sys.argv[1:]
 again = os.path.exists(f"{folder}/failed")
 open(f"{folder}/{os.environ['RANK']}.{again}", "w").close()
+while not os.path.exists(f"{folder}/0.{again}"):
+    time.sleep(0.05)
 if not again and os.environ["RANK"] == "1":
     open(f"{folder}/failed", "w").close()
     sys.exit(3)
+if not again:
+    time.sleep(300)  # an agent whose ranks have ended waits for the other agents, and ends 30 seconds after SIGTERM
 """
 
 

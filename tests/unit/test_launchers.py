@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_programs import write_program
 
 from unitrain import launchers
 from unitrain.launchers import Command, Host, LaunchError, LaunchSpec, agents, build, parse_hosts
@@ -337,7 +338,15 @@ def test_no_launcher_rejects_other_hosts() -> None:
     ],
     ids=["gloo", "mpi", "one host", "two hosts"],
 )
-def test_horovodrun_command(launch_spec: LaunchSpec, options: list[str], variables: dict[str, str]) -> None:
+def test_horovodrun_command(
+    launch_spec: LaunchSpec,
+    options: list[str],
+    variables: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_program(tmp_path, "mpirun", "exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     command = build("horovodrun", launch_spec)
     assert command.argv == (
         *HOROVODRUN, *options, sys.executable, "train.py", "--epochs", "3",

@@ -410,16 +410,17 @@ def collective_inside_on_rank_zero_raises_immediately(backend: Backend) -> None:
 
 @contract
 def fake_backend_equals_this_backend(backend: Backend) -> None:
-    for dtype, op, shape in itertools.product(DTYPES, REDUCE_OPS, ((), (5,), (2 * backend.size, 3))):
+    for dtype, shape in itertools.product(DTYPES, ((), (5,), (2 * backend.size, 3))):
         inputs = [make_input(rank, shape, dtype) for rank in range(backend.size)]
         own = inputs[backend.rank]
         fake = FakeBackend(backend.rank, backend.size, peers=lambda operation, value, rank, inputs=inputs: inputs[rank])
         assert torch.equal(fake.allgather(own), backend.allgather(own)), (dtype, shape)
         assert torch.equal(fake.broadcast(own, backend.size - 1), backend.broadcast(own, backend.size - 1))
-        if is_defined(dtype, op):
-            assert_close(fake.allreduce(own, op), backend.allreduce(own, op))  # type: ignore[arg-type]
-            if shape[:1] == (2 * backend.size,):
-                assert_close(fake.reducescatter(own, op), backend.reducescatter(own, op))  # type: ignore[arg-type]
+        for op in REDUCE_OPS:
+            if is_defined(dtype, op):
+                assert_close(fake.allreduce(own, op), backend.allreduce(own, op))  # type: ignore[arg-type]
+                if shape[:1] == (2 * backend.size,):
+                    assert_close(fake.reducescatter(own, op), backend.reducescatter(own, op))  # type: ignore[arg-type]
     fake = FakeBackend(backend.rank, backend.size, peers=lambda operation, value, rank: rank)
     assert fake.allgather_object(backend.rank) == backend.allgather_object(backend.rank)
     assert fake.broadcast_object(backend.rank, 0) == backend.broadcast_object(backend.rank, 0)
