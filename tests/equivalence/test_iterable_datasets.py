@@ -470,9 +470,9 @@ class Noisy(Listed):
     [
         ("shared", 0, {}),
         ("shared", 2, {"gradient_accumulation_steps": 2}),
-        ("own", 0, {"uneven": "weight"}),
+        pytest.param("own", 0, {"uneven": "weight"}, marks=pytest.mark.nightly),
         ("own", 2, {"uneven": "weight"}),
-        ("own", 0, {"uneven": "pad"}),
+        pytest.param("own", 0, {"uneven": "pad"}, marks=pytest.mark.nightly),
         ("own", 2, {"uneven": "pad", "gradient_accumulation_steps": 2}),
         ("own", 0, {"uneven": "drop"}),
         ("batches", 0, {}),
@@ -532,8 +532,17 @@ def noisy_run(backend: Backend, folder: str, kind: str, accumulate: int, drop_la
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["shared", "own", "indices"])
-@pytest.mark.parametrize(("accumulate", "drop_last"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "drop_last"),
+    [
+        ("shared", 1, False),
+        ("own", 2, True),
+        ("indices", 1, False),
+        pytest.param("shared", 2, True, marks=pytest.mark.nightly),
+        pytest.param("own", 1, False, marks=pytest.mark.nightly),
+        pytest.param("indices", 2, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_resume_restores_the_random_numbers_of_collate_fn(
     group: RankGroup, kind: str, accumulate: int, drop_last: bool, tmp_path: Path
 ) -> None:

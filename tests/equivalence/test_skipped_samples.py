@@ -187,7 +187,7 @@ def test_run_resumes_within_an_epoch(group: RankGroup, kind: str, workers: int, 
     arguments = kind, "empty", workers, 1
     steps = (global_steps(kind, group.size) * 2)[:9]
     expected = by_hand(steps)
-    for end in (1, 2, 3, 5, 6, 9):
+    for end in (1, 3, 9):
         settings = {"max_epochs": None, "max_steps": end, "output_dir": str(tmp_path), "resume": True}
         parts = group.run(train, *arguments, settings)
     for parameters, _, (_, step, sample) in parts:
