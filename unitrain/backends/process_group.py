@@ -6,6 +6,7 @@ The ddp and the horovod backend inherit this code, so they compute the same resu
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -40,6 +41,7 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import from_ordered_keys, is_expanded, needs_keys, ordered_keys
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.errors import ConfigError
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import (
     all_gather,
@@ -83,6 +85,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         self.size = dist.get_world_size()
         self._rendezvous = rendezvous
         self._is_group_destroyed = False
+        self._pid = os.getpid()
         self._models: WeakSet[DistributedModel] = WeakSet()
         self._unused_parameters_group: Any = None
         self._compression_states = CompressionStates()
@@ -289,7 +292,23 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
     def report_failure(self, error: BaseException) -> None:
         self._monitor.report_failure(error)
 
+    def check_running(self, operation: str) -> None:
+        """Raise ConfigError after `shutdown`, and in a process that was forked from this rank."""
+        super().check_running(operation)
+        if self._is_forked:
+            # It would send messages on the connections of the rank, so collectives of the rank would mix them up.
+            raise ConfigError(
+                f"{operation} was called in a process that was forked from rank {self.rank}, which is not a rank. Call "
+                "it in the rank's own process, and end the forked process with os._exit(0)."
+            )
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
     def shutdown(self) -> None:
+        if self._is_forked:
+            return
         self._monitor.stop()
         # Gloo's threads end when the last reference to a group is released. Threads that still run when the interpreter
         # exits occasionally abort the process (pytorch#179291).

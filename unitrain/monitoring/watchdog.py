@@ -393,8 +393,10 @@ class Watchdog:
 
 def _print(lines: Sequence[str]) -> None:
     if lines:
-        sys.stderr.write("\n".join(lines) + "\n")
-        sys.stderr.flush()
+        # stderr may be None, closed, or a pipe whose reader has ended. The caller must still end the process.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write("\n".join(lines) + "\n")
+            sys.stderr.flush()
 
 
 def _write_torchrun_error(text: str, *, follows: bool) -> None:
@@ -419,7 +421,10 @@ def _process_namespace() -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # a user's class may not be convertible to text
+        lines = []
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -121,6 +121,7 @@ class HorovodBackend(ProcessGroupBackend):
             and self._has_control_group
             and self.size > 1
             and not self._is_shut_down
+            and not self._is_forked
             and not self._rank_zero_depth
         )
 

@@ -1,0 +1,33 @@
+"""The watchdog ends its process also if its report cannot be printed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import pytest
+
+from unitrain.monitoring import watchdog
+
+
+@pytest.mark.parametrize("kind", ["none", "closed", "broken pipe"])
+def test_report_on_an_unusable_stderr_is_dropped(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stderr = os.fdopen(writer, "w")
+    if kind != "broken pipe":
+        stderr.close()
+    monkeypatch.setattr(sys, "stderr", None if kind == "none" else stderr)
+    watchdog._print(["unitrain: rank 1 failed first"])
+    monkeypatch.undo()
+    with contextlib.suppress(BrokenPipeError):
+        stderr.close()
+
+
+def test_error_without_text_is_described_by_its_class() -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    assert watchdog._first_line(UnprintableError()) == "UnprintableError"
