@@ -361,3 +361,37 @@ def check_errors(backend: Backend) -> None:
 
 def test_errors_are_the_same_on_every_rank(ranks: RankGroup) -> None:
     ranks.run(check_errors)
+
+
+def errors_of_different_positions(backend: Backend) -> list[str]:
+    """Return the errors if only the last rank sets the epoch, loads a state, or has begun an iteration."""
+    dataset, is_last = TensorDataset(*tensors(13)), backend.rank == backend.size - 1
+    texts = []
+    for case in ("epoch", "state", "iteration"):
+        loader = unitrain.ShardedLoader(dataset, backend, batch_size=2)
+        if case == "epoch" and is_last:
+            loader.epoch = 2
+        if case == "state" and is_last:
+            loader.load_state_dict({**loader.state_dict(), "position": 6})
+        if case == "iteration":
+            next(iter(loader))
+            if is_last:
+                loader.epoch = 0
+        try:
+            next(iter(loader))
+        except ConfigError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_different_positions_raise_the_same_error_on_every_rank(backend: str) -> None:
+    with RankGroup(backend, 2) as group:
+        first, last = group.run(errors_of_different_positions)
+    assert first == last
+    positions = ["(0, 0) on rank 0, (2, 0) on rank 1", "(0, 0) on rank 0, (0, 6) on rank 1", "(1, 0) on rank 0, (0, 0)"]
+    assert len(first) == 3
+    for text, position in zip(first, positions, strict=True):
+        assert text.startswith("The ranks iterate over a ShardedLoader at different positions, as (epoch, sample): ")
+        assert position in text
+        assert "set loader.epoch on every rank" in text

@@ -177,6 +177,7 @@ class ShardedLoader:
             )
         if self._is_within_epoch:  # the last iteration did not reach the end of its epoch
             self._epoch, self._position = self._epoch + 1, 0
+        self._check_same_position()
         try:
             # No variable refers to the iterator, so that its workers end as soon as this generator is closed.
             for batch, micro_batch in self._prefetcher(
@@ -227,6 +228,16 @@ class ShardedLoader:
                     f"{epoch + 1}."
                 )
         self._epoch, self._position, self._is_within_epoch = epoch, position, False
+
+    def _check_same_position(self) -> None:
+        """Raise ConfigError on every rank if the positions differ, because batches would then overlap."""
+        found = gather_if_different(self._backend, (self._epoch, self._position)) or []
+        if found:
+            raise ConfigError(
+                "The ranks iterate over a ShardedLoader at different positions, as (epoch, sample): "
+                f"{', '.join(f'{position} on rank {rank}' for rank, position in enumerate(found))}. Call "
+                "loader.load_state_dict(state) or set loader.epoch on every rank, and iterate on every rank."
+            )
 
     def _order(self) -> dict[str, Any]:
         assert isinstance(self._shard, TrainingData)
