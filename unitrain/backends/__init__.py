@@ -8,6 +8,7 @@ local                one process without communication, the reference of the oth
 ddp                  torch.distributed with NCCL or Gloo
 horovod/             Horovod as a torch.distributed process group
 process_group        collectives and models of both, over any torch.distributed process group
+composed_collectives reducescatter and allgather between CPUs, composed of allreduces and broadcasts
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          the check before every collective that all ranks pass the same arguments
 checks               validation of arguments, the same on every backend
