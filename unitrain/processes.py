@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -82,6 +82,18 @@ def end_workers_with_rank() -> None:
     os.register_at_fork(before=before_fork, after_in_child=after_fork_in_child)
 
 
+def parent_death_signal(number: signal.Signals) -> Callable[[], bool]:
+    """Return a function that requests signal `number` for the process that calls it when its parent ends.
+
+    It returns whether the kernel supports that. It may be called after a fork, in which loading a library is not safe.
+    The signal is sent when the thread that started the process ends.
+    """
+    if sys.platform != "linux":
+        return lambda: False
+    prctl = _libc().prctl
+    return lambda: bool(prctl(_PR_SET_PDEATHSIG, number) == 0)
+
+
 def end_with_parent() -> None:
     """Request that the kernel kills this process when its parent ends for any reason. A second call has no effect."""
     global _ends_with_parent_pid
@@ -91,7 +103,7 @@ def end_with_parent() -> None:
     parents, spawning_rank = {os.getppid()}, multiprocessing.parent_process()
     if _last_fork is not None and _last_fork[0] == os.getppid():
         # The kernel sends the signal when the thread that forked ends; the main thread ends with the process.
-        if _last_fork[1] and sys.platform == "linux" and _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0:
+        if _last_fork[1] and parent_death_signal(signal.SIGKILL)():
             if os.getppid() != _last_fork[0]:  # the parent ended before the call
                 os.kill(os.getpid(), signal.SIGKILL)
             return

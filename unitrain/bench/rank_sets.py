@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -16,13 +15,12 @@ from typing import Any
 
 import unitrain
 from unitrain.backends.base import Backend
-from unitrain.processes import usable_cores
+from unitrain.processes import parent_death_signal, usable_cores
 from unitrain.testing import RankError, RankGroup
 
 __all__ = ["LaunchedRanks", "RankError", "RankSet", "RankSetInfo", "RankSetSpec", "SuspendableRanks", "start_rank_sets"]
 # A turn that takes longer has hung.
 TURN_TIMEOUT_SECONDS = 300.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +159,7 @@ def _pin_to_core(backend: Backend) -> tuple[int, RankSetInfo]:
             for thread in Path("/proc/self/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {cores[backend.rank]})
         # A suspended rank cannot detect that its parent was killed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent_death_signal(signal.SIGKILL)()
     return os.getpid(), _info(backend)
 
 

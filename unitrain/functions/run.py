@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import selectors
@@ -23,7 +22,7 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, RankFailedError
 from unitrain.functions.call import Call, Outcome
-from unitrain.processes import kill_processes
+from unitrain.processes import kill_processes, parent_death_signal
 
 _MARK = "UNITRAIN_RUN"
 # Launchers of `environment.detect` whose variables may also be set in a shell or a container that is not a rank.
@@ -31,7 +30,6 @@ _NOT_NECESSARILY_RANKS = ("none", "env", "srun")
 _MAX_LAST_LINES = 20
 # The time that launchers give their ranks to save and exit.
 _GRACE_SECONDS = 35.0
-_PR_SET_PDEATHSIG = 1
 
 
 def run(
@@ -104,7 +102,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=_terminate_with_parent(),
+        preexec_fn=parent_death_signal(signal.SIGTERM),
     )
     tag = f"{_MARK}={command.environment[_MARK]}".encode()
     is_read, is_timed_out, is_killed = threading.Event(), threading.Event(), threading.Event()
@@ -183,14 +181,6 @@ def _check_one_host() -> None:
             f"unitrain.run starts ranks on this machine only, but srun starts them on {names}. "
             "Leave launcher='srun' out, or write a script and start it with: unitrain launch --launcher srun train.py"
         )
-
-
-def _terminate_with_parent() -> Callable[[], Any] | None:
-    """Return a function for a child process that lets it receive SIGTERM when this process ends for any reason."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl  # imported before the fork, because importing afterwards is not safe
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _check_all_returned(outcomes: Mapping[int, Outcome], size: int, code: int, last_lines: Sequence[str]) -> None:
