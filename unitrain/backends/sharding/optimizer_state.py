@@ -125,7 +125,7 @@ class ShardedState:
         self._owned: dict[nn.Parameter, _OwnedParameter] = {}
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
         self._batches: list[_Batch] = []
-        self._shape: list[int] = []
+        self._held_ids: list[int] | None = None
         self._all_parameters: list[list[nn.Parameter]] | None = None  # while the groups hold parts
         self._views: dict[tuple[nn.Parameter, int], tuple[int, Tensor]] = {}
         self._waits: list[Callable[[], None]] = []
@@ -145,10 +145,10 @@ class ShardedState:
 
     def _divide_new_parameters(self, optimizer: Optimizer) -> None:
         """Divide the parameters that are not yet divided, and drop the state of parts that other ranks own."""
-        shape = [len(group["params"]) for group in optimizer.param_groups]
-        if shape == self._shape:
+        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if ids == self._held_ids:
             return
-        self._shape = shape
+        self._held_ids = ids
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         new = [parameter for parameter in held if parameter not in self._pieces]
         # Frozen parameters have no state, so they are divided separately from the others.
