@@ -8,6 +8,7 @@ small floating-point tensors. The ranks exchange all arguments only if the finge
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
@@ -24,7 +25,8 @@ from unitrain.torch_compat import all_gather
 
 MAX_GATHERING_RANKS = 64
 # Header of a row: fingerprint, count, and the number of payload bytes in the row, or -1.
-_ROW_HEADER = 3
+_ROW_HEADER = struct.Struct("=qqq")
+_ROW_HEADER_LENGTH = _ROW_HEADER.size // 8
 # Maximum number of elements that are added together with the fingerprints. With the header, they fit into one packet.
 _MAX_SUMMED_ELEMENTS = 128
 # An integer is summed as four parts of 16 bits, so sums and sums of squares are exact in float64 for 2**21 ranks.
@@ -57,8 +59,7 @@ class ConsistencyCheck:
         self._backend, self._monitor, self._group = backend, monitor, group
         self._calls = 0
         self._is_point_to_point = _supports_point_to_point(group)
-        # The total over ranks is limited. 4 KB hold the statistics of a BatchNorm with 250 channels.
-        self.max_content_bytes = max(1024, min(4096, 16384 // backend.size))
+        self.max_content_bytes = content_bytes_per_rank(backend.size)
         # Called on every rank before the error of a mismatch is raised.
         self.on_mismatch: Callable[[], None] = lambda: None
 
@@ -116,17 +117,15 @@ class ConsistencyCheck:
         self, call: CollectiveCall, tensor: Tensor | None, dtype: torch.dtype | None
     ) -> CheckedArguments | None:
         """Gather a row from every rank. Return None if the fingerprints differ."""
-        content = None if tensor is None or dtype is None else _small_content(tensor, dtype, self.max_content_bytes)
-        row = torch.zeros(_ROW_HEADER + self.max_content_bytes // 8, dtype=torch.int64)
-        length = -1 if content is None else content.numel()
-        row[:_ROW_HEADER] = torch.tensor([call.fingerprint, call.count, length])
-        if content is not None:
-            row[_ROW_HEADER:].view(torch.uint8)[:length] = content
-        rows = self._allgather(row)
-        fingerprints, counts, lengths = rows[:, :_ROW_HEADER].t().tolist()
-        if fingerprints.count(call.fingerprint) < len(fingerprints):
+        row = bytearray(_ROW_HEADER.size + self.max_content_bytes)
+        length = -1 if tensor is None or dtype is None else _write_content(row, tensor, dtype, self.max_content_bytes)
+        fingerprint = call.fingerprint
+        _ROW_HEADER.pack_into(row, 0, fingerprint, call.count, length)
+        rows = self._allgather(torch.frombuffer(row, dtype=torch.int64))
+        fingerprints, counts, lengths = map(list, zip(*rows[:, :_ROW_HEADER_LENGTH].tolist(), strict=True))
+        if fingerprints.count(fingerprint) < len(fingerprints):
             return None
-        contents = rows[:, _ROW_HEADER:].view(torch.uint8)[:, : max(lengths)] if min(lengths) >= 0 else None
+        contents = rows[:, _ROW_HEADER_LENGTH:].view(torch.uint8)[:, : max(lengths)] if min(lengths) >= 0 else None
         return CheckedArguments(counts, counts[max(call.root, 0)], contents)
 
     def _exchange_sums(
@@ -225,12 +224,24 @@ class ConsistencyCheck:
         self._monitor.wait_for_ranks(work, polls=True)
 
 
-def _small_content(tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> Tensor | None:
-    """Return the bytes, uint8, of a CPU `tensor` in `dtype`, or None if there are more than `max_bytes`."""
-    if tensor.device.type != "cpu" or tensor.numel() * dtype.itemsize > max_bytes:
-        return None
-    # A copy has unit stride, which a view as bytes requires.
-    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+def content_bytes_per_rank(size: int) -> int:
+    """Return the maximum number of bytes of a tensor in a row, for `size` ranks. It is a multiple of 8, because a row
+    consists of int64."""
+    # The total over ranks is limited. 4 KB hold the statistics of a BatchNorm with 250 channels.
+    return max(1024, min(4096, 16384 // size)) // 8 * 8
+
+
+def _write_content(row: bytearray, tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> int:
+    """Write a CPU `tensor` in `dtype` to `row`, after the header, and return the number of bytes. Return -1, and write
+    nothing, if there are more than `max_bytes`."""
+    count = tensor.numel()
+    length = count * dtype.itemsize
+    if tensor.device.type != "cpu" or length > max_bytes:
+        return -1
+    if count:  # frombuffer rejects 0
+        content = torch.frombuffer(row, dtype=dtype, count=count, offset=_ROW_HEADER.size)
+        content.view(tensor.shape).copy_(tensor.detach())
+    return length
 
 
 def _small_summands(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:

@@ -58,6 +58,7 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+_COMBINE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 # When its timeout expires, NCCL aborts the process without a reason, so the timeout must be longer than that of the
 # watchdog.
@@ -342,8 +343,9 @@ def _reduction_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 
 def _reduce_rows(rows: Tensor, op: ReduceOp) -> Tensor:
     """Return `rows`, [ranks, elements], reduced in rank order. For the mean, return the sum."""
-    combine = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}.get(op, torch.add)
-    return functools.reduce(combine, rows.unbind()[1:], rows[0].clone())
+    combine = _COMBINE.get(op, torch.add)
+    first, *others = rows.unbind()
+    return functools.reduce(combine, others, first) if others else first.clone()
 
 
 def _contiguous_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -108,6 +108,7 @@ class SharedStatistics:
         self.communicator, self.names = communicator, names
         self.is_excluded = False  # whether `exclude_from_statistics` excludes this rank's samples
         self._constants: dict[tuple[int, torch.device], Tensor] = {}
+        self._tails: dict[int, tuple[int, Tensor]] = {}  # by layer: the latest count, and its row of constants
 
     @property
     def counts(self) -> bool:
@@ -124,34 +125,46 @@ class SharedStatistics:
         assert self.communicator is not None
         return self.communicator.allreduce(tensor, "sum")
 
-    def reduce(self, sums: Tensor, count: int, number: int, *, check: bool) -> tuple[Tensor, Tensor, Tensor | float]:
+    def reduce(
+        self, sums: list[Tensor], count: int, number: int, *, check: bool
+    ) -> tuple[Tensor, Tensor, Tensor | float]:
         """Return the mean and variance, float64 [channels], and the number of values per channel, over all ranks.
 
-        `sums` are this rank's sums of values and of squares, float64 [2 * channels], of `count` values per channel in
+        `sums` are this rank's sums of values and of squares, float64 [channels] each, of `count` values per channel in
         layer `number`. With `check`, the host waits for the device and raises an error, on every rank, if ranks call
         different layers or have fewer than two values. The number of values is a float on CPUs.
         """
         if not self.counts:
             # Not multiplied by 0, because 0 * nan is nan.
-            sums, count = torch.zeros_like(sums), 0
+            sums, count = [torch.zeros_like(one) for one in sums], 0
         # Layers of the same width on different ranks would mix their statistics without an error. The numbers of all
         # ranks are equal if and only if the mean of their squares is the square of their mean.
-        if sums.device.type == "cpu":
-            constants = [torch.tensor([count, number, number**2], dtype=torch.float64)]
+        channels, is_on_cpu = len(sums[0]), sums[0].device.type == "cpu"
+        if is_on_cpu:
+            constants = [self._tail_on_cpu(count, number)]
         else:
-            constants = [sums.new_full((1,), count), self._number_on_device(number, sums.device)]
-        total = self.sum(torch.cat([sums, *constants]))
-        tail = total[len(sums) :]
+            constants = [sums[0].new_full((1,), count), self._number_on_device(number, sums[0].device)]
+        total = self.sum(torch.cat([*sums, *constants]))
+        moments, tail = total[: 2 * channels], total[2 * channels :]
         values: Tensor | float
-        if sums.device.type == "cpu":
-            values = float(tail[0])
-            self._check(number, *tail.tolist())
+        if is_on_cpu:
+            numbers = tail.tolist()
+            values = float(numbers[0])
+            self._check(number, *numbers)
         else:  # a GPU divides by a float less accurately: it multiplies by the reciprocal
             values = tail[0]
             if check:
                 self._check(number, *tail.tolist())
-        mean, second_moment = (total[: len(sums)] / values).view(2, -1).unbind()
+        mean, second_moment = (moments / values).view(2, channels).unbind()
         return mean, (second_moment - mean.square()).clamp_min_(0), values
+
+    def _tail_on_cpu(self, count: int, number: int) -> Tensor:
+        """Return the count, the layer's number and its square, float64 [3]. The latest one of each layer is cached."""
+        cached = self._tails.get(number)
+        if cached is None or cached[0] != count:
+            cached = count, torch.tensor([count, number, number**2], dtype=torch.float64)
+            self._tails[number] = cached
+        return cached[1]
 
     def _number_on_device(self, number: int, device: torch.device) -> Tensor:
         """Return a layer's number and its square, float64 [2]. They are cached, because copying them to a GPU waits for
@@ -256,38 +269,41 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
         layer._was_checked = True
         mean, variance, values = shared.reduce(sums, count, layer.number, check=check)
         if layer.track_running_stats:
-            _update_running_statistics(layer, mean, variance * (values / (values - 1)))
+            _update_running_statistics(layer, mean, variance, values)
         dtype = _computation_dtype(x)
         mean, variance = mean.to(dtype), variance.to(dtype)
     output: Tensor = _Normalize.apply(x, layer.weight, layer.bias, mean, variance, values, layer.eps, shared)
     return output
 
 
-def _sums(x: Tensor) -> tuple[Tensor, int]:
-    """Return the sums of values and of squares, float64 [2 * channels], and the number of values per channel."""
+def _sums(x: Tensor) -> tuple[list[Tensor], int]:
+    """Return the sums of values and of squares, float64 [channels] each, and the number of values per channel."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     count = x.numel() // x.shape[1]
     if not count:
-        return x.new_zeros(2 * x.shape[1], dtype=torch.float64), 0
+        return list(x.new_zeros(2, x.shape[1], dtype=torch.float64)), 0
     if x.device.type == "cpu" and x.numel() <= _MAX_SMALL_ELEMENTS:  # fewer operations
         wide = x.double()
-        return torch.cat([wide.sum(dims), wide.square().sum(dims)]), count
+        return [wide.sum(dims), wide.square().sum(dims)], count
     # Differences are exact near the mean, so only the sums need float64. For large inputs that is five times faster
     # than computing everything in float64, and as accurate.
     mean = x.mean(dims, dtype=torch.float64)
     near = mean.to(_computation_dtype(x))
     squares = (x - _broadcastable(near, x)).square_().sum(dims, dtype=torch.float64)
     squares -= count * (mean - near).square()
-    return torch.cat([mean * count, squares + mean.square() * count]), count
+    return [mean * count, squares + mean.square() * count], count
 
 
-def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics by those of the batch, like BatchNorm."""
+def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, values: Tensor | float) -> None:
+    """Update the running statistics by those of the batch, `values` per channel, like BatchNorm."""
     layer.num_batches_tracked.add_(1)
     # In float64, because 1.0 / an integer tensor is float32. Reading the number would wait for the device.
     momentum = 1.0 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
-    for running, statistic in ((layer.running_mean, mean), (layer.running_var, variance)):
-        running.mul_(1 - momentum).add_(statistic.to(running.dtype) * momentum)
+    for running, statistic, factor in (
+        (layer.running_mean, mean, momentum),
+        (layer.running_var, variance, momentum * (values / (values - 1))),
+    ):
+        running.mul_(1 - momentum).add_((statistic * factor).to(running.dtype))
 
 
 class _Normalize(torch.autograd.Function):
@@ -344,4 +360,4 @@ def _computation_dtype(x: Tensor) -> torch.dtype:
 
 def _broadcastable(channels: Tensor, x: Tensor) -> Tensor:
     """Return `channels`, [channels], as a view that broadcasts over x."""
-    return channels.view(1, -1, *[1] * (x.dim() - 2))
+    return channels if x.dim() == 2 else channels.view(1, -1, *[1] * (x.dim() - 2))

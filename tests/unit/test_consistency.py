@@ -1,0 +1,12 @@
+"""The layout of the rows that the consistency check exchanges."""
+
+from __future__ import annotations
+
+from unitrain.backends.consistency import MAX_GATHERING_RANKS, content_bytes_per_rank
+
+
+def test_content_of_a_row_is_a_whole_number_of_int64_for_every_number_of_ranks() -> None:
+    sizes = [content_bytes_per_rank(size) for size in range(1, MAX_GATHERING_RANKS + 1)]
+    assert [size for size in sizes if size % 8] == []
+    assert max(sizes) == 4096
+    assert min(sizes) == 1024
