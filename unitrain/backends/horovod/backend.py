@@ -88,8 +88,7 @@ class HorovodBackend(ProcessGroupBackend):
         return self._finish_reduction(result, tensor.dtype, op)
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        is_divisible = isinstance(tensor, Tensor) and tensor.dim() > 0 and tensor.shape[0] % self.size == 0
-        if not (is_divisible and self._can_overlap_check(tensor, op)):
+        if not self._can_overlap_check(tensor, op) or tensor.shape[0] % self.size != 0:
             return super().reducescatter(tensor, op)
         started = self._piecewise_reducescatter(tensor, op)
         started.start()  # before the consistency check, like an allreduce
