@@ -1,0 +1,54 @@
+"""Collectives of unitrain's interface and of the underlying libraries, as the ranks of collectives.py call them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from unitrain.backends.base import Backend
+from unitrain.torch_compat import all_gather, reduce_scatter
+
+# Bytes, and calls per turn.
+SIZES = {"1 MB": (1 << 20, 20), "10 MB": (10 << 20, 4), "100 MB": (100 << 20, 1)}
+ALLREDUCE = "allreduce"
+
+
+def take_turn(backend: Backend, way: str, size: str) -> float:
+    """Return the seconds of a call of a collective in one of WAYS. All ranks call it."""
+    length, calls = SIZES[size]
+    tensor = torch.ones(length // 4 // backend.size * backend.size)
+    call = WAYS[way]
+    call(backend, tensor)
+    backend.barrier()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call(backend, tensor)
+    return (time.perf_counter() - started) / calls
+
+
+def _slice(backend: Backend, tensor: Tensor) -> Tensor:
+    return tensor[: len(tensor) // backend.size]
+
+
+def _plain_reduce_scatter(backend: Backend, tensor: Tensor) -> Tensor:
+    result = torch.empty_like(_slice(backend, tensor))
+    reduce_scatter(result, tensor)
+    return result
+
+
+def _plain_all_gather(backend: Backend, tensor: Tensor) -> Tensor:
+    result = torch.empty_like(tensor)
+    all_gather(result, _slice(backend, tensor))
+    return result
+
+
+WAYS: dict[str, Callable[[Backend, Tensor], Tensor]] = {
+    ALLREDUCE: lambda backend, tensor: backend.allreduce(tensor, "sum"),
+    "reducescatter": lambda backend, tensor: backend.reducescatter(tensor, "sum"),
+    "allgather": lambda backend, tensor: backend.allgather(_slice(backend, tensor)),
+    "the library's reduce_scatter": _plain_reduce_scatter,
+    "the library's all_gather": _plain_all_gather,
+}
