@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from unitrain import share_buffers
 from unitrain.backends.base import Backend
+from unitrain.backends.checks import check_model
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import (
@@ -325,12 +326,22 @@ def embedding_with_max_norm_raises(backend: Backend) -> None:
 
 
 @contract
-def model_on_another_device_raises(backend: Backend) -> None:
+def model_without_values_raises(backend: Backend) -> None:
     last = backend.rank == backend.size - 1
     model = build().to("meta") if last else build()
-    text = raises(ModelError, "The model is on meta", lambda: backend.distributed_model(model))
-    assert f"this rank computes on {backend.device}. Use model.to(backend.device) first." in text
+    text = raises(
+        ModelError, "has tensors on device meta, which have no values", lambda: backend.distributed_model(model)
+    )
     assert_same_on_every_rank(backend, text)
+
+
+@contract
+def model_on_another_device_raises(backend: Backend) -> None:
+    """The check compares types of devices, so it is called with a device that this machine may lack."""
+    device = torch.device("cuda", 1) if backend.device.type == "cpu" else torch.device("cpu")
+    model = build().to(backend.device)
+    text = raises(ModelError, f"The model is on {backend.device}", lambda: check_model(model, "none", device))
+    assert f"this rank computes on {device}. Use model.to(backend.device) first." in text
 
 
 @contract
