@@ -7,6 +7,8 @@ torch._dynamo early.
 
 from __future__ import annotations
 
+import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +32,38 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Run the step of `optimizer` without the hooks that are registered on it. 2.14."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+class _Hooks(UserDict[int, Callable[..., Any]]):
+    """Hooks of an optimizer in which `first` precedes and `last` follows those that are registered."""
+
+    def __init__(self, registered: Any, first: list[Callable[..., Any]], last: list[Callable[..., Any]]) -> None:
+        super().__init__()
+        self.data = registered  # handles of hooks refer to it
+        self._first, self._last = first, last
+
+    def values(self) -> Any:
+        return [*self._first, *self.data.values(), *self._last]
+
+
+def add_innermost_step_hooks(
+    optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any]
+) -> None:
+    """Let each step of `optimizer` call `before` after all its pre-hooks, and `after` before all its post-hooks, also
+    those that are registered later. The arguments are those of step hooks. 2.14."""
+    hooks: Any = optimizer
+    hooks._optimizer_step_pre_hooks = _Hooks(hooks._optimizer_step_pre_hooks, [], [before])
+    hooks._optimizer_step_post_hooks = _Hooks(hooks._optimizer_step_post_hooks, [after], [])
+
+
+def is_inside_other_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step hook of `optimizer` was called by a step inside another one, as that of `super()`. 2.14."""
+    code = torch.optim.Optimizer.profile_hook_step(len).__code__  # all steps with hooks have this code
+    frame, steps = inspect.currentframe(), 0
+    while frame is not None and steps < 2:
+        steps += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps > 1
 
 
 # --- torch.distributed ---

@@ -97,6 +97,71 @@ def test_a_retained_graph_repeats_the_forward_in_each_backward() -> None:
     assert all(torch.equal(*pair) for pair in zip(plain.buffers(), checkpointed.buffers(), strict=True))
 
 
+class CountingBlock(nn.Module):
+    """Its output depends on buffers that each forward changes: in place, and by assignment."""
+
+    count: Tensor
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, inputs: Tensor, *, offset: Tensor) -> Tensor:
+        self.count += 1
+        self.average = 0.9 * self.average + 0.1 * inputs.detach().mean(0)
+        return (self.layer(inputs - self.average + offset) * self.count.item()).sin()
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_buffers_that_the_output_depends_on_are_repeated_and_updated_once(calls: int) -> None:
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    results = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = CountingBlock().double()
+        if is_checkpointed:
+            unitrain.checkpoint_activations(model, CountingBlock)
+        for _ in range(2):
+            output = inputs
+            for _ in range(calls):
+                output = model(output, offset=inputs)
+            loss = output.square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        results.append([*(parameter.grad for parameter in model.parameters()), *model.buffers()])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, *, inputs: Tensor) -> Tensor:
+        return self.layer((inputs + 1).sin())
+
+
+def test_keyword_arguments_that_are_modified_in_place_raise() -> None:
+    block = Residual()
+    unitrain.checkpoint_activations(block, Residual)
+    inputs = torch.ones(2, 8) * 1
+    inputs += block(inputs=inputs)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        inputs.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
+def test_compiled_model_with_checkpointed_blocks_that_have_buffers() -> None:
+    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain, checkpointed = build(), build()
+    unitrain.checkpoint_activations(checkpointed, Block)
+    expected, found = step(plain, inputs), step(torch.compile(checkpointed, backend="eager"), inputs)
+    torch.testing.assert_close(found[:2], expected[:2], rtol=0, atol=1e-12)
+
+
 def train(backend: Backend, checkpointed: bool, settings: dict[str, Any]) -> tuple[list[Tensor], dict[str, float]]:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

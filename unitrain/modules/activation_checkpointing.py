@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unitrain.errors import ModelError, did_you_mean
+from unitrain.torch_compat import buffers_by_name, disable_compile, tensor_version
 
 _MAX_LISTED = 8
 
@@ -22,7 +23,7 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
     `blocks` are classes or names of classes, such as "TransformerEncoderLayer". Of nested blocks, only the outer one is
     changed. Memory for activations falls to the inputs of the blocks and the activations of one block, and the time of
     a step grows by up to one forward. The results are the same: random numbers of dropout are repeated, and running
-    statistics of normalization layers are updated once. The keys of `state_dict` do not change.
+    statistics and other buffers are updated once. The keys of `state_dict` do not change.
 
     Call it on every rank before `distributed_model`. It does not communicate. Raises ModelError if a block is not a
     class, or if the model has no module of this class.
@@ -50,10 +51,9 @@ class CheckpointedForward:
         forward = functools.partial(self.plain.forward, self)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        settings: dict[str, Any] = {}
-        if any(True for _ in self.buffers()):  # torch.compile does not accept other contexts
-            settings["context_fn"] = lambda: (nullcontext(), _KeptBuffers(self))
-        return checkpoint(forward, *args, use_reentrant=False, **settings, **kwargs)
+        if any(True for _ in self.buffers()):
+            return _checkpoint_with_buffers(self, forward, args, kwargs)
+        return _checkpoint(forward, args, kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         # pickle cannot find a class that was created at run time.
@@ -70,22 +70,80 @@ def _restore(kind: Any) -> Any:
     return checkpointed.__new__(checkpointed)
 
 
-class _KeptBuffers(AbstractContextManager[None]):
-    """Restores the buffers of `block` at the end: the first forward has updated running statistics already.
+def _checkpoint(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
+    # torch detects positional arguments that are modified in place before the backward, but not those in `kwargs`.
+    names = list(kwargs)
+    count = len(args)
+
+    def positional(*values: Any) -> Any:
+        return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    return checkpoint(positional, *args, *kwargs.values(), use_reentrant=False, **settings)
+
+
+@disable_compile
+def _checkpoint_with_buffers(
+    block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Checkpoint `block`, outside of compiled graphs, because torch.compile does not accept `context_fn`."""
+
+    def contexts() -> tuple[_RecordedBuffers, _RestoredBuffers]:
+        recorded = _RecordedBuffers(block)
+        return recorded, _RestoredBuffers(recorded)
+
+    return _checkpoint(forward, args, kwargs, context_fn=contexts)
+
+
+class _BufferValues:
+    """The buffers of a module and its submodules at one time: which tensors they are, and copies of their values."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._values = [
+            (buffers, name, buffer, tensor_version(buffer), buffer.detach().clone())
+            for buffers in map(buffers_by_name, block.modules())
+            for name, buffer in buffers.items()
+            if buffer is not None
+        ]
+
+    def keep_changed(self) -> None:
+        """Release the copies of buffers that are unchanged."""
+        self._values = [
+            entry
+            for entry in self._values
+            if entry[0].get(entry[1]) is not entry[2] or tensor_version(entry[2]) != entry[3]
+        ]
+
+    def restore(self) -> None:
+        for buffers, name, buffer, _, value in self._values:
+            buffers[name] = buffer
+            buffer.data.copy_(value)  # through `data`, because autograd may have saved the buffer
+
+
+class _RecordedBuffers(AbstractContextManager[None]):
+    """Context of the first forward. Keeps the previous values of the buffers that it changes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block, self.values = block, _BufferValues(block)
+
+    def __exit__(self, *error: object) -> None:
+        self.values.keep_changed()
+
+
+class _RestoredBuffers(AbstractContextManager[None]):
+    """Context of the repeated forward: it begins with the buffers of the first one, and does not change them.
 
     A retained graph repeats the forward in each backward, so the context may be entered several times.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block, self._before = block, list[tuple[Tensor, Tensor]]()
+    def __init__(self, recorded: _RecordedBuffers) -> None:
+        self._recorded, self._current = recorded, list[_BufferValues]()
 
     def __enter__(self) -> None:
-        self._before = [(buffer, buffer.detach().clone()) for buffer in self._block.buffers()]
+        self._current.append(_BufferValues(self._recorded.block))
+        self._recorded.values.restore()
 
     def __exit__(self, *error: object) -> None:
-        for buffer, value in self._before:
-            buffer.data.copy_(value)  # through `data`, because autograd may have saved the buffer
-        self._before = []
+        self._current.pop().restore()
 
 
 def _check_block(model: nn.Module, block: Any) -> None:

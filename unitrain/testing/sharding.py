@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -318,6 +319,152 @@ def sharded_state_survives_a_failing_step(backend: Backend) -> None:
         _step(backend, wrapped, optimizer, number)
         _step_alone(backend, twin, twin_optimizer, number)
     _assert_same(backend, model, twin)
+
+
+class _DecayingAdam(torch.optim.Adam):
+    """Calls the step of its base class, which calls all hooks a second time, and uses the state afterwards."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(self.state[parameter]["exp_avg"], alpha=0.1)
+        return loss
+
+
+class _Decay(torch.optim.Optimizer):
+    """Updates all parameters, also those without gradients."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.9)
+
+
+@contract
+def sharded_state_of_user_defined_optimizers(backend: Backend) -> None:
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # adds the calls of hooks to the step of the base class
+    for make in (_DecayingAdam, _Decay):
+        for with_closure in (False, True):
+            model, wrapped, optimizer = _start(backend, make)
+            twin = _build()
+            twin_optimizer = make(twin.parameters())
+            for number in range(3):
+                if with_closure and make is _DecayingAdam:
+
+                    def closure(wrapped: nn.Module = wrapped, number: int = number) -> float:
+                        wrapped.zero_grad()
+                        loss = loss_of(wrapped(batch(backend.rank, number)))
+                        loss.backward()
+                        return loss.item()
+
+                    optimizer.step(closure)
+                else:
+                    _step(backend, wrapped, optimizer, number)
+                _step_alone(backend, twin, twin_optimizer, number)
+            _assert_same(backend, model, twin)
+
+
+@contract
+def sharded_state_updates_parameters_without_gradients(backend: Backend) -> None:
+    model = nn.ModuleList(nn.Linear(FEATURES, 1) for _ in range(4)).double()
+    wrapped = backend.distributed_model(model, find_unused_parameters=True)
+    optimizer = backend.distributed_optimizer(_Decay(model.parameters()), wrapped, shard="state")
+    expected = [0.9 * parameter.detach() for parameter in model.parameters()]
+    optimizer.step()
+    torch.testing.assert_close([*model.parameters()], expected, check_dtype=False)
+
+
+@contract
+def sharded_state_with_step_hooks_and_repeated_setup(backend: Backend) -> None:
+    """Hooks that are registered after sharding get all parameters, and the optimizer may be distributed twice."""
+
+    def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], 0.05)
+
+    def shrink(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.99)
+
+    model, twin = _build(), _build()
+    optimizer, twin_optimizer = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, twin))
+    for one in (optimizer, twin_optimizer):
+        one.register_step_post_hook(shrink)
+    removed = optimizer.register_step_post_hook(shrink)
+    wrapped = backend.distributed_model(model)
+    for _ in range(2):
+        backend.distributed_optimizer(optimizer, wrapped, shard="state")
+    removed.remove()
+    for one in (optimizer, twin_optimizer):
+        one.register_step_pre_hook(clip)
+    for number in range(3):
+        _step(backend, wrapped, optimizer, number)
+        _step_alone(backend, twin, twin_optimizer, number)
+    _assert_same(backend, model, twin)
+
+
+@contract
+def sharded_state_follows_replaced_parameters(backend: Backend) -> None:
+    model, twin = _build(), _build()
+    wrapped = backend.distributed_model(model)
+    optimizers = [torch.optim.Adam([*one.parameters()][:3], lr=0.01) for one in (model, twin)]
+    backend.distributed_optimizer(optimizers[0], wrapped, shard="state")
+    for number in range(3):
+        if number == 1:
+            for one, optimizer in zip((model, twin), optimizers, strict=True):
+                optimizer.param_groups[0]["params"] = [*one.parameters()][3:6]
+        wrapped.zero_grad()
+        _step(backend, wrapped, optimizers[0], number)
+        _step_alone(backend, twin, optimizers[1], number)
+    _assert_same(backend, model, twin)
+
+
+class _NoHooks(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": []}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+@contract
+def sharded_state_that_would_be_lost_raises(backend: Backend) -> None:
+    _, wrapped, optimizer = _start(backend, torch.optim.Adam)
+    _step(backend, wrapped, optimizer, 0)
+    if backend.name != "local":
+        for copy_optimizer in (copy.deepcopy, pickle.dumps):
+            raises(ModelError, "cannot be copied or pickled", lambda copied=copy_optimizer: copied(optimizer))
+        state = copy.deepcopy(optimizer.state_dict())
+        state["state"][2]["exp_avg"] = torch.zeros(7)
+        text = raises(ModelError, "'exp_avg' of shape [7]", lambda: optimizer.load_state_dict(state))
+        assert_same_on_every_rank(backend, text)
+    other = _build()
+    wrapped = backend.distributed_model(other)
+    text = raises(
+        ModelError,
+        "_NoHooks.state_dict does not call super().state_dict",
+        lambda: backend.distributed_optimizer(_NoHooks(other.parameters()), wrapped, shard="state"),
+    )
+    assert_same_on_every_rank(backend, text)
+
+
+@contract
+def sharded_state_rejects_another_memory_format(backend: Backend) -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 3 * _WIDTH), nn.Linear(3 * _WIDTH, 1)).double()
+    wrapped = backend.distributed_model(model)
+    optimizer = backend.distributed_optimizer(torch.optim.Adam(model.parameters()), wrapped, shard="state")
+    _step(backend, wrapped, optimizer, 0)
+    model[0].weight.data = model[0].weight.data.T.contiguous().T  # type: ignore[operator]
+    if backend.size == 1:
+        _step(backend, wrapped, optimizer, 1)
+    else:
+        text = "when its optimizer state was sharded"
+        raises(ModelError, text, lambda: _step(backend, wrapped, optimizer, 1))
+        raises(ModelError, text, optimizer.state_dict)
 
 
 @contract

@@ -127,6 +127,11 @@ class LocalGradients:
 def check_before_step(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
     """Call `check` in each step of `optimizer` before it updates parameters; with a closure, after each call of the
     closure."""
+    optimizer.register_step_pre_hook(step_pre_hook(check))
+
+
+def step_pre_hook(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
+    """Return a step pre-hook that calls `check`; with a closure, after each call of the closure."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,7 +149,7 @@ def check_before_step(optimizer: torch.optim.Optimizer, check: Callable[[torch.o
             return args, {**kwargs, "closure": closure_with_check}
         return (args[0], closure_with_check, *args[2:]), kwargs
 
-    optimizer.register_step_pre_hook(before_step)
+    return before_step  # type: ignore[no-any-return]
 
 
 def _gradient_hook(key: int, local: set[int], accumulates: Callable[[], bool] | None) -> Callable[[Tensor], None]:

@@ -21,11 +21,11 @@ from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.capabilities import SupportsAsyncBroadcasts
-from unitrain.backends.gradients.local_gradients import check_before_step
+from unitrain.backends.gradients.local_gradients import step_pre_hook
 from unitrain.backends.objects import broadcast_with_tensors
 from unitrain.backends.sharding.partition import Piece, batches_of, divide_elements, divide_tensors
 from unitrain.errors import ModelError
-from unitrain.torch_compat import step_without_hooks
+from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_inside_other_step, step_without_hooks
 
 # Optimizers that update each element independently of the others, so that a tensor may be divided among ranks.
 _ELEMENTWISE = (
@@ -66,6 +66,34 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
                 f"A parameter of shape {list(parameter.shape)} and stride {list(parameter.stride())} has gaps in its "
                 "memory, so its state cannot be sharded. Build it from a contiguous tensor: "
                 "nn.Parameter(tensor.contiguous())."
+            )
+    if optimizer not in _sharded:
+        _check_state_dict_methods(optimizer)
+
+
+def _check_state_dict_methods(optimizer: Optimizer) -> None:
+    """Raise ModelError unless `state_dict` and `load_state_dict` call hooks, which exchange the state of all ranks."""
+    kind, called = type(optimizer), set[str]()
+    methods = [
+        name for name in ("state_dict", "load_state_dict") if getattr(kind, name) is not getattr(Optimizer, name)
+    ]
+    if not methods:
+        return
+    handles = [
+        optimizer.register_state_dict_post_hook(lambda optimizer, state: called.add("state_dict")),
+        optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: called.add("load_state_dict")),
+    ]
+    try:
+        optimizer.load_state_dict(optimizer.state_dict())
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name in methods:
+        if name not in called:
+            raise ModelError(
+                f"The state of {kind.__name__} cannot be sharded, because {kind.__name__}.{name} does not call "
+                f"super().{name}, whose hooks exchange the state of all ranks. Call super().{name} in it, or use "
+                'shard="none".'
             )
 
 
@@ -125,17 +153,26 @@ class ShardedState:
         self._owned: dict[nn.Parameter, _OwnedParameter] = {}
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
         self._batches: list[_Batch] = []
-        self._held_ids: list[int] | None = None
+        # Other optimizers may also update parameters without gradients.
+        self._updates_all = not type(optimizer).__module__.startswith("torch.optim.")
+        self._held_ids: list[list[int]] = []
+        self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._is_stepping, self._nested_steps = False, 0
         self._all_parameters: list[list[nn.Parameter]] | None = None  # while the groups hold parts
         self._views: dict[tuple[nn.Parameter, int], tuple[int, Tensor]] = {}
         self._waits: list[Callable[[], None]] = []
         self._divide_new_parameters(optimizer)
-        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._restore(optimizer))
-        check_before_step(optimizer, self._begin_step)
-        optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self._end_step(optimizer))
+        begin = step_pre_hook(self._begin_step)
+        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._restore_unless_nested(optimizer))
+        add_innermost_step_hooks(
+            optimizer,
+            lambda optimizer, args, kwargs: None if self._nested_steps else begin(optimizer, args, kwargs),
+            lambda optimizer, args, kwargs: self._end_step(optimizer),
+        )
         optimizer.register_state_dict_pre_hook(self._restore)
         optimizer.register_state_dict_post_hook(self._complete_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._select_own_state)
+        optimizer.__getstate__ = _reject_copy  # type: ignore[method-assign]
 
     def belongs_to(self, communicator: Communicator) -> bool:
         """Return whether the state is sharded over the ranks of `communicator`."""
@@ -145,7 +182,7 @@ class ShardedState:
 
     def _divide_new_parameters(self, optimizer: Optimizer) -> None:
         """Divide the parameters that are not yet divided, and drop the state of parts that other ranks own."""
-        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
         if ids == self._held_ids:
             return
         self._held_ids = ids
@@ -165,6 +202,7 @@ class ShardedState:
         divide = divide_elements if self._is_elementwise else divide_tensors
         for parameter in parameters:
             self._pieces[parameter] = []
+            self._strides[parameter] = parameter.stride()
         for piece in divide([parameter.numel() for parameter in parameters], self._communicator.size):
             parameter = parameters[piece.index]
             self._pieces[parameter].append(piece)
@@ -195,10 +233,29 @@ class ShardedState:
         key, address = (parameter, piece.start), parameter.data_ptr()
         known = self._views.get(key)
         if known is None or known[0] != address:
+            self._check_storage_order(parameter)
             known = self._views[key] = (address, _flat(parameter.detach())[piece.start : piece.stop])
         return known[1]
 
+    def _check_storage_order(self, parameter: nn.Parameter) -> None:
+        """Raise ModelError if the memory format changed, because the parts contain other elements then."""
+        if len(self._pieces[parameter]) > 1 and parameter.stride() != self._strides[parameter]:
+            raise ModelError(
+                f"A parameter of shape {list(parameter.shape)} had stride {list(self._strides[parameter])} when its "
+                f"optimizer state was sharded, and has stride {list(parameter.stride())} now. Change the memory format "
+                "before backend.distributed_optimizer: model.to(memory_format=torch.channels_last)."
+            )
+
     # --- a step ---
+
+    @disable_compile
+    def _restore_unless_nested(self, optimizer: Optimizer) -> None:
+        """Begin a step. A step that another one calls, as by `super().step()`, updates the parts that are held."""
+        if self._is_stepping and is_inside_other_step(optimizer):
+            self._nested_steps += 1
+            return
+        self._is_stepping, self._nested_steps = True, 0
+        self._restore(optimizer)
 
     def _begin_step(self, optimizer: Optimizer) -> None:
         """Update and broadcast all batches except the last, and leave the last one for the optimizer to update."""
@@ -218,7 +275,12 @@ class ShardedState:
         if self._batches:
             self._hold(optimizer, self._batches[-1])
 
+    @disable_compile
     def _end_step(self, optimizer: Optimizer) -> None:
+        if self._nested_steps:
+            self._nested_steps -= 1
+            return
+        self._is_stepping = False
         if self._batches:
             self._release(optimizer, self._batches[-1])
             self._broadcast(self._batches[-1])
@@ -260,10 +322,11 @@ class ShardedState:
 
     def _broadcast(self, batch: _Batch) -> None:
         # Gradients are reduced over ranks, so a parameter has one on every rank or on none.
+        updates_all = self._updates_all
         updated = [
             (self._view(parameter, piece), piece.owner)
             for parameter, piece in batch.pieces
-            if parameter.grad is not None and piece.stop > piece.start
+            if (parameter.grad is not None or (updates_all and parameter.requires_grad)) and piece.stop > piece.start
         ]
         if updated and self._communicator.size > 1:
             self._waits.append(_start_broadcasts(self._communicator, updated))
@@ -281,8 +344,9 @@ class ShardedState:
         for index, parameter in enumerate(held):
             pieces = self._pieces.get(parameter, [])
             entries = [by_rank[piece.owner].get(index) for piece in pieces]
-            if not entries or entries[0] is None:
+            if all(entry is None for entry in entries):
                 continue
+            self._check_storage_order(parameter)
             state[index] = entries[0] if len(entries) == 1 else _join(parameter, entries, pieces)
         return {**state_dict, "state": state}
 
@@ -302,9 +366,12 @@ class ShardedState:
 
     def _own_entry(self, parameter: nn.Parameter, entry: Any) -> Any:
         """Return this rank's part of the complete `entry`, the state of `parameter`; None if it owns no part."""
+        if self._is_elementwise and isinstance(entry, dict):
+            _check_shapes(parameter, entry)
         owned = self._owned.get(parameter)
         if owned is None or owned.is_whole or not isinstance(entry, dict):
             return None if owned is None else entry
+        self._check_storage_order(parameter)
         start, stop = owned.piece.start, owned.piece.stop
         return {
             key: _flat_like(value, parameter)[start:stop].clone()
@@ -312,6 +379,24 @@ class ShardedState:
             else value
             for key, value in entry.items()
         }
+
+
+def _reject_copy() -> Any:
+    raise ModelError(
+        "This optimizer cannot be copied or pickled, because its state is sharded over ranks: a copy has the part of "
+        "this rank only. Call optimizer.state_dict() on every rank, and copy or save the result."
+    )
+
+
+def _check_shapes(parameter: nn.Parameter, entry: dict[Any, Any]) -> None:
+    """Raise ModelError if a tensor in the complete `entry` has another shape than `parameter`, unless it has one
+    element. The error is the same on every rank; in a step, only ranks that own the parameter would raise one."""
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+            raise ModelError(
+                f"The loaded optimizer state has {key!r} of shape {list(value.shape)} for a parameter of shape "
+                f"{list(parameter.shape)}. Load the state of an optimizer with the same parameters in the same order."
+            )
 
 
 def _start_broadcasts(communicator: Communicator, pieces: list[tuple[Tensor, int]]) -> Callable[[], None]:
@@ -327,6 +412,13 @@ def _start_broadcasts(communicator: Communicator, pieces: list[tuple[Tensor, int
 def _join(parameter: nn.Parameter, entries: list[dict[Any, Any]], pieces: list[Piece]) -> dict[Any, Any]:
     """Return the state of `parameter` from the `entries` of the ranks that own its `pieces`."""
     joined = {}
+    keys = [list(entry or ()) for entry in entries]
+    if any(other != keys[0] for other in keys):
+        raise ModelError(
+            f"The optimizer's state of a parameter of shape {list(parameter.shape)} differs between ranks: "
+            f"{keys[0]} on rank {pieces[0].owner}, and {next(other for other in keys if other != keys[0])} on another "
+            "rank. Load the same complete state on every rank: optimizer.load_state_dict(state)."
+        )
     for key, value in entries[0].items():
         if isinstance(value, Tensor) and value.shape == (pieces[0].stop - pieces[0].start,):
             complete = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
