@@ -26,7 +26,7 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
     statistics and other buffers are updated once. The keys of `state_dict` do not change.
 
     Call it on every rank before `distributed_model`. It does not communicate. Raises ModelError if a block is not a
-    class, or if the model has no module of this class.
+    class, if the model has no module of this class, and for containers without a forward, such as ModuleList.
     """
     wanted = [blocks] if isinstance(blocks, type | str) else list(blocks)
     for block in wanted:
@@ -35,6 +35,7 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") or outer == "" for outer in changed)
         if not is_inside and any(_is_of_class(module, block) for block in wanted):
+            _check_has_forward(module)
             changed.append(name)
             if not isinstance(module, CheckpointedForward):
                 kind: Any = type(module)
@@ -164,6 +165,15 @@ def _check_block(model: nn.Module, block: Any) -> None:
         raise ModelError(
             f"{type(model).__name__} has no module of class {block.__name__!r}, whose activations should be "
             f"checkpointed. Classes of its modules: {', '.join(names[:_MAX_LISTED])}."
+        )
+
+
+def _check_has_forward(module: nn.Module) -> None:
+    if type(module).forward is nn.Module.forward:
+        inner = next((type(one).__name__ for one in module.children()), "Block")
+        raise ModelError(
+            f"{type(module).__name__} is a container without a forward, so its activations cannot be checkpointed. "
+            f"Name the class of the modules in it: checkpoint_activations(model, {inner!r})."
         )
 
 
