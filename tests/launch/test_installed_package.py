@@ -157,6 +157,7 @@ def test_every_launcher_prints_its_command(installed: Path, project: Path) -> No
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)",
         "PATH": f"{project}:{os.environ['PATH']}",
     }  # fmt: skip
+    modules = {"torchrun": "unitrain.bootstrap.torchrun", "horovodrun": "unitrain.backends.horovod.horovodrun"}
     for launcher, count, variables in (
         ("torchrun", 2, {}), ("horovodrun", 2, {}), ("mpirun", 2, {}), ("none", 1, {}), ("srun", 2, slurm),
     ):  # fmt: skip
@@ -165,8 +166,8 @@ def test_every_launcher_prints_its_command(installed: Path, project: Path) -> No
         assert done.returncode == 0, done.stderr
         assert str(installed / "python") in done.stdout
         assert done.stdout.endswith("jobs/train.py\n")
-        if launcher in ("torchrun", "horovodrun"):
-            assert f"{installed / 'python'} -P -m unitrain.bootstrap.{launcher} " in done.stdout
+        if launcher in modules:
+            assert f"{installed / 'python'} -P -m {modules[launcher]} " in done.stdout
 
 
 def test_user_script_is_type_checked_against_the_installed_package(installed: Path, tmp_path: Path) -> None:
