@@ -1,7 +1,7 @@
 """The `unitrain` command, with one module per subcommand.
 
-A subcommand is imported when it is called, so that --help does not import torch. The modules contain the options and
-the output of a command. Its logic is in the package of the same name.
+Subcommands are imported lazily, so that --help does not import torch. Each module defines the options and the output of
+a command. The logic of the command is in the package of the same name.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from unitrain import __version__
 from unitrain.errors import did_you_mean
 
 _COMMANDS = {
-    "bench": ("unitrain.cli.bench", "Measure collectives and training on every backend, and predict more ranks."),
+    "bench": ("unitrain.cli.bench", "Benchmark collectives and training on every backend, and predict scaling."),
     "ckpt": ("unitrain.cli.ckpt", "List, verify, show and convert checkpoints."),
-    "doctor": ("unitrain.cli.doctor", "Find problems of a machine, or of the ranks of a job."),
+    "doctor": ("unitrain.cli.doctor", "Diagnose problems on this machine, or in the ranks of a job."),
     "horovod": ("unitrain.cli.horovod", "Build Horovod for the installed torch, and check it."),
     "launch": ("unitrain.cli.launch", "Run a training script on several ranks."),
-    "report": ("unitrain.cli.report", "Show the results and timings of a run."),
+    "report": ("unitrain.cli.report", "Create a report of the metrics and timings of a run."),
     "submit": ("unitrain.cli.submit", "Submit a training script to Slurm or Kubernetes."),
-    "translate": ("unitrain.cli.translate", "Translate the command line of one launcher into that of another."),
+    "translate": ("unitrain.cli.translate", "Convert the command line of one launcher to another launcher."),
     "tune": ("unitrain.cli.tune", "Find settings that make a script train faster on this machine."),
-    "verify": ("unitrain.cli.verify", "Train on every backend, and compare the numbers."),
+    "verify": ("unitrain.cli.verify", "Train on every backend, and compare the results numerically."),
 }
 
 
 class LazyGroup(click.Group):
-    """A click group that imports a command when it is called. Names and help lines are known without an import."""
+    """A click group that imports commands lazily. It lists names and help lines without an import."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)

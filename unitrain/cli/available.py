@@ -1,4 +1,4 @@
-"""The backends that a command selects, and those that can run on this machine."""
+"""Parse the --backends option, and detect the backends available on this machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def parse_backends(backends: str | None) -> list[str]:
 
 
 def find_available(names: list[str]) -> tuple[dict[str, list[str | None]], list[tuple[str, str]]]:
-    """Return the controllers of each backend that can run here, and the names that cannot, with the reason.
+    """Return the available controllers per backend, and (name, reason) for each unavailable backend or controller.
 
-    A backend without a choice of controllers has [None].
+    Backends other than Horovod have the single controller None.
     """
     from unitrain.errors import BackendUnavailableError
     from unitrain.horovod_wheel import check

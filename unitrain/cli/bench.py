@@ -1,4 +1,4 @@
-"""`unitrain bench`: measure collectives and training, compare results, and predict more ranks."""
+"""`unitrain bench`: benchmark collectives and training, compare results, and predict scaling."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from unitrain.cli.bench_train import train
 
 @click.group()
 def bench() -> None:
-    """Measure collectives and training on every backend, and predict more ranks."""
+    """Benchmark collectives and training on every backend, and predict scaling."""
 
 
 @bench.command()
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 def compare(before: Path, after: Path) -> None:
-    """Compare two results: how much faster AFTER is than BEFORE, and whether the difference exceeds noise.
+    """Compare two results: report the speedup of AFTER over BEFORE, and whether it is statistically significant.
 
     \b
       unitrain bench compare before.json after.json

@@ -39,14 +39,16 @@ _SIZES = "1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB,256MB"
 )
 @backends_option
 @click.option("--operations", metavar="NAME,...", default=",".join(OPERATIONS), show_default=True)
-@click.option("--sizes", metavar="SIZE,...", default=_SIZES, show_default=True, help="Array sizes; 1 KB is 1024 bytes.")
-@click.option("--max-bytes", metavar="SIZE", help="Skip larger sizes.")
+@click.option(
+    "--sizes", metavar="SIZE,...", default=_SIZES, show_default=True, help="Message (tensor) sizes; 1 KB = 1024 B."
+)
+@click.option("--max-bytes", metavar="SIZE", help="Maximum message size.")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0),
     default=60,
     show_default=True,
-    help="Duration of the measurement, at least 3 rounds.",
+    help="Duration of the measurement; at least 3 rounds are run.",
 )
 @device_option
 @json_option
@@ -62,10 +64,10 @@ def collectives(
     json_file: Path | None,
     output: Path | None,
 ) -> None:
-    """Time collectives on every backend and transport, one at a time.
+    """Benchmark collectives on every backend and transport, one at a time.
 
-    Without a launcher, the command starts a set of ranks on this host for each of them. Under a launcher, on any number
-    of hosts, it uses the ranks of the launcher and starts the backends one after the other:
+    Without a launcher, the command starts a separate set of ranks on this host for each backend and transport. Under a
+    launcher, on any number of hosts, it uses the launched ranks and initializes the backends one after the other:
 
     \b
       unitrain bench collectives -np 2 --json here.json --output here.png
@@ -91,7 +93,7 @@ def collectives(
 def _start_rank_sets(
     num_processes: int | None, backends: str | None, device: str | None
 ) -> Iterator[tuple[list[RankSet], list[tuple[str, str]], bool]]:
-    """Yield the rank sets, (name, reason) of skipped backends, and whether this process prints the result."""
+    """Yield the rank sets, (name, reason) per skipped backend, and whether this process prints the result."""
     rank_info = environment.detect()
     if rank_info.size > 1:
         if num_processes not in (None, rank_info.size):

@@ -1,4 +1,4 @@
-"""Options, error handling and output that the commands of `unitrain bench` share."""
+"""Shared options, error handling and output of the `unitrain bench` commands."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ output_option = click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Draw a .png or .html file.",
+    help="Write charts to this .png or .html file.",
 )
 device_option = click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if a GPU is available]"
 )
-backends_option = click.option("--backends", metavar="NAME,...", help="[default: all that are available]")
+backends_option = click.option("--backends", metavar="NAME,...", help="Backends to benchmark. [default: all available]")
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print errors of the command line, of files and of ranks without a traceback."""
+    """Print usage errors, file errors and errors raised by ranks without a traceback."""
     try:
         yield
     except (launchers.LaunchError, ConfigError) as error:
@@ -50,14 +50,14 @@ def user_errors() -> Iterator[None]:
 
         if not isinstance(error, RankError):
             raise
-        # The message of a unitrain error, or the traceback of any other error.
+        # Print only the message of a unitrain error, but the traceback of any other error.
         is_unitrain_error = hasattr(errors, error.kind) and error.errors
         message = error.errors[min(error.errors)] if is_unitrain_error else str(error)
         raise click.ClickException(message) from error
 
 
 def list_rank_sets(backends: str | None, ranks: int, device: str) -> tuple[list[RankSetSpec], list[tuple[str, str]]]:
-    """Return a spec for every backend and transport except `local`, and (name, reason) for those that are skipped."""
+    """Return a spec per backend and transport except `local`, and (name, reason) per skipped backend."""
     from unitrain.bench.rank_sets import RankSetSpec
 
     names = [name for name in parse_backends(backends) if name != "local"]
@@ -89,7 +89,7 @@ def select_default_device() -> str:
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    """Return the distinct numbers in a text such as "1,2,4". Raises ConfigError for other texts."""
+    """Parse a list of distinct positive integers such as "1,2,4". Raises ConfigError for invalid text."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not part.isdecimal() or int(part) < 1:
@@ -98,7 +98,7 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """Return the bytes of a size such as "64MB", in units of 1024. Raises ConfigError for other texts."""
+    """Parse a size such as "64MB" (units of 1024) into bytes. Raises ConfigError for invalid text."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?B?)", text.strip().upper())
     if match is None or int(match[1]) == 0:
         raise ConfigError(f"{option} takes sizes such as 1KB, 64MB or 4096, got {text!r}. Use {option} 1MB")
@@ -106,12 +106,12 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def print_progress(text: str) -> None:
-    """Print a line about the progress to standard error."""
+    """Print a progress message to standard error."""
     click.echo(text, err=True)
 
 
 def check_can_draw(output: Path) -> None:
-    """Raise ConfigError or MissingDependencyError if charts cannot be drawn, before anything is measured."""
+    """Raise ConfigError or MissingDependencyError if charts cannot be drawn. Called before the measurement."""
     if output.suffix not in (".png", ".html"):
         raise ConfigError(f"--output draws a .png or an .html file, got '{output}'. Use --output {output}.png")
     for package in ("jinja2", "matplotlib"):
@@ -122,7 +122,7 @@ def check_can_draw(output: Path) -> None:
 
 
 def show_and_save(result: dict[str, Any], json_file: Path | None, output: Path | None) -> None:
-    """Print the result, and write it to the files that the user named."""
+    """Print the result, and write it to the files given on the command line."""
     from unitrain.bench import results, tables
 
     console = tables.create_console()

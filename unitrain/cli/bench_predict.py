@@ -21,21 +21,21 @@ from unitrain.errors import ConfigError
 @click.command()
 @click.argument("measured", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--train", type=click.Path(path_type=Path), metavar="FILE", help="Take the model from a result of bench train."
+    "--train", type=click.Path(path_type=Path), metavar="FILE", help="Result of bench train that provides the model."
 )
-@click.option("--parameters", type=click.FloatRange(min=1), help="Parameters of the model, such as 25.6e6.")
+@click.option("--parameters", type=click.FloatRange(min=1), help="Number of model parameters, such as 25.6e6.")
 @click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Step time on one rank.")
 @click.option(
     "--backward-share",
     type=click.FloatRange(0, 1),
     default=2 / 3,
     show_default="two thirds",
-    help="Share of backward in the step time.",
+    help="Fraction of step time spent in backward.",
 )
 @click.option("--bytes-per-parameter", type=click.FloatRange(min=0, min_open=True), default=4, show_default=True)
-@click.option("--bucket-bytes", metavar="SIZE", default="25MB", show_default=True, help="Bucket size of the gradients.")
+@click.option("--bucket-bytes", metavar="SIZE", default="25MB", show_default=True, help="Gradient bucket size.")
 @click.option(
-    "--latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Latency of a message, instead of MEASURED."
+    "--latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Message latency, instead of MEASURED."
 )
 @click.option(
     "--bandwidth",
@@ -48,9 +48,9 @@ from unitrain.errors import ConfigError
 @click.option(
     "--ranks-per-host", type=click.IntRange(min=1), metavar="N", help="Ranks per host, for the hierarchical algorithm."
 )
-@click.option("--host-latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Latency inside a host.")
+@click.option("--host-latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Latency within a host.")
 @click.option(
-    "--host-bandwidth", type=click.FloatRange(min=0, min_open=True), metavar="GB/S", help="Bandwidth inside a host."
+    "--host-bandwidth", type=click.FloatRange(min=0, min_open=True), metavar="GB/S", help="Bandwidth within a host."
 )
 @click.option(
     "--servers", type=click.IntRange(min=1), default=1, show_default=True, help="Number of parameter servers."
@@ -76,11 +76,11 @@ def predict(
     json_file: Path | None,
     output: Path | None,
 ) -> None:
-    """Predict training steps and efficiency on up to 1,024 ranks.
+    """Predict step time and scaling efficiency on up to 1,024 ranks.
 
-    The prediction uses an alpha-beta model (unitrain/bench/cost_model.py) that is fitted to MEASURED, a result of bench
-    collectives, or has the given latency and bandwidth. The communication of a bucket overlaps with the backward of the
-    next bucket. Slow ranks and data loading are not included, so the prediction is a lower bound of the step time.
+    The prediction uses an alpha-beta model (unitrain/bench/cost_model.py). The model is fitted to MEASURED, a result of
+    bench collectives, or uses --latency and --bandwidth. The allreduce of a bucket overlaps with the backward of the
+    next bucket. The model ignores stragglers and data loading, so the prediction is a lower bound on the step time.
 
     \b
       unitrain bench predict here.json --train trained.json

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("target", default="25M")
 @click.option(
-    "--ranks", metavar="N,...", default="1,2", show_default=True, help="Numbers of ranks. 1 uses backend local."
+    "--ranks", metavar="N,...", default="1,2", show_default=True, help="Numbers of ranks. One rank uses backend local."
 )
 @backends_option
 @click.option(
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     "settings",
     multiple=True,
     metavar="NAME=VALUE,...",
-    help="Also measure these settings of TrainConfig, such as precision=bf16,compression=fp16. Repeatable.",
+    help="Also benchmark with these TrainConfig settings, such as precision=bf16,compression=fp16. Repeatable.",
 )
-@click.option("--batch-size", type=click.IntRange(min=1), help="Batch size per rank. [default: that of TARGET]")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Batch size per rank. [default: batch size of TARGET]")
 @click.option(
-    "--steps", type=click.IntRange(min=2), help="Steps per round and set of ranks. [default: depends on TARGET]"
+    "--steps", type=click.IntRange(min=2), help="Steps per round on each set of ranks. [default: depends on TARGET]"
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0),
     default=60,
     show_default=True,
-    help="Duration of the measurement, at least 3 rounds.",
+    help="Duration of the measurement; at least 3 rounds are run.",
 )
 @device_option
 @json_option
@@ -68,10 +68,10 @@ def train(
     json_file: Path | None,
     output: Path | None,
 ) -> None:
-    """Train TARGET on every backend and transport, one at a time, and report speed, time per part and memory.
+    """Train TARGET on every backend and transport, one at a time, and report throughput, time per phase and memory.
 
     TARGET is tiny, 25M (MLPs), gpt, resnet18, resnet50, or a function that returns the arguments of Trainer as a
-    dictionary, as for unitrain verify. Each rank uses one thread, and is pinned to a core if there are enough cores.
+    dictionary, as for unitrain verify. Each rank uses one thread, pinned to its own core if there are enough cores.
 
     \b
       unitrain bench train 25M --ranks 1,2 --json before.json --output before.html
@@ -136,9 +136,9 @@ def _check_target(target: str, function: str) -> None:
 
 
 def _parse_setting(text: str) -> dict[str, Any]:
-    """Return the settings in a text such as "precision=bf16,max_grad_norm=1".
+    """Parse settings such as "precision=bf16,max_grad_norm=1".
 
-    Raises ConfigError for settings that TrainConfig does not have.
+    Raises ConfigError for unknown settings of TrainConfig.
     """
     from unitrain.config import TrainConfig
 

@@ -21,7 +21,7 @@ def ckpt() -> None:
 
 
 def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` with CheckpointError converted to an error message of the command line."""
+    """Wrap `command` to report CheckpointError as a command-line error."""
 
     @wraps(command)
     def wrapped(**arguments: Any) -> None:
@@ -38,7 +38,7 @@ def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per checkpoint.")
 @_report_errors
 def list_checkpoints(folder: Path, as_json: bool) -> None:
-    """List the checkpoints in FOLDER, the output_dir of a run, with their progress, results and size."""
+    """List the checkpoints in FOLDER (the output_dir of a run) with epoch, step, metrics and size."""
     from unitrain.checkpoint import files
 
     found = files.candidates(folder)[::-1]
@@ -71,7 +71,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
 @click.argument("folder", type=_PATH)
 @_report_errors
 def verify(folder: Path) -> None:
-    """Compare the files of a checkpoint, or of all checkpoints in FOLDER, with their manifests."""
+    """Verify the files of a checkpoint, or of all checkpoints in FOLDER, against their manifests."""
     from unitrain.checkpoint import files
 
     found = files.candidates(folder)[::-1]
@@ -95,7 +95,7 @@ def verify(folder: Path) -> None:
 @click.argument("checkpoint", type=_PATH)
 @_report_errors
 def show(checkpoint: Path) -> None:
-    """Show the manifest and the model tensors of CHECKPOINT, or of the newest valid checkpoint in a folder."""
+    """Print the manifest and the model tensors of CHECKPOINT, or of the newest valid checkpoint in a folder."""
     from safetensors import safe_open
 
     from unitrain.checkpoint import files
@@ -117,15 +117,15 @@ def show(checkpoint: Path) -> None:
 @ckpt.command()
 @click.argument("source", type=_PATH)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--strip-prefix", default="", help="Prefix to remove from the names of the model, such as 'model.'.")
+@click.option("--strip-prefix", default="", help="Prefix to remove from the parameter names, such as 'model.'.")
 @click.option("--epoch", type=click.IntRange(min=0), help="Number of completed epochs. [default: as in SOURCE, else 0]")
 @click.option("--step", type=click.IntRange(min=0), help="Number of completed steps. [default: as in SOURCE, else 0]")
 @_report_errors
 def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, step: int | None) -> None:
-    """Convert SOURCE, a checkpoint of another program, and write it into FOLDER.
+    """Convert SOURCE, a checkpoint of another library, and write it to FOLDER.
 
-    SOURCE is a file of torch.save (a state dict, also of a DDP model, or a dictionary with "model", "optimizer",
-    "epoch"), a safetensors file, a .ckpt of Lightning, or a folder of Accelerate. A run resumes from the result with
+    SOURCE is a torch.save file (a state dict, also of a DDP model, or a dictionary with "model", "optimizer", "epoch"),
+    a safetensors file, a Lightning .ckpt file, or an Accelerate folder. Resume from the converted checkpoint with
     TrainConfig(resume="FOLDER", output_dir=...).
     """
     from unitrain.checkpoint import files

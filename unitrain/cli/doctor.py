@@ -1,4 +1,4 @@
-"""`unitrain doctor`: check this host, or the ranks and hosts of a job, and suggest fixes."""
+"""`unitrain doctor`: diagnose this host, or the ranks and hosts of a job, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from unitrain.errors import UnitrainError
 
 
 @click.command()
-@click.option("--launch", metavar="OPTIONS", help='Check all ranks of a launch: --launch "-np 4 -H a:2,b:2".')
+@click.option(
+    "--launch",
+    metavar="OPTIONS",
+    help='Launch ranks with these options and check all of them: --launch "-np 4 -H a:2,b:2".',
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option(
     "--timeout-seconds",
@@ -23,10 +27,10 @@ from unitrain.errors import UnitrainError
 )
 @click.option("--for-launch", is_flag=True, hidden=True)
 def doctor(launch: str | None, as_json: bool, timeout_seconds: float, for_launch: bool) -> None:
-    """Check this host, or all ranks of a job, for problems, and suggest fixes.
+    """Diagnose problems on this host, or in all ranks of a job, and suggest fixes.
 
-    Under a launcher, the command checks every rank, and rank 0 prints the result. The exit status is 1 if there are
-    errors.
+    Under a launcher, the command checks every rank, and rank 0 prints the result. The exit status is 1 if an error is
+    found.
 
     \b
       unitrain doctor

@@ -31,12 +31,12 @@ def horovod() -> None:
     "--with-cuda/--without-cuda", "cuda", default=None, help="Build NCCL operations. [default: if a GPU is visible]"
 )
 @click.option(
-    "--jobs", type=click.IntRange(min=1), help="Number of parallel compilers. [default: limited by cores and memory]"
+    "--jobs", type=click.IntRange(min=1), help="Number of parallel compile jobs. [default: limited by cores and memory]"
 )
-@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Folder of built wheels.")
+@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Wheel cache directory.")
 @click.option("--no-install", is_flag=True, help="Only build the wheel and print its path.")
-@click.option("--force", is_flag=True, help="Build even if the cache has this wheel.")
-@click.option("--dry-run", is_flag=True, help="Print every step without executing it.")
+@click.option("--force", is_flag=True, help="Rebuild even if the wheel is cached.")
+@click.option("--dry-run", is_flag=True, help="Print the build steps without running them.")
 def build(
     mpi: bool | None,
     cuda: bool | None,
@@ -48,7 +48,7 @@ def build(
 ) -> None:
     """Build a wheel of Horovod 0.28.1 for the installed torch, and install it.
 
-    A wheel that was built for the same torch, Python, compiler and flags is taken from the cache.
+    A cached wheel is reused if it was built for the same torch, Python, compiler and flags.
     """
     from unitrain.bootstrap import environment
     from unitrain.horovod_wheel import build as builder
@@ -80,7 +80,7 @@ def build(
 @horovod.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def check(as_json: bool) -> None:
-    """Report the features and problems of the installed Horovod. The exit status is 1 if it is not usable."""
+    """Report the features and problems of the installed Horovod. The exit status is 1 if Horovod is not usable."""
     from unitrain.horovod_wheel import check as checker
 
     report = checker.inspect()
@@ -106,7 +106,7 @@ def _announce(plan: BuildPlan, is_cached: bool) -> None:
 
 
 def _show(plan: BuildPlan, inherited: Mapping[str, str], is_cached: bool) -> None:
-    """Print all steps of the build, with commands to paste."""
+    """Print the build steps as shell commands."""
     import shlex
 
     from unitrain.horovod_wheel import patches
@@ -139,7 +139,7 @@ def _duration(seconds: float) -> str:
 
 
 class _Progress:
-    """Print each step as a line. Show the compilation as a bar on a terminal, otherwise as a line per 10 %."""
+    """Print one line per build step. Show the compilation as a progress bar (terminal) or as one line per 10 %."""
 
     def __init__(self, plan: BuildPlan) -> None:
         from rich.console import Console

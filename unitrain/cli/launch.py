@@ -1,4 +1,4 @@
-"""`unitrain launch`: print the launcher's command and run it."""
+"""`unitrain launch`: print the launcher command and execute it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_k
 @click.option(
     "-np", "-n", "--num-processes", type=int, metavar="N", help="Total number of ranks. [default: all slots, else 1]"
 )
-@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts that run the ranks. [default: this host]")
+@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts and their numbers of slots. [default: this host]")
 @click.option(
     "--hostfile",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help='Read the hosts from FILE: "HOST slots=N" lines.',
+    help='Hostfile with one "HOST slots=N" line per host.',
 )
 @click.option(
-    "--interface", metavar="NAME", help="Network interface between hosts. [default: the route to the other hosts]"
+    "--interface", metavar="NAME", help="Network interface for traffic between hosts. [default: from the routing table]"
 )
 @click.option("--gloo", "controller", flag_value="gloo", help="horovodrun: use the Gloo controller. [default]")
 @click.option("--mpi", "controller", flag_value="mpi", help="horovodrun: use the MPI controller.")
@@ -37,19 +37,19 @@ from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_k
     "--max-restarts",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Restart the job up to N times when it fails; a Trainer resumes from its newest checkpoint. "
+    help="Restart a failed job up to N times; a Trainer resumes from its newest checkpoint. "
     "[default: 0, with --elastic 3]",
 )
 @click.option(
     "--elastic",
     metavar="MIN:MAX",
-    help="Run one rank per slot of the reachable hosts, MIN to MAX, and restart the job when the hosts change.",
+    help="Run MIN to MAX ranks, one per slot of the reachable hosts, and restart the job when the hosts change.",
 )
 @click.option(
     "--host-discovery-script",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --elastic: run this program regularly to list the hosts. It prints HOST:SLOTS lines.",
+    help="With --elastic: program that prints the current hosts as HOST:SLOTS lines. It is run periodically.",
 )
 @click.option(
     "--elastic-timeout",
@@ -57,34 +57,38 @@ from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_k
     type=click.FloatRange(min=0),
     default=600.0,
     metavar="SECONDS",
-    help="Time that an elastic job waits for MIN slots before it fails. [default: 600]",
+    help="Timeout for an elastic job to find MIN slots. [default: 600]",
 )
 @click.option(
-    "-x", "exports", multiple=True, metavar="NAME[=VALUE]", help="Forward a variable to all ranks. Repeatable."
+    "-x",
+    "exports",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Forward or set an environment variable on all ranks. Repeatable.",
 )
 @click.option(
     "--launcher-args",
     multiple=True,
     metavar="OPTIONS",
-    help='Options for the launcher itself, as in --launcher-args "--bind-to core". Repeatable.',
+    help='Options passed to the launcher, such as --launcher-args "--bind-to core". Repeatable.',
 )
 @click.option(
     "--log-dir",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
-    help="Also write the output of each rank to FOLDER/rank-N.log, and print the last lines of a rank that fails.",
+    help="Also write the output of each rank to FOLDER/rank-N.log, and print the last lines of the failed rank.",
 )
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, run as by python -m.")
-@click.option("--untuned", is_flag=True, help="Ignore the settings that unitrain tune stored in unitrain-tuned.json.")
-@click.option("--dry-run", "is_dry_run", is_flag=True, help="Print the command and exit.")
+@click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m.")
+@click.option("--untuned", is_flag=True, help="Ignore the settings stored by unitrain tune in unitrain-tuned.json.")
+@click.option("--dry-run", "is_dry_run", is_flag=True, help="Print the launcher command and exit.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def launch(untuned: bool, is_dry_run: bool, **arguments: object) -> None:
     """Run SCRIPT with its ARGS on several ranks.
 
-    Prints the launcher's command and replaces itself with the launcher, so signals and exit codes are the launcher's.
-    The script receives the backend as UNITRAIN_BACKEND. Every backend runs under every launcher. With --max-restarts,
-    --elastic or --log-dir the command supervises the launcher instead.
+    Prints the launcher command and replaces itself with the launcher, which then handles signals and sets the exit
+    code. The backend is passed to the script as UNITRAIN_BACKEND. Every backend runs under every launcher. With
+    --max-restarts, --elastic or --log-dir, the command supervises the launcher instead.
 
     \b
       unitrain launch -np 2 train.py --epochs 3

@@ -1,4 +1,4 @@
-"""`unitrain report`: create an HTML page about a run, or about the comparison of several runs."""
+"""`unitrain report`: create an HTML report of a run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from unitrain.errors import ReportError
 
 @click.command()
 @click.argument("folders", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="[default: report.html in RUN_DIR]")
-@click.option("--png", is_flag=True, help="Write the charts to one PNG instead, by default report.png.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Output file. [default: report.html in RUN_DIR]"
+)
+@click.option("--png", is_flag=True, help="Write the charts to a single PNG instead, by default report.png.")
 def report(folders: tuple[Path, ...], output: Path | None, png: bool) -> None:
-    """Show the results of a run and the time of each part of training in one HTML file.
+    """Create an HTML report with the metrics of a run and the time per phase of training.
 
-    RUN_DIR is the output_dir of a run, which may still continue. Several runs are compared.
+    RUN_DIR is the output_dir of a finished or active run. With several folders, the report compares the runs.
 
     \b
       unitrain report runs/first

@@ -1,4 +1,4 @@
-"""`unitrain submit`: submit a training script as a job of Slurm or Kubernetes."""
+"""`unitrain submit`: submit a training script as a Slurm or Kubernetes job."""
 
 from __future__ import annotations
 
@@ -26,32 +26,39 @@ from unitrain.supervisor import submission
     metavar="N",
     help="Total number of ranks. [default: one per GPU, else one per node]",
 )
-@click.option("--gpus-per-node", type=click.IntRange(min=0), metavar="N", help="GPUs of each node.")
-@click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="N", help="Cores of each rank.")
-@click.option("--memory", metavar="SIZE", help="Memory of each node, as in 64G.")
+@click.option("--gpus-per-node", type=click.IntRange(min=0), metavar="N", help="GPUs per node.")
+@click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="N", help="CPU cores per rank.")
+@click.option("--memory", metavar="SIZE", help="Memory per node, e.g. 64G.")
 @click.option("--time", "time_limit", metavar="TIME", help="Time limit in Slurm's notation: 90, 4:00:00 or 2-12.")
-@click.option("--job-name", metavar="NAME", help="Name of the job. [default: derived from the script]")
-@click.option("--partition", metavar="NAME", help="slurm: partition of the job.")
-@click.option("--account", metavar="NAME", help="slurm: account that is charged.")
+@click.option("--job-name", metavar="NAME", help="Job name. [default: derived from the script]")
+@click.option("--partition", metavar="NAME", help="slurm: partition.")
+@click.option("--account", metavar="NAME", help="slurm: account to charge.")
 @click.option("--output", metavar="FILE", help="slurm: log file. [default: %x-%j.out]")
 @click.option(
     "--signal-seconds",
     type=click.IntRange(min=1, max=65535),
     metavar="N",
-    help="slurm: seconds before the time limit at which the job is warned, saves, ends and is requeued. [default: 120]",
+    help="slurm: seconds before the time limit at which Slurm signals the job to checkpoint, exit and requeue. "
+    "[default: 120]",
 )
 @click.option("--kind", metavar="KIND", help="kubernetes: PyTorchJob, TrainJob or MPIJob. [default: the backend's]")
-@click.option("--image", metavar="NAME", help="kubernetes: image of the containers.")
+@click.option("--image", metavar="NAME", help="kubernetes: container image.")
 @click.option("--namespace", metavar="NAME", help="kubernetes: namespace of the job.")
 @click.option(
-    "-x", "exports", multiple=True, metavar="NAME[=VALUE]", help="Forward a variable to all ranks. Repeatable."
+    "-x",
+    "exports",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Forward or set an environment variable on all ranks. Repeatable.",
 )
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Print the script or manifest and exit.")
-@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[OPTION=VALUE]... SCRIPT [ARGS]...")
+@click.argument(
+    "script_and_args", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[OPTION=VALUE]... SCRIPT [ARGS]..."
+)
 def submit(scheduler: str, is_dry_run: bool, **arguments: object) -> None:
-    """Submit SCRIPT with its ARGS to a scheduler, as a job that may be preempted and resumes from its checkpoint.
+    """Submit SCRIPT with its ARGS to a scheduler, as a preemptible job that resumes from its checkpoint.
 
-    Prints the batch script or manifest first. Unknown options are passed to sbatch; write each as one word: --qos=high.
+    Prints the batch script or manifest first. Unknown options are passed to sbatch and must use the form --qos=high.
 
     \b
       unitrain submit --to slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 --partition gpu train.py --epochs 90

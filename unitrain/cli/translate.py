@@ -1,4 +1,4 @@
-"""`unitrain translate`: translate a launcher's command line for another launcher, a batch script or a manifest."""
+"""`unitrain translate`: convert a launcher command line to another launcher, a batch script or a manifest."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from unitrain.launchers.translation.words import join
 
 @click.command()
 @click.option("--to", "target", required=True, metavar="TARGET", help=f"{', '.join(translation.TARGETS)}.")
-@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts of the translated job. [default: as in LINE]")
+@click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts of the converted job. [default: as in LINE]")
 @click.option("--backend", metavar="NAME", help="ddp, horovod, or a plug-in. [default: as in LINE]")
 @click.argument("line", nargs=-1, required=True)
 def translate(target: str, hosts: str | None, backend: str | None, line: tuple[str, ...]) -> None:
-    """Translate LINE, the command line of a launcher, for another launcher.
+    """Convert LINE, the command line of a launcher, to another launcher.
 
-    Standard output receives the result, to paste or to redirect to a file. Standard error receives a note on each
-    option without an equivalent, with an alternative. The backend stays the same unless --backend is given.
+    The result is written to standard output. For each option without an equivalent, a note with an alternative is
+    written to standard error. The backend stays the same unless --backend is given.
 
     \b
       unitrain translate "horovodrun -np 16 -H a:8,b:8 python train.py" --to torchrun

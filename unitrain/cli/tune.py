@@ -1,4 +1,4 @@
-"""`unitrain tune`: find settings that make a script train faster on this machine."""
+"""`unitrain tune`: search for settings that reduce the step time of a script on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _STARTUP_SECONDS = 120.0
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
-    "--launch", default="", metavar="OPTIONS", help='Options of unitrain launch: --launch "--backend horovod -np 4".'
+    "--launch",
+    default="",
+    metavar="OPTIONS",
+    help='Options passed to unitrain launch: --launch "--backend horovod -np 4".',
 )
 @click.option(
     "--minutes",
@@ -33,17 +36,19 @@ _STARTUP_SECONDS = 120.0
     type=click.FloatRange(min=0, min_open=True),
     default=3,
     show_default=True,
-    help="Duration of the timed steps of each run.",
+    help="Duration of the timed steps per run.",
 )
-@click.option("--compression", is_flag=True, help="Also time compressed gradients, which change the numbers.")
+@click.option(
+    "--compression", is_flag=True, help="Also time gradient compression, which changes the numerical results."
+)
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def tune(launch: str, minutes: float, seconds: float, compression: bool, script: Path, args: tuple[str, ...]) -> None:
-    """Find settings that reduce the step time of SCRIPT, which uses unitrain.Trainer.
+    """Search for settings that reduce the step time of SCRIPT, which must use unitrain.Trainer.
 
-    Runs the script repeatedly for some seconds, with and without each setting. Settings that are significantly faster
-    in new pairs of runs are saved in unitrain-tuned.json. In this folder, `unitrain launch` uses and prints them for
-    runs with the same arguments on the same hardware. The settings change numbers by rounding only.
+    Runs the script repeatedly for a few seconds, with and without each setting. Settings with a significant speedup in
+    new pairs of runs are saved to unitrain-tuned.json. In this folder, `unitrain launch` applies and prints them for
+    runs with the same arguments on the same hardware. The settings change results by rounding errors only.
 
     \b
       unitrain tune train.py
@@ -59,7 +64,7 @@ def tune(launch: str, minutes: float, seconds: float, compression: bool, script:
 
     from unitrain.tune.tuning import Tuner
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the current run is terminated before this process ends
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # terminate the current run before this process exits
     with tempfile.TemporaryDirectory(prefix="unitrain-tune-") as folder:
         tuner = Tuner(
             launch_options=tuple(shlex.split(launch)),

@@ -1,4 +1,4 @@
-"""`unitrain verify`: train a script on every backend, and compare the numbers."""
+"""`unitrain verify`: train a script on every backend, and compare the results numerically."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _TRAIN_FUNCTION = Path(__file__).parent.parent / "verify" / "train_function.py"
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("-np", "-n", "--num-processes", default="2", show_default=True, metavar="N,...", help="Numbers of ranks.")
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Optimizer steps to train.")
-@click.option("--backends", metavar="NAME,...", help="Backends to compare. [default: all that are available]")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Number of optimizer steps.")
+@click.option("--backends", metavar="NAME,...", help="Backends to compare. [default: all available]")
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
-    help="Largest permitted difference: absolute for values up to 1, relative above 1. It is lower for tensors that "
-    "training changes little. [default: 1e-6, with --float64 1e-8]",
+    help="Maximum difference: absolute for values up to 1, relative above 1. It is lower for tensors that "
+    "change little during training. [default: 1e-6, with --float64 1e-8]",
 )
-@click.option("--float64", is_flag=True, help="Train in double precision, in which rounding is negligible.")
+@click.option("--float64", is_flag=True, help="Train in double precision, where rounding errors are negligible.")
 @click.option("--cpu", is_flag=True, help="Hide the GPUs.")
 @click.option(
     "--timeout-seconds",
     type=click.FloatRange(min=0, min_open=True),
     default=600,
     show_default=True,
-    help="Time limit of each run.",
+    help="Time limit per run.",
 )
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report to this file."
@@ -63,10 +63,10 @@ def verify(
     """Train TARGET on every backend and report whether the numbers are the same.
 
     TARGET is an unmodified training script that uses unitrain.Trainer, with its ARGS, or a function that returns the
-    arguments of Trainer and fit as a dictionary. Each run ends after --steps steps, and the code after `fit` is not
-    executed. The backend is selected by UNITRAIN_BACKEND. A run that differs for an unknown reason is repeated in
-    float64, to distinguish rounding from a defect. The exit status is 0 if the numbers are the same, and 1 if they
-    differ or a run failed.
+    arguments of Trainer and fit as a dictionary. Each run stops after --steps steps without executing the code after
+    `fit`. UNITRAIN_BACKEND selects the backend of each run. Runs with unexplained differences are repeated in float64,
+    to distinguish rounding from a defect. The exit status is 0 if the numbers are the same, and 1 if they differ or a
+    run failed.
 
     \b
       unitrain verify train.py --epochs 3
@@ -95,7 +95,7 @@ def verify(
     if tolerance is None:
         tolerance = FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE
     controllers, skipped = find_available(names)
-    # By default SIGTERM would end this process at once, and the ranks would continue. SystemExit terminates them first.
+    # By default SIGTERM would terminate this process only, and orphan the ranks. SystemExit terminates the ranks first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     script = str(_TRAIN_FUNCTION) if is_function else target
     with tempfile.TemporaryDirectory(prefix="unitrain-verify-") as folder:
@@ -117,13 +117,13 @@ def verify(
         if json_file is not None:
             settings = {"target": target, "args": args, "steps": steps, "tolerance": tolerance, "float64": float64}
             report.write_json(verdict, settings, json_file)
-    # A backend that the user named but that cannot run here is a failure. Without names, it is only skipped.
+    # An unavailable backend is a failure if --backends names it. By default it is only skipped.
     is_missing = backends is not None and not all(controllers.get(name) for name in names)
     sys.exit(0 if verdict.is_same and not is_missing else 1)
 
 
 def _check_function(target: str, args: Sequence[str]) -> None:
-    """Raise ConfigError for a target that lacks the module or the name of the function, and for arguments."""
+    """Raise ConfigError if `target` lacks the module or the function name, or if arguments follow it."""
     module, _, name = target.rpartition(":")
     if not module or not name:
         raise ConfigError(
@@ -135,7 +135,7 @@ def _check_function(target: str, args: Sequence[str]) -> None:
 
 
 def _warn_of_misplaced_options(target: str, args: Sequence[str]) -> None:
-    """Print a warning if options of this command follow the name of the script, which then receives them."""
+    """Print a warning if options of this command follow the script, because they are then passed to the script."""
     own = {name for parameter in verify.params for name in (*parameter.opts, *parameter.secondary_opts)}
     if misplaced := [word for word in args if word.startswith("-") and word.partition("=")[0] in own]:
         click.echo(
@@ -146,7 +146,7 @@ def _warn_of_misplaced_options(target: str, args: Sequence[str]) -> None:
 
 
 def _parse_sizes(text: str) -> list[int]:
-    """Return the distinct numbers of ranks in a text such as "1,2,3"."""
+    """Parse a list of distinct numbers of ranks such as "1,2,3". Raises ConfigError."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not part.isdecimal() or int(part) < 1:
@@ -159,10 +159,10 @@ def _parse_sizes(text: str) -> list[int]:
 def _build_command(
     run: Run, variables: Mapping[str, str], *, script: str, args: tuple[str, ...], cpu: bool, max_ranks: int
 ) -> launchers.Command:
-    """Return the command that launches a run on this host. Raises ConfigError if its launcher is not available."""
+    """Return the launch command of a run on this host. Raises ConfigError if the launcher is not available."""
     added = dict(variables)
     if environment.setting("OMP_NUM_THREADS") is None:
-        # All runs use the same number of threads per rank, because it determines how sums are rounded.
+        # The number of threads per rank affects the rounding of sums, so all runs use the same number.
         added["OMP_NUM_THREADS"] = str(max(1, launchers.count_usable_cores() // max_ranks))
     if cpu:
         added["CUDA_VISIBLE_DEVICES"] = ""

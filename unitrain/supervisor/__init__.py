@@ -1,10 +1,10 @@
-"""`unitrain launch`: plans a launch, starts it, and supervises the job until its end.
+"""`unitrain launch`: plan a launch, execute it, and supervise the job until it exits.
 
-launch_plan  a launch request, validated and turned into a plan, and its execution
+launch_plan  validate a launch request, plan it, and execute the plan
 submission   batch scripts and manifests for `unitrain submit`
-checks       checks that all commands which start ranks make first
-supervisor   Job and Supervisor: attempts at a job, and restarts after failures and changes of hosts
-ranks        connections to the ranks, which detect when and how a rank has ended
-membership   selection of the hosts of an elastic job
-rank_logs    log file of each rank
+checks       preflight checks shared by all commands that start ranks
+supervisor   Job and Supervisor: run attempts of a job, and restart it after failures and host changes
+ranks        connections to the ranks, which detect when and how a rank exits
+membership   select the hosts of an elastic job
+rank_logs    one log file per rank
 """

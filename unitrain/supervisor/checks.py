@@ -1,4 +1,4 @@
-"""Checks that commands which start ranks make first: the script exists, and no launcher has started the command."""
+"""Preflight checks of commands that start ranks: the script exists, and the command itself runs without a launcher."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_module(name: str) -> None:
 
 
 def check_not_launched(fix: str) -> None:
-    """Raise LaunchError, with the `fix`, if a launcher has started this process, or it runs in one of several pods."""
+    """Raise LaunchError with `fix` if a launcher started this process, or if the job has several pods."""
     if (pods := environment.max_pods()) > 1:
         # Each pod would train separately.
         raise launchers.LaunchError(
@@ -53,7 +53,7 @@ def check_not_launched(fix: str) -> None:
 
 
 def check_started_once(hint: str = "") -> None:
-    """Raise LaunchError, with the `hint`, if srun has started this command in each of several tasks."""
+    """Raise LaunchError with `hint` if srun started this command in several tasks."""
     if launchers.is_one_of_several_tasks():
         raise launchers.LaunchError(
             f"srun has started this command in each of {environment.detect().size} tasks, and each task would start "

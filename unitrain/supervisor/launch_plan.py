@@ -1,7 +1,7 @@
-"""`unitrain launch` without its command line: a request is validated, planned and executed.
+"""Implementation of `unitrain launch`: validate, plan and execute a launch request.
 
 plan = plan_launch(LaunchRequest(script=Path("train.py"), num_processes=2))
-execute(plan)  # becomes the launcher, or supervises it and exits
+execute(plan)  # replaces this process with the launcher, or supervises the launcher and exits
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from unitrain.supervisor.membership import Membership
 from unitrain.supervisor.supervisor import Job, Supervisor
 from unitrain.tune.tuned_settings import BUILT_IN_VARIABLES, TUNED_FILE, Run, find_tuned, format_settings
 
-# The backend of each launcher unless the user chooses another.
+# Default backend per launcher.
 _DEFAULT_BACKENDS = {launcher: backend for backend, launcher in launchers.DEFAULT_LAUNCHERS.items()} | {
     "mpirun": "horovod",
     "srun": "ddp",
 }
 _DEFAULT_ELASTIC_RESTARTS = 3
-_MULTI_HOST_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")  # without srun, whose hosts Slurm chooses
+_MULTI_HOST_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")  # not srun: Slurm selects its hosts
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """The arguments of `unitrain launch`. None stands for an option that was not given; its help has the default."""
+    """The arguments of `unitrain launch`. None selects the default, which the help of the option documents."""
 
     script: Path
     args: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A validated launch: the job, its first command, and for an elastic job the selection of its hosts."""
+    """A validated launch: the job, the command of its first attempt, and the membership of an elastic job."""
 
     job: Job
     command: Command
@@ -77,7 +77,7 @@ class LaunchPlan:
     log_dir: Path | None
 
     def missing_program(self) -> str | None:
-        """Return a message if the command of a dry run could not run on this host, else None."""
+        """Return an error message if this host lacks the launcher of a dry run, else None."""
         try:
             launchers.build(self.job.launcher, replace(self.job.spec, is_dry_run=False))
         except launchers.MissingLauncherError as error:
@@ -88,7 +88,7 @@ class LaunchPlan:
 
 
 def plan_launch(request: LaunchRequest) -> LaunchPlan:
-    """Validate a request and return its plan. Starts nothing except the checks of other hosts.
+    """Validate a request and return its plan. Starts no process except the preflight checks on other hosts.
 
     Raises LaunchError and ConfigError.
     """
@@ -116,7 +116,7 @@ def execute(plan: LaunchPlan) -> NoReturn:
     """Replace this process with the launcher, or supervise the launcher (restarts, an elastic job, --log-dir) and exit
     with its exit code.
 
-    Raises LaunchError if a later attempt of a supervised job cannot be started.
+    Raises LaunchError if a restart of a supervised job cannot be launched.
     """
     sys.stdout.flush()
     if not plan.uses_other_hosts:
@@ -140,12 +140,12 @@ def execute(plan: LaunchPlan) -> NoReturn:
 
 
 def export_job_key() -> None:
-    """Set a new job key, with which ranks authenticate each other, in the environment that launchers forward."""
+    """Export a new job key, which the launcher forwards to the ranks. Ranks use it to authenticate each other."""
     environment.export({environment.JOB_KEY: new_key()})
 
 
 def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
-    """Return the launcher and a spec without the number of ranks and the fields that depend on it."""
+    """Return the launcher and a spec. The number of ranks and the fields that depend on it are not set yet."""
     hosts = _parse_hosts(request.hosts, request.hostfile)
     backend = request.backend or environment.setting("UNITRAIN_BACKEND")
     if backend is not None:
@@ -163,7 +163,7 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
         check_script(request.script)
     check_not_launched(f"Run the script itself: python {'-m ' if request.module else ''}{request.script}")
     options = launchers.parse_launcher_args(request.launcher_args)
-    # With explicit hosts, or a torchrun that is one of several nodes, starting the command in each task is intended.
+    # With explicit hosts or torchrun --nnodes, starting the command in each task is intended.
     if not hosts and launcher != "none" and not any(word.startswith("--nnodes") for word in options):
         check_started_once(" To start a job in each task, name its host: -H localhost:N")
     forwarded, values = launchers.parse_exports(request.exports)
@@ -188,7 +188,7 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
 
 
 def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, uses_other_hosts: bool) -> Job:
-    """Return the job with a fixed number of ranks. Checks other hosts unless this is a dry run."""
+    """Return a job with a fixed number of ranks. Runs the preflight checks on other hosts, except in a dry run."""
     if request.host_discovery_script is not None:
         raise LaunchError(
             f"--host-discovery-script '{request.host_discovery_script}' is for elastic jobs, and --elastic is missing. "
@@ -210,7 +210,10 @@ def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, use
 def _plan_elastic_job(
     request: LaunchRequest, launcher: str, spec: LaunchSpec, limits: Elastic
 ) -> tuple[Job, Command, Membership]:
-    """Return the elastic job, the command of its first attempt if all hosts are reachable, and its membership."""
+    """Return an elastic job, the command of its first attempt, and its membership.
+
+    The command assumes that all hosts are reachable.
+    """
     _check_elastic(request, launcher, limits)
     restarts = _DEFAULT_ELASTIC_RESTARTS if request.max_restarts is None else request.max_restarts
     job = Job(launcher, replace(spec, elastic=limits, max_restarts=restarts))
@@ -224,10 +227,10 @@ def _plan_elastic_job(
         # The supervisor runs the script again until --elastic-timeout expires.
         click.echo(f"unitrain: {error} It is run again until --elastic-timeout expires.", err=True)
         listed = ()
-    # Built on all listed hosts to find invalid requests before anything starts. The supervisor builds the command of
-    # each attempt again, on the reachable hosts.
+    # Build the command on all listed hosts to reject invalid requests before any process starts. The supervisor
+    # rebuilds the command per attempt, on the reachable hosts.
     if launcher == "torchrun" and len(listed) > 1:
-        hosts = listed  # torchrun rejects several hosts, with instructions for all of them
+        hosts = listed  # `job.command` then raises an error with instructions per host
     else:
         hosts = limits.select_slots(listed) or (Host("localhost", limits.min_ranks),)
     return job, job.command(hosts), membership
@@ -242,7 +245,7 @@ def _parse_hosts(hosts: str | None, hostfile: Path | None) -> tuple[Host, ...]:
 
 
 def _check_interface(interface: str | None) -> None:
-    """Raise LaunchError for an `interface` that this host, the only one of the job, does not have."""
+    """Raise LaunchError if this host, the only one of the job, lacks the network interface `interface`."""
     names = [name for _, name in socket.if_nameindex()]
     if interface is not None and interface not in names:
         raise LaunchError(
@@ -252,7 +255,7 @@ def _check_interface(interface: str | None) -> None:
 
 
 def _create_log_folder(folder: Path) -> None:
-    """Create the `folder` of --log-dir. Raises LaunchError if that fails or it is not writable."""
+    """Create the `folder` of --log-dir. Raises LaunchError if it cannot be created or is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -264,7 +267,7 @@ def _create_log_folder(folder: Path) -> None:
 
 
 def _check_elastic(request: LaunchRequest, launcher: str, limits: Elastic) -> None:
-    """Raise LaunchError for options that an elastic job does not support."""
+    """Raise LaunchError for options that are not supported with --elastic."""
     if launcher == "none":
         raise LaunchError(
             f"--elastic {limits} changes the number of ranks, but without a launcher there is always one. "
@@ -288,7 +291,7 @@ def _check_elastic(request: LaunchRequest, launcher: str, limits: Elastic) -> No
 
 
 def _host_source(request: LaunchRequest, spec: LaunchSpec, limits: Elastic) -> Callable[[], tuple[Host, ...]]:
-    """Return the function that lists the hosts of an elastic job. Raises LaunchError if fixed hosts are too few."""
+    """Return a function that lists the hosts of an elastic job. Raises LaunchError if they have too few slots."""
     if request.host_discovery_script is not None:
         return partial(launchers.discover_hosts, request.host_discovery_script)
     hosts = spec.hosts or (Host("localhost", limits.max_ranks),)
@@ -303,14 +306,14 @@ def _host_source(request: LaunchRequest, spec: LaunchSpec, limits: Elastic) -> C
 
 
 def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dict[str, str]:
-    """Return the variables that `unitrain tune` stored for this run, except those that the user has set, and print
-    them.
+    """Return and print the variables that `unitrain tune` stored for this run. Variables set by the user take
+    precedence.
 
-    Settings found with other arguments, hosts, machines or another torch are not used, which is printed too. Raises
-    ConfigError if the file sets any other variable: the file may come with another person's script, and a variable
-    such as LD_PRELOAD runs code.
+    Settings tuned with other arguments, hosts, machines or another torch are ignored, with a message. Raises
+    ConfigError if the file sets any other variable: the file may be distributed with an untrusted script, and a
+    variable such as LD_PRELOAD executes code.
     """
-    if spec.module or not TUNED_FILE.exists():  # unitrain tune takes files only
+    if spec.module or not TUNED_FILE.exists():  # unitrain tune does not support modules
         return {}
     backend = spec.backend or "ddp"
     hosts = spec.hosts or launchers.allocated_hosts(launcher)

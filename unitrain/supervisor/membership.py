@@ -1,4 +1,4 @@
-"""Selection of the hosts of an elastic job, and detection of changes that justify a restart."""
+"""Select the hosts of an elastic job, and detect host changes that justify a restart."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import click
 
 from unitrain.launchers import Elastic, Host, LaunchError, find_reachable_hosts
 
-# Interval between two listings of the hosts, and between two probes of a host that did not respond.
+# Interval between host discoveries, and between probes of an unresponsive host.
 POLL_SECONDS = 2.0
 _PROBE_AGAIN_SECONDS = 10.0
-# A host whose rank fails first this many times in a row is excluded for this time, while enough other hosts remain.
+# If the ranks of a host fail first this many times in a row, the host is excluded for this time, while enough hosts
+# remain.
 _MAX_FAILURES_IN_A_ROW = 2
 _EXCLUSION_SECONDS = 600.0
 
 
 class Membership:
-    """Selects the hosts of each attempt from those that `list_hosts` returns, for an `elastic` number of ranks.
+    """Selects the hosts per attempt from the hosts returned by `list_hosts`, for an `elastic` number of ranks.
 
-    Only hosts that respond are selected. Hosts of the previous attempt come first, so that rank 0 of a growing job
-    stays on its host. `list_hosts` may raise LaunchError.
+    Only responsive hosts are selected. Hosts of the previous attempt come first, so that rank 0 stays on its host when
+    the job grows. `list_hosts` may raise LaunchError.
     """
 
     def __init__(self, elastic: Elastic, list_hosts: Callable[[], tuple[Host, ...]], timeout_seconds: float) -> None:
@@ -33,15 +34,15 @@ class Membership:
         self._excluded_until: dict[str, float] = {}
         self._failures_in_a_row: tuple[str, int] = ("", 0)
 
-    def select_hosts(self, must_end: threading.Event) -> tuple[Host, ...]:
-        """Wait until there are enough hosts for the next attempt, and return them with the number of slots to use.
+    def select_hosts(self, stop_event: threading.Event) -> tuple[Host, ...]:
+        """Wait until enough slots are available for the next attempt. Return the hosts with the number of slots to use.
 
-        Return no hosts once `must_end` is set. Raises LaunchError if there are too few hosts until the timeout, and
-        immediately if hosts cannot be probed at all.
+        Return no hosts once `stop_event` is set. Raises LaunchError after the timeout, and immediately if hosts cannot
+        be probed at all.
         """
         deadline, is_reported = time.monotonic() + self._timeout_seconds, False
         self._unresponsive_since.clear()
-        while not must_end.is_set():
+        while not stop_event.is_set():
             problem = ""
             try:
                 listed = self._list_hosts()
@@ -61,14 +62,14 @@ class Membership:
             if not is_reported:
                 _report(f"waiting for slots for {self._elastic.min_ranks} ranks; hosts that respond: {found}{problem}")
                 is_reported = True
-            must_end.wait(POLL_SECONDS)
+            stop_event.wait(POLL_SECONDS)
         return ()
 
     def find_change(self) -> str | None:
-        """Return a description of the change if the job should be restarted on other hosts, else None.
+        """Return a description of the host change if the job should be restarted, else None.
 
-        This is the case if there are more slots than the job uses, or if a host is no longer listed and enough other
-        hosts remain. The change must be found in two consecutive calls, because hosts often join one after another.
+        A restart is due if more slots are available than the job uses, or if a host is no longer listed and enough
+        other hosts remain. Two consecutive calls must detect the change, because hosts often join one after another.
         """
         try:
             listed = self._list_hosts()
@@ -87,7 +88,7 @@ class Membership:
         return f"there are {num_slots} slots instead of {num_slots_before}"
 
     def record_failure(self, rank: int | None) -> None:
-        """Record that `rank` failed first in the latest attempt, None if that is unknown."""
+        """Record that `rank` failed first in the latest attempt (None: unknown)."""
         host = None if rank is None else self._host_of(rank)
         if host is None:
             self._failures_in_a_row = ("", 0)
@@ -104,7 +105,7 @@ class Membership:
 
     def _choose(self, listed: tuple[Host, ...], *, is_running: bool = False) -> tuple[Host, ...]:
         members, now = {host.name for host in self._selected}, time.monotonic()
-        # Hosts of a running job are not probed; those that did not respond recently are probed later.
+        # Hosts of a running job are not probed. Hosts that did not respond recently are probed again later.
         not_probed = members if is_running else set()
         probed = [
             host

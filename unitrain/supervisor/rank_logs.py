@@ -1,8 +1,7 @@
-"""Log file of each rank, for `unitrain launch --log-dir`.
+"""One log file per rank, for `unitrain launch --log-dir`.
 
-A launcher runs `python rank_logs.py FOLDER SCRIPT ARGS...` for each rank. This program replaces itself with the script,
-and copies the output of the script to FOLDER/rank-N.log. The output is also printed, with the rank's number before each
-line.
+The launcher runs `python rank_logs.py FOLDER SCRIPT ARGS...` on each rank. This program forks a process that copies the
+output to FOLDER/rank-N.log and prints it with the rank as a prefix, and then replaces itself with the script.
 """
 
 from __future__ import annotations
@@ -15,35 +14,35 @@ from collections.abc import Mapping
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Python puts the folder of a script first on the path; this one has modules with common names.
+    # Python prepends the folder of a script to sys.path; this folder contains modules with common names.
     sys.path[0] = str(Path(__file__).parents[2])
 
 from unitrain.bootstrap import environment
 
 _FAILED_FIRST = re.compile(r"unitrain: rank (\d+) failed first")
 _MAX_LINES = 20
-# The process that copies the output ignores the signals that end a job: it ends when the rank closes its output.
+# The copying process ignores signals that terminate a job. It exits when the rank closes its output.
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def wrapper(folder: Path) -> tuple[str, ...]:
-    """Return the words of the command line that come before the script."""
+    """Return the command-line arguments to insert before the script."""
     return str(Path(__file__)), str(folder.absolute())
 
 
 def log_sizes(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of each log file in `folder`, before a job appends to them."""
+    """Return the current size in bytes of each log file in `folder`, to be called before a job appends to them."""
     return {path.name: path.stat().st_size for path in folder.glob("rank-*.log")}
 
 
 def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_before: Mapping[str, int]) -> list[str]:
-    """Return the last lines of the rank that failed first, with a headline; nothing if that rank is unknown.
+    """Return the last log lines of the rank that failed first, with a headline, or [] if that rank is unknown.
 
-    It is `killed_rank`, or else the rank that the logs name, or else the only one with a traceback. Content from
-    before the job (`log_sizes`) is ignored.
+    The rank is `killed_rank`, else the rank that a log names, else the only rank with a traceback. `sizes_before`
+    (`log_sizes`) excludes content from before the job.
     """
     logs: dict[int, str] = {}
-    # The folder may have files of the user, such as a copy of a log under another name.
+    # The folder may contain other files, such as a renamed copy of a log.
     for path in sorted(folder.glob("rank-*.log")):
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and path.is_file() and (new := path.read_bytes()[sizes_before.get(path.name, 0) :]):
@@ -62,16 +61,16 @@ def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_befor
 
 
 def main(folder: Path, program: list[str]) -> None:
-    """Replace this process with `program`, so that the program receives all signals. A child process copies its
+    """Replace this process with `program`, so that signals are delivered to the program. A child process copies the
     output."""
     rank_info = environment.detect()
     folder.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.close(writer)
-        for number in _IGNORED_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        # horovodrun itself prints a number before each line.
+        for signum in _IGNORED_SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+        # horovodrun already prefixes each line with the rank.
         prefix = "" if rank_info.launcher == "horovodrun" else f"[{rank_info.rank}] "
         _copy_output(reader, folder / f"rank-{rank_info.rank}.log", prefix.encode())
         os._exit(0)
@@ -83,14 +82,14 @@ def main(folder: Path, program: list[str]) -> None:
 
 
 def _copy_output(reader: int, file: Path, prefix: bytes) -> None:
-    # Unbuffered, because closing a buffered file would repeat a write that has failed.
+    # Unbuffered: closing a buffered file would retry a failed write.
     with os.fdopen(reader, "rb") as lines, file.open("ab", buffering=0) as log:
         is_writable = True
         for line in lines:
             if is_writable:
                 try:
                     log.write(line)
-                except OSError as error:  # a full disk must not end the rank, which would write to a broken pipe
+                except OSError as error:  # keep reading: a broken pipe would terminate the rank
                     is_writable = False
                     message = (
                         f"unitrain: cannot write more to '{file}': {error.strerror}. The output of the rank is still "

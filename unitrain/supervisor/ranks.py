@@ -1,4 +1,4 @@
-"""The supervisor's connections to the ranks of a job: which ranks have ended, how, and requests to end."""
+"""The supervisor's connections to the ranks of a job: detect exits of ranks, and request a checkpoint or an exit."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import PREEMPTED, Disconnect, PeerConnection
 from unitrain.monitoring.supervisor_client import EXIT, ROLE, SAVE_AND_EXIT
 
-# A host that does not respond is detected after 5 + 3 x 5 seconds.
+# TCP keepalive detects an unresponsive host after 5 + 3 x 5 seconds.
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 5, 5, 3
 _GREETING_TIMEOUT_SECONDS = 10.0
-# Each rank has a connection. The usual soft limit of file descriptors is 1,024.
+# One connection per rank. The usual soft limit of file descriptors is 1,024.
 _NUM_DESCRIPTORS = 2**16
-# Errors of `accept` after which the next call may succeed, and the pause before it.
+# Transient errors of `accept`, and the delay before the next call.
 _TEMPORARY_ERRORS = (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_SECONDS = 0.1
-# Maximum delay between the exit of the launcher and the detected exit of its ranks.
+# Maximum delay between the exit of the launcher and the detection of the exits of its ranks.
 _NOTICE_SECONDS = 1.0
 
 
 class Ranks:
-    """Connections of the ranks of one attempt at the job named `job`, which connect to `address`.
+    """Server for the connections of the ranks of one attempt of the job `job`. The ranks connect to `address`.
 
-    `lost` lists the ranks whose process was killed or crashed, in the order in which they ended, and `unreachable` the
-    ranks whose host does not respond. `is_preempted` is true if ranks have ended after a checkpoint, as requested.
-    Ranks authenticate with `key`. Use it as a context manager: leaving it closes the connections without waiting for
-    ranks.
+    `lost` lists the killed or crashed ranks in chronological order, and `unreachable` the ranks on unresponsive hosts.
+    `is_preempted` is true if ranks exited after a requested checkpoint. Ranks authenticate with `key`. As a context
+    manager, it closes the connections on exit without waiting for ranks.
     """
 
     def __init__(self, job: str, key: str | None, listen_on: str, advertised_host: str) -> None:
@@ -62,18 +61,18 @@ class Ranks:
 
     @property
     def first_lost(self) -> int | None:
-        """The rank that was killed or crashed before any other rank had ended, None if there is none."""
+        """The rank that was killed or crashed before any other rank exited, or None."""
         return self.lost[0] if self.lost and not self._first_exit_was_orderly else None
 
     def request_end(self) -> None:
-        """Request that rank 0 saves a checkpoint and ends the job, as soon as it is connected."""
+        """Request a checkpoint and an exit of the job from rank 0, as soon as it is connected."""
         with self._change:
             self.is_asked_to_end = True
             if 0 in self._connections:
                 self._connections[0].send(SAVE_AND_EXIT)
 
     def end_all(self, timeout_seconds: float) -> None:
-        """Request that all remaining ranks exit immediately. Ranks that are still connected at the timeout count as
+        """Request an immediate exit of all remaining ranks. Ranks still connected at the timeout count as
         unreachable."""
         with self._change:
             self._has_ended = True  # also for ranks that connect later
@@ -98,7 +97,7 @@ class Ranks:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
-        """Authenticate a connection and wait for its end."""
+        """Authenticate a connection and wait until it is closed."""
         with accepted:
             accepted.settimeout(_GREETING_TIMEOUT_SECONDS)
             try:
@@ -125,7 +124,7 @@ class Ranks:
                     self._remove(rank, received, message)
 
     def _rank_of(self, greeting: str | Disconnect) -> int | None:
-        """Return the rank in a greeting, None if it is not from a rank of this job."""
+        """Return the rank from a greeting, or None if the sender is not a rank of this job."""
         try:
             content = json.loads(greeting) if isinstance(greeting, str) else None
             return int(content["rank"]) if content["job"] == self._job else None  # type: ignore[index]
@@ -145,7 +144,7 @@ class Ranks:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise this process's soft limit of file descriptors to the number that many ranks need, or to the hard limit."""
+    """Raise the soft limit of file descriptors to `_NUM_DESCRIPTORS` or the hard limit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _NUM_DESCRIPTORS if hard_limit == resource.RLIM_INFINITY else min(_NUM_DESCRIPTORS, hard_limit)
     if soft_limit != resource.RLIM_INFINITY and soft_limit < limit:

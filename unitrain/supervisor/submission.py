@@ -1,4 +1,4 @@
-"""`unitrain submit` without its command line: a batch script or manifest for a training script, and its submission."""
+"""Implementation of `unitrain submit`: write and submit a batch script or manifest for a training script."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SUBMIT_TIMEOUT_SECONDS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitRequest:
-    """The arguments of `unitrain submit`. None stands for an option that was not given.
+    """The arguments of `unitrain submit`. None means that the option is not set.
 
-    `words` are options of sbatch, the script and its arguments.
+    `script_and_args` contains the options of sbatch, the script and its arguments.
     """
 
     scheduler: str
-    words: Sequence[str]
+    script_and_args: Sequence[str]
     backend: str = "ddp"
     nodes: int = 1
     num_processes: int | None = None
@@ -55,18 +55,18 @@ class SubmitRequest:
 
 
 def write_submission(request: SubmitRequest) -> Translation:
-    """Return the batch script or manifest of a request. Raises LaunchError and ConfigError."""
+    """Return the batch script or manifest for a request. Raises LaunchError and ConfigError."""
     registry.check_backend_name(request.backend)
     scheduler = request.scheduler
     if scheduler not in _SUBMIT_COMMANDS:
         near = did_you_mean(scheduler, _SUBMIT_COMMANDS)
         raise LaunchError(f"Unknown scheduler {scheduler!r}. {near}Available: {', '.join(_SUBMIT_COMMANDS)}.")
-    scheduler_options, script, args = _split_words(request.words, scheduler)
+    scheduler_options, script, args = _split_arguments(request.script_and_args, scheduler)
     timeout_seconds = None if request.time_limit is None else _parse_time(request.time_limit)
     forwarded, values = parse_exports(request.exports)
     if scheduler == "kubernetes":
-        # Pods do not inherit the variables of this shell. Values that are probably secret come from a Kubernetes
-        # secret.
+        # Pods do not inherit the environment of this shell. Values that are probably secret are read from a Kubernetes
+        # Secret.
         variables = environment.copy()
         inherited = {name: variables.get(name, "") for name in forwarded if name not in values}
         values |= {name: value for name, value in inherited.items() if not is_likely_secret(name, value)}
@@ -86,9 +86,9 @@ def write_submission(request: SubmitRequest) -> Translation:
 
 
 def submit(scheduler: str, translation: Translation) -> int:
-    """Pass a batch script or manifest to the scheduler and return the exit code of its program.
+    """Submit a batch script or manifest with sbatch or kubectl, and return the exit code of this command.
 
-    Raises LaunchError if the program is not installed, and TimeoutError if it does not answer.
+    Raises LaunchError if the command is not installed, and TimeoutError if it times out.
     """
     command = _SUBMIT_COMMANDS[scheduler]
     if shutil.which(command[0]) is None:
@@ -107,7 +107,7 @@ def submit(scheduler: str, translation: Translation) -> int:
 
 
 def _directives(request: SubmitRequest) -> list[str]:
-    """Return the options of sbatch that a request sets."""
+    """Return the sbatch options for a request."""
     kubernetes_options = {"--kind": request.kind, "--image": request.image, "--namespace": request.namespace}
     _reject_options_of_other_scheduler("slurm", kubernetes_options)
     values = {
@@ -143,10 +143,10 @@ def _write_manifest(request: SubmitRequest, job: Job, timeout_seconds: int | Non
     return manifest
 
 
-def _split_words(words: Sequence[str], scheduler: str) -> tuple[list[str], str, tuple[str, ...]]:
+def _split_arguments(script_and_args: Sequence[str], scheduler: str) -> tuple[list[str], str, tuple[str, ...]]:
     """Return the options before the script, the script, and its arguments. Raises LaunchError."""
-    options = list(itertools.takewhile(lambda word: word.startswith("-"), words))
-    rest = words[len(options) :]
+    options = list(itertools.takewhile(lambda word: word.startswith("-"), script_and_args))
+    rest = script_and_args[len(options) :]
     if not rest:
         raise LaunchError("The command lacks a script. End it as in: train.py")
     if options and scheduler != "slurm":
@@ -167,7 +167,7 @@ def _split_words(words: Sequence[str], scheduler: str) -> tuple[list[str], str, 
 
 
 def _reject_options_of_other_scheduler(scheduler: str, options: Mapping[str, object]) -> None:
-    """Raise LaunchError if one of the `options`, which only the other scheduler has, was given."""
+    """Raise LaunchError if one of the `options`, which only the other scheduler supports, is set."""
     for name, value in options.items():
         if value is not None:
             other = "kubernetes" if scheduler == "slurm" else "slurm"
@@ -175,9 +175,9 @@ def _reject_options_of_other_scheduler(scheduler: str, options: Mapping[str, obj
 
 
 def _parse_time(text: str) -> int:
-    """Return the seconds of a time limit in Slurm's notation. Raises LaunchError.
+    """Convert a time limit in Slurm's notation to seconds. Raises LaunchError.
 
-    The notations are minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
+    The formats are minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
     days-hours:minutes:seconds.
     """
     match = _TIME.fullmatch(text)
@@ -192,7 +192,7 @@ def _parse_time(text: str) -> int:
 
 
 def _parse_memory(text: str) -> tuple[str, str]:
-    """Return the amount and the unit of a memory size such as "64G". Raises LaunchError."""
+    """Parse a memory size such as "64G" into amount and unit. Raises LaunchError."""
     match = _MEMORY.fullmatch(text)
     if match is None:
         raise LaunchError(f"--memory must be a number with K, M, G or T, got {text!r}. Use: --memory 64G")

@@ -1,4 +1,4 @@
-"""Supervisor of a job: it restarts the job after failures, and when its hosts change, under any launcher."""
+"""Supervise a job under any launcher: restart it after failures and host changes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_th
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
 from unitrain.supervisor.ranks import Ranks
 
-# Signals that ask a job to end. They are forwarded to the launcher, and the job is not restarted.
+# Termination and preemption signals. They are forwarded to the launcher, and the job is not restarted.
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PREEMPTED_CODE = int(Preempted(None).code or 0)
-# A host, a file system or a port that has just failed the job may need a moment.
+# A failed host, file system or port may need time to recover.
 _RESTART_PAUSE_SECONDS = 2.0
-# A launcher that does not detect an unreachable host is terminated after this time, and killed after twice this time.
+# A launcher that does not exit although a host is unreachable is terminated after this time, and killed after twice
+# this time.
 _LAUNCHER_TIMEOUT_SECONDS = 10.0
-# Ranks that are asked to exit do so immediately, unless their host is unreachable.
+# Ranks exit immediately on request, unless their host is unreachable.
 _RANK_EXIT_TIMEOUT_SECONDS = 15.0
 
 
@@ -40,7 +41,7 @@ _RANK_EXIT_TIMEOUT_SECONDS = 15.0
 class Job:
     """A job that runs `spec` under `launcher`, in several attempts if `spec` allows restarts.
 
-    `name` is the same in all attempts: a Trainer uses it to recognize the checkpoints of an earlier attempt.
+    `name` is the same for all attempts. A Trainer uses it to recognize checkpoints of earlier attempts.
     """
 
     launcher: str
@@ -54,14 +55,14 @@ class Job:
 
     @property
     def needs_launch_command(self) -> bool:
-        """Whether the process of `unitrain launch` stays until the end of the job."""
+        """Whether the `unitrain launch` process must run until the job exits."""
         return self.may_restart or bool(self.spec.wrapper)
 
     def command(self, hosts: tuple[Host, ...] = (), variables: Mapping[str, str] | None = None) -> Command:
-        """Return the launcher's command for an attempt.
+        """Return the launcher command for an attempt.
 
-        It uses all slots of `hosts`, or the hosts of the specification if there are none. Every rank gets the
-        environment `variables`. Raises LaunchError.
+        The attempt uses all slots of `hosts`, or the hosts of the spec if `hosts` is empty. The environment `variables`
+        are set on every rank. Raises LaunchError.
         """
         added = dict(variables or {})
         if self.needs_launch_command:
@@ -75,10 +76,10 @@ class Job:
 
 
 class Supervisor:
-    """Runs a job until it succeeds, is asked to end, or has used its restarts.
+    """Runs a job until it succeeds, a signal requests its end, or the restarts are exhausted.
 
-    Each attempt runs on the hosts that `membership` selects, or on those of the job if it is None. A change of hosts
-    does not count as a failure. `before_attempt` is called before each attempt.
+    `membership` selects the hosts of each attempt; None selects the hosts of the job. A host change does not count as a
+    failure. `before_attempt` is called before each attempt.
     """
 
     def __init__(
@@ -86,26 +87,31 @@ class Supervisor:
     ) -> None:
         self._job, self._membership, self._before_attempt = job, membership, before_attempt
         self._process: subprocess.Popen[bytes] | None = None
-        self._must_end = threading.Event()
-        self.first_lost: int | None = None  # the rank that was killed first in the latest attempt, if known
+        self._stop_event = threading.Event()
+        self.first_lost: int | None = None  # the first rank killed in the latest attempt, if known
 
     def run(self) -> int:
-        """Run the job and return the exit code of its last attempt. The main thread calls it. Raises LaunchError."""
-        for number in _FORWARDED_SIGNALS:
-            signal.signal(number, self._forward_signal)
+        """Run the job and return the exit code of the last attempt. Raises LaunchError.
+
+        Must be called in the main thread.
+        """
+        for signum in _FORWARDED_SIGNALS:
+            signal.signal(signum, self._forward_signal)
         signal.signal(signal.SIGINT, self._handle_interrupt)
         num_failures = 0
         while True:
-            hosts = self._job.spec.hosts if self._membership is None else self._membership.select_hosts(self._must_end)
-            if self._must_end.is_set():
+            hosts = (
+                self._job.spec.hosts if self._membership is None else self._membership.select_hosts(self._stop_event)
+            )
+            if self._stop_event.is_set():
                 return _PREEMPTED_CODE
             code, ranks = self._run_attempt(hosts)
             self.first_lost = ranks.first_lost
             if code == 0:
                 return code
-            # torchrun and horovodrun exit with 1 regardless of the exit codes of their ranks.
+            # torchrun and horovodrun exit with code 1 regardless of the exit codes of the ranks.
             code = _PREEMPTED_CODE if ranks.is_preempted else code
-            if self._must_end.is_set() or (code == _PREEMPTED_CODE and not ranks.is_asked_to_end):
+            if self._stop_event.is_set() or (code == _PREEMPTED_CODE and not ranks.is_asked_to_end):
                 return code
             if ranks.is_asked_to_end:
                 click.echo("unitrain: restarting the job on the hosts that are available now", err=True)
@@ -120,14 +126,14 @@ class Supervisor:
             )
             if self._membership is not None:
                 self._membership.record_failure(None if ranks.unreachable else ranks.first_lost)
-            self._must_end.wait(_RESTART_PAUSE_SECONDS)
+            self._stop_event.wait(_RESTART_PAUSE_SECONDS)
 
     def _run_attempt(self, hosts: tuple[Host, ...]) -> tuple[int, Ranks]:
-        """Run the job until it ends or its hosts change; return its exit code, and how its ranks have ended."""
+        """Run one attempt until the job exits or its hosts change. Return the exit code and the states of the ranks."""
         if self._before_attempt is not None:
             self._before_attempt()
         listen_on, advertised_host = _select_addresses(hosts or allocated_hosts(self._job.launcher))
-        key = new_key()  # for this attempt only: messages that an earlier attempt has signed are not valid
+        key = new_key()  # a new key per attempt: messages signed in an earlier attempt are rejected
         with Ranks(self._job.name, key, listen_on, advertised_host) as ranks:
             environment.export({environment.JOB_KEY: key})
             command = self._job.command(
@@ -136,7 +142,7 @@ class Supervisor:
             click.echo(command.shell(), err=True)
             environ = environment.without_rank_variables() | dict(command.environment)
             self._process = process = subprocess.Popen(command.argv, env=environ)
-            if self._must_end.is_set():  # a signal was received before the process was started
+            if self._stop_event.is_set():  # a signal arrived before the process was started
                 process.terminate()
             has_ended = threading.Event()
             monitor = threading.Thread(target=self._monitor_hosts, args=(ranks, has_ended), daemon=True)
@@ -155,20 +161,20 @@ class Supervisor:
                 ranks.request_end()
                 return
 
-    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
-        self._must_end.set()
+    def _forward_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._stop_event.set()
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+            self._process.send_signal(signum)
 
-    def _handle_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if _is_in_foreground():  # the terminal sends Ctrl-C to the launcher too
-            self._must_end.set()
+    def _handle_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        if _is_in_foreground():  # on Ctrl-C the terminal signals the launcher too
+            self._stop_event.set()
         else:
-            self._forward_signal(number, frame)
+            self._forward_signal(signum, frame)
 
 
 def _is_in_foreground() -> bool:
-    """Return whether this process has a terminal and belongs to its foreground processes."""
+    """Return whether this process is in the foreground process group of a terminal."""
     try:
         with Path("/dev/tty").open("rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -177,7 +183,7 @@ def _is_in_foreground() -> bool:
 
 
 def _wait_for_launcher(process: subprocess.Popen[bytes], ranks: Ranks) -> int:
-    """Return the launcher's exit code. If a rank's host is unreachable, end a launcher that does not end by itself."""
+    """Wait for the launcher and return its exit code. If a host is unreachable, terminate it after a timeout."""
     actions: list[Callable[[], None]] = [process.terminate, process.kill]
     next_action_at: float | None = None
     while True:
@@ -193,14 +199,16 @@ def _wait_for_launcher(process: subprocess.Popen[bytes], ranks: Ranks) -> int:
 
 
 def _select_addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
-    """Return the address to listen on, and the address that all hosts can probably reach."""
+    """Return the address to listen on, and an address that is likely reachable from all hosts."""
     remote_host = next((host for host in hosts if not is_this_host(host)), None)
     if remote_host is None:
         return "127.0.0.1", "127.0.0.1"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((remote_host.name.strip("[]"), 9))  # any port: only the route is used, and no packet is sent
+            probe.connect(
+                (remote_host.name.strip("[]"), 9)
+            )  # any port: a UDP connect only selects a route and sends no packet
             address = str(probe.getsockname()[0])
             return address, address
-    except OSError:  # the name may be defined in the ssh configuration only
+    except OSError:  # the name may be an alias in the ssh configuration
         return "", socket.gethostname()
