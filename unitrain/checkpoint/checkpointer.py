@@ -42,7 +42,7 @@ class Checkpointer:
         self._config, self._communicator = config, communicator
         self.folder = None if config.output_dir is None else Path(config.output_dir)
         self.stored_batch_sizes: list[ElasticBatchSize] = []
-        """Batch sizes that earlier attempts of an elastic job stored, one for each call of `fit`."""
+        """Batch sizes stored by earlier attempts of an elastic job, one per call of `fit`."""
         self._retention = Retention(config.keep_last, config.keep_every, config.keep_best, config.keep_best_mode)
         self._lock: FolderLock | None = None
         self._writer: CheckpointWriter | None = None
@@ -54,9 +54,9 @@ class Checkpointer:
         self._last_saved = time.monotonic()
 
     def prepare(self) -> Path | None:
-        """Create the output folder, and return it as the path to load from if the run continues there.
+        """Create the output folder. Return its path if the run resumes from it, otherwise None.
 
-        It continues with `TrainConfig.resume`, or if an earlier attempt of this job wrote to the folder.
+        The run resumes with `TrainConfig.resume`, or if an earlier attempt of this job wrote to the folder.
         """
         resume, folder = self._config.resume, self.folder
         if folder is None:
@@ -71,13 +71,13 @@ class Checkpointer:
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, required: bool
     ) -> dict[str, Any] | None:
-        """Load a checkpoint, and return the rest of its training state. See `load_checkpoint`."""
+        """Call `load_checkpoint`."""
         return load_checkpoint(path, model, optimizer, scheduler, self._communicator, required=required)
 
     def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Save the checkpoint of `step`: the weights of `model`, the state `training`, and values for the `manifest`.
+        """Save the weights of `model`, the state `training` and the values in `manifest` as the checkpoint of `step`.
 
-        The values of rank 0 are saved. With `async_checkpoints` this returns after they are copied to host memory.
+        Rank 0's values are saved. With `async_checkpoints` this returns as soon as they are copied to host memory.
         """
         if self._writer is not None:
             self._last_saved = time.monotonic()
@@ -95,19 +95,19 @@ class Checkpointer:
 
     @property
     def is_due(self) -> bool:
-        """Whether `checkpoint_every_minutes` have passed since the last checkpoint, by the clock of this rank."""
+        """Whether `checkpoint_every_minutes` have elapsed on this rank since the last checkpoint."""
         minutes = self._config.checkpoint_every_minutes
         return self.is_enabled and minutes is not None and time.monotonic() - self._last_saved >= 60 * minutes
 
     def lock_folder(self) -> None:
-        """Lock the folder for this process, record this job as its owner, and remove unfinished files of killed runs.
+        """Lock the folder, record this job as its owner, and remove incomplete files of killed runs.
 
         Raises CheckpointError on every rank if another job holds the lock.
         """
         folder, lock = self.folder, self._lock
         if folder is None or lock is None:
             return
-        # After an exception in `fit`, its last checkpoint may still be unfinished in this process.
+        # After an exception in an earlier `fit`, this process may still be writing its last checkpoint.
         wait_for_earlier_writer(folder, self._communicator)
 
         def try_to_lock() -> bool:
@@ -117,7 +117,7 @@ class Checkpointer:
             output_folder.record_job(folder)
             return True
 
-        # Rank 0 may wait longer than a collective may take, so the ranks exchange its state periodically.
+        # Rank 0 may wait longer than the collective timeout, so it broadcasts its state periodically.
         task = f"write to output folder '{folder}'"
         while not self._communicator.broadcast_object(
             on_rank_zero(self._communicator, task, CHECK_WRITABLE, try_to_lock)
@@ -126,7 +126,7 @@ class Checkpointer:
 
     @contextmanager
     def release_folder_at_end(self) -> Iterator[None]:
-        """Context manager that releases the lock at its end, when no checkpoint is being written any more."""
+        """Context manager that releases the lock at its end, after pending checkpoints are written."""
         try:
             yield
         finally:
@@ -138,20 +138,20 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
 
-    def store_batch_size(self, fit: int, batch: ElasticBatchSize) -> None:
-        """Store the batch size of the `fit`-th call of `fit`, for attempts of the job with another number of ranks."""
-        if self.folder is None or fit != len(self.stored_batch_sizes):
+    def store_batch_size(self, fit_index: int, batch: ElasticBatchSize) -> None:
+        """Store the batch size of `fit` call number `fit_index`, for later attempts with a different number of
+        ranks."""
+        if self.folder is None or fit_index != len(self.stored_batch_sizes):
             return
         folder = self.folder
         self.stored_batch_sizes.append(batch)
         task = f"write to output folder '{folder}'"
         on_rank_zero(
-            self._communicator, task, CHECK_WRITABLE, lambda: output_folder.store_batch_size(folder, fit, batch)
+            self._communicator, task, CHECK_WRITABLE, lambda: output_folder.store_batch_size(folder, fit_index, batch)
         )
 
     def find_best(self) -> Path:
-        """Return the checkpoint with the best result according to `keep_best`. Waits until the last checkpoint is
-        written.
+        """Wait until the last checkpoint is written, and return the best checkpoint according to `keep_best`.
 
         Raises ConfigError without `keep_best` or an output folder, CheckpointError if no checkpoint has the result.
         """
@@ -186,13 +186,13 @@ def load_checkpoint(
     *,
     required: bool,
 ) -> dict[str, Any] | None:
-    """Load the newest valid checkpoint in folder `path`, or the checkpoint `path`; return its `training` state.
+    """Load the checkpoint `path`, or the newest valid one in folder `path`; return its `training` state.
 
-    All ranks call it. The result is equal on all ranks; it is None if there is no checkpoint and none is `required`.
-    Rank 0 reads the files and loads its `model` and `optimizer`; `distributed_model` and `distributed_optimizer`
-    broadcast them later. Every rank loads its `scheduler`. The state of gradient compression may be much larger than
-    the model, so only rank 0 returns it. Raises CheckpointError on every rank if no checkpoint is valid or it does not
-    fit.
+    All ranks call it. The result is equal on all ranks; it is None if there is no checkpoint and `required` is False.
+    Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and `distributed_optimizer`
+    broadcast them later. Every rank loads `scheduler`. The state of gradient compression may be much larger than the
+    model, so only rank 0 returns it. Raises CheckpointError on every rank if no checkpoint is valid, or if it does not
+    match the model, optimizer or scheduler.
     """
 
     def load() -> dict[str, Any] | None:
@@ -211,7 +211,7 @@ def load_checkpoint(
     if "scheduler" in training and scheduler is not None and communicator.rank != 0:
         try:
             scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))
-        except Exception as error:  # an error on this rank alone would make the other ranks wait
+        except Exception as error:  # if only this rank raised the error, the other ranks would hang
             name, found = type(scheduler).__name__, f"{type(error).__name__}: {error}"
             problem = CheckpointError(
                 f"Cannot restore from '{path}': {name}.load_state_dict raised {found} on rank "
@@ -225,8 +225,8 @@ def load_checkpoint(
 def load_weights(path: Path, model: nn.Module, average: nn.Module | None, communicator: Communicator) -> None:
     """Load the weights of checkpoint `path`, or of the newest one in folder `path`, into `model` on every rank.
 
-    The averaged weights are loaded into `average`, if given. All ranks call it; rank 0 reads the files. Raises
-    CheckpointError on every rank if no checkpoint is valid or it does not fit.
+    If `average` is not None, the averaged weights are loaded into it. All ranks call it; rank 0 reads the files. Raises
+    CheckpointError on every rank if no checkpoint is valid, or if it does not match the model.
     """
 
     def load() -> None:

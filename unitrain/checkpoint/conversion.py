@@ -1,8 +1,8 @@
-"""Reading of checkpoints of other programs, to continue from them.
+"""Reading of other programs' checkpoints, to resume from them.
 
-Supported are a state dictionary (`model.state_dict()`, also with DDP's prefix `module.`), the dictionaries that
-training scripts save ("model", "optimizer", "epoch" and their usual spellings, with DDP or Horovod), safetensors files,
-Lightning's .ckpt files, and the folders of Accelerate's `save_state`.
+Supported formats: a state dictionary (`model.state_dict()`, also with DDP's prefix `module.`), a dictionary saved by a
+training script (keys "model", "optimizer", "epoch" or common variants), safetensors files, Lightning's .ckpt files, and
+folders of Accelerate's `save_state`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from unitrain.checkpoint.files import read_tensors
 from unitrain.errors import CheckpointError
 
-# Keys that scripts and frameworks use, in upper or lower case. The first one found is used.
+# Common keys, compared case-insensitively. The first one found is used.
 _MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "weights")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_state", "optimizer_states", "optim")
 _SCHEDULER = ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict")
@@ -117,7 +117,7 @@ def _first(parts: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _single_state(path: Path, found: Any) -> dict[str, Any] | None:
-    """Return the single element of a list, as in Lightning's lists of optimizer states."""
+    """Return a state, or the single state in a list such as Lightning's `optimizer_states`."""
     if isinstance(found, (list, tuple)):
         if len(found) > 1:
             raise CheckpointError(

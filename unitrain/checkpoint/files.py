@@ -6,11 +6,10 @@ A checkpoint is a folder `step-000000123` with three files:
     training.pt         all other state; read it with `torch.load(..., weights_only=True)`
     manifest.json       size and sha256 of both files, versions, step, epoch, results and configuration
 
-The folder is written under a temporary name and renamed when it is complete, so a folder with the final name is
-complete.
+The folder is written under a temporary name and then renamed, so a folder with the final name is complete.
 
-model.safetensors stores complex tensors as real ones with a last dimension of size 2, as torch.view_as_real returns
-them, because safetensors does not support complex128, and before version 0.6 complex64. Its metadata lists their names.
+model.safetensors stores complex tensors as the real tensors of torch.view_as_real, because safetensors does not support
+complex128, nor complex64 before version 0.6. Its metadata lists the names of these tensors.
 """
 
 from __future__ import annotations
@@ -55,21 +54,21 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, newest first, without copies under names such as step-000000006.old."""
+    """Return the checkpoints in `folder`, newest first. Other names, such as step-000000006.old, are ignored."""
     return sorted(
         (path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()), reverse=True
     )
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished checkpoints of killed runs from `folder`; also a file or a link with such a name."""
+    """Remove the unfinished checkpoints of killed runs from `folder`, and files or links with such names."""
     for path in folder.glob(".*.unfinished"):
         if _UNFINISHED.fullmatch(path.name):
             remove(path)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of checkpoint `path`, empty if it cannot be read."""
+    """Return the manifest of checkpoint `path`; an empty dictionary if it cannot be read."""
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -78,7 +77,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def damage(path: Path) -> str | None:
-    """Return a description of the damage of checkpoint `path`, or None if all files are present and unchanged."""
+    """Return why checkpoint `path` is corrupt, or None if all files are present and match their checksums."""
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
         files = manifest["files"]
@@ -96,10 +95,10 @@ def damage(path: Path) -> str | None:
 
 
 def find_newest_valid(where: Path, *, required: bool) -> Path | None:
-    """Return the newest valid checkpoint in folder `where`, or the checkpoint `where`; None if there is none.
+    """Return the checkpoint `where`, or the newest valid one in folder `where`; None if there is none.
 
-    Skipped checkpoints are logged. Raises CheckpointError if there are checkpoints but none is valid, if there is none
-    and one is `required`, or if one has a newer format.
+    Skipped checkpoints are logged. Raises CheckpointError if all checkpoints are corrupt, if there is none and
+    `required` is True, or if one has a newer format.
     """
     found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else candidates(where)
     for path in found:
@@ -119,8 +118,7 @@ def find_newest_valid(where: Path, *, required: bool) -> Path | None:
 
 
 def _check_format(path: Path) -> None:
-    """Raise CheckpointError if the checkpoint has a newer format, so that the run does not continue from an older
-    checkpoint."""
+    """Raise CheckpointError if the checkpoint has a newer format. Skipping it would resume from an older checkpoint."""
     written = read_manifest(path).get("format")
     if isinstance(written, int) and written > _FORMAT:
         raise CheckpointError(
@@ -130,9 +128,10 @@ def _check_format(path: Path) -> None:
 
 
 def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Write a checkpoint atomically. `facts` are JSON values for the manifest, next to versions and checksums.
+    """Write a checkpoint atomically. `facts` are JSON values for the manifest, in addition to versions and checksums.
 
-    Raises CheckpointError for state that would not load safely, otherwise OSError and the errors of safetensors.
+    Raises CheckpointError for state that `torch.load(..., weights_only=True)` rejects; OSError and the errors of
+    safetensors are not converted.
     """
     position_fields = ("step", "epoch", "sample")
     if damage(target) is None and all(read_manifest(target).get(name) == facts.get(name) for name in position_fields):
@@ -155,7 +154,7 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
     for name in (MODEL, TRAINING, MANIFEST, "."):
         _flush(unfinished / name)
     replaced = unfinished.with_name(f".{target.name}.replaced.unfinished")
-    if target.exists():  # it is damaged, or was written at the last step of an epoch, before the results
+    if target.exists():  # it is corrupt, or was written at the last step of an epoch without the results
         remove(replaced)
         target.rename(replaced)
     unfinished.rename(target)
@@ -164,10 +163,10 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
 
 
 class _Weights:
-    """The part of a module's interface with which safetensors reads and writes tensors that share memory only once.
+    """The methods of a module that safetensors needs to save and load shared tensors without duplicates.
 
-    Complex tensors are read and written as real ones. With a `model`, its state can be loaded; the tensors in `names`
-    are complex in the file.
+    Complex tensors are read and written as real ones. `load_state_dict` loads into `model`; `names` are the names of
+    the complex tensors in the file.
     """
 
     def __init__(self, state: dict[str, Tensor], model: nn.Module | None = None, names: Container[str] = ()) -> None:
@@ -188,10 +187,10 @@ class _Weights:
 
 
 def _separate_parts(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `state` with copies of tensors that are parts of a larger memory which no tensor covers.
+    """Return `state` with copies of the tensors that are views of a storage that no tensor in `state` covers.
 
-    safetensors refuses such tensors: slices, expanded views, and the weights of an LSTM on a GPU. Equal parts remain
-    equal, so that tied parameters are stored once.
+    safetensors rejects such tensors: slices, expanded views, and the weights of an LSTM on a GPU. Identical views share
+    one copy, so that tied parameters are stored once.
     """
     covered = {_storage_of(value) for value in state.values() if _covers_storage(value)}
     copies: dict[Any, Tensor] = {}
@@ -224,13 +223,13 @@ def complex_names(path: Path) -> list[str]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, which unitrain or another program wrote."""
+    """Return the tensors of a safetensors file written by unitrain or another program."""
     return _restore_complex(load_file(path), complex_names(path))
 
 
 def _load_model(model: nn.Module, path: Path) -> None:
-    """Load safetensors file `path` into `model`. Raises RuntimeError, ValueError or LookupError if it does not fit."""
-    # The error of safetensors names the class.
+    """Load safetensors file `path` into `model`. Raises RuntimeError, ValueError or LookupError on a mismatch."""
+    # The error of safetensors names the class of the model, so use the user's class name.
     weights = type(type(model).__name__, (_Weights,), {})(model.state_dict(), model, complex_names(path))
     load_model(weights, str(path), strict=True)
 
@@ -242,7 +241,7 @@ def _restore_complex(state: dict[str, Tensor], names: Container[str]) -> dict[st
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
     """Load a valid checkpoint into `model`, `optimizer` and `scheduler`, and return the rest of its training state.
 
-    Raises CheckpointError if it does not fit.
+    Raises CheckpointError if it does not match them.
     """
     training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     _check_classes(path, training.get("classes", {}), optimizer, scheduler)
@@ -273,7 +272,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
 def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> None:
     """Load the weights of a valid checkpoint into `model`, and the averaged weights into `average`.
 
-    Raises CheckpointError if they do not fit, or if the checkpoint has no average.
+    Raises CheckpointError if they do not match the model, or if the checkpoint has no average.
     """
     try:
         _load_model(model, path / MODEL)
@@ -289,7 +288,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> Non
 
 
 def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str | None]:
-    """Return the class names of optimizer and scheduler, which a checkpoint stores."""
+    """Return the class names of optimizer and scheduler, to be stored in a checkpoint."""
     return {
         "optimizer": type(optimizer).__name__,
         "scheduler": None if scheduler is None else type(scheduler).__name__,
@@ -313,10 +312,9 @@ def _check_classes(
 def _check_settings(
     path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, scheduled: bool
 ) -> None:
-    """Raise CheckpointError if the names of the settings are those of another optimizer; log a warning if values
-    differ.
+    """Raise CheckpointError if the names of the settings do not match `optimizer`; log a warning if values differ.
 
-    The values of the checkpoint are used, because schedulers and callbacks may have changed them since the start.
+    The checkpoint's values are used, because schedulers and callbacks may have changed them during the run.
     """
     for number, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
         missing = [name for name in current_settings if name not in saved_settings and name != "initial_lr"]
@@ -382,12 +380,12 @@ def read_regular_file(path: Path, max_bytes: int) -> str:
 
 
 def real_path(path: Path) -> Path:
-    """Return the absolute path without symbolic links. Unlike Path.resolve, it does not raise for a loop of links."""
+    """Return the absolute path without symbolic links. Unlike Path.resolve, it accepts circular links."""
     return Path(os.path.realpath(path))
 
 
 def _flush(path: Path) -> None:
-    """Flush `path`, a file or a folder, to the disk."""
+    """Flush the file or folder `path` to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

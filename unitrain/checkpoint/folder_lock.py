@@ -1,8 +1,8 @@
 """Lock on an output folder, so that one job at a time writes to it.
 
-The lock is `flock` on the file `.lock` in the folder. The kernel releases it when the process ends, so a killed job
-does not block the next one. Linux NFS clients forward the lock to the server, which releases the locks of an
-unreachable host after a lease (90 seconds by default). The content of the file identifies the holder.
+The lock is a `flock` on the file `.lock` in the folder. The kernel releases it when the process terminates, so a killed
+job does not block the next one. Linux NFS clients forward the lock to the server, which releases the locks of an
+unreachable host when its lease expires (90 seconds by default). The content of the file identifies the holder.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from unitrain.errors import CheckpointError
 
 FILE = ".lock"
 _MAX_BYTES = 1 << 16
-# Time limits of waiting for another job, which may be about to end, and for an earlier attempt of the same job, whose
-# host may be unreachable.
+# Timeouts for a lock held by another job (which may be about to finish), and by an earlier attempt of the same job
+# (whose host may be unreachable).
 _OTHER_JOB_TIMEOUT_SECONDS, _SAME_JOB_TIMEOUT_SECONDS = 5.0, 150.0
 _POLL_SECONDS = 0.1
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 _log = logging.getLogger(__name__)
-# Locks that this process holds: descriptor of the open file, and number of holders.
+# Locks held by this process: file descriptor, and number of FolderLock objects that hold the lock.
 _held_locks: dict[Path, tuple[int, int]] = {}
 _held_locks_mutex = threading.Lock()
 
 
 class FolderLock:
-    """Lock on one folder, used on rank 0. Several objects of one process may hold it at the same time."""
+    """Lock on one folder, used on rank 0. Several objects in one process may hold it at the same time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,8 +52,8 @@ class FolderLock:
     def acquire(self, timeout_seconds: float) -> bool:
         """Wait at most `timeout_seconds` for the lock, and return whether this process holds it.
 
-        Call it until it returns True. Raises CheckpointError, which identifies the holder, when the total timeout of
-        this process expires.
+        Call it repeatedly until it returns True. When the total timeout expires, it raises a CheckpointError that
+        identifies the holder.
         """
         _close_in_forks()
         end = time.monotonic() + timeout_seconds
@@ -77,8 +77,8 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Release the lock if no other object of this process holds it. Does nothing if this object does not hold
-        it."""
+        """Release this object's hold, and the lock with the last hold of this process. Does nothing if it holds
+        none."""
         with _held_locks_mutex:
             # A forked process does not hold the locks of its parent.
             if not self._holds or self._path not in _held_locks:
@@ -88,8 +88,8 @@ class FolderLock:
             if holders > 1:
                 _held_locks[self._path] = (descriptor, holders - 1)
                 return
-            # Remove the file while it is locked. A process that locks the removed file afterwards detects that it is
-            # not in the folder.
+            # Remove the file while it is locked. A process that then locks the removed file detects that it is no
+            # longer in the folder.
             with suppress(OSError):
                 if _is_same_file(descriptor, self._path):
                     self._path.unlink()
@@ -167,7 +167,7 @@ def _this_job() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the description that the holder wrote; empty if it has not written it yet."""
+    """Return the holder's description of itself; an empty dictionary if it is not written yet."""
     try:
         read = json.loads(files.read_regular_file(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError):

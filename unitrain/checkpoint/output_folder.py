@@ -1,8 +1,8 @@
-"""Actions of rank 0 in the output folder of a run, and the file `.job` that records which job owns the folder.
+"""File accesses of rank 0 in the output folder, and the file `.job`, which records the job that owns the folder.
 
-A scheduler or `unitrain launch` starts a failed job again under the same job ID. The new attempt continues the run that
-the file `.job` assigns to its ID. The file also stores the batch sizes of the first attempt, so that an elastic job
-keeps them when its number of ranks changes.
+A scheduler or `unitrain launch` restarts a failed job with the same job ID. If `.job` contains that ID, the new attempt
+resumes the run in the folder. The file also stores the batch sizes of the first attempt, so that an elastic job keeps
+them when its number of ranks changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
             result = action()
         except CheckpointError as caught:
             error = caught
-        except Exception as caught:  # an exception on rank 0 alone would make the other ranks wait
+        except Exception as caught:  # if only rank 0 raised the exception, the other ranks would hang
             remedy = fix if fix != CHECK_WRITABLE or isinstance(caught, OSError) else _DAMAGED
             error = CheckpointError(f"Cannot {task}: {type(caught).__name__}: {caught}. {remedy}")
             error.__cause__ = caught
@@ -51,9 +51,9 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
 def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[ElasticBatchSize]]:
     """Create `folder` and check that it is writable, without changing files that another job may be writing.
 
-    Return whether the run continues from this folder, because of `resume` or because an earlier attempt of this job
-    began it, and the batch sizes that the earlier attempt stored. All ranks call it. Raises CheckpointError on every
-    rank if the folder is not writable or holds another run.
+    Return whether the run resumes from this folder (with `resume`, or if an earlier attempt of this job started the
+    run), and the batch sizes stored by the earlier attempt. All ranks call it. Raises CheckpointError on every rank if
+    the folder is not writable or contains another run.
     """
 
     def prepare() -> tuple[bool, list[ElasticBatchSize]]:
@@ -75,27 +75,27 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
 
 
 def belongs_to_this_job(folder: Path) -> bool:
-    """Return whether an earlier attempt of this job began the run in `folder`."""
+    """Return whether an earlier attempt of this job started the run in `folder`."""
     return environment.job_id() is not None and _read(folder).get("job") == environment.job_id()
 
 
 def record_job(folder: Path) -> None:
-    """Record this job as the owner of the run in `folder`, if the job has an ID under which it can be restarted."""
+    """Record this job as the owner of the run in `folder`, if it has a job ID (a restarted job has the same ID)."""
     if environment.job_id() is not None and not belongs_to_this_job(folder):
         _write(folder, [])
 
 
 def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
-    """Return the batch sizes that earlier attempts of this job stored, one for each call of `fit`."""
+    """Return the batch sizes stored by earlier attempts of this job, one per call of `fit`."""
     stored = _read(folder).get("batches", []) if environment.job_id() is None or belongs_to_this_job(folder) else []
     return [ElasticBatchSize(*batch) for batch in stored]
 
 
-def store_batch_size(folder: Path, fit: int, batch: ElasticBatchSize) -> None:
-    """Store the batch size of the `fit`-th call of `fit`, for attempts with another number of ranks."""
+def store_batch_size(folder: Path, fit_index: int, batch: ElasticBatchSize) -> None:
+    """Store the batch size of `fit` call number `fit_index`, for later attempts with a different number of ranks."""
     record_job(folder)
     batches = stored_batch_sizes(folder)
-    if fit == len(batches):
+    if fit_index == len(batches):
         _write(folder, [*batches, batch])
 
 

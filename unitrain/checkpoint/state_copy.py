@@ -1,6 +1,6 @@
-"""Copies of state for checkpoints: in host memory, and in types that `torch.load(..., weights_only=True)` loads.
+"""Copies of state for checkpoints: in host memory, and in types that `torch.load(..., weights_only=True)` accepts.
 
-A value that would not load safely is reported when it is saved, not when a run is resumed.
+An unsupported value raises an error when it is saved, not when a run is resumed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 
 
 def host_copy(state: StateT) -> StateT:
-    """Return `state` with every tensor copied to host memory, through dictionaries, lists and tuples.
+    """Return `state` with every tensor copied to host memory, also in nested dictionaries, lists and tuples.
 
     Containers keep their types; a mapping of a type other than dict, OrderedDict and Counter becomes a dict. Values of
-    other types are not copied: after `plain_state`, nothing else refers to them. Tensors that share memory also share
-    it in the copy, so tied parameters stay tied and are copied once.
+    other types are not copied, because `plain_state` has already copied them. Tensors that share memory share it in the
+    copy as well, so tied parameters stay tied and are copied once.
     """
     copied: dict[Any, Any] = {}
     result: StateT = _copy(state, copied)
@@ -46,12 +46,12 @@ def _copy(value: Any, copied: dict[Any, Any]) -> Any:
 
 
 def _copy_tensor(tensor: Tensor, copied: dict[Any, Any]) -> Tensor:
-    """Return a copy of `tensor`. `copied` maps the storages, and the parts of storages, that were copied so far."""
+    """Return a copy of `tensor`. `copied` maps storages and views that are already copied to their copies."""
     storage = tensor.untyped_storage()
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.numel():
         return tensor.detach().to("cpu", copy=True)
     flags = tensor.is_conj(), tensor.is_neg()
-    # Only `to` keeps these flags. A view of a small part of a large tensor is also copied alone.
+    # Only `to` keeps these flags. A small view of a large tensor is copied without the rest of the tensor.
     if any(flags) or storage.nbytes() > 2 * tensor.nbytes:
         part = (storage.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *flags)
         if part not in copied:
@@ -71,8 +71,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return `state` in new containers, with numpy numbers as Python numbers, and the same tensors.
 
-    Values of other types are saved, and loaded with `torch.load(..., weights_only=True)`, so that later changes by the
-    training do not affect the result. Raises CheckpointError that names the first value that does not load.
+    Values of other types are copied by saving and loading them with `torch.load(..., weights_only=True)`, so that later
+    changes do not affect the result. Raises a CheckpointError that names the first value that cannot be loaded.
     """
     return {name: _plain(value, name) for name, value in state.items()}
 
@@ -91,7 +91,7 @@ def _plain(value: Any, path: str) -> Any:
         if type(number) is not kind:  # a long double has no equivalent in Python
             return _plain(number, path)
     loaded = _save_and_load(value, path)
-    # Subclasses of Tensor keep the memory that they share with other tensors.
+    # Subclasses of Tensor are not replaced by their copy, because they may share memory with other tensors.
     return value if isinstance(value, Tensor) else loaded
 
 

@@ -1,6 +1,6 @@
 """Writing of checkpoints in a background thread, and removal of old ones.
 
-The training waits until the state is copied to host memory, not for the disk.
+Training waits for the copy of the state to host memory, but not for the disk.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from unitrain.checkpoint.output_folder import CHECK_WRITABLE
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.errors import CheckpointError
 
-# Limit of the time that the other ranks wait in one collective while rank 0 waits for a lock or a writer.
+# Maximum duration of one collective on the other ranks while rank 0 waits for a lock or a writer.
 MAX_WAIT_PER_COLLECTIVE_SECONDS = 1.0
-# The first warning about a wait for a checkpoint; the next ones follow when the time has doubled.
+# Time of the first warning about a wait for a checkpoint; each further warning follows after twice the time.
 _WARN_AFTER_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints to keep: the `last` newest, one every `every` epochs, and the one with the best result `best`.
+    """The checkpoints to keep: the newest `last` ones, one per `every` epochs, and the one with the best result `best`.
 
-    If `last` is None, all are kept.
+    If `last` is None, all checkpoints are kept.
     """
 
     last: int | None
@@ -48,8 +48,8 @@ class Retention:
     def obsolete(self, newest: Path) -> list[Path]:
         """Return the checkpoints to remove, oldest first; `newest` was written last.
 
-        Damaged checkpoints are ignored. Checkpoints of later steps are also ignored: the run was resumed from an
-        earlier step because they are not valid.
+        Corrupt checkpoints are ignored. Checkpoints of later steps are also ignored: if they were valid, the run would
+        have resumed from them.
         """
         if self.last is None:
             return []
@@ -58,14 +58,15 @@ class Retention:
         return [path for path in reversed(valid) if path not in kept]
 
     def best_in(self, folder: Path) -> Path | None:
-        """Return the checkpoint in `folder` with the best result, the newest if several are equal.
+        """Return the checkpoint in `folder` with the best result, and the newest one of equal results.
 
-        None if no checkpoint has a finite result.
+        Return None if no checkpoint has a finite result.
         """
         return next(iter(self._best([path for path in files.candidates(folder) if not files.damage(path)])), None)
 
     def apply(self, newest: Path) -> None:
-        """Remove obsolete checkpoints. A partly removed checkpoint has another name, so it is never loaded."""
+        """Remove obsolete checkpoints. A checkpoint is renamed before it is removed, so a partly removed one is never
+        loaded."""
         for path in self.obsolete(newest):
             removed = path.with_name(f".{path.name}.unfinished")
             files.remove(removed)
@@ -96,8 +97,7 @@ _writing: dict[Path, threading.Thread] = {}
 
 
 def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
-    """Wait until no earlier Trainer in rank 0's process writes to `folder`, which may be the case after an exception in
-    `fit`.
+    """Wait until no earlier Trainer in rank 0's process is writing to `folder`, as after an exception in `fit`.
 
     All ranks call it.
     """
@@ -106,12 +106,12 @@ def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
 
 
 def _wait_until_written(folder: Path, thread: threading.Thread | None, communicator: Communicator) -> None:
-    """Wait until rank 0's `thread`, which writes to `folder`, has ended. All ranks call it.
+    """Wait until rank 0's `thread`, which writes to `folder`, has finished. All ranks call it.
 
-    The wait has no limit, because a large model may take long, but a long wait is logged.
+    The wait has no timeout, because a large model may take long, but a long wait is logged.
     """
     began, warn_after_seconds = time.monotonic(), _WARN_AFTER_SECONDS
-    # Writing may take longer than a collective may, so the ranks exchange its state periodically.
+    # Writing may take longer than the collective timeout, so rank 0 broadcasts its state periodically.
     while communicator.broadcast_object(_is_running_after_wait(thread)):
         seconds = time.monotonic() - began
         if thread is not None and seconds >= warn_after_seconds:
@@ -124,7 +124,7 @@ def _wait_until_written(folder: Path, thread: threading.Thread | None, communica
 
 
 def _is_running_after_wait(thread: threading.Thread | None) -> bool:
-    """Wait for at most MAX_WAIT_PER_COLLECTIVE_SECONDS for `thread` to end, and return whether it is still running."""
+    """Wait at most MAX_WAIT_PER_COLLECTIVE_SECONDS for `thread` to finish, and return whether it is still running."""
     if thread is None:
         return False
     thread.join(MAX_WAIT_PER_COLLECTIVE_SECONDS)
@@ -142,9 +142,10 @@ class CheckpointWriter:
         self._error: CheckpointError | None = None
 
     def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Start to write the checkpoint of `step` after the previous one is written. Rank 0's arguments are used.
+        """Wait for the previous checkpoint, and start to write that of `step`. Rank 0's arguments are used.
 
-        Raises CheckpointError on every rank if the previous one failed, or this one if writing is not asynchronous.
+        Raises CheckpointError on every rank if writing the previous checkpoint failed, or, without asynchronous
+        writing, this one.
         """
         self.wait()
         self._is_busy = True
@@ -154,7 +155,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Raises CheckpointError on every rank if writing failed."""
+        """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
         if not self._is_busy:
             return
         _wait_until_written(self._folder, self._thread, self._communicator)
@@ -164,7 +165,7 @@ class CheckpointWriter:
     def call_when_written(self, function: Callable[[], None]) -> None:
         """Call `function` when this process has finished writing: now, or later in a thread.
 
-        The latter is possible after an exception in `fit`. This method does not communicate.
+        Writing may be unfinished after an exception in `fit`. This method does not communicate.
         """
         thread = self._thread
         if thread is None or not thread.is_alive():
@@ -186,7 +187,7 @@ class CheckpointWriter:
             except CheckpointError as error:
                 self._error = error  # `wait` raises it on every rank
                 return
-        # The thread is not a daemon, so a program that ends now still completes the checkpoint.
+        # Not a daemon thread, so that the interpreter completes the checkpoint before it exits.
         self._thread = threading.Thread(target=self._write, args=(target, *state, manifest), name="unitrain checkpoint")
         self._thread.start()
         _writing[files.real_path(self._folder)] = self._thread
@@ -197,6 +198,6 @@ class CheckpointWriter:
             self._retention.apply(target)
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # an exception that is lost in the thread would make the other ranks wait
+        except Exception as error:  # stored for `wait`; an exception lost in the thread would make the other ranks hang
             self._error = CheckpointError(f"Cannot write checkpoint '{target}': {error}. {CHECK_WRITABLE}")
             self._error.__cause__ = error

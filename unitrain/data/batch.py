@@ -1,4 +1,4 @@
-"""Functions for batches of any structure: moving, copying, mapping and counting samples."""
+"""Functions for nested batches: move to a device, copy, map, and count samples."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor on `device`, in containers of the same types.
 
     Lists, tuples, named tuples, mappings and dataclasses are traversed; other objects are moved by their method `to` if
-    they have one, and are returned unchanged otherwise. Batches are made on the CPU, so they are returned unchanged if
-    `device` is the CPU.
+    they have one, and are returned unchanged otherwise. Batches are created on the CPU, so they are returned unchanged
+    if `device` is the CPU.
     """
     if device.type == "cpu":
         return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to") and not isinstance(batch, type):
-        # This check precedes that for containers: a PackedSequence is a tuple, and one of its parts must stay on the
-        # CPU.
+        # Check this before containers: a PackedSequence is a tuple, but one of its tensors must stay on the CPU.
         return _move_object(batch, device)
     return map_parts(lambda _, part: to_device(part, device), batch)
 
@@ -60,7 +59,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], container: Any) -> Any:
 
 
 def map_parts(function: Callable[[str, Any], Any], container: Any) -> Any:
-    """Return `container` with each part replaced by `function(path, part)`, where path is an expression such as "[0]".
+    """Return `container` with each part replaced by `function(path, part)`, where `path` is an index expression such as
+    "[0]".
 
     Parts are the items of lists, tuples and mappings and the fields of named tuples and dataclasses. A read-only
     mapping becomes a dictionary. Any other object is returned unchanged.
@@ -93,15 +93,15 @@ def map_parts(function: Callable[[str, Any], Any], container: Any) -> Any:
 def _move_object(batch: Any, device: torch.device) -> Any:
     try:
         moved = batch.to(device, non_blocking=True)
-    except TypeError:  # most such methods take only the device
+    except TypeError:  # most `to` methods take only the device
         moved = batch.to(device)
-    return batch if moved is None else moved  # some methods move the object in place and return None
+    return batch if moved is None else moved  # some `to` methods move in place and return None
 
 
 class CountedBatch(NamedTuple):
-    """A batch, the number of items from which it was collated, and the number of samples in it.
+    """A batch with two counts: the items passed to the `collate_fn`, and the samples in the batch.
 
-    The numbers differ if a `collate_fn` leaves out items.
+    The counts differ if a `collate_fn` drops items.
     """
 
     items: int
@@ -110,7 +110,7 @@ class CountedBatch(NamedTuple):
 
 
 class CountingCollate:
-    """A `collate_fn` that returns the batch of the user's `collate_fn` as `CountedBatch`."""
+    """A `collate_fn` that calls the user's `collate_fn` and returns the result as a `CountedBatch`."""
 
     def __init__(self, collate: Any) -> None:
         self.collate = collate
@@ -122,12 +122,12 @@ class CountingCollate:
 
 
 def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
-    """Return the number of samples in `batch`, which a `collate_fn` collated from `items`. It is 0 if `batch` is None.
+    """Return the number of samples in `batch`, the result of a `collate_fn` for `items`; 0 if `batch` is None.
 
     If the batch is a list of samples, the number is its length. Any other batch consists of columns: the parts of a
-    tuple, list, mapping or dataclass, or one tensor. If all columns agree on a length (of a tensor's first dimension,
-    or of a list), and none of them has the length of `items`, that is the number of samples; otherwise it is the number
-    of items. The latter also applies to columns whose second dimension is the sample.
+    tuple, list, mapping or dataclass, or one tensor. If all columns have the same length (first dimension of a tensor,
+    or length of a list), and it differs from the number of items, that length is the number of samples. Otherwise the
+    number of samples is the number of items, also if the samples are in the second dimension.
     """
     if batch is None:
         return 0
@@ -149,7 +149,7 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
 
 
 def _parts(container: Any) -> Iterator[Any] | None:
-    """Return the parts of a container, None for any other object."""
+    """Return an iterator over the parts of a container; None for any other object."""
     if isinstance(container, Mapping):
         return iter(container.values())
     if is_dataclass(container) and not isinstance(container, type):
@@ -164,7 +164,7 @@ def _length(column: Any) -> int | None:
 
 
 def _lengths(column: Any) -> list[int]:
-    """Return the possible numbers of samples in `column`: its length, and the lengths that its parts have in common."""
+    """Return the possible numbers of samples in `column`: its length, and the lengths shared by all its parts."""
     length_here, parts = _length(column), _parts(column)
     inner = [found for part in parts or () if (found := _lengths(part))]
     common = [length for length in (inner[0] if inner else ()) if all(length in found for found in inner)]
@@ -172,8 +172,8 @@ def _lengths(column: Any) -> list[int]:
 
 
 def _has_layout_of(part: Any, item: Any) -> bool:
-    """Return whether `part` of a batch may be one sample with the structure of `item`, instead of a column of
-    samples."""
+    """Return whether `part` of a batch has the structure of `item`, so that it may be one sample instead of a
+    column."""
     if isinstance(part, (Tensor, np.ndarray)):
         return isinstance(item, (Tensor, np.ndarray)) and part.ndim == item.ndim
     if type(part) is not type(item):
@@ -194,7 +194,9 @@ def _samples_come_second(columns: list[Any], count: int, item: Any) -> bool:
 
 
 def count_batch_samples(batch: Any) -> int:
-    """Return the first dimension of the first tensor in `batch`, at any depth. Raises DataError if there is none."""
+    """Return the size of the first dimension of the first tensor in `batch`, at any depth.
+
+    Raises DataError if the batch has no tensor."""
     tensor = next((leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)), None)
     if tensor is None or tensor.dim() == 0:
         found = "is missing" if tensor is None else "has no dimension"

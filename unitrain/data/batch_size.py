@@ -13,10 +13,10 @@ from unitrain.errors import ConfigError
 
 
 class BatchSizes(NamedTuple):
-    """Samples per rank and micro-batch (None if the data determines it), and micro-batches per step.
+    """Batch size per rank and micro-batch (None if the data determines it), and micro-batches per step.
 
-    `global_batch_size` is set only if it differs from the product of both and the number of ranks; each step is then
-    sharded as evenly as possible.
+    `global_batch_size` is set only if it is not batch_size * ranks * micro-batches; each step is then sharded as evenly
+    as possible.
     """
 
     batch_size: int | None
@@ -25,8 +25,7 @@ class BatchSizes(NamedTuple):
 
 
 class ElasticBatchSize(NamedTuple):
-    """Batch sizes with which an elastic job began: samples per rank and micro-batch, and samples per step over all
-    ranks."""
+    """Initial batch sizes of an elastic job: batch size per rank and micro-batch, and global batch size."""
 
     batch_size: int
     global_batch_size: int
@@ -45,10 +44,10 @@ def resolve_batch_sizes(
 ) -> BatchSizes:
     """Return the batch sizes of training on `data`. All ranks call it.
 
-    The `batch_size` of the result is the argument to open the data with: for a DataLoader the user's setting, which
-    must agree with that of the loader. If an elastic job was restarted, `elastic_batch_size` is the batch size of its
-    first attempt. Raises ConfigError, on all ranks, if the sizes contradict each other, or if `global_batch_size` is
-    set although the data determines the size of its batches.
+    The `batch_size` of the result is the argument for opening the data. For a DataLoader it is the user's setting,
+    which must equal the DataLoader's batch size. If an elastic job was restarted, `elastic_batch_size` is the batch
+    size of its first attempt. Raises ConfigError, on all ranks, if the sizes contradict each other, or if
+    `global_batch_size` is set although the data determines the size of its batches.
     """
 
     def derive() -> BatchSizes:
@@ -84,11 +83,11 @@ def elastic_batch_sizes(
     global_batch_size: int | None,
     full_batches_only: bool = False,
 ) -> BatchSizes:
-    """Return the batch sizes of an elastic job on `size` ranks, which keep the global batch size of the first attempt.
+    """Return the batch sizes of an elastic job on `size` ranks, with the global batch size of the first attempt.
 
-    `elastic_batch_size` is None in the first attempt; one of `batch_size` and `global_batch_size` is then set. No rank
-    has more samples in a micro-batch than `batch_size`, or than in the first attempt. With `full_batches_only` every
-    rank has exactly that many, and the global batch size is approximated.
+    `elastic_batch_size` is None in the first attempt; one of `batch_size` and `global_batch_size` is then set. The
+    number of samples per rank and micro-batch is at most `batch_size`, or that of the first attempt. With
+    `full_batches_only` it is exactly that number, and the global batch size is approximate.
     """
     micro_batches = size * (gradient_accumulation_steps or 1)
     if elastic_batch_size is None:
@@ -115,8 +114,9 @@ def derive_batch_sizes(
 ) -> BatchSizes:
     """Return the batch sizes on `size` ranks.
 
-    Two of the three determine the third. If only `global_batch_size` is set, it is divided by the number of ranks; if
-    only `batch_size` is set, gradients are not accumulated. Raises ConfigError if they contradict each other.
+    Two of the three arguments determine the third. If only `global_batch_size` is set, it is divided by the number of
+    ranks; if only `batch_size` is set, gradients are not accumulated. Raises ConfigError if the arguments contradict
+    each other.
     """
     if global_batch_size is None:
         return BatchSizes(batch_size, gradient_accumulation_steps or 1)
@@ -148,11 +148,11 @@ def evaluation_batch_sizes(
     train_batch_size: int | None,
     size: int,
 ) -> tuple[int | None, int | None]:
-    """Return the samples per rank and batch of an evaluation, and the samples per batch that limit_batches counts.
+    """Return the evaluation batch size per rank, and the global batch size for `limit_batches`.
 
-    `batch_size` is the user's setting. Without it, evaluation batches are as large as micro-batches of training:
-    `train_batch_size`, if it is known, or a rank's part of the global batch. The limit counts batches of all ranks, so
-    that it does not depend on their number.
+    `batch_size` is the user's setting. Without it, evaluation uses the batch size of training: `train_batch_size` if it
+    is known, otherwise the global batch size divided by the number of ranks. The limit counts global batches, so the
+    evaluated samples do not depend on the number of ranks.
     """
     if batch_size is not None or global_batch_size is None:
         return batch_size or train_batch_size, None

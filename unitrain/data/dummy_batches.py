@@ -1,4 +1,4 @@
-"""Alignment of ranks that have unequal or unknown numbers of batches: all ranks take the same steps."""
+"""Equal numbers of steps on all ranks for data with unequal or unknown numbers of batches per rank."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from unitrain.data.order import MicroBatch
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators
 
-# Maximum number of batches that a rank keeps while the ranks exchange batch sizes, if its workers have prefetched that
+# Maximum number of batches per rank that are loaded ahead of one exchange of batch sizes, if the workers prefetch as
 # many.
 _MAX_WINDOW = 8
-# Sent instead of the number of items by a rank without a batch.
+# Exchanged instead of the number of items if a rank has no batch.
 NO_BATCH = -1
-# Sent to state whether a rank has a batch that can serve as a dummy batch.
+# Exchanged to state whether a rank has a batch that can be used as a dummy batch.
 _HAS_NO_DUMMY, _HAS_DUMMY, _HAS_FAILED = range(3)
 
 
 def common_prefetch_count(prefetched: int, communicator: Communicator) -> int:
-    """Return the number of batches that the workers of every rank prefetch, at most 8: the argument `ahead` of
-    StepAligner. All ranks call it.
+    """Return the minimum over ranks of `prefetched`, at most 8, for the argument `ahead` of StepAligner. All ranks call
+    it.
 
-    StepAligner may keep batches that are prefetched anyway. Without workers no batch is loaded before it is needed.
+    StepAligner may load as many batches ahead as the workers prefetch. Without workers, batches are not loaded ahead.
     """
     counts_by_rank: list[int] = communicator.allgather_object(prefetched)
     return min(_MAX_WINDOW, *counts_by_rank)
 
 
 class StepAligner:
-    """Makes all ranks take the same steps over their batches, with dummy batches for ranks that have none left.
+    """Makes all ranks take the same number of steps, with dummy batches for ranks whose batches are exhausted.
 
-    Batches are counted by samples, which may be fewer than the items from which a batch was collated. The ranks
-    exchange the sizes of their next batches for at most `ahead` micro-batches at a time, and at least one step, and
-    keep these batches in the meantime. With `copies_batches` they keep copies, for datasets that overwrite the memory
-    of a batch with the next one. With `min_step_items`, a step with fewer items ends the epoch. All ranks make the same
-    calls.
+    Batch sizes count samples, which may be fewer than the items passed to the `collate_fn`. The ranks load at most
+    `ahead` batches (at least one step) and exchange their sizes in one collective. With `copies_batches` the loaded
+    batches are copied, for datasets that reuse the memory of a batch for the next one. With `min_step_items`, a step
+    with fewer items ends the epoch. All ranks make the same calls.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class StepAligner:
         self._steps = max(1, ahead // gradient_accumulation_steps)
         self._copies_batches = copies_batches and self._steps * gradient_accumulation_steps > 1
         self.ended = False
-        # A batch that this rank or another one was trained on.
+        # A batch on which this rank or another rank has trained.
         self._dummy_batch: CountedBatch | None = None
         self._error: DataError | None = None
 
@@ -74,11 +73,12 @@ class StepAligner:
     ) -> Generator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each micro-batch of this rank until the epoch ends on all ranks.
 
-        `batches` starts this rank's iteration; its first batches, those of `skipped` micro-batches, are skipped.
-        `start` is the position after these, and `stride` the number of positions per micro-batch. Raises DataError on
-        every rank if any rank cannot load its batches.
+        `batches` starts this rank's iteration; the batches of the first `skipped` micro-batches are skipped. `start` is
+        the position after the skipped micro-batches, and `stride` the number of positions per micro-batch. Raises
+        DataError on every rank if any rank cannot load its batches.
         """
-        # The traceback of an error would keep the iterators, and their workers, alive until a garbage collection.
+        # Without `closing`, the traceback of an error would keep the iterators and their workers alive until a garbage
+        # collection.
         with closing(batches()) as batches_here, closing(_repeat(batches)) as repeated:
             self._error = None
             self._skip_batches(batches_here, repeated, skipped)
@@ -109,11 +109,11 @@ class StepAligner:
     def align_planned(
         self, batches: Callable[[], Generator[CountedBatch]], micro_batches: Iterator[MicroBatch], *, has_started: bool
     ) -> Generator[tuple[Any, MicroBatch]]:
-        """Yield (batch, micro-batch) for each of `micro_batches`, which were planned by the number of items.
+        """Yield (batch, micro-batch) for each of `micro_batches`, whose sizes are planned in items.
 
-        The yielded micro-batches count the samples in the batches. Micro-batches without a sample on any rank are left
-        out; `ended` becomes True when none is left. Raises DataError on every rank if any rank cannot load its batches,
-        or if an epoch has no sample and `has_started` is False.
+        The yielded micro-batches have the actual numbers of samples. Micro-batches without a sample on any rank are
+        skipped; `ended` becomes True at the end. Raises DataError on every rank if any rank cannot load its batches, or
+        if an epoch has no sample and `has_started` is False.
         """
         with closing(batches()) as batches_here:
             self._error, self.ended = None, False
@@ -123,7 +123,7 @@ class StepAligner:
                 for index, (micro_batch, counted) in enumerate(zip(indices, window, strict=True)):
                     if (
                         counted is not None and not micro_batch.samples
-                    ):  # a dummy batch, on whose sample another rank trains
+                    ):  # a dummy batch: another rank trains on its sample
                         window[index] = counted._replace(samples=0)
                 _, samples = self._exchange_counts(window)
                 ends = [0, *(index + 1 for index, micro_batch in enumerate(indices) if micro_batch.ends_step)]
@@ -145,8 +145,7 @@ class StepAligner:
         micro_batches: Sequence[MicroBatch],
         samples: list[list[int]],
     ) -> Iterator[tuple[Any, MicroBatch]]:
-        """Yield the micro-batches of one step, whose batches on this rank are `window[index]` for each `index` of
-        `step`."""
+        """Yield the micro-batches of one step. This rank's batches are `window[index]` for each `index` in `step`."""
         nonempty = [index for index in step if any(counts[index] > 0 for counts in samples)]
         total = sum(max(0, counts[index]) for counts in samples for index in nonempty)
         for index, micro_batch in zip(step, micro_batches, strict=True):
@@ -162,8 +161,9 @@ class StepAligner:
     def _skip_batches(
         self, batches_here: Iterator[CountedBatch], repeated: Iterator[CountedBatch], skipped: int
     ) -> None:
-        """Skip the batches on which an interrupted run was trained, including repeated ones."""
-        # The interrupted run has already drawn these random numbers, so the global generators must not advance again.
+        """Skip the batches that an interrupted run has already used, including repeated ones."""
+        # The restored RNG states already include the random numbers drawn for these batches, so the global generators
+        # must not advance again.
         with IsolatedGenerators(0):
             fetched = self._fetch([None] * skipped, range(skipped), batches_here, keep=False)
             if self._uneven == "pad":
@@ -191,7 +191,7 @@ class StepAligner:
                     self._dummy_batch = counted
         except DataError as error:
             self._error = error
-        except Exception as error:  # reported by `_exchange_counts`: the other ranks are about to call it
+        except Exception as error:  # raised by `_exchange_counts` on all ranks
             self._error = DataError(
                 f"The training data failed on rank {self._communicator.rank}: {type(error).__name__}: {error}. "
                 "Fix the dataset, or its collate_fn."
@@ -200,8 +200,8 @@ class StepAligner:
         return fetched
 
     def _exchange_counts(self, window: list[CountedBatch | None]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the numbers of items and of samples of every rank's batches, [ranks][window]; NO_BATCH if the rank has
-        none."""
+        """Return the numbers of items and of samples in every rank's batches, [ranks][window]; NO_BATCH for a missing
+        batch."""
         state = _HAS_FAILED if self._error is not None else _HAS_NO_DUMMY if self._dummy_batch is None else _HAS_DUMMY
         items = [NO_BATCH if counted is None else counted.items for counted in window]
         samples = [NO_BATCH if counted is None else counted.samples for counted in window]
@@ -214,7 +214,7 @@ class StepAligner:
             error, self._error = self._error, None
             raise_on_all_ranks(self._communicator, error)
         if _HAS_NO_DUMMY in states and _HAS_DUMMY in states:
-            # This happens at most once in a run, for a rank that has not had a batch yet.
+            # At most once per run: a rank that has not loaded any batch yet receives one.
             received = self._communicator.broadcast_object(self._dummy_batch, root=states.index(_HAS_DUMMY))
             self._dummy_batch = self._dummy_batch or received
         return [counts[: len(window)] for counts in counts_of_ranks], [
@@ -223,7 +223,7 @@ class StepAligner:
 
 
 def _take_steps(micro_batches: Iterator[MicroBatch], steps: int) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of the next `steps` steps, fewer at the end."""
+    """Yield the micro-batches of the next `steps` steps, or of the remaining steps if there are fewer."""
     for micro_batch in micro_batches:
         yield micro_batch
         steps -= micro_batch.ends_step
@@ -236,8 +236,8 @@ def plan_steps(
 ) -> tuple[list[list[int]], bool]:
     """Return the indices of the window that each step uses, and whether the epoch ends with these steps.
 
-    `counts_of_ranks` has the numbers of items in each rank's next batches, NO_BATCH if the rank has none. An index is
-    used if any rank has items at it, so a step may use fewer indices than micro-batches, or none.
+    `counts_of_ranks[rank]` lists the numbers of items in the next batches of a rank, NO_BATCH for a missing batch. An
+    index is used if any rank has items at it, so a step may use fewer indices than micro-batches, or none.
     """
     steps: list[list[int]] = []
     for begin in range(0, len(counts_of_ranks[0]), gradient_accumulation_steps):
@@ -254,7 +254,7 @@ def plan_steps(
 
 
 def _repeat(batches: Callable[[], Generator[CountedBatch]]) -> Generator[CountedBatch]:
-    """Yield the batches of one iteration after another, until an iteration is empty."""
+    """Yield batches, and start the iteration again at its end, until an iteration is empty."""
     found = True
     while found:
         found = False

@@ -1,4 +1,4 @@
-"""Streams (data without indices): selection of the items of each rank and worker, and loading of batches."""
+"""Iterable datasets (streams): selection of the items per rank and worker, and loading of batches."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 
 
 class StreamSource:
-    """This rank's batches of a stream, for any number of epochs.
+    """Loads this rank's batches of an iterable dataset (stream), for any number of epochs.
 
-    The items of a shared stream are assigned to the ranks in turn: item i belongs to rank i % size, and each worker
-    collates the batches that the loader fetches from it. A step therefore has the items that one process would take,
-    for any number of ranks and workers, and at the end the numbers of items of two ranks differ by at most 1. Every
-    rank and worker iterates over the entire stream. If `batch_size` is None, the items are batches; if the dataset
-    loads them by index, other ranks' batches are not loaded. With `every_item`, `drop_last` is ignored.
+    The items of a shared stream are sharded round-robin: item i belongs to rank i % size, and each worker collates the
+    batches that the loader fetches from it. A step therefore has the same items for any number of ranks and workers,
+    and the numbers of items per rank differ by at most 1. Every rank and worker iterates over the entire stream. If
+    `batch_size` is None, each item is a batch; if the dataset loads batches by index, a rank loads its own batches
+    only. With `every_item`, `drop_last` is ignored.
 
     Raises DataError and ConfigError like `IndexedSource`.
     """
@@ -88,7 +88,7 @@ class StreamSource:
             max_items=max_items,
         )
         self._loader = _loader(data, self._batches, num_workers, pin_memory, self._generator)
-        # Fingerprint of the first item of a shared stream, as read by the worker that loaded the last batch.
+        # Fingerprint of the first item of a shared stream in the worker that loaded the last batch.
         self.first_item: int | None = None
         # Number of positions per micro-batch: items of all ranks for a shared stream, otherwise 1.
         self.stride = size * (self.batch_size or 1) if stream_kind == "shared" else 1
@@ -100,21 +100,21 @@ class StreamSource:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether batches are made without user code in this process, so that a batch may be made early."""
+        """Whether loading a batch runs no user code in this process, so that batches may be prefetched."""
         return self.workers > 0
 
     @property
     def may_reuse_memory(self) -> bool:
-        """Whether the next batch may overwrite the memory of this one, as it may if a dataset yields batches in this
+        """Whether the next batch may overwrite the memory of this one: the dataset yields batches and runs in this
         process.
 
-        Batches from workers, and batches that torch collates from items, are in separate memory.
+        Batches from workers, and batches that torch collates from items, do not share memory.
         """
         return self.workers == 0 and (self.batch_size is None or self._batches.collate is not default_collate)
 
     @property
     def prefetched_batches(self) -> int:
-        """The number of batches that the workers load in advance."""
+        """The number of batches that the workers prefetch."""
         return count_prefetched_batches(self._loader)
 
     def batches(self, epoch: int, start: int = 0) -> Generator[CountedBatch]:
@@ -168,18 +168,18 @@ def open_stream(
     )
     settings: dict[str, Any] = {"stream": source.stream_kind, "seed": seed}
     if source.stream_kind == "shared":
-        # These settings determine the items of each rank.
+        # These settings determine the items per rank.
         settings |= {"batch_size": source.batch_size, "drop_last": source.drop_last}
     check_same_data(what, communicator, None, settings)
     return source
 
 
-# A batch, and the fingerprint of the first item of the stream.
+# A batch, and the fingerprint of the first item in the stream.
 _FingerprintedBatch = tuple[CountedBatch, int | None]
 
 
 class _Batches(IterableDataset[_FingerprintedBatch]):
-    """Iterable over the batches of one rank that the current worker, or the process without workers, collates."""
+    """Iterable over the batches that the current worker (or, without workers, this process) collates for one rank."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         self._batch_size, self._drop_last = batch_size, drop_last
         self._rank, self._size, self._kind, self._seed = rank, size, stream_kind, seed
         self._first_item: int | None = None
-        # Persistent workers have a copy of this object, so values are passed to them in shared memory.
+        # In shared memory, because persistent workers have a copy of this object.
         self._epoch_and_start = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def begin(self, epoch: int, start: int) -> None:
@@ -221,8 +221,8 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         with generators:
             seed_epoch(self._items, seed=seed, epoch=epoch)
         while True:
-            # Only the stream uses these generators: random numbers that a rank or worker draws to load or collate its
-            # batches must not change the rest of a stream that is the same on every rank.
+            # Only the stream uses these generators. If loading or collating a batch advanced them, the rest of a shared
+            # stream would differ between ranks and workers.
             with generators:
                 items = next(batches, None)
             if items is None:
@@ -241,7 +241,7 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         return CountingCollate(self.collate)(items)
 
     def _strided_batches(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
-        """Yield the items of each batch of this rank and worker, from a stream that is the same on every rank."""
+        """Yield the items of each batch of this rank and worker, from a shared stream."""
         stream: Iterator[Any] = _iterate_outside_worker(self._items)
         _skip_items(stream, start)
         first = list(islice(stream, 1))
@@ -254,15 +254,15 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
                 _skip_items(stream, self._size * length)
                 continue
             _skip_items(stream, self._rank)
-            # The item after the batch is not read before the caller has collated the batch: a stream may yield the same
-            # memory with other content.
+            # Read the next item only after the caller has collated the batch, because a stream may reuse the memory of
+            # its items.
             if not (items := list(islice(stream, 0, self._size * (length - 1) + 1, self._size))):
                 return
             yield items
             _skip_items(stream, self._size - 1 - self._rank)
 
     def _own_batches(self) -> Iterator[list[Any]]:
-        """Yield the items of each batch of a stream that belongs to this rank and worker."""
+        """Yield the items of each batch, from a stream that differs per rank and worker."""
         stream, length = iter(self._items), self._batch_size or 1
         while items := list(islice(stream, length)):
             if len(items) == length or not self._drop_last:
@@ -275,7 +275,7 @@ def _skip_items(stream: Iterator[Any], items: int) -> None:
 
 
 def _iterate_outside_worker(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield `items` with torch's worker info hidden from the dataset, so that it does not shard itself over workers."""
+    """Yield `items` with torch's worker info hidden, so that the dataset does not shard itself over workers."""
     with _hide_worker_info():
         stream = iter(items)
     while True:

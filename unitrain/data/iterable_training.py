@@ -1,4 +1,4 @@
-"""Training on streams: data without indices, in steps that all ranks take together."""
+"""Training on iterable datasets, with steps synchronized across ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingStream(TrainingData):
-    """This rank's shard of an iterable dataset, or of a dataset that makes batches. All ranks create it.
+    """This rank's shard of an iterable dataset, or of a dataset that creates batches. All ranks create it.
 
-    The length of an epoch is unknown until it ends; `__len__` of the
-    dataset is not used. A position counts items for a shared stream, so a run can resume with another number of ranks,
-    workers or samples per batch; otherwise it counts micro-batches. Items before the position are read and skipped:
-    resuming within an epoch takes the time to read them, and is exact if the same seed gives the same stream.
+    The length of an epoch is unknown until it ends; `__len__` of the dataset is not used. For a shared stream, a
+    position is a number of items, so a run can resume with another number of ranks or workers or another batch size.
+    Otherwise it is a number of micro-batches. Resuming within an epoch reads and discards the items before the
+    position. It is exact if the stream depends only on the seed.
 
-    Raises, on all ranks, DataError if the data cannot be sharded, ends before its first step or fails; ConfigError for
-    a batch size that is missing or contradictory.
+    Raises on all ranks: DataError if the data cannot be sharded, raises an error or ends before its first step;
+    ConfigError for a missing or contradictory batch size.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class TrainingStream(TrainingData):
 
     @property
     def can_overlap_prefetch(self) -> bool:
-        """Return False, because loading a step of a stream calls collectives."""
+        """Return False, because loading the batches of a step calls collectives."""
         return False
 
     def steps_in_epoch(self, start: int = 0) -> int | None:
-        """Return None: `__len__` of an IterableDataset may be wrong, in particular for one rank."""
+        """Return None, because `__len__` of an IterableDataset may be wrong."""
         return None
 
     def samples_in_epoch(self) -> int | None:
@@ -111,10 +111,10 @@ class TrainingStream(TrainingData):
         return self._steps
 
     def is_epoch_finished(self, position: int) -> bool:
-        """Whether no step follows `position`. Ends the epoch's iteration and its workers.
+        """Return whether `position` is the end of the epoch, and close the iterator and its workers.
 
-        It loads the next step to find out. If there is one, a resumed run loads it again, so the random numbers that
-        loading it drew in this process are restored.
+        This loads the next step, if any. A resumed run loads that step again, so the RNG state of this process before
+        the loading is restored.
         """
         is_exhausted = False
         if self._steps.position <= position:
@@ -131,10 +131,9 @@ class TrainingStream(TrainingData):
 
 
 class _Steps(Iterator[tuple[Any, MicroBatch]]):
-    """Iterator over the micro-batches of one epoch; `position` is the end of the last one that was yielded.
+    """Iterator over the micro-batches of one epoch; `position` is the end of the last yielded micro-batch.
 
-    It has no reference to itself, so an error that ends the loop ends its workers immediately, without a garbage
-    collection.
+    It has no reference cycle, so its workers terminate immediately after an error, without a garbage collection.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class _Steps(Iterator[tuple[Any, MicroBatch]]):
         return item
 
     def close(self) -> None:
-        """Release the batches and end the workers."""
+        """Release the batches and terminate the workers."""
         self._steps.close()
 
     def _check_first_items(self) -> None:

@@ -1,4 +1,4 @@
-"""Loading of batches by index from a Dataset or a DataLoader, whose settings are kept."""
+"""Loading of batches by index from a Dataset or a DataLoader (with the DataLoader's settings)."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ Data = Dataset[Any] | DataLoader[Any]
 
 
 class IndexedSource:
-    """A dataset from which batches are loaded by index.
+    """Loads batches by index from a Dataset or DataLoader.
 
     `batch_size` is per rank; `shuffle` and `drop_last` are the user's settings for the training order. `sampler` is the
-    custom sampler of a DataLoader, or, if the batch size is None, its batch_sampler. If `may_drop_samples`, batches can
-    hold fewer samples than indices: use `counted_batches` instead of `batches`. `setting` is the parameter of `owner`
-    for the batch size, for error messages.
+    custom sampler of a DataLoader or, if the batch size is None, its batch_sampler. If `may_drop_samples` is True,
+    batches can have fewer samples than indices: use `counted_batches` instead of `batches`. Error messages name `owner`
+    and its batch size parameter `setting`.
 
-    Raises DataError for data without indices, ConfigError for a batch size that is missing or contradicts the
-    DataLoader's.
+    Raises DataError for data without `__getitem__` and `__len__`, ConfigError for a batch size that is missing or
+    contradicts that of the DataLoader.
     """
 
     def __init__(
@@ -64,54 +64,53 @@ class IndexedSource:
         self.shuffle = shuffle
         self.drop_last: bool = data.drop_last if isinstance(data, DataLoader) else drop_last
         self.length = _length(data)
-        # Seeds the workers when they start, so that augmentations are reproducible; does not change the global
-        # generator.
+        # Seeds new workers, so that augmentations are reproducible and the global generator does not advance.
         self._generator = torch.Generator()
         self._indices = _Indices()
-        # A custom collate_fn may leave out samples.
+        # A custom collate_fn may drop samples.
         self.may_drop_samples = isinstance(data, DataLoader) and data.collate_fn is not default_collate
         self._loader = _loader(data, self._indices, num_workers, pin_memory, self._generator)
-        self._tensors = _tensors(dataset) if self._is_plain() else None
+        self._tensors = _tensors(dataset) if self._uses_default_collate() else None
 
     @property
     def prefetched_batches(self) -> int:
-        """The number of batches that the workers load in advance."""
+        """The number of batches that the workers prefetch."""
         return count_prefetched_batches(self._loader)
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether batches are made without user code in this process, so that a batch may be made early.
+        """Whether loading a batch runs no user code in this process, so that batches may be prefetched.
 
-        User code that runs early would draw random numbers before those that the model draws in the preceding step, and
-        the generators in a checkpoint would be ahead of its step.
+        Prefetching with user code would advance the RNG before the preceding step has used it, so checkpoints would
+        store a wrong RNG state.
         """
         return self._tensors is not None or self._loader.num_workers > 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to a dataset that has `set_epoch`. Persistent workers do not receive it: they have a copy."""
+        """Call `set_epoch` of the dataset, if it has one. The copies of the dataset in persistent workers do not
+        change."""
         if hasattr(self._loader.dataset, "set_epoch"):
             self._loader.dataset.set_epoch(epoch)
 
     def batches(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> Iterator[Any]:
-        """Yield the batch of samples order[positions] for each non-empty entry of `positions`.
+        """Yield the batch of the samples order[slice] for each non-empty slice in `positions`.
 
-        An order is a list if its keys are not integers. New workers are seeded with `worker_seed`; the generator of the
-        user's DataLoader has no effect. Persistent workers start in the first call and continue their random number
-        streams afterwards.
+        `order` is a tensor of indices, or a list of keys that are not integers. New workers are seeded with
+        `worker_seed`; the generator of the user's DataLoader has no effect. Persistent workers start in the first call
+        and keep their RNG state in later calls.
         """
         if self._tensors is not None and isinstance(order, Tensor):
-            return self._gather(*self._tensors, order, positions)
+            return self._index_tensors(*self._tensors, order, positions)
         assert not self.may_drop_samples
-        self._begin(order, positions, worker_seed)
+        self._set_order(order, positions, worker_seed)
         return iter(self._loader)
 
     def counted_batches(
         self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int
     ) -> Generator[CountedBatch]:
-        """Yield the batches of `batches` with their numbers of items and samples. The workers end when the generator is
-        closed."""
+        """Yield the same batches as `batches`, as `CountedBatch`. Closing the generator terminates the workers."""
         if self.may_drop_samples:
-            self._begin(order, positions, worker_seed)
+            self._set_order(order, positions, worker_seed)
             with closing(fetch(self._loader)) as made:
                 yield from made
         else:
@@ -120,26 +119,25 @@ class IndexedSource:
                 items = len(order[part])
                 yield CountedBatch(items, items, batch)
 
-    def _begin(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> None:
+    def _set_order(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> None:
         self._generator.manual_seed(worker_seed)
         taken = (order[part] for part in positions)
         self._indices.batches = (part.tolist() if isinstance(part, Tensor) else part for part in taken)
 
-    def _is_plain(self) -> bool:
-        """Return whether batches are collated without user code."""
+    def _uses_default_collate(self) -> bool:
+        """Return whether batches are collated with torch's default `collate_fn` and without user code."""
         return self._loader.num_workers == 0 and not self.may_drop_samples
 
-    def _gather(
+    def _index_tensors(
         self, tensors: tuple[Tensor, ...], subset: Tensor | None, order: Tensor, positions: Iterator[slice]
     ) -> Iterator[Any]:
-        """Yield each batch by indexing the tensors once: stacking single samples would take longer than a step of a
-        small model.
+        """Yield each batch by indexing the tensors once, which is much faster than stacking single samples.
 
-        Each batch has its own memory. A view into a larger tensor would be cheaper, but its alignment influences the
-        rounding of some kernels, so a resumed run would not be bit-identical to an uninterrupted one.
+        Each batch is a copy. A view of a larger tensor would be cheaper, but memory alignment affects the rounding of
+        some kernels, so a resumed run would not be bit-identical to an uninterrupted one.
         """
         if self.sampler is not None:  # it may yield negative indices
-            order = _from_start(order, self.length)
+            order = _normalize_negative(order, self.length)
         order = (order if subset is None else subset[order]).to(tensors[0].device)
         pin = self._loader.pin_memory and order.device.type == "cpu"
         for part in positions:
@@ -149,7 +147,7 @@ class IndexedSource:
 
 
 class _Indices(Sampler[list[int]]):
-    """Batch sampler that yields the indices assigned to it for the next epoch."""
+    """Batch sampler that yields the indices set for the next epoch."""
 
     batches: Iterator[list[int]] = iter(())
 
@@ -180,23 +178,23 @@ def _loader(
 
 
 def fetch(loader: DataLoader[Any]) -> Generator[Any]:
-    """Yield the batches of `loader`. Its workers end when the generator is closed, unless they are persistent."""
+    """Yield the batches of `loader`. Closing the generator terminates its workers, unless they are persistent."""
     fetched = iter(loader)
     try:
         yield from fetched
     finally:
-        # If a traceback keeps the iterator alive, the garbage collector would take five seconds for each worker.
+        # If a traceback keeps the iterator alive, the garbage collector later takes five seconds per worker.
         if loader.num_workers and not loader.persistent_workers:
             fetched._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def count_prefetched_batches(loader: DataLoader[Any]) -> int:
-    """Return the number of batches that the workers of `loader` load in advance."""
+    """Return the number of batches that the workers of `loader` prefetch."""
     return loader.num_workers * (loader.prefetch_factor or 0)
 
 
 def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the settings of `loader` for workers and memory, as arguments of another DataLoader."""
+    """Return the worker and memory settings of `loader`, as arguments of another DataLoader."""
     # in_order is not copied, because batches must be yielded in the planned order.
     return {
         "num_workers": loader.num_workers,
@@ -210,10 +208,10 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """Return the tensors of a TensorDataset, or of a Subset of one with its indices; None for any other dataset.
+    """Return (tensors, None) for a TensorDataset, (tensors, indices) for a Subset of one; None for any other dataset.
 
-    Also return None if the indices of a Subset are out of range or not integers; the Subset itself then gives the right
-    result or error.
+    Also return None if the indices of a Subset are out of range or not integers; the Subset then handles or rejects
+    them.
     """
     if type(dataset) is Subset:
         inner = _tensors(dataset.dataset)
@@ -229,7 +227,7 @@ def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
 
 
 def _subset_indices(indices: Any, length: int) -> Tensor | None:
-    """Return the indices of a Subset of `length` samples, counted from the start; None unless they are integers in
+    """Return the indices of a Subset of `length` samples as non-negative integers; None unless they are integers in
     range."""
     try:
         found = torch.as_tensor(indices)
@@ -239,19 +237,19 @@ def _subset_indices(indices: Any, length: int) -> Tensor | None:
     if found.dim() != 1 or found.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
         return None
     found = found.to("cpu", torch.int64)
-    return _from_start(found, length) if bool(((found >= -length) & (found < length)).all()) else None
+    return _normalize_negative(found, length) if bool(((found >= -length) & (found < length)).all()) else None
 
 
-def _from_start(indices: Tensor, length: int) -> Tensor:
+def _normalize_negative(indices: Tensor, length: int) -> Tensor:
     """Return `indices` with negative ones replaced by the equivalent non-negative ones."""
     return torch.where(indices < 0, indices + length, indices)
 
 
 def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner: str) -> int | None:
-    """Return the batch size of `data`: that of a DataLoader, otherwise `batch_size`.
+    """Return the batch size of a DataLoader, otherwise `batch_size`.
 
-    Return None if the DataLoader's dataset or batch_sampler makes the batches. Raises DataError for a DataLoader with a
-    custom `__iter__`; ConfigError for a batch size that is missing or given in addition to a DataLoader's.
+    Return None if the DataLoader's dataset or batch_sampler creates the batches. Raises DataError for a DataLoader with
+    a custom `__iter__`; ConfigError if the batch size is missing, or set both here and in the DataLoader.
     """
     if isinstance(data, DataLoader):
         if type(data).__iter__ is not DataLoader.__iter__:
@@ -271,18 +269,18 @@ def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner:
     if batch_size is None:
         raise ConfigError(
             f"A {type(data).__name__} was given without a batch size. Use {call_of(owner, f'{setting}=32')}, "
-            "or give a DataLoader."
+            "or pass a DataLoader."
         )
     return batch_size
 
 
 def call_of(owner: str, arguments: str) -> str:
-    """Return the call in which users pass `arguments` to `owner`, TrainConfig or ShardedLoader, for messages."""
+    """Format a call of `owner` (TrainConfig or ShardedLoader) with `arguments`, for error messages."""
     return f"{owner}({'' if owner == 'TrainConfig' else 'data, backend, '}{arguments})"
 
 
 def is_stream(data: Any) -> bool:
-    """Return whether `data` has no indices to shard, or only indices of batches of unknown size."""
+    """Return whether `data` is iterable only, or is indexed by batches of unknown size."""
     if isinstance(data, DataLoader):
         return is_stream(data.dataset) or (data.batch_size is None and data.batch_sampler is None)
     # Iterable datasets of Hugging Face are not subclasses of torch's. An iterator, unlike an iterable, can be iterated
@@ -296,15 +294,15 @@ def _length(data: Data) -> int:
     if is_stream(data) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"Got data of type {type(dataset).__name__}, which does not have __len__ and __getitem__. "
-            "Give a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader."
+            "Pass a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader."
         )
     return len(dataset)
 
 
 def check_same_data(subject: str, communicator: Communicator, length: int | None, settings: Mapping[str, Any]) -> None:
-    """Raise DataError, on every rank, if `length` or one of `settings` differs between ranks, or if length is 0.
+    """Raise DataError, on every rank, if `length` or one of `settings` differs between ranks, or if `length` is 0.
 
-    `subject` is the subject of the message. `length` is None for data without a length. All ranks call it.
+    `subject` is the grammatical subject of the message. `length` is None for data without a length. All ranks call it.
     """
     own = (length, dict(settings))
     everywhere: list[tuple[int | None, dict[str, Any]]] = gather_if_different(communicator, own) or [own]
@@ -331,8 +329,8 @@ def check_same_data(subject: str, communicator: Communicator, length: int | None
 
 
 def check_is_dataset(name: str, data: Any) -> None:
-    """Raise DataError unless the argument `name` can be a dataset, and for a list of batches instead of samples."""
-    fix = "Give a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader"
+    """Raise DataError if `data`, the argument `name`, is not a dataset, or is a list of batches instead of samples."""
+    fix = "Pass a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader"
     if data is None or isinstance(data, type | str | bytes | Mapping | nn.Module | torch.optim.Optimizer):
         raise DataError(f"{name} must be a dataset or a DataLoader, got {validation.describe_value(data)}. {fix}.")
     if isinstance(data, list | tuple) and data and all(map(_is_batch, data[:8])):

@@ -1,4 +1,5 @@
-"""Order of an epoch and its division into micro-batches, as pure functions of seed, epoch and position."""
+"""Order of the samples in an epoch and its division into micro-batches, as pure functions of seed, epoch and
+position."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ StrideUnit = Literal["samples", "batches"]
 
 
 class MicroBatch(NamedTuple):
-    """The part of an epoch that one rank takes in one micro-batch.
+    """The samples of one rank in one micro-batch.
 
-    `positions` are indices into the order of the epoch. `samples` is the number of samples that count: all of them, or
-    0 for a dummy batch. `step_samples` counts the samples of all ranks in the optimizer step that this micro-batch
-    belongs to; the step ends before position `step_end`.
+    `positions` are indices into the order of the epoch. `samples` is the number of samples, 0 for a dummy batch.
+    `step_samples` is the number of samples of all ranks in the optimizer step of this micro-batch; the step ends before
+    position `step_end`.
     """
 
     positions: slice
@@ -32,8 +33,8 @@ class MicroBatch(NamedTuple):
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
     """Return the indices of one epoch over all ranks, int64 [length].
 
-    The order is that of torch's DistributedSampler with the same `seed` after `set_epoch(epoch)`, so a script that is
-    ported from it trains on the same batches.
+    The order is that of torch's DistributedSampler with the same `seed` after `set_epoch(epoch)`, so a script that used
+    a DistributedSampler trains on the same batches.
     """
     if not shuffle:
         return torch.arange(length)
@@ -52,11 +53,11 @@ def micro_batches_of_samples(
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches over the positions from `start` to `end` of an epoch's order.
 
-    Each step takes the next size * batch_size * gradient_accumulation_steps positions, or `global_batch_size` if given,
-    so the samples of a step depend on that number only, not on the number of ranks. A step has as few micro-batches as
-    possible, the same number on every rank. In each micro-batch, the ranks take every size-th position, as with
-    DistributedSampler, so their numbers of samples differ by at most 1. If there are fewer samples than ranks, the
-    ranks without a sample get a dummy batch.
+    Each step takes the next size * batch_size * gradient_accumulation_steps positions, or `global_batch_size` if it is
+    set. The samples of a step depend on that product only, not on the number of ranks. A step has as few micro-batches
+    as possible, the same number on every rank. Within a micro-batch, each rank takes every size-th position, as with
+    DistributedSampler, so the numbers of samples per rank differ by at most 1. If there are fewer samples than ranks,
+    the ranks without a sample use a dummy batch.
     """
     samples_per_micro_batch = size * batch_size
     global_batch_size = global_batch_size or samples_per_micro_batch * gradient_accumulation_steps
@@ -69,8 +70,8 @@ def micro_batches_of_samples(
             after = first + base * size + min(max(0, extra - micro_step * size), size)
             samples = len(range(first + rank, after, size))
             # A rank without samples must still run forward and backward, because the other ranks wait for its
-            # gradients. Its dummy batch is the first sample of the step, which rank 0 trains on too, so it cannot
-            # introduce a NaN.
+            # gradients. Its dummy batch is the first sample of the step. Rank 0 trains on it as well, so it cannot
+            # introduce an additional NaN.
             positions = slice(first + rank, after, size) if samples else slice(step_start, step_start + 1)
             yield MicroBatch(positions, samples, total, step_start + total, micro_step == micro_steps - 1)
             first = after
@@ -79,11 +80,10 @@ def micro_batches_of_samples(
 def micro_batches_of_sampler(
     bounds: Sequence[int], start: int, *, gradient_accumulation_steps: int, rank: int, size: int, uneven: Uneven
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches over the batches of a batch_sampler: batch i has the positions bounds[i] to
-    bounds[i + 1].
+    """Yield this rank's micro-batches for the batches of a batch_sampler.
 
-    In each micro-batch, each rank takes the next batch; the first one begins at position `start`. `uneven` determines a
-    last step with too few batches for all ranks, as in TrainConfig.
+    Batch i has the positions bounds[i] to bounds[i + 1] - 1. The ranks take the batches in turn, from position `start`
+    on. `uneven` determines how a last step with too few batches for all ranks is handled, as in TrainConfig.
     """
     count = len(bounds) - 1
     per_step = size * gradient_accumulation_steps
@@ -109,10 +109,10 @@ def _length_of(bounds: Sequence[int], batch: int) -> int:
 
 
 def strided_order(lengths: Sequence[Tensor]) -> Tensor:
-    """Return the index of each row in the order in which the ranks took turns, int64 [rows].
+    """Return the indices that restore the data order of rows that the ranks took in turn, int64 [rows].
 
-    `lengths` has, for each rank, the numbers of rows that it took in each turn, int64. Rows are indexed in rank order:
-    all rows of rank 0, then those of rank 1.
+    `lengths` has one int64 tensor per rank: the number of rows that the rank took in each turn. The indices refer to
+    the rows in rank order: all rows of rank 0, then all rows of rank 1, and so on.
     """
     size = len(lengths)
     turns = [torch.arange(len(own)) * size + rank for rank, own in enumerate(lengths)]

@@ -1,4 +1,4 @@
-"""Prefetching of one batch: copied to a GPU during the current step, or loaded while gradients are reduced."""
+"""Prefetching of one batch: copy it to the GPU during the current step, or load it while gradients are reduced."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Item = tuple[Any, InfoT]
 class Prefetcher:
     """Moves batches to `device`, with one batch prefetched if possible.
 
-    On a GPU, the next batch is copied while the current one is computed with, which requires memory for one more batch;
-    copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded while gradients are reduced,
-    inside the context manager `fetching()`.
+    On a GPU, the copy of the next batch overlaps with the computation of the current step. This requires GPU memory for
+    one more batch; copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded while gradients
+    are reduced, inside the context manager `fetching()`.
     """
 
     def __init__(
         self, device: torch.device, fetching: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         self._device, self._fetching = device, fetching
-        # A weak reference, because the iterator's workers must end immediately if the training loop raises an error.
+        # A weak reference, so that the iterator's workers terminate immediately if the training loop raises an error.
         self._iterator_reference: weakref.ref[PrefetchedIterator[Any]] | None = None
         # One stream for all epochs, because the allocator reuses memory only on the stream that allocated it.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, items: Iterable[Item[InfoT]], *, ahead: bool, overlapped: bool = False) -> Iterator[Item[InfoT]]:
-        """Yield each of `items`, pairs (batch, info), with the batch on the device.
+        """Yield the pairs (batch, info) in `items`, with the batch on the device.
 
         `ahead` allows prefetching on a GPU. `overlapped` lets `overlapped_work` load the next batch on the CPU.
         """
@@ -49,8 +49,8 @@ class Prefetcher:
         return prefetch_one(iter(items), self._begin_copy, self._await_copy)
 
     def overlapped_work(self) -> tuple[Callable[[], None], ...]:
-        """Return the functions to call while gradients are reduced: a function that loads the next batch, or no
-        function."""
+        """Return the functions to call while gradients are reduced: one that loads the next batch, or an empty
+        tuple."""
         return () if self._iterator_reference is None else (self._fetch_next,)
 
     def _fetch_next(self) -> None:
@@ -60,12 +60,12 @@ class Prefetcher:
                 prefetched.fetch()
 
     def _begin_copy(self, item: Item[InfoT]) -> Item[InfoT]:
-        """Begin to copy a batch on the side stream, concurrently with the current stream."""
+        """Start to copy a batch on the side stream, concurrently with the current stream."""
         assert self._stream is not None
         batch, info = item
-        # The copy may be allocated in the memory of an earlier batch that queued kernels still read, so it waits for
-        # them. The alternative, record_stream, cannot be called for tensors inside objects that move themselves, and
-        # would delay the reuse of memory while the host is ahead of the GPU.
+        # The allocator may reuse the memory of an earlier batch that queued kernels still read, so the copy waits for
+        # them. The alternative, record_stream, does not reach tensors inside objects with a method `to`, and would
+        # delay the reuse of memory while the host is ahead of the GPU.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             return to_device(batch, self._device), info
@@ -77,7 +77,7 @@ class Prefetcher:
 
 
 class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
-    """Iterator over `items` whose next item can be loaded in advance. An error is raised when that item is
+    """Iterator over `items` that can prefetch the next item. An error of the prefetch is raised when that item is
     requested."""
 
     def __init__(self, items: Iterator[ItemT]) -> None:
@@ -86,7 +86,7 @@ class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
         self._error: Exception | None = None
 
     def fetch(self) -> None:
-        """Load the next item, unless it is loaded already."""
+        """Load the next item, unless it is already loaded."""
         if not self._fetched and self._error is None:
             try:
                 self._fetched = _first(self._items)
@@ -104,10 +104,10 @@ class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
 def prefetch_one(
     items: Iterator[Item[InfoT]], begin_copy: Callable[[Item[InfoT]], Item[InfoT]], wait_for_copies: Callable[[], None]
 ) -> Iterator[Item[InfoT]]:
-    """Yield the result of `begin_copy` for each of `items`, which begins before the preceding result is yielded.
+    """Yield `begin_copy(item)` for each of `items`, with one item copied ahead.
 
-    `wait_for_copies` is called in between. An error of `items` or `begin_copy` is raised after the preceding item was
-    yielded.
+    The copy of the next item starts before the current one is yielded; `wait_for_copies` is called in between. An error
+    of `items` or `begin_copy` is raised after the preceding item was yielded.
     """
     error_to_raise: Exception | None = None
     prefetched = [begin_copy(item) for item in _first(items)]

@@ -17,14 +17,14 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 
-# Maximum number of keys in an epoch. All keys are drawn at once, so a sampler that never ends must raise an error.
+# Maximum number of keys in an epoch. All keys are drawn at once, so an infinite sampler must raise an error.
 MAX_DRAWN_KEYS = 50_000_000
 
 
 def custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
     """Return the sampler or batch_sampler that determines the order of `loader`; None for a default sampler.
 
-    Raises DataError for a sampler that shards the data itself.
+    Raises DataError for a sampler that shards the data, such as a DistributedSampler.
     """
     sampler: Iterable[Any] = loader.sampler if loader.batch_size is not None else loader.batch_sampler or loader.sampler
     for part in _nested_samplers(sampler):
@@ -41,12 +41,13 @@ def custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
 def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
     """Return whether `sampler` yields each index of `dataset` once, like the samplers that a DataLoader creates.
 
-    The type does not suffice: a SequentialSampler or RandomSampler may have been created for data with fewer samples.
+    Checking the type is not sufficient: a SequentialSampler or RandomSampler may have been created for a smaller
+    dataset.
     """
     if type(sampler) not in (SequentialSampler, RandomSampler):
         return False
     source: Any = sampler.data_source  # type: ignore[attr-defined]
-    # A DataLoader creates these samplers for its dataset, which may not have a length.
+    # A DataLoader creates these samplers with its dataset as the source, which may not have a length.
     if source is not dataset and not (hasattr(dataset, "__len__") and len(source) == len(dataset)):
         return False
     if isinstance(sampler, RandomSampler):
@@ -57,7 +58,8 @@ def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
 class DrawnOrder(NamedTuple):
     """Order of an epoch (a tensor of indices, or a list of keys that are not integers) and the bounds of its batches.
 
-    Batch i has the positions bounds[i] to bounds[i + 1]. `bounds` is None if the sampler yields samples.
+    Batch i has the positions bounds[i] to bounds[i + 1]. `bounds` is None if the sampler yields single keys instead of
+    batches.
     """
 
     order: Tensor | list[Any]
@@ -69,9 +71,9 @@ def draw_order(
 ) -> DrawnOrder:
     """Return the order that `sampler` yields on rank 0 in `epoch`, on every rank. All ranks call it.
 
-    With `yields_batches` it is a batch_sampler. The order is a function of seed and epoch for samplers that use the
-    global generators of torch, numpy or Python, that have a torch.Generator as attribute, or that have `set_epoch`.
-    Raises DataError on every rank if the sampler fails, does not end or yields nothing.
+    With `yields_batches`, `sampler` is a batch_sampler. The order depends only on seed and epoch if the sampler uses
+    the global generators of torch, numpy or Python, has a torch.Generator as attribute, or has `set_epoch`. Raises
+    DataError on every rank if the sampler fails, does not end or yields nothing.
     """
 
     def draw_on_rank_zero() -> DrawnOrder | None:
@@ -82,7 +84,7 @@ def draw_order(
 
 
 def seed_epoch(items: Iterable[Any], *, seed: int, epoch: int) -> None:
-    """Pass the epoch to `items`, a dataset or sampler, and its nested samplers, and seed their generators."""
+    """Call `set_epoch` of `items` (a dataset or sampler) and of its nested samplers, and seed their generators."""
     for part in _nested_samplers(items):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
@@ -128,7 +130,7 @@ def _to_order(keys: list[Any]) -> Tensor | list[Any]:
 
 
 def _nested_samplers(sampler: Any) -> Iterator[Any]:
-    """Yield `sampler` and the samplers among its attributes, such as that of a BatchSampler."""
+    """Yield `sampler` and the samplers in its attributes, such as `BatchSampler.sampler`."""
     waiting, seen = [sampler], set()
     while waiting:
         part = waiting.pop()

@@ -1,4 +1,4 @@
-"""The public loader of a rank's batches, for training and evaluation loops without the Trainer."""
+"""ShardedLoader, the public loader for training and evaluation loops without the Trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OWNER = "ShardedLoader"
 
 
 class ShardedLoader:
-    """Iterable over this rank's batches of data that all ranks share, on the rank's device.
+    """Iterable over this rank's shard of the data, in batches on the rank's device.
 
         loader = unitrain.ShardedLoader(dataset, backend, batch_size=32)
         for epoch in range(3):
@@ -33,16 +33,16 @@ class ShardedLoader:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Each iteration is the next epoch. Every sample is in exactly one batch of one rank, and all ranks yield the same
-    number of batches, for any length of the data. Multiply the mean loss of a batch by `loss_weight`: the gradient,
-    averaged over ranks, is then that of the mean loss over the samples of all ranks. A rank that has no sample left for
-    a step yields a dummy batch with loss weight 0. Layers of `sync_batch_norm` do not count its samples.
+    Each iteration is the next epoch. Every sample is in exactly one batch on one rank, and all ranks yield the same
+    number of batches, for any length of the data. Multiply the mean loss of a batch by `loss_weight`: the gradient
+    averaged over ranks is then the gradient of the mean loss over the samples of all ranks. A rank without samples for
+    a step yields a dummy batch with loss weight 0, which `sync_batch_norm` layers ignore.
 
-    With `shuffle=False` the loader is for evaluation: it yields every sample once, in order and without dummy batches,
-    so ranks may yield different numbers of batches, or none. Iterating then calls no collective.
+    With `shuffle=False` the loader is for evaluation: it yields every sample once, in order and without dummy batches.
+    The number of batches may then differ between ranks and may be 0; iterating calls no collective.
 
-    All ranks create the loader, with the same arguments, and iterate over it. On the same `seed` and epoch, N ranks
-    with batches of B samples train on the same samples per step as one process with batches of N * B.
+    All ranks create the loader, with the same arguments, and iterate over it. With the same `seed` and epoch, N ranks
+    with batches of B samples train on the same samples per step as one process with batches of N * B samples.
 
     Args:
         data: A Dataset, an IterableDataset or a DataLoader. A DataLoader keeps its batch size, sampler, `collate_fn`,
@@ -51,13 +51,13 @@ class ShardedLoader:
         batch_size: Samples per rank and batch. Required unless `data` is a DataLoader.
         shuffle: Whether to train in a new order in each epoch, or to evaluate in the order of the data.
         seed: Seed of the order, together with the epoch.
-        drop_last: Whether to leave out the last step if it has fewer samples than a global batch.
+        drop_last: Whether to drop the last step if it has fewer samples than a global batch.
         num_workers: Worker processes that load batches, per rank; 0 to load them in the training process.
         gradient_accumulation_steps: Batches per optimizer step. `loss_weight` then refers to the samples of all these
             batches, and `ends_step` is True at the last one.
         stream: What an IterableDataset yields: the same items on every rank ("shared"), which are then sharded, or
             items that belong to the rank and worker that yields them ("own").
-        uneven: What happens if an IterableDataset or a batch_sampler gives the ranks different numbers of batches:
+        uneven: What happens if an IterableDataset or a batch_sampler has unequal numbers of batches per rank:
             "weight" (dummy batches), "drop" (the epoch ends) or "pad" (batches are repeated).
 
     Raises, on every rank: ConfigError for arguments that are invalid, contradict each other or differ between ranks;
@@ -96,7 +96,7 @@ class ShardedLoader:
         self._seed = seed
         self._epoch, self._position = 0, 0
         self._is_within_epoch = False
-        # The number of samples and the loss weight of the batch yielded last.
+        # Properties of the last yielded batch: number of samples, loss weight, and whether it ends a step.
         self._num_samples, self._loss_weight, self._ends_step = 0, 0.0, True
         self._shard: TrainingData | EvaluationShard
         if not shuffle:
@@ -135,26 +135,26 @@ class ShardedLoader:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples in the batch yielded last; 0 for a dummy batch."""
+        """The number of samples in the last yielded batch; 0 for a dummy batch."""
         return self._num_samples
 
     @property
     def loss_weight(self) -> float:
-        """The factor for the mean loss of the batch yielded last: its samples * number of ranks / samples of the step.
+        """The factor for the mean loss of the last yielded batch: its samples * number of ranks / samples of the step.
 
-        A step has the samples of one batch of every rank, or of `gradient_accumulation_steps` of them.
+        A step consists of `gradient_accumulation_steps` batches (1 by default) on every rank.
         """
         self._check_is_for_training("loss_weight")
         return self._loss_weight
 
     @property
     def ends_step(self) -> bool:
-        """Whether the batch yielded last is the last one of its optimizer step; always True without accumulation."""
+        """Whether the last yielded batch ends its optimizer step; always True without gradient accumulation."""
         self._check_is_for_training("ends_step")
         return self._ends_step
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch: the same on every rank in training, this rank's in evaluation.
+        """Return the number of this rank's batches in an epoch; in training it is the same on every rank.
 
         Raises TypeError if it is unknown, as for an IterableDataset.
         """
@@ -175,11 +175,12 @@ class ShardedLoader:
                 "A ShardedLoader for training was iterated under torch.no_grad(), where its dummy batches would be "
                 "evaluated like samples. Use ShardedLoader(data, backend, shuffle=False) for evaluation."
             )
-        if self._is_within_epoch:  # the last iteration did not reach the end of its epoch
+        if self._is_within_epoch:  # the last iteration stopped within its epoch
             self._epoch, self._position = self._epoch + 1, 0
         self._check_same_position()
         try:
-            # No variable refers to the iterator, so that its workers end as soon as this generator is closed.
+            # Do not assign the iterator to a variable, so that its workers terminate as soon as this generator is
+            # closed.
             for batch, micro_batch in self._prefetcher(
                 self._shard.micro_batches(self._epoch, self._position), ahead=self._shard.can_prefetch
             ):
@@ -199,16 +200,16 @@ class ShardedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last complete step, for `load_state_dict` on any number of ranks.
 
-        Call it after `optimizer.step()`, on any rank: the state is the same on all of them.
+        Call it after `optimizer.step()`, on any rank; the state is the same on all ranks.
         """
         self._check_is_for_training("state_dict()")
         return {"epoch": self._epoch, "position": self._position, "order": self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of `state`: the next iteration yields the rest of that epoch. All ranks call it.
+        """Resume from `state`: the next iteration yields the rest of that epoch. All ranks call it.
 
         Within an epoch, the remaining samples and their order are the same for any number of ranks and any batch size.
-        Raises CheckpointError if the state is within an epoch of data in another order.
+        Raises CheckpointError if `state` is within an epoch and the order of the data differs.
         """
         self._check_is_for_training("load_state_dict()")
         problem = _describe_invalid_state(state)
@@ -230,7 +231,8 @@ class ShardedLoader:
         self._epoch, self._position, self._is_within_epoch = epoch, position, False
 
     def _check_same_position(self) -> None:
-        """Raise ConfigError on every rank if the positions differ, because batches would then overlap."""
+        """Raise ConfigError on every rank if the positions differ between ranks, because their batches would
+        overlap."""
         found = gather_if_different(self._backend, (self._epoch, self._position)) or []
         if found:
             raise ConfigError(
@@ -253,7 +255,7 @@ class ShardedLoader:
 
 
 def _describe_invalid_state(state: Any) -> str | None:
-    """Return a description of what is wrong with a state of a loader, or None if it is complete."""
+    """Return a description of the defect of a loader's state, or None if it is valid."""
     if not isinstance(state, Mapping):
         return validation.describe_value(state)
     for name in ("epoch", "position"):

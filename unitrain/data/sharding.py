@@ -1,4 +1,4 @@
-"""This rank's exact shard of data for training and evaluation, in an order that depends only on seed and epoch."""
+"""This rank's shard of map-style data for training and evaluation, in an order that depends only on seed and epoch."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from unitrain.data.training_data import DEFAULT_SHARD_SETTINGS, ShardSettings, T
 from unitrain.errors import DataError
 from unitrain.randomness import SeedPurpose, derive_seed
 
-# Number of micro-batches that are planned at once.
+# Number of micro-batches planned at a time.
 _MICRO_BATCHES_PER_CHUNK = 256
 
 
 class TrainingShard(TrainingData):
-    """This rank's shard of training data that has indices. All ranks create it.
+    """This rank's shard of map-style (indexed) training data. All ranks create it.
 
-    The order is that of `epoch_order`, or the one that rank 0 draws from a DataLoader's sampler. With a batch_sampler,
-    each rank takes the next batch in each micro-batch, and `uneven` determines the last step, as in TrainConfig.
+    The order is that of `epoch_order`, or rank 0 draws it from the DataLoader's sampler. With a batch_sampler, the
+    ranks take its batches in turn, and `uneven` determines how the last step is handled, as in TrainConfig.
 
-    Raises, on all ranks, DataError for data that is empty, has fewer samples than there are ranks (unless
-    `allow_empty_ranks`), differs between ranks or does not have indices; ConfigError for a batch size that is missing
-    or contradictory.
+    Raises on all ranks: DataError for data that is empty, has fewer samples than ranks (unless `allow_empty_ranks`),
+    differs between ranks or is not indexed; ConfigError for a missing or contradictory batch size.
     """
 
     def __init__(
@@ -102,12 +101,12 @@ class TrainingShard(TrainingData):
     def order_settings(self) -> dict[str, Any]:
         """The settings that, with the seed, determine which sample is at a position of an epoch."""
         order = {"length": self._source.length, "shuffle": self._source.shuffle, "sampler": self._sampler_name}
-        # Earlier versions drew another permutation.
+        # Earlier versions used a different permutation.
         return {**order, "permutation": "of DistributedSampler"} if self._source.shuffle else order
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether a batch may be loaded before it is requested, without any other effect."""
+        """Whether batches may be prefetched without side effects."""
         return self._source.can_prefetch
 
     @property
@@ -137,7 +136,7 @@ class TrainingShard(TrainingData):
         return None if length is None else self._find_epoch_end(length)
 
     def count_batches(self) -> int | None:
-        """Return the number of micro-batches of each rank in one epoch; None with a sampler without a length."""
+        """Return the number of micro-batches per rank in one epoch; None with a sampler without a length."""
         source, size = self._source, self._size
         length = source.length if source.sampler is None else _sampler_length(source.sampler)
         if length is None:
@@ -152,8 +151,9 @@ class TrainingShard(TrainingData):
         order, micro_batches_of_epoch = self._plan_epoch(epoch, start)
         worker_seed = derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank)
         self._source.set_epoch(epoch)
-        # Planning single micro-batches takes several times as long, because the steps in between evict the caches.
-        # Workers prefetch batches, so they read the positions before the loop reads the micro-batches.
+        # Plan in chunks: planning single micro-batches takes several times as long, because the training steps evict
+        # the caches. The workers prefetch, so `tee` lets them read the positions before the loop reads the
+        # micro-batches.
         micro_batches, unread = tee(
             chain.from_iterable(iter(lambda: list(islice(micro_batches_of_epoch, _MICRO_BATCHES_PER_CHUNK)), []))
         )
@@ -166,14 +166,14 @@ class TrainingShard(TrainingData):
         return zip(self._source.batches(order, positions, worker_seed), micro_batches, strict=True)
 
     def is_epoch_finished(self, position: int) -> bool:
-        """Whether no step follows after `position`."""
+        """Return whether `position` is the end of the epoch."""
         return position >= self._end or (self._aligner is not None and self._aligner.ended)
 
     def end_epoch(self) -> None:
-        pass  # the workers end with the iterator, which is not referenced here
+        pass  # the workers terminate with the iterator, which is not referenced here
 
     def _plan_epoch(self, epoch: int, start: int) -> tuple[Tensor | list[Any], Iterator[MicroBatch]]:
-        """Return the order of an epoch and this rank's micro-batches in it. Sets the end of the epoch."""
+        """Return the order of an epoch and this rank's micro-batches in it, and set the end of the epoch."""
         source, bounds = self._source, None
         order: Tensor | list[Any]
         if source.sampler is None:
@@ -203,7 +203,7 @@ class TrainingShard(TrainingData):
     def _find_epoch_end(self, length: int) -> int:
         """Return the position at which an epoch of `length` samples ends."""
         whole = self.global_batch_size
-        # drop_last keeps full batches only: here, full global batches.
+        # drop_last drops an incomplete last global batch.
         if not self._source.drop_last or whole is None:
             return length
         if length < whole:
@@ -216,7 +216,7 @@ class TrainingShard(TrainingData):
         return length - length % whole
 
     def _find_sampler_epoch_end(self, bounds: list[int], start: int) -> int:
-        """Return the position of the end of an epoch that continues at `start`, for the batches of a batch_sampler."""
+        """Return the end position of an epoch over the batches of a batch_sampler, from position `start` on."""
         if self._uneven != "drop":
             return bounds[-1]
         count, first, per_step = (
@@ -235,16 +235,14 @@ class TrainingShard(TrainingData):
 
 
 class EvaluationShard:
-    """This rank's shard of evaluation data: a contiguous part in the order of the data, empty if there are too few
-    samples.
+    """This rank's shard of evaluation data: a contiguous part of the data, which may be empty.
 
-    Every sample is evaluated, also with `drop_last` of a DataLoader. A sampler is drawn once, so each evaluation has
-    the same samples. A stream starts again each time, with the same random numbers; according to `stream`, the ranks
-    take its items in turn, or each rank has a stream of different items.
+    Every sample is evaluated; `drop_last` of a DataLoader is ignored. A sampler is drawn once, so every evaluation uses
+    the same samples. An iterable dataset is restarted for every evaluation, with the same random seed. With `stream`
+    "shared" the ranks take its items in turn; with "own" the items differ between ranks.
 
-    With `limit_batches`, only the first samples of the data are evaluated, as many as in that number of batches of
-    `limit_batch_size` (by default `batch_size`): the same samples for any number of ranks. If each rank has a different
-    stream, it is the number of batches per rank.
+    With `limit_batches`, only the first `limit_batches` * `limit_batch_size` (default: `batch_size`) samples are
+    evaluated: the same samples for any number of ranks. With `stream` "own" it is the number of batches per rank.
 
     All ranks create it; iterating does not communicate. Raises DataError, on all ranks, for data that is empty, differs
     between ranks or cannot be sharded.
@@ -315,30 +313,29 @@ class EvaluationShard:
         return self._source.batch_size
 
     def count_batches(self) -> int | None:
-        """Return the number of batches of this rank; None for a stream."""
+        """Return the number of this rank's batches; None for an iterable dataset."""
         return None if isinstance(self._source, StreamSource) else len(self._slices)
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether a batch may be loaded before it is requested, without any other effect."""
+        """Whether batches may be prefetched without side effects."""
         return self._source.can_prefetch
 
     @property
     def stride_unit(self) -> StrideUnit | None:
-        """The unit of a shared stream that the ranks take in turn, samples or batches; None if each rank has a
-        contiguous part."""
+        """The unit of a shared stream that the ranks take in turn (samples or batches); None if shards are
+        contiguous."""
         if not isinstance(self._source, StreamSource) or self._source.stream_kind == "own":
             return None
         return "batches" if self._source.batch_size is None else "samples"
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number of samples), without batches that have no sample."""
+        """Yield (batch, number of samples), and skip batches without samples."""
         with closing(self._counted_batches()) as batches:
             yield from ((batch, samples) for _, samples, batch in batches if samples)
 
     def complete_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number of samples), which may be 0. Raises DataError, on this rank only, if a sample is missing
-        from a batch."""
+        """Yield (batch, number of samples). Raises DataError, on this rank only, if the collate_fn dropped a sample."""
         with closing(self._counted_batches()) as batches:
             for items, samples, batch in batches:
                 if samples != items:
@@ -358,11 +355,11 @@ class EvaluationShard:
 
 
 def open_training_data(data: Data, communicator: Communicator, settings: ShardSettings) -> TrainingData:
-    """Return this rank's shard of `data`: a TrainingStream for data without indices, otherwise a TrainingShard.
+    """Return this rank's shard of `data`: a TrainingStream for an iterable dataset, otherwise a TrainingShard.
 
     All ranks call it. Raises the errors of both classes.
     """
-    # If the ranks do not choose the same class, both classes compare the same values first and raise an error.
+    # If the class differs between ranks, both constructors raise an error, because they compare the same values first.
     return (TrainingStream if is_stream(data) else TrainingShard)(data, communicator, settings)
 
 

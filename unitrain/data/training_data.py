@@ -1,4 +1,4 @@
-"""Settings of training data, and its interface to the training loop, for data with indices and for streams."""
+"""Settings of training data, and the interface of map-style and iterable training data to the training loop."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from unitrain.data.order import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """Settings of a shard of training data; see TrainConfig for those with the same name.
+    """Settings of a shard of training data. Those with the same name as in TrainConfig are documented there.
 
     Attributes:
-        shuffle: Shuffle the samples of each epoch. Does not apply to streams.
+        shuffle: Shuffle the samples in every epoch. Does not apply to iterable datasets.
         drop_last: Train on full global batches only.
         elastic: The job keeps its global batch size on any number of ranks.
         elastic_batch_size: The batch sizes of the first attempt of an elastic job, if this is a later one.
-        allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to streams.
+        allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to iterable datasets.
         owner: The public class that error messages name.
     """
 
@@ -62,7 +62,7 @@ class ShardSettings:
     def resolve_batch_sizes(
         self, data: Data, communicator: Communicator, *, full_batches_only: bool = False
     ) -> BatchSizes:
-        """Return the batch sizes of training on `data`; see the function with the same name. All ranks call it."""
+        """Call `batch_size.resolve_batch_sizes` with these settings. All ranks call it."""
         return resolve_batch_sizes(
             data,
             communicator,
@@ -81,8 +81,8 @@ DEFAULT_SHARD_SETTINGS = ShardSettings()
 class TrainingData(ABC):
     """This rank's shard of the training data, for any number of epochs. All ranks make the same calls.
 
-    `batch_size` counts samples per rank and micro-batch, `global_batch_size` samples per step over all ranks; None if
-    they are not known in advance.
+    `batch_size` is the number of samples per rank and micro-batch, `global_batch_size` the number per step over all
+    ranks; None if it is not known in advance.
     """
 
     batch_size: int | None
@@ -96,7 +96,7 @@ class TrainingData(ABC):
     @property
     @abstractmethod
     def can_prefetch(self) -> bool:
-        """Whether a batch may be loaded before it is requested, without side effects."""
+        """Whether batches may be prefetched without side effects."""
 
     @property
     @abstractmethod
@@ -113,27 +113,27 @@ class TrainingData(ABC):
 
     @abstractmethod
     def samples_in_epoch(self) -> int | None:
-        """Return the number of samples of all ranks in one epoch; None if it is unknown.
+        """Return the number of samples per epoch over all ranks; None if it is unknown.
 
         With a sampler, it is based on the sampler's `__len__`. Use it for display only.
         """
 
     @abstractmethod
     def count_batches(self) -> int | None:
-        """Return the number of micro-batches of each rank in one epoch; None if it is unknown. Use it for display
-        only."""
+        """Return the number of micro-batches per rank in one epoch; None if it is unknown. Use it for display only."""
 
     @abstractmethod
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`.
 
-        All ranks call it, and yield the same number of micro-batches. Raises DataError, on every rank.
+        All ranks call it; the number of micro-batches is the same on all of them. Raises DataError on every rank.
         """
 
     @abstractmethod
     def is_epoch_finished(self, position: int) -> bool:
-        """Whether no step follows `position`, the end of the last micro-batch that was yielded. All ranks call it."""
+        """Return whether `position`, the end of the last yielded micro-batch, is the end of the epoch. All ranks call
+        it."""
 
     @abstractmethod
     def end_epoch(self) -> None:
-        """Close the iterator of the last call of `micro_batches`, and its workers; `is_epoch_finished` does so too."""
+        """Close the iterator of the last `micro_batches` call, and its workers, as `is_epoch_finished` also does."""

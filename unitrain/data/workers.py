@@ -1,4 +1,4 @@
-"""DataLoader workers: signal handling, termination with their rank, and reports of their activity."""
+"""DataLoader workers: signal handling, termination when their rank terminates, and activity reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from unitrain.monitoring.stack_inspection import call_site
 from unitrain.processes import end_with_parent
 
-# Signals that schedulers send to every process of a job before they preempt it.
+# Signals that schedulers send to every process of a job before preemption.
 _PREEMPTION_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _EXIT_SECONDS, _EXIT_INTERVAL_SECONDS = 5.0, 0.1
 _REPORT_SECONDS = 1.0
@@ -31,11 +31,12 @@ class WorkerInit:
     """A `worker_init_fn` that makes the worker ignore a scheduler's signals, which the rank handles, and then calls the
     user's function.
 
-    Schedulers send signals to every process of a job. A worker that ended at once would end the epoch before the ranks
-    have agreed on the step to stop at. The second SIGTERM ends a worker, so that the rank can end workers that hang.
+    Schedulers send signals to every process of a job. A worker that terminated immediately would end the epoch before
+    the ranks have agreed on the step at which they stop. A second SIGTERM terminates a worker, so that the rank can
+    terminate hung workers.
 
-    A worker also ends when its rank ends for any reason. In each of `workers` workers, a thread reports the activity
-    once per second, for the error message of a rank that times out while it waits for a batch.
+    A worker also terminates when its rank terminates for any reason. In each of `workers` workers, a thread reports the
+    activity once per second, for the error message if a rank times out while waiting for a batch.
     """
 
     user_init: Callable[[int], None] | None = None
@@ -61,7 +62,7 @@ class WorkerInit:
             self.user_init(worker)
 
     def describe_activity(self, worker: int) -> str:
-        """Return the activity of `worker`, at most one second old, as text that follows "worker 1 "; "" if it is
+        """Return the activity of `worker`, at most one second old, as text to follow "worker 1 "; "" if it is
         unknown."""
         if worker >= self.workers:
             return ""
@@ -79,9 +80,9 @@ def _report(report: Tensor) -> None:
 
 
 def _describe_activity(previous: tuple[int, str, float] | None) -> tuple[tuple[int, str, float] | None, str]:
-    """Return the fetch that this worker is running, as (call, items, start time), and a description of it.
+    """Return this worker's current fetch as (call, items, start time), and a description of it.
 
-    `previous` is the first result of the preceding call, from which the start time is taken.
+    `previous` is the first result of the preceding call; if the fetch is the same, its start time is kept.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     fetched = None if frame is None else _find_fetch(frame)
@@ -94,8 +95,7 @@ def _describe_activity(previous: tuple[int, str, float] | None) -> tuple[tuple[i
 
 
 def _find_fetch(frame: FrameType) -> tuple[FrameType, str] | None:
-    """Return the frame in which the worker fetches a batch, and a description of the items; None if it is not
-    fetching."""
+    """Return the frame that fetches a batch, and a description of the items; None if the worker is not fetching."""
     inner: FrameType | None = None
     current: FrameType | None = frame
     while current is not None:
@@ -122,12 +122,12 @@ def _end_workers_at_exit() -> None:
 
 
 def _end_workers() -> None:
-    """Send SIGTERM to the daemon processes of this process until they have ended, and SIGKILL after five seconds.
+    """Send SIGTERM to the daemon child processes until they have terminated, and SIGKILL after five seconds.
 
-    multiprocessing sends SIGTERM once at exit and then waits without a limit. The first SIGTERM does not end a worker,
-    and a worker that hangs in C code does not handle any.
+    multiprocessing sends SIGTERM once at exit and then waits without a timeout. The first SIGTERM does not terminate a
+    worker, and a worker that hangs in C code does not handle any signal.
     """
-    # torch's handler raises an error in this process if a signal ends a worker.
+    # torch's handler raises an error in this process if a signal terminates a worker.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     deadline = time.monotonic() + _EXIT_SECONDS
     while time.monotonic() < deadline:

@@ -1,11 +1,11 @@
-"""Position, timing and reporting of a training run.
+"""Progress, timing and reporting of a training run.
 
 training_progress   TrainingProgress: completed epochs, steps and samples
-stopping            stop requests and time limits, on all ranks at the same step, and their periodic exchange
+stopping            stop requests and time limits, synchronized periodically so that all ranks stop at the same step
 preemption          signals that announce the end of the job
-timing              LoopTimer: how long each part of the loop takes
-stragglers          ranks for which the other ranks wait
+timing              LoopTimer: time per part of the training loop
+stragglers          detection of slow ranks
 reporter            progress display and loggers behind one interface
-display             the progress bar and lines
+display             the progress bar, or progress lines
 history             run.jsonl, history.jsonl and steps.jsonl
 """

@@ -1,7 +1,7 @@
 """Progress display of rank 0 on standard error: a bar on a terminal, otherwise lines.
 
 Launchers such as horovodrun capture the output of ranks, so standard error of rank 0 is a pipe. `unitrain launch`
-passes the name of its terminal to the ranks, and rank 0 draws the bar there.
+passes the path of its terminal to the ranks, and rank 0 draws the bar there.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ _MAX_COLUMNS = 80
 
 
 class Progress:
-    """Interface of displays; shows nothing itself. The hot loop calls `step`, so it must be cheap."""
+    """Interface of displays. This base class shows nothing. The training loop calls `step` in every step, so it must be
+    cheap."""
 
     def start(self, steps: int | None, epochs: int | None) -> None:
-        """Start a run of `steps` remaining steps, None if unknown, and of `epochs` epochs, None if not set."""
+        """Start a run with `steps` remaining steps (None if unknown) and `epochs` epochs (None if not set)."""
 
     def note(self, text: str) -> None:
-        """Show a remark about the run."""
+        """Show a message about the run."""
 
     def step(self, epoch: int, samples: int) -> None:
-        """Count a step on `samples` samples of all ranks, in epoch number `epoch`, counted from 1."""
+        """Count a step with `samples` samples over all ranks, in epoch number `epoch` (from 1)."""
 
     def loss(self, value: float) -> None:
-        """Set the latest mean loss over ranks."""
+        """Set the displayed loss: the latest mean over ranks."""
 
     def show_slow_ranks(self, description: str) -> None:
-        """Show the `description` of slow ranks until it is empty again."""
+        """Show the `description` of slow ranks, until a call with an empty one."""
 
     def validated(self, epoch: int, results: dict[str, float]) -> None:
         """Show the results of a validation within an epoch."""
 
     def epoch(self, epoch: int, results: dict[str, float]) -> None:
-        """Show the results of an epoch that has ended."""
+        """Show the results of a completed epoch."""
 
     def __enter__(self) -> Self:
         return self
@@ -59,7 +60,7 @@ class Progress:
 
 
 class _TimedDisplay(Progress, ABC):
-    """Base of bar and lines: counts steps and limits the rate of updates."""
+    """Base class of bar and lines: counts steps and limits the rate of updates."""
 
     interval_seconds = _LINE_INTERVAL_SECONDS
 
@@ -161,7 +162,7 @@ class _Bar(_TimedDisplay):
         )
 
     def show_slow_ranks(self, description: str) -> None:
-        if description and description != self._slow:  # above the bar, which has no space for it
+        if description and description != self._slow:  # above the bar, which is too short for it
             self._print(description)
         super().show_slow_ranks(description)
 
@@ -182,7 +183,8 @@ class _Bar(_TimedDisplay):
 
 
 def choose_progress(style: ProgressStyle, rank: int) -> Progress:
-    """Return the display of a rank: with "auto" a bar on a terminal, otherwise lines; only rank 0 shows anything."""
+    """Return the display of a rank. "auto" selects a bar on a terminal, otherwise lines. Other ranks than 0 show
+    nothing."""
     if rank != 0 or style == "off":
         return Progress()
     console = Console(stderr=True, soft_wrap=True)
@@ -210,8 +212,8 @@ def _open_terminal_of_launch() -> TextIO | None:
 
 
 def _wrap_parts(parts: Sequence[str]) -> list[str]:
-    """Return the parts as lines of at most 80 columns, indented after the first; a part that is longer than a line gets
-    a separate line."""
+    """Wrap the parts into lines of at most 80 columns, indented after the first. Parts longer than a line are not
+    split."""
     lines: list[str] = []
     for part in filter(None, parts):
         if lines and len(lines[-1]) + 2 + len(part) <= _MAX_COLUMNS:

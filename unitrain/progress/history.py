@@ -1,12 +1,11 @@
-"""The history of a run: files of JSON lines, to which rows are appended during training. A resumed run appends to the
-same files.
+"""The history of a run: JSON lines files, appended to during training, also by a resumed run.
 
-    run.jsonl       a row per start: configuration, backend, number of ranks, versions
-    history.jsonl   a row per epoch: results, learning rate, and the time of each part
-    steps.jsonl     a row per sync point: the mean loss since the last one, and in `slow` the slow ranks, if any
+    run.jsonl       one row per start: configuration, backend, number of ranks, versions
+    history.jsonl   one row per epoch: results, learning rate, and time per part of the training loop
+    steps.jsonl     one row per sync point: mean loss since the last one, and slow ranks (`slow`), if any
 
-Every row has the `step` at which it was written, and `epochs`, the number of epochs trained so far, which is a fraction
-within an epoch. A list `*_seconds` has a number for each rank.
+Every row has the current `step` and `epochs`, the number of epochs trained so far (fractional within an epoch). Lists
+`*_seconds` have one value per rank.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ class History:
         self.folder = folder
 
     def rewind(self, step: int) -> None:
-        """Remove the rows after `step` and the starts at `step`: the run that starts at `step` writes them again."""
+        """Remove the rows after `step`, and the rows of starts at `step`. The run that resumes at `step` writes them
+        again."""
         for name, last in ((STARTS, step - 1), (EPOCHS, step), (STEPS, step)):
             drop_rows_after(last, self.folder / name)
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Append a row with a "step" to the file `name`.
+        """Append `row`, which must have the key "step", to the file `name`.
 
-        The row of an epoch is skipped if it exists, because a run that resumes at the last step of an epoch reports the
-        end of that epoch again.
+        An existing epoch row is not repeated: a run that resumes at the last step of an epoch reports that epoch again.
         """
         last = last_row(self.folder / name) if name == EPOCHS else None
         if last is None or any(last.get(place) != row.get(place) for place in ("epoch", "step", "epochs")):

@@ -1,4 +1,4 @@
-"""Handling of signals with which schedulers announce the end of a job, also during blocking collectives."""
+"""Handling of the preemption signals of schedulers, also while the main thread is blocked in a collective."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SAME_NOTICE_SECONDS = 3.0
 
 
 class PreemptionHandler:
-    """Context manager that records the first of `signals` in `received`; a later signal ends the process.
+    """Context manager that records the first of `signals` in `received`; a later signal terminates the process.
 
-    Signals within three seconds of the first belong to the same preemption: a scheduler signals every process of a job,
-    and a launcher forwards the signal to its ranks. A Python signal handler does not run while the main thread is
-    blocked in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals for which the user has installed a
-    handler are not handled. Outside the main thread no signal is handled, because Python does not allow it.
+    Signals within three seconds of the first are ignored: the scheduler signals every process of a job, and the
+    launcher also forwards the signal to its ranks. A Python signal handler does not run while the main thread is
+    blocked in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals with a handler installed by the user are
+    left unchanged. Outside the main thread, where Python does not allow handlers, this does nothing.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:
@@ -56,9 +56,9 @@ class PreemptionHandler:
             signal.signal(one, signal.SIG_DFL)
         self._handled.clear()
         signal.set_wakeup_fd(self._wakeup)
-        if os.getpid() != self._process:  # the parent process closes the connection
+        if os.getpid() != self._process:  # a forked process; the parent closes the connection
             return
-        # Shut the connection down: closing it would not end the thread while a forked process, such as a DataLoader
+        # Shut the connection down: closing it would not stop the thread while a forked process, such as a DataLoader
         # worker, holds a copy of the socket.
         self._receiver.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -79,12 +79,12 @@ class PreemptionHandler:
 
 
 def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Without a Python handler the signal would end the process instead of waking the thread."""
+    """Do nothing. Without a Python handler the signal would terminate the process instead of waking the thread."""
 
 
 @functools.cache
 def _ignore_signals_in_forks() -> None:
-    """Prevent signals of forked processes, such as DataLoader workers, from waking the thread of this process."""
+    """Prevent signals to forked processes, such as DataLoader workers, from waking this process's thread."""
 
     def detach_wakeup_socket() -> None:
         if any(signal.getsignal(one) is _ignore_signal for one in signal.valid_signals()):

@@ -1,4 +1,4 @@
-"""Progress display and loggers of a run behind one interface."""
+"""RunReporter: progress display and loggers of a run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from unitrain.progress.display import Progress, choose_progress
 
 
 class RunReporter:
-    """Shows and logs a run on rank 0; does nothing on other ranks. All ranks create it and enter `report_run`.
+    """Displays and logs a run on rank 0; does nothing on other ranks. All ranks create it and enter `report_run`.
 
     Raises ConfigError, MissingDependencyError or LoggerError on every rank for a logger that cannot be used.
     """
 
     count_step: Callable[[int, int], None]
-    """`count_step(epoch, samples)` counts a step. It is the method of the display, because the hot loop calls it."""
+    """`count_step(epoch, samples)` counts a step. It is the display's method itself, to save a call in every step."""
 
     def __init__(self, config: TrainConfig, communicator: Communicator, loggers: object) -> None:
         self._config, self._communicator = config, communicator
@@ -44,9 +44,9 @@ class RunReporter:
     def report_run(
         self, step: int, remaining_steps: int | None, description: Mapping[str, Any], *, is_complete: bool
     ) -> Iterator[None]:
-        """Context manager that reports a run with `step` completed steps. A run without remaining steps is not
+        """Context manager that reports a run, starting after `step` steps. A run without remaining steps is not
         logged."""
-        self._finish("finished")  # values that the user logged after an earlier run
+        self._finish("finished")  # finish loggers that the user restarted after an earlier run
         self._description, self._stopped = description, False
         if not is_complete:
             self._start(step)
@@ -65,7 +65,7 @@ class RunReporter:
             self._finish(status)
 
     def note(self, text: str) -> None:
-        """Show a remark about the run."""
+        """Show a message about the run."""
         self._progress.note(text)
 
     def report_stop(self, step: int, reason: str) -> None:
@@ -74,7 +74,7 @@ class RunReporter:
         self.note(f"stopped after step {step}: {reason}")
 
     def report_slow_ranks(self, description: str) -> None:
-        """Show the `description` of slow ranks until it is empty again."""
+        """Show the `description` of slow ranks, until a call with an empty one."""
         self._progress.show_slow_ranks(description)
 
     def report_sync_point(self, step: int, values: Mapping[str, float]) -> None:
@@ -88,7 +88,7 @@ class RunReporter:
         self._call("log", results, step)
 
     def report_epoch(self, epoch: int, step: int, results: dict[str, float], samples_per_second: float) -> None:
-        """Show and log the `results` and the speed of epoch number `epoch`, which has ended."""
+        """Show and log the `results` and the speed of the completed epoch number `epoch`."""
         self._progress.epoch(epoch, results)
         self._call("log", {"epoch": epoch, **results, "epoch_samples_per_second": samples_per_second}, step)
 
@@ -121,7 +121,7 @@ class RunReporter:
             self._call("histogram", name, counts, edges, step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Log a table. Raises ConfigError on every calling rank if the rows do not fit the columns."""
+        """Log a table. Raises ConfigError on every calling rank if the rows do not match the columns."""
         self._check_fit_called("log_table")
         check_table(name, columns, rows)
         if self._start_loggers_if_needed(step):
@@ -159,7 +159,7 @@ class RunReporter:
         self._loggers = tuple(logger for logger in self._loggers if logger not in failed)
 
     def _start_loggers_if_needed(self, step: int) -> bool:
-        """Return whether there are loggers. After the run, start them again, for the remainder of the program."""
+        """Return whether there are loggers. If they were finished with the run, start them again."""
         if not self._started and self._loggers:
             self._start(step)
             for logger in self._started:

@@ -1,4 +1,4 @@
-"""Periodic exchange between ranks of stop requests and step times: they stop at the same step."""
+"""Periodic synchronization of stop requests and step times, so that all ranks stop at the same step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unitrain.progress.reporter import RunReporter
 from unitrain.progress.stragglers import StragglerDetector
 from unitrain.progress.timing import LoopTimer
 
-# Approximate number of seconds between two exchanges.
+# Approximate interval between two exchanges.
 _INTERVAL_SECONDS = 2.0
 
 
@@ -37,14 +37,14 @@ class StopCoordinator:
         self._requested: str | None = None
         self._started = 0.0
         self._interval = self._next = 1
-        # Completed steps and time at the last exchange, or when training started or continued.
+        # Completed steps and time at the last exchange, or at the start or resumption of training.
         self._timing_start: tuple[int, float] | None = None
 
     def __enter__(self) -> Self:
         self.reason, self.preempted, self._requested = None, False, None
         self._started = time.perf_counter()
         self._preemption.__enter__()
-        self._interval, self._next, self._timing_start = 1, 1, None  # exchange after one step, to measure its time
+        self._interval, self._next, self._timing_start = 1, 1, None  # first exchange after one step, to time it
         return self
 
     def __exit__(
@@ -55,14 +55,14 @@ class StopCoordinator:
             supervisor_client.report_preempted()
 
     def start_timing(self, step: int) -> None:
-        """Measure the time of steps from now on, after `step` completed steps.
+        """Start to measure step times, after `step` completed steps.
 
-        The step of the next exchange does not change, because epochs may be shorter than the interval.
+        This does not reschedule the next exchange, because epochs may be shorter than the interval.
         """
         self._timing_start = (step, time.perf_counter())
 
     def request(self, reason: str) -> None:
-        """Request a stop for `reason`. A request by one rank is sufficient."""
+        """Request a stop for `reason`. A request on one rank is sufficient."""
         self._requested = reason
 
     def is_due(self, step: int) -> bool:
@@ -81,7 +81,7 @@ class StopCoordinator:
         if signalled is not None:
             self.request(f"{signalled} was received by rank {self._communicator.rank}")
         before, start_time = self._timing_start or (step, now)
-        trained = step > before  # otherwise there is no step to measure
+        trained = step > before  # otherwise there are no steps to measure
         seconds_per_step = (now - start_time) / (step - before) if trained else 0.0
         here = torch.tensor([[self._requested is not None, seconds_per_step, *numbers]], dtype=torch.float64)
         ranks = self._communicator.allgather(here.to(self._communicator.device)).tolist()
@@ -99,15 +99,15 @@ class StopCoordinator:
 
 
 class SyncPoint:
-    """One collective at which the ranks agree whether to stop, and detect slow ranks. All ranks call `exchange`."""
+    """Collective that synchronizes stop requests and detects slow ranks. All ranks call `exchange`."""
 
     def __init__(self, stopping: StopCoordinator, timer: LoopTimer, reporter: RunReporter) -> None:
         self._stopping, self._timer, self._reporter = stopping, timer, reporter
         self._detector = StragglerDetector()
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Synchronize after `step` steps, and return the `numbers` of every rank. All ranks pass the same number of
-        them."""
+        """Synchronize after `step` steps, and return the `numbers` of every rank. Their count is the same on all
+        ranks."""
         previous_reason = self._stopping.reason
         seconds, steps = self._timer.take_recent_seconds()
         ranks = self._stopping.exchange(step, [*seconds, *numbers])
@@ -118,5 +118,5 @@ class SyncPoint:
         return [row[len(seconds) :] for row in ranks]
 
     def slow_ranks(self) -> dict[str, Any]:
-        """Return the slow ranks for the row of a step in the history; empty if there are none."""
+        """Return the slow ranks for a row of steps.jsonl; an empty dictionary if there are none."""
         return {"slow": [asdict(one) for one in self._detector.slow]} if self._detector.slow else {}

@@ -1,18 +1,18 @@
-"""Detection of stragglers: ranks for which the other ranks wait. Reports use it too, so it does not import torch."""
+"""Detection of stragglers (slow ranks). Reports also use this module, so it does not import torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The parts of a step, in order, and those in which a rank works. In `wait` it is idle.
+# The parts of a step, in order, and those in which the rank is busy. In `wait` it is idle.
 TRAINING = ("data", "compute", "wait", "update")
 WORK = ("data", "compute", "update")
 _COMPUTE = TRAINING.index("compute")
-# A straggler works longer than the median of the other ranks by at least this fraction of a step.
+# A straggler's busy time exceeds the median of the other ranks by at least this fraction of a step.
 _MIN_EXCESS = 0.2
-# Length of an observation. A rank is reported if it is slow in two successive observations, because a single one may be
-# an outlier.
+# Minimum duration of an observation. A rank is reported if it is slow in two successive observations, because a single
+# one may be an outlier.
 _OBSERVATION_SECONDS = 1.0
 _MAX_NAMED_RANKS = 2
 
@@ -21,7 +21,7 @@ Seconds = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank: its `part` of the work takes `seconds` per step; the median over the other ranks is `others`
+    """A slow rank. `part` takes `seconds` per step on this rank; the median over the other ranks is `others`
     seconds."""
 
     rank: int
@@ -37,9 +37,9 @@ class Straggler:
 
 
 def find_stragglers(seconds: Seconds, steps: int) -> list[Straggler]:
-    """Return the slow ranks, the slowest first, from the `seconds` of each rank and part of TRAINING in `steps` steps.
+    """Return the slow ranks, slowest first, given the `seconds` per rank and part of TRAINING in `steps` steps.
 
-    `part` is the one with the largest excess. Up to half of the ranks may be slow.
+    `Straggler.part` is the part with the largest excess. At most half of the ranks can be detected as slow.
     """
     if len(seconds) < 2:
         return []
@@ -57,7 +57,7 @@ def find_stragglers(seconds: Seconds, steps: int) -> list[Straggler]:
 
 
 class StragglerDetector:
-    """Collects the times of all ranks; `slow` lists the ranks that were slow in the last two observations."""
+    """Collects the times of all ranks. `slow` lists the ranks that are slow in the last two observations."""
 
     def __init__(self) -> None:
         self.slow: list[Straggler] = []
@@ -66,7 +66,7 @@ class StragglerDetector:
         self._steps = 0
 
     def add(self, seconds: Seconds, steps: int) -> None:
-        """Add the seconds of each rank and part of TRAINING in `steps` steps; empty if nothing was measured."""
+        """Add the seconds per rank and part of TRAINING in `steps` steps; empty if nothing was measured."""
         if not seconds or not all(rank[_COMPUTE] for rank in seconds):
             return
         self._steps += steps
@@ -88,7 +88,7 @@ class StragglerDetector:
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
-    """Return, for each value, the median of all other values: the lower median if their number is even."""
+    """Return the median of all other values for each value (the lower median if their number is even)."""
     order = sorted(range(len(values)), key=values.__getitem__)
     middle = (len(values) - 2) // 2
     medians = [0.0] * len(values)

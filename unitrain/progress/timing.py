@@ -1,4 +1,4 @@
-"""Time that each rank spends in the parts of the training loop: data, computation, waiting for other ranks, ..."""
+"""Time per rank and part of the training loop: data, computation, waiting for other ranks and update."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from unitrain.progress.stragglers import TRAINING
 
 PARTS = (*TRAINING, "validation", "checkpoint")
 _DATA, *_MEASURED = TRAINING
-# Measuring a step costs about ten microseconds, and on a GPU a synchronization with the host. Measuring one step in 20,
-# and at most one every 0.2 s, does not slow down the training.
+# Measuring a step takes about 10 µs, and on a GPU a host-device synchronization. Measuring at most one step in 20 and
+# one per 0.2 s makes this cost negligible.
 _MIN_INTERVAL_STEPS, _MIN_INTERVAL_SECONDS = 20, 0.2
 _RECENT_STEPS = 5
 
@@ -37,11 +37,11 @@ class _Reading(NamedTuple):
 class LoopTimer:
     """Measures the parts of the training loop on each rank. Only `gather` communicates.
 
-    `data` is the time for which the loop, or a GPU, waits for the next batch; it is measured in every step. The other
-    parts are measured in a sample of the steps, and the remaining time is divided in their proportions. `compute` is
-    forward and backward. `wait` lasts from the end of this rank's backward until the gradients are reduced: it includes
-    communication that is not overlapped, and the wait for slower ranks. `update` is clipping and the optimizer. If a
-    collective runs earlier, as in sync_batch_norm or for iterable datasets, its wait for slower ranks is part of
+    `data` is the time that the loop (or the GPU) waits for batches; it is measured in every step. The other parts are
+    measured in sampled steps, and the remaining time is divided in proportion to them. `compute` is forward and
+    backward. `wait` is the time from the end of this rank's backward until the gradients are reduced: communication
+    that is not overlapped, and waiting for slower ranks. `update` is clipping and the optimizer step. If a collective
+    runs earlier in the step, as in sync_batch_norm or for iterable datasets, waiting for slower ranks there is part of
     `compute` or `data`.
     """
 
@@ -49,7 +49,7 @@ class LoopTimer:
         self._communicator = communicator
         device = communicator.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # The first two steps are not typical: kernels are selected, and DDP rebuilds its buckets.
+        # The first two steps are not representative: kernels are selected, and DDP rebuilds its buckets.
         self._measuring, self._due, self._unmeasured = False, 0.0, _MIN_INTERVAL_STEPS - 2
         self._step_seconds: dict[str, float] = {}
         self._lap_started = 0.0
@@ -57,7 +57,7 @@ class LoopTimer:
         self.start()
 
     def start(self) -> None:
-        """Start or continue to measure training."""
+        """Start or resume measuring."""
         self._started = self._fetched = self._speed_since = time.perf_counter()
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._measured: list[dict[str, float]] = []
@@ -67,8 +67,7 @@ class LoopTimer:
         self._last_reading = _Reading(self._started, 0, 0.0)
 
     def iterate(self, batches: Iterable[ItemT]) -> Iterator[ItemT]:
-        """Yield from `batches`, and measure the time of fetching each batch; for the first one, the time since
-        `start`."""
+        """Yield from `batches`, and measure the fetch time per batch. The first one counts from `start`."""
         waited_since = self._started
         for batch in batches:
             self._fetched = time.perf_counter()
@@ -77,16 +76,16 @@ class LoopTimer:
                 self._start_lap()
             yield batch
             waited_since = time.perf_counter()
-        self._seconds["data"] += time.perf_counter() - waited_since  # includes the end of the workers
+        self._seconds["data"] += time.perf_counter() - waited_since  # includes the termination of the workers
 
     def measure_backward(self, loss: Tensor) -> Tensor:
-        """Return `loss`, after adding the measurement of its backward if this step is measured."""
+        """Return `loss`. If this step is measured, first register a hook that measures its backward."""
         if self._measuring and loss.requires_grad:
             loss.register_hook(self._queue_callback)
         return loss
 
     def end_step(self, samples: int) -> None:
-        """End a step that trained on `samples` samples of all ranks."""
+        """End a step with `samples` samples over all ranks."""
         self._steps += 1
         self._samples += samples
         self._unmeasured += 1
@@ -99,16 +98,16 @@ class LoopTimer:
         self._measuring = self._unmeasured >= _MIN_INTERVAL_STEPS and self._fetched >= self._due
 
     def samples_per_second(self) -> float:
-        """Return the speed since the last call, or since `start`."""
+        """Return the throughput since the last call, or since `start`."""
         since, self._speed_since = self._speed_since, time.perf_counter()
         samples, self._samples = self._samples, 0
         return samples / (self._speed_since - since)
 
     def take_recent_seconds(self) -> tuple[list[float], int]:
-        """Return the seconds of this rank in each part of TRAINING since the last call, and the number of steps.
+        """Return this rank's seconds per part of TRAINING since the last call, and the number of steps.
 
-        All parts except data are extrapolated from the median of the last measured steps, so that one outlier has no
-        effect. They are zero before the first measured step.
+        All parts except `data` are extrapolated from the median of the last measured steps, so that a single outlier
+        has no effect. They are zero before the first measured step.
         """
         last = self._last_reading
         self._last_reading = now = _Reading(self._stopped or time.perf_counter(), self._steps, self._seconds["data"])
@@ -121,7 +120,7 @@ class LoopTimer:
         return [data, *seconds], steps
 
     def stop(self) -> float:
-        """Pause until the next `start`, and return the seconds since the last one."""
+        """Pause measuring until the next `start`, and return the seconds since the last `start`."""
         self._stopped = time.perf_counter()
         seconds = self._stopped - self._started
         if self._measured:  # otherwise use the proportions of the preceding epoch
@@ -143,7 +142,7 @@ class LoopTimer:
 
     @contextmanager
     def measure_fetching(self) -> Iterator[None]:
-        """Context manager that adds its duration to `data` instead of the part of the step in which it is used."""
+        """Context manager that adds its duration to `data` instead of the current part of the step."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -151,8 +150,8 @@ class LoopTimer:
         self._lap_started += seconds
 
     def gather(self) -> dict[str, list[float]]:
-        """Return a list over ranks of the seconds in each of PARTS since `start`, under names such as "data_seconds".
-        All ranks call it."""
+        """Return the seconds per part of PARTS since `start`, under keys such as "data_seconds", in lists with one
+        value per rank. All ranks call it."""
         here = torch.tensor([[self._seconds[part] for part in PARTS]], dtype=torch.float64)
         seconds_by_part = self._communicator.allgather(here.to(self._communicator.device)).T.tolist()
         return {
@@ -161,8 +160,8 @@ class LoopTimer:
         }
 
     def _queue_callback(self, gradient: Tensor) -> None:
-        # The engine runs callbacks after the backward in the order in which they were queued. The callback that waits
-        # for the reduction is queued after this one. The callback that this one queues runs after both.
+        # The autograd engine runs callbacks after the backward in the order in which they were queued. The callback
+        # that waits for the reduction is queued after this one; the callback queued by this one runs last.
         Variable._execution_engine.queue_callback(self._end_compute)
 
     def _end_compute(self) -> None:

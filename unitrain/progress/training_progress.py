@@ -1,4 +1,4 @@
-"""Position of a training run: the state that a checkpoint stores to continue from the same sample."""
+"""Progress counters of a training run, which checkpoints store so that a run resumes from the same sample."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class TrainingProgress:
     step: int = 0
     """Completed optimizer steps since the start of the run."""
     sample: int = 0
-    """Samples of the current epoch that all ranks together have trained on; 0 between two epochs."""
+    """Samples trained on in the current epoch, over all ranks; 0 between two epochs."""
     position: int = 0
-    """Where the data of the current epoch continues: an index into its order, or an item count for streams."""
+    """Position in the current epoch: an index into its order, or a number of items for iterable datasets."""
     step_in_epoch: int = 0
     """Completed optimizer steps of the current epoch."""
 
@@ -41,6 +41,6 @@ class TrainingProgress:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the values in `state`; a missing one becomes 0."""
+        """Restore the values in `state`; missing ones become 0."""
         for field in fields(self):
             setattr(self, field.name, state.get(field.name, 0))
