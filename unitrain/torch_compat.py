@@ -1,6 +1,6 @@
-"""Private functions of torch that unitrain uses, and public ones that torch renamed.
+"""Private torch APIs that unitrain uses, and public APIs that torch renamed.
 
-The numbers at the end of a docstring or comment are the torch versions with which the entry was checked. No module of
+Each entry names the torch versions with which it was checked. No module of
 unitrain/backends or unitrain/modules uses a private name of torch directly, except `ddp.py`, which imports
 torch._dynamo early.
 """
@@ -29,17 +29,17 @@ from torch.nn.parallel.distributed import _find_tensors
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Run the step of `optimizer` without the hooks that are registered on it. 2.14."""
+    """Run `optimizer.step()` without calling its registered hooks. Checked with torch 2.14."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 class _Hooks(UserDict[int, Callable[..., Any]]):
-    """Hooks of an optimizer in which `first` precedes and `last` follows those that are registered."""
+    """The registered hooks of an optimizer, preceded by the hooks `first` and followed by the hooks `last`."""
 
     def __init__(self, registered: Any, first: list[Callable[..., Any]], last: list[Callable[..., Any]]) -> None:
         super().__init__()
-        self.data = registered  # handles of hooks refer to it
+        self.data = registered  # the handles of the registered hooks refer to this dictionary
         self._first, self._last = first, last
 
     def values(self) -> Any:
@@ -49,16 +49,18 @@ class _Hooks(UserDict[int, Callable[..., Any]]):
 def add_innermost_step_hooks(
     optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any]
 ) -> None:
-    """Let each step of `optimizer` call `before` after all its pre-hooks, and `after` before all its post-hooks, also
-    those that are registered later. The arguments are those of step hooks. 2.14."""
+    """Register the innermost step hooks: `before` runs after all pre-hooks of `optimizer`, and `after` before all its
+    post-hooks, including hooks that are registered later. Both take the arguments of step hooks. Checked with torch
+    2.14."""
     hooks: Any = optimizer
     hooks._optimizer_step_pre_hooks = _Hooks(hooks._optimizer_step_pre_hooks, [], [before])
     hooks._optimizer_step_post_hooks = _Hooks(hooks._optimizer_step_post_hooks, [after], [])
 
 
-def is_inside_other_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step hook of `optimizer` was called by a step inside another one, as that of `super()`. 2.14."""
-    code = torch.optim.Optimizer.profile_hook_step(len).__code__  # all steps with hooks have this code
+def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step hook of `optimizer` is called by a nested step, such as `super().step()`. Checked with
+    torch 2.14."""
+    code = torch.optim.Optimizer.profile_hook_step(len).__code__  # the code object of every step with hooks
     frame, steps = inspect.currentframe(), 0
     while frame is not None and steps < 2:
         steps += frame.f_code is code and frame.f_locals.get("self") is optimizer
@@ -68,16 +70,16 @@ def is_inside_other_step(optimizer: torch.optim.Optimizer) -> bool:
 
 # --- torch.distributed ---
 
-# torch 2.14 renamed these two. Checked with 2.11 and 2.14.
+# torch 2.14 renamed these two. Checked with torch 2.11 and 2.14.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# The base class of works that are written in Python. 2.14.
+# The base class of works that are implemented in Python. Checked with torch 2.14.
 Work = dist._Work
 
 
 def transports() -> dict[str, str]:
-    """Return the version of each transport that this torch provides, or "yes" if the transport has no version."""
+    """Return the version of each transport in this torch build, or "yes" for a transport without a version."""
     found: dict[str, str] = {}
     if not dist.is_available():
         return found
@@ -92,12 +94,12 @@ def transports() -> dict[str, str]:
 
 
 def default_process_group() -> dist.ProcessGroup:
-    """Return the default process group. 2.14."""
+    """Return the default process group. Checked with torch 2.14."""
     return dist.distributed_c10d._get_default_group()
 
 
 def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
-    """Set the timeout of the transport of `group` for tensors on `device`. 2.11, 2.14."""
+    """Set the timeout of the transport of `group` for tensors on `device`. Checked with torch 2.11 and 2.14."""
     transport = group._get_backend(device)
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL, the transport is wrapped in a group that checks arguments and has no timeout.
     getattr(transport, "wrapped_pg", transport)._set_default_timeout(timeout)
@@ -105,26 +107,28 @@ def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeou
 
 # --- autograd ---
 
-# Return the number of the running backward, or -1 outside a backward. Numbers increase. 2.14.
+# Return the ID of the current autograd graph task, or -1 outside a backward pass. IDs increase. Checked with torch
+# 2.14.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the running backward, after the callbacks that were queued before. 2.14."""
+    """Call `callback` at the end of the current backward pass, after previously queued callbacks. Checked with torch
+    2.14."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def is_reached_by_backward(parameter: Tensor) -> bool:
-    """Return whether the running backward will add to the gradient of `parameter`. 2.14.
+    """Return whether the current backward pass accumulates into the gradient of `parameter`. Checked with torch 2.14.
 
-    Raises RuntimeError during torch.autograd.grad with respect to parameters, which adds to no gradient.
+    Raises RuntimeError during torch.autograd.grad with respect to parameters, which accumulates no gradients.
     """
     return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
 
 
 @contextmanager
 def gradient_hooks_disabled(parameter: Tensor) -> Iterator[None]:
-    """Context manager in which the hooks registered on `parameter` are not called. 2.14."""
+    """Context manager that disables the hooks registered on `parameter`. Checked with torch 2.14."""
     registered = [hooks for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if hooks]
     copies = [hooks.copy() for hooks in registered]
     for hooks in registered:
@@ -137,46 +141,47 @@ def gradient_hooks_disabled(parameter: Tensor) -> Iterator[None]:
 
 
 def drop_empty_gradient_hooks(parameter: Tensor) -> None:
-    """Remove the table of post-accumulate hooks from `parameter` if it is empty: autograd calls even an empty one.
-    2.14."""
+    """Remove the dictionary of post-accumulate hooks from `parameter` if it is empty, because autograd also processes
+    an empty one. Checked with torch 2.14."""
     if not parameter._post_accumulate_grad_hooks:
         parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Return a number that increases with every write to `tensor`. 2.14."""
+    """Return the version counter of `tensor`, which increases with every write. Checked with torch 2.14."""
     return tensor._version
 
 
 # --- modules and torch.compile ---
 
-# Keep torch.compile out of a function: a compiled model calls it between compiled parts. torch.compiler.disable does
-# the same but imports torch._dynamo, which takes 1.5 s. 2.14.
+# Exclude a function from torch.compile (graph break). torch.compiler.disable has the same effect, but imports
+# torch._dynamo, which takes 1.5 s. Checked with torch 2.14.
 disable_compile = _disable_dynamo
 
-# The base classes of all normalization layers with running statistics. 2.14.
+# The base class of all normalization layers with running statistics. Checked with torch 2.14.
 BatchNormBase = _BatchNorm
 InstanceNormBase = _InstanceNorm
 
 
 def without_compile(model: nn.Module) -> nn.Module:
-    """Return the module that torch.compile wrapped, or `model` if it is not such a wrapper. 2.14."""
+    """Return the original module if `model` is a torch.compile wrapper, otherwise `model`. Checked with torch 2.14."""
     inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether `torch.compile(model)` returned `model`, or `model.compile()` was called. 2.14."""
+    """Return whether `torch.compile(...)` returned `model`, or `model.compile()` was called. Checked with torch
+    2.14."""
     return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
 def has_forward_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
-    """Return whether `hook` is registered as a forward pre-hook of `module`. 2.14."""
+    """Return whether `hook` is registered as a forward pre-hook of `module`. Checked with torch 2.14."""
     return hook in module._forward_pre_hooks.values()
 
 
 def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dictionary that contains the buffers of `module`, without those of its submodules. 2.14."""
+    """Return the dictionary of the buffers of `module`, without those of its submodules. Checked with torch 2.14."""
     return module._buffers
 
 
@@ -185,7 +190,8 @@ def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
 
 @contextmanager
 def ignored_by_ddp(module: nn.Module, names: list[str]) -> Iterator[None]:
-    """Exclude the buffers `names` of `module` from a DistributedDataParallel that is created in this context. 2.14."""
+    """Exclude the buffers `names` of `module` from a DistributedDataParallel that is constructed in this context.
+    Checked with torch 2.14."""
     attribute = "_ddp_params_and_buffers_to_ignore"
     previous = getattr(module, attribute, None)
     if names:
@@ -200,9 +206,9 @@ def ignored_by_ddp(module: nn.Module, names: list[str]) -> Iterator[None]:
 
 
 class ReducerDDP(DistributedDataParallel):
-    """DistributedDataParallel whose reducer communicates in `reducer_group` instead of `process_group`. 2.14.
+    """DistributedDataParallel whose reducer uses `reducer_group` instead of `process_group`. Checked with torch 2.14.
 
-    The reducer is the C++ object that sorts gradients into buckets and reduces them.
+    The reducer is DDP's C++ object that assigns gradients to buckets and reduces the buckets.
     """
 
     def __init__(self, module: nn.Module, reducer_group: dist.ProcessGroup, **settings: Any) -> None:
@@ -211,23 +217,23 @@ class ReducerDDP(DistributedDataParallel):
         self.broadcast_buffers = False  # set afterwards, so that the constructor broadcasts buffers once
 
     def rebuild_reducer(self) -> None:
-        """Replace the reducer by a reducer of the parameters that now require gradients. The old reducer's hooks are
-        removed."""
+        """Replace the reducer by one for the parameters that currently require gradients, and remove the hooks of the
+        old reducer."""
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
         for hook, state in self._comm_hooks:
             dist._register_comm_hook(self.reducer, state, hook)
 
     def check_reducer_finished(self) -> None:
-        """Raise RuntimeError if the last backward left buckets unfinished."""
+        """Raise RuntimeError if the last backward pass did not complete all buckets."""
         self.reducer._check_reducer_finalized()
 
     def rebuild_buckets(self) -> None:
-        """Sort the gradients into buckets by the order of the first backward, as forward does."""
+        """Reassign the gradients to buckets in the order of the first backward pass, as DDP's forward does."""
         self.reducer._rebuild_buckets()
 
     def prepare_reducer(self, reached: list[Tensor]) -> None:
-        """Prepare the reducer for a backward. Parameters outside the graph of `reached` count as unused."""
+        """Prepare the reducer for a backward pass. Parameters outside the graph of `reached` count as unused."""
         self.reducer.prepare_for_backward(reached)
 
     def release_groups(self) -> None:
@@ -243,5 +249,6 @@ class ReducerDDP(DistributedDataParallel):
 
 
 def ddp_finds_all(tensors: list[Tensor], output: Any) -> bool:
-    """Return whether DDP finds all `tensors` in the output of a forward. Otherwise it misses used parameters. 2.14."""
+    """Return whether DDP finds all `tensors` in `output`, the result of a forward pass. If not, DDP treats some used
+    parameters as unused. Checked with torch 2.14."""
     return set(map(id, tensors)) <= set(map(id, _find_tensors(output)))

@@ -11,18 +11,18 @@ Contract, identical on every backend; `unitrain.testing` tests each rule:
    and `optimizer.step()` are plain torch code. An optimizer step on gradients that are not reduced over ranks raises
    ModelError. A `.grad` may share memory with a bucket, as with DDP's gradient_as_bucket_view: clone it to keep it past
    `zero_grad`.
-3. `distributed_model` makes parameters and buffers equal to rank 0's. Wrapping the model and the optimizer neither
-   steps the optimizer nor changes the learning rate. Before each forward that follows a forward outside `no_sync`,
-   buffers that a training forward reads and writes, such as a codebook, are set to rank 0's, as in DDP. Running
+3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither
+   steps the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads and writes,
+   such as a codebook, are broadcast from rank 0 before each forward pass that follows one outside `no_sync`. Running
    statistics, which normalization layers read in eval mode only, differ between ranks until their layer changes to eval
    mode or `share_buffers` is called.
 4. The optimizer stays the user's object, and its `state_dict` loads on any other backend.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
 6. The same run produces the same parameters on every backend.
-7. The arithmetic of compression is defined, and is the same for every number of ranks: see `compression_setting.py`.
+7. The arithmetic of compression is the same for every number of ranks; `compression_setting.py` specifies it.
 
-All ranks call each method of `Communicator`, and each method of `Backend` whose docstring says so, in the same order.
-They may call them during a backward, while gradients are reduced.
+All ranks must call the methods of `Communicator` in the same order, and also the methods of `Backend` that are marked
+with "All ranks call it". Calls during a backward pass, while gradients are being reduced, are allowed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Communicator(ABC):
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         """Reduce `tensor` over ranks element by element, and return the result in the dtype of the input.
 
-        Booleans accept "min" and "product" (all) and "max" (any). Raises TensorError for the mean of integers and
-        CollectiveMismatchError if shapes, dtypes or operations differ between ranks.
+        For booleans, "min" and "product" compute the logical and, and "max" computes the logical or. Raises TensorError
+        for the mean of integers and CollectiveMismatchError if shapes, dtypes or operations differ between ranks.
         """
 
     @abstractmethod
@@ -102,14 +102,14 @@ class Communicator(ABC):
 
 
 class Backend(Lifecycle, Communicator):
-    """A communicator that also reduces gradients and reports the position of each rank on the hosts.
+    """A communicator that also reduces gradients and has the local rank and node rank of this process.
 
-    `transport` is the library that transfers the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` numbers the
-    ranks on a host, and `node_rank` numbers the hosts. `unitrain tune` may change the settings in `tunables`.
-    `transports` are the values that `StartOptions.transport` accepts, or empty if the backend chooses its transport
-    itself.
+    `transport` is the library that transfers the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` is the index of
+    this rank on its host, and `node_rank` is the index of the host. `unitrain tune` may change the settings in
+    `tunables`. `transports` are the values that `StartOptions.transport` accepts, or empty if the backend chooses its
+    transport itself.
 
-    Use a backend as a context manager. It shuts down on a clean exit only.
+    Use a backend as a context manager. It shuts down only if the block exits without an error.
     """
 
     name: str
@@ -133,11 +133,11 @@ class Backend(Lifecycle, Communicator):
     ) -> nn.Module:
         """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
 
-        With `find_unused_parameters`, a parameter that a rank does not use has a zero gradient there, and `grad` stays
-        None if no rank uses it. Without it, an unused parameter raises ModelError: on every rank in the first backward,
-        and later on the affected ranks, before the optimizer steps. Parameters may be frozen and unfrozen later if all
-        ranks do so before the same forward; otherwise a ModelError is raised. A backend may reject any `compression`
-        but "none" with UnsupportedError.
+        With `find_unused_parameters`, the gradient of a parameter that is unused on a rank counts as zero there; `grad`
+        stays None if the parameter is unused on all ranks. Without it, an unused parameter raises ModelError: in the
+        first backward pass on every rank, and later on the affected ranks, before the optimizer step. Parameters may be
+        frozen and unfrozen later if all ranks do so before the same forward pass; otherwise a ModelError is raised. A
+        backend may reject any `compression` but "none" with UnsupportedError.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with
         `max_norm`, whose forward changes the weights of each rank differently.
@@ -147,21 +147,24 @@ class Backend(Lifecycle, Communicator):
     def distributed_optimizer(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: Shard = "none"
     ) -> torch.optim.Optimizer:
-        """Make the state of `optimizer` equal to rank 0's, and return the same object. All ranks call it.
+        """Broadcast the state of `optimizer` from rank 0, and return the same object. All ranks call it.
 
-        With `shard="state"`, each rank holds a part of the state and updates a part of the parameters, which it then
-        broadcasts. The results are the same. All ranks call `optimizer.state_dict()`, which gathers the complete state.
-        Optimizers of torch.optim that update each element independently are divided by elements, others by tensors.
+        With `shard="state"` (ZeRO-1), each rank holds a shard of the optimizer state, updates the corresponding
+        parameters, and broadcasts them. The results are the same as without sharding. All ranks call
+        `optimizer.state_dict()`, which gathers the complete state. Elementwise optimizers of torch.optim are
+        partitioned by elements, others by tensors.
 
-        From then on, a step on gradients that are not reduced raises ModelError before it updates a parameter: if the
-        last backward was inside `no_sync`, or ran through the module that was passed to `distributed_model` instead of
-        the returned one, and for parameters that no distributed model contains. Raises ModelError if the optimizer
-        holds parameters that are not the model's, or if its state cannot be sharded, as that of LBFGS.
+        Afterwards, a step on gradients that are not reduced over ranks raises ModelError before it updates a parameter.
+        Gradients are not reduced if the last backward pass was inside `no_sync`, if it used the module that was passed
+        to `distributed_model` instead of the returned one, or if the parameters belong to no distributed model. Raises
+        ModelError if the optimizer has parameters that do not belong to the model, or if its state cannot be sharded
+        (LBFGS).
         """
 
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Accumulate gradients locally inside this context. The first backward outside reduces the accumulated sum."""
+        """Accumulate gradients locally inside this context. The first backward pass outside reduces the accumulated
+        sum."""
 
     @abstractmethod
     def unwrap(self, model: nn.Module) -> nn.Module:

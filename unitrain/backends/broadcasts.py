@@ -1,4 +1,4 @@
-"""Concurrent broadcasts in place, each from a root of its own: the way a sharded optimizer distributes its updates.
+"""Concurrent in-place broadcasts from different roots, which distribute the updates of a sharded optimizer.
 
 Several broadcasts take less time than an allgather on every transport, and do not need a second copy of the result.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
 
-# Pieces of at most this size are copied to a buffer per root, because starting a broadcast takes longer than copying.
+# Pieces up to this size are packed into one buffer per root, because starting a broadcast takes longer than copying.
 SMALL_BYTES = 2**16
 BUFFER_BYTES = 2**20
 
@@ -25,7 +25,7 @@ class Broadcasts:
 
     Args:
         on_stream: whether a GPU stream waits for the broadcasts instead of the host, as with NCCL. The watchdog then
-            checks that they complete, and otherwise ends the process.
+            checks that they complete, and otherwise terminates the process.
     """
 
     def __init__(self, monitor: FailureMonitor, rank: int, *, on_stream: bool) -> None:
@@ -33,12 +33,13 @@ class Broadcasts:
         self._numbers = count()
 
     def start(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
-        """Begin to set each piece to its root's values, and return a function that waits for all of them.
+        """Start to broadcast each piece in place from its root, and return a function that waits for all broadcasts.
 
-        Each of `pieces` is a contiguous tensor, [elements], and its root. All ranks pass pieces of the same sizes and
-        roots in the same order, and begin their other collectives in the same order relative to this call. There is no
-        consistency check. Pieces must not be read or written before the returned function returns. On GPUs it orders
-        the current stream after the broadcasts. It raises CollectiveTimeoutError, which names the missing ranks.
+        Each of `pieces` consists of a contiguous tensor, [elements], and the rank of its root. All ranks pass the same
+        sizes and roots in the same order, and start their other collectives in the same order relative to this call.
+        There is no consistency check. Pieces must not be read or written before the returned function returns. On GPUs,
+        that function makes the current stream wait for the broadcasts. It raises CollectiveTimeoutError, which names
+        the missing ranks.
         """
         phase = GradientPhase("parameter broadcast", next(self._numbers))
         self._monitor.record(phase)
@@ -50,7 +51,7 @@ class Broadcasts:
         def begin(tensor: Tensor, root: int) -> None:
             try:
                 works.append(dist.broadcast(tensor, root, async_op=True))
-            except RuntimeError as error:  # Horovod rejects operations after another rank has ended
+            except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
                 self._monitor.raise_cause_of(error)
                 raise
 
@@ -99,7 +100,7 @@ class Broadcasts:
 
 
 def _bytes_in_place(piece: Tensor) -> Tensor:
-    """Return the memory of a contiguous `piece`, [elements], as uint8 [bytes]. One dtype serves all transports."""
+    """Return a contiguous `piece`, [elements], viewed as uint8 [bytes], a dtype that all transports support."""
     assert piece.dim() == 1, piece.shape
     assert piece.is_contiguous(), piece.stride()
     # torch regards a single element as contiguous at any stride, but can view it as bytes only at stride 1.

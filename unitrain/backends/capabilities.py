@@ -23,7 +23,7 @@ CapabilityT = TypeVar("CapabilityT")
 
 @dataclass(frozen=True)
 class Tunable:
-    """An environment variable that changes the speed of a backend. Its results change by rounding only."""
+    """An environment variable that affects the speed of a backend. It affects results only by rounding."""
 
     variable: str
     description: str
@@ -34,8 +34,8 @@ class Tunable:
 class CompressionState(ABC):
     """State that gradient compression keeps between the reductions of a model's gradients, and that checkpoints store.
 
-    `loss_scale` returns the factor of the losses in the current backward, or None if losses are not scaled. The state
-    is stored unscaled, because the factor may change before the next reduction. It must be equal on every rank.
+    `loss_scale` returns the loss scale of the current backward pass, or None if losses are not scaled. It must be equal
+    on every rank. The state is stored unscaled, because the loss scale may change before the next reduction.
     """
 
     loss_scale: Callable[[], Tensor | None]
@@ -47,11 +47,11 @@ class CompressionState(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from rank 0's `state`; the arguments of other ranks are ignored. All ranks call it.
+        """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks call it.
 
-        If the number of ranks is unchanged, each rank restores its error of the error feedback. Otherwise each rank
-        gets the mean of the saved errors, which preserves the error of the mean gradient. Raises CheckpointError on
-        every rank if the state belongs to another model.
+        If the number of ranks is unchanged, each rank restores its own error-feedback state. Otherwise every rank loads
+        the mean of the saved errors, which preserves the error of the mean gradient. Raises CheckpointError on every
+        rank if the state belongs to another model.
         """
 
 
@@ -65,19 +65,19 @@ class SupportsPowerSGD(ABC):
 
 
 class SupportsAsyncBroadcasts(ABC):
-    """A backend that broadcasts parts of tensors in place while the caller computes. All ranks call its methods."""
+    """A backend with asynchronous in-place broadcasts of parts of tensors. All ranks call its methods."""
 
     @abstractmethod
     def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
-        """Begin to set each piece to its root's values, in place, and return a function that waits for all of them.
+        """Start to broadcast each piece in place from its root, and return a function that waits for all broadcasts.
 
-        Each of `pieces` is a contiguous tensor, [elements], and its root, with the same sizes and roots on every rank.
-        They must not be read or written before the returned function returns.
+        Each of `pieces` consists of a contiguous tensor, [elements], and the rank of its root. Sizes and roots are
+        equal on every rank. They must not be read or written before the returned function returns.
         """
 
 
 def require(backend: object, capability: type[CapabilityT], feature: str) -> CapabilityT:
-    """Return `backend` as a `capability`. Raises UnsupportedError, which names `feature`, if the backend lacks it."""
+    """Return `backend` if it provides `capability`. Otherwise raise UnsupportedError, which names `feature`."""
     if not isinstance(capability, type):
         raise ConfigError(
             f"The capability of require must be a class, got {describe_value(capability)}. "

@@ -31,8 +31,7 @@ def check_no_group() -> None:
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raise TensorError unless `tensor` is a dense tensor of a supported dtype whose result loses no gradient
-    history."""
+    """Raise TensorError unless `tensor` is dense, has a supported dtype, and has no gradient history to lose."""
     if not isinstance(tensor, Tensor):
         raise TensorError(
             f"A collective takes a tensor, got {type(tensor).__name__}. "
@@ -197,7 +196,7 @@ def check_one_optimizer(optimizer: Any) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ModelError unless `optimizer` is one optimizer and all its parameters are `model`'s."""
+    """Raise ModelError unless `optimizer` is a single optimizer whose parameters all belong to `model`."""
     check_one_optimizer(optimizer)
     check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
     validation.check_instance(

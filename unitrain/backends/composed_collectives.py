@@ -1,9 +1,9 @@
 """reducescatter and allgather between CPUs, composed of faster collectives. benchmarks/collectives.py measures them.
 
-The libraries' collectives of the same name take 2 to 14 times as long as an allreduce of the same tensor. The slowest
+The native collectives of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same tensor. The slowest
 is Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call it allocates three buffers of
 the size of the whole tensor: a copy of the input, and two buffers for received data that it first fills with zeros. The
-kernel has to provide all their pages. It then sends half of the tensor as one message, adds it only after it has
+kernel must map all pages of these buffers. It then sends half of the tensor as one message, adds it only after it has
 arrived completely, and finally sends each slice to its rank. Horovod's allreduce works in place: it divides the tensor
 into segments, and adds one segment while it receives the next.
 """
@@ -22,11 +22,11 @@ from torch import Tensor
 from unitrain.backends.base import ReduceOp
 from unitrain.backends.tensors import flatten, from_ordered_keys, needs_keys, ordered_keys
 
-# Ranks for which an allgather is one broadcast per rank. A broadcast takes Python time on every rank.
+# Maximum number of ranks for an allgather by one broadcast per rank. Every rank spends Python time on each broadcast.
 MAX_BROADCASTING_RANKS = 64
 # Smaller results are gathered by the transport's allgather: starting a broadcast takes longer than transferring it.
 MIN_BROADCAST_BYTES = 2**16
-# Bytes of a buffer of a reducescatter. Two buffers are used in turns, so that one is filled while the other is reduced.
+# Size of a reducescatter buffer in bytes. Two buffers alternate: one is filled while the other is reduced.
 PIECE_BYTES = 12 * 2**20
 _BUFFERS = 2
 
@@ -34,7 +34,7 @@ Wait = Callable[["dist.Work | None"], None]
 
 
 def is_gathered_by_broadcasts(own: Tensor, rows: Sequence[int]) -> bool:
-    """Return whether `gather_by_broadcasts` is faster than the transport's allgather. It is equal on every rank."""
+    """Return whether `gather_by_broadcasts` is faster than the transport's allgather. Every rank returns the same."""
     row_bytes = math.prod(own.shape[1:]) * own.element_size()
     return (
         own.device.type == "cpu"
@@ -44,7 +44,7 @@ def is_gathered_by_broadcasts(own: Tensor, rows: Sequence[int]) -> bool:
 
 
 def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait) -> Tensor:
-    """Return every rank's `own`, concatenated in dim 0, with `rows` of each rank. Each rank broadcasts its rows.
+    """Concatenate every rank's `own` along dim 0. `rows` is the number of rows per rank. Each rank broadcasts its rows.
 
     Rows are received in place, so ranks with fewer rows need no padding.
     """
@@ -63,10 +63,10 @@ def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait
 
 
 class PiecewiseReduceScatter:
-    """A reducescatter of `tensor`, which has `size` equal slices, as allreduces of pieces of all slices.
+    """A reducescatter that allreduces `tensor` piece by piece. A piece contains the same columns of all `size` slices.
 
-    Each piece is reduced by `torch_op` in `dtype`. The buffers of the pieces are the only memory in addition to the
-    result.
+    Each piece is reduced by `torch_op` in `dtype`. In addition to the result, it allocates only the buffers of the
+    pieces.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PiecewiseReduceScatter:
         self._free: Tensor | None = None
 
     def start(self) -> None:
-        """Begin to reduce the first pieces."""
+        """Start to reduce the first pieces."""
         while self._started < self._slices.shape[1] and len(self._running) < _BUFFERS:
             max_columns = max(1, PIECE_BYTES // (self._dtype.itemsize * self._size))
             place = slice(self._started, min(self._started + max_columns, self._slices.shape[1]))
@@ -114,7 +114,7 @@ class PiecewiseReduceScatter:
         return self._result
 
     def discard(self) -> None:
-        """Stop waiting for the pieces of a Horovod reducescatter that not all ranks begin."""
+        """Stop waiting for the pieces of a Horovod reducescatter that some ranks do not start."""
         for work, _, _ in self._running:
             work.discard()
         self._running.clear()

@@ -1,14 +1,15 @@
-"""The values of `compression=`, and the arithmetic of each, which is the same for every number of ranks.
+"""Values of `compression=` and their arithmetic, which is the same for every number of ranks.
 
-With N ranks, each gradient g becomes, after its backward:
+With N ranks, each gradient g is replaced at the end of the backward pass by:
 
     "none"              mean(g)
     "fp16", "bf16"      round(sum(round(g / N))), where `round` converts to the nearest value of the format. Ranks
-                        communicate in the format, and add in float32 in rank order, on every transport.
-                        A value beyond the range of fp16 becomes infinite, as in a forward in fp16.
-    PowerSGD            P Q^T, of low rank, for each compressed matrix, and mean(g) for all other gradients.
+    transfer values in the format, and sum them in float32 in rank order, on every transport.
+                        A value beyond the range of fp16 becomes infinite, as in a forward pass in fp16.
+    PowerSGD            The low-rank product P Q^T for each compressed matrix, and mean(g) for other gradients.
 
-The gradients that `no_sync` accumulates are compressed once, as a sum. The results are the same on every rank.
+Gradients that are accumulated under `no_sync` are compressed once, after summation. The results are the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD:
-    """Gradients as matrices of low rank, with error feedback (Vogels et al., arXiv 1905.13727, algorithms 1 and 2).
+    """Low-rank gradient compression with error feedback (Vogels et al., arXiv 1905.13727, algorithms 1 and 2).
 
-    Each gradient is a matrix g of shape [first dim, product of the others]. Let e be the error, which is the part of
-    earlier gradients that this rank has not sent yet, and Q a matrix with `rank` columns that is equal on all ranks. A
-    reduction computes M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P). The gradient becomes P Q^T
+    Each gradient is viewed as a matrix g, [first dim, product of the other dims]. Let e be the error: the part of
+    earlier gradients that this rank has not transferred yet. Let Q be a matrix with `rank` columns, equal on all ranks.
+    A reduction computes M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P). The gradient becomes P Q^T
     on every rank, and e becomes M - P Q^T. The result depends on the mean of e only, so N ranks compute the same as one
     rank with the global batch.
 
-    The first `start_step` reductions do not compress. Gradients with fewer than `min_compression_rate` times as many
-    elements as P and Q together are never compressed. Without `warm_start`, each reduction begins with a new random Q
-    instead of the last one. Without `error_feedback`, e is 0. A column of Q that is rounding noise, for example because
-    M has a lower rank, is replaced by a random column. All random numbers depend on `seed`, the index of the parameter
-    in the model and, without `warm_start`, the number of the reduction. The computation uses the gradient's dtype, or
-    float32 for half precision, and takes twice the memory of the compressed gradients.
+    The first `start_step` reductions do not compress. A gradient is compressed only if it has at least
+    `min_compression_rate` times as many elements as P and Q together. Without `warm_start`, each reduction starts from
+    a new random Q instead of the previous one. Without `error_feedback`, e is 0. A column of Q that is rounding noise,
+    for example because M has a lower rank, is replaced by a random column. All random numbers depend on `seed`, the
+    index of the parameter in the model and, without `warm_start`, the number of the reduction. The computation uses the
+    gradient's dtype, or float32 for half precision, and takes twice the memory of the compressed gradients.
 
-    If any gradient of a backward is inf or nan, its matrix becomes nan, and every e and Q stays the same; loss scaling
-    skips such a step. A gradient that is zero on all ranks, as of an unused parameter, stays zero, and its e and Q stay
-    the same. Raises ConfigError for an invalid value.
+    If a gradient of a backward pass contains inf or nan, its matrix becomes nan, and all e and Q remain unchanged; loss
+    scaling skips such a step. A gradient that is zero on all ranks, such as that of an unused parameter, stays zero,
+    and its e and Q remain unchanged. Raises ConfigError for an invalid value.
     """
 
     rank: int = 2

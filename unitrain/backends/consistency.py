@@ -1,9 +1,9 @@
-"""The consistency check before every collective: an exchange of a fingerprint of its arguments, O(1) per rank.
+"""Consistency check before every collective: the ranks exchange a fingerprint of its arguments, O(1) bytes per rank.
 
-Up to `MAX_GATHERING_RANKS`, the exchange is an allgather of short rows. The rows also carry small tensors, which are
-reduced in rank order and are therefore bit-identical on every transport. With more ranks, the exchange is a sum of a
-short vector: the fingerprints of all ranks are equal if and only if their variance is zero. The same sum also adds
-small floating-point tensors. The ranks exchange all arguments only if the fingerprints differ.
+Up to `MAX_GATHERING_RANKS`, the exchange is an allgather of one short row per rank. The rows also contain small
+tensors, which are reduced in rank order and are therefore bit-identical on every transport. With more ranks, the
+exchange is a sum of a short vector: the fingerprints of all ranks are equal if and only if their variance is zero. The
+same sum also adds small floating-point tensors. The ranks exchange all arguments only if the fingerprints differ.
 """
 
 from __future__ import annotations
@@ -103,14 +103,15 @@ class ConsistencyCheck:
         return checked
 
     def gather_bytes(self, payload: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Return every rank's `payload`, uint8 [its size], in rank order. All ranks call it with all ranks' `sizes`."""
+        """Return every rank's `payload`, uint8 [bytes], in rank order. `sizes` are the sizes on all ranks. All ranks
+        call it."""
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: payload.numel()] = payload
         gathered = self._allgather(padded)
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
     def broadcast_bytes(self, payload: Tensor, root: int) -> None:
-        """Set `payload`, uint8 of the same size on every rank, to the root's. All ranks call it."""
+        """Broadcast `payload`, uint8 of the same size on every rank, in place. All ranks call it."""
         self._wait(dist.broadcast(payload, root, group=self._group, async_op=True))
 
     def _exchange_rows(
@@ -225,7 +226,7 @@ class ConsistencyCheck:
 
 
 def content_bytes_per_rank(size: int) -> int:
-    """Return the maximum number of bytes of a tensor in a row, for `size` ranks. It is a multiple of 8, because a row
+    """Return the maximum size in bytes of a tensor in a row, for `size` ranks. It is a multiple of 8, because a row
     consists of int64."""
     # The total over ranks is limited. 4 KB hold the statistics of a BatchNorm with 250 channels.
     return max(1024, min(4096, 16384 // size)) // 8 * 8
@@ -245,7 +246,7 @@ def _write_content(row: bytearray, tensor: Tensor, dtype: torch.dtype, max_bytes
 
 
 def _small_summands(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:
-    """Return the elements of a small floating-point `tensor`, float64, if a sum in float64 can reduce them."""
+    """Return a small floating-point `tensor` as float64 [elements] if a float64 sum can reduce it, otherwise None."""
     if tensor.device.type != "cpu" or tensor.numel() > _MAX_SUMMED_ELEMENTS or not dtype.is_floating_point:
         return None
     return tensor.detach().reshape(-1).double() if op in ("sum", "mean") else None

@@ -29,8 +29,8 @@ class DDPBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Raise ConfigError for a transport that is unknown, missing in this build of torch, or not supported on the
-        device, and if two ranks use one GPU."""
+        """Connect the ranks. Raises ConfigError if the transport is unknown, missing in this build of torch, or not
+        supported on the device, and if two ranks use the same GPU."""
         checks.check_no_group()
         rank_info = options.rank_info
         device = choose_device(options.device, rank_info.local_rank)

@@ -22,8 +22,8 @@ _MAX_WAIT_SECONDS = 0.05
 
 @functools.cache
 def make_forks_safe() -> None:
-    """Delay every later fork of this process, by at most 50 ms, until no other thread runs. Do nothing for a Python
-    without the defect."""
+    """Delay every later fork of this process, by at most 50 ms, until no other thread runs. Do nothing if this Python
+    version is not affected."""
     if sys.version_info < (3, 11, 10) and hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_wait_for_threads)
 
@@ -44,7 +44,7 @@ def _is_any_thread_running() -> bool:
     own = str(threading.get_native_id())
     with contextlib.suppress(OSError):
         for thread in _THREADS.iterdir():
-            with contextlib.suppress(OSError):  # the thread has ended
+            with contextlib.suppress(OSError):  # the thread has exited
                 # The state follows the name, which is in parentheses and may contain any character.
                 if thread.name != own and thread.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "R":
                     return True

@@ -26,7 +26,7 @@ class Lifecycle(ABC):
 
     @contextmanager
     def on_rank_zero(self) -> Iterator[bool]:
-        """Yield whether this is rank 0, for work of one rank such as writing a file.
+        """Yield whether this is rank 0. Use it for work of a single rank, such as writing a file.
 
             with backend.on_rank_zero() as is_rank_zero:
                 if is_rank_zero:
@@ -60,8 +60,8 @@ class Lifecycle(ABC):
             )
 
     def report_failure(self, error: BaseException) -> None:  # noqa: B027 (backends of one process have no other rank)
-        """Report to the other ranks that this rank ends with `error`, so that they end within seconds. Any rank may
-        call it."""
+        """Report to the other ranks that this rank fails with `error`, so that they terminate within seconds. Any rank
+        may call it."""
 
     def __enter__(self) -> Self:
         return self

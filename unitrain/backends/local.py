@@ -42,8 +42,8 @@ class LocalBackend(Backend, SupportsPowerSGD):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Raise LauncherMismatchError if a launcher started more than one process, and ConfigError for a transport or
-        while an earlier backend is in use."""
+        """Return the backend. Raises LauncherMismatchError if a launcher started more than one process, and ConfigError
+        for a transport or while an earlier backend is in use."""
         rank_info = options.rank_info
         if rank_info.size > 1:
             raise LauncherMismatchError(

@@ -1,4 +1,4 @@
-"""Python objects as bytes and tensors that are communicated between ranks."""
+"""Serialization of Python objects to bytes and tensors for communication between ranks."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ class _CPUPickler(pickle.Pickler):
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Set `tensors`, of any dtypes, to rank 0's in place, in one broadcast. All ranks call it."""
+    """Broadcast `tensors`, of any dtypes, in place from rank 0, in one collective. All ranks call it."""
     if not tensors:
         return
-    # As bytes, one broadcast serves every dtype without rounding.
+    # A broadcast of bytes supports all dtypes in one collective, without rounding.
     pieces = [as_bytes(tensor).to(communicator.device) for tensor in tensors]
     shared = communicator.broadcast(torch.cat(pieces))
     if communicator.rank == 0:
@@ -121,7 +121,7 @@ def broadcast_with_tensors(communicator: Communicator, obj: Any, root: int = 0) 
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """Stands for a tensor that was extracted from an object."""
+    """Placeholder for a tensor that was extracted from an object."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,6 +1,6 @@
 """Collectives and distributed models over torch.distributed's default process group, for any transport.
 
-The ddp and the horovod backend inherit this code, so they compute the same results.
+The ddp and the horovod backend inherit this code, and therefore compute the same results.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _TORCH_OPS = {
 }
 _COMBINE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-# When its timeout expires, NCCL aborts the process without a reason, so the timeout must be longer than that of the
-# watchdog.
+# When its timeout expires, NCCL aborts the process without naming missing ranks, so this timeout must be longer than
+# that of the watchdog.
 NCCL_TIMEOUT_MARGIN = timedelta(seconds=30)
 
 
@@ -170,7 +170,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         return result.to(tensor.dtype)
 
     def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
-        """Begin to broadcast each piece, (contiguous tensor [elements], root), in place, and return a function that
+        """Start to broadcast each piece, (contiguous tensor [elements], root), in place, and return a function that
         waits. See `Broadcasts.start`."""
         self.check_collective_allowed("start_broadcasts")
         if self.size == 1:
@@ -233,7 +233,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         checks.check_same_model(self, model)
         broadcast_tensors(self, [buffer for buffer in model.buffers() if is_expanded(buffer)])
         if find_unused_parameters and self._unused_parameters_group is None:
-            # Ranks that use different parameters begin to reduce their buckets at different times, relative to
+            # Ranks that use different parameters start to reduce their buckets at different times, relative to
             # collectives inside the backward. In one group, a bucket could be matched with such a collective.
             self._unused_parameters_group = dist.new_group(timeout=self._rendezvous.timeout)
             if self._waits_on_stream:
@@ -297,7 +297,8 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         """Raise ConfigError after `shutdown`, and in a process that was forked from this rank."""
         super().check_running(operation)
         if self._is_forked:
-            # It would send messages on the connections of the rank, so collectives of the rank would mix them up.
+            # It would use the connections of the rank, so its messages would be mixed with those of the rank's
+            # collectives.
             raise ConfigError(
                 f"{operation} was called in a process that was forked from rank {self.rank}, which is not a rank. Call "
                 "it in the rank's own process, and end the forked process with os._exit(0)."
@@ -311,8 +312,8 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         if self._is_forked:
             return
         self._monitor.stop()
-        # Gloo's threads end when the last reference to a group is released. Threads that still run when the interpreter
-        # exits occasionally abort the process (pytorch#179291).
+        # Gloo's threads terminate when the last reference to a group is released. Threads that still run when the
+        # interpreter exits occasionally abort the process (pytorch#179291).
         for model in self._models:
             model.leave_group()
         self._unused_parameters_group = None

@@ -16,12 +16,12 @@ ResultT = TypeVar("ResultT")
 
 
 def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) -> None:
-    """Raise an error on every rank if any rank passes one: that of the lowest such rank.
+    """Raise an error on every rank if any rank passes one. All raise the error of the lowest such rank.
 
     All ranks call it, and pass None if they have no error. Use it for errors that only some ranks can detect, such as
     a missing folder.
     """
-    # A sum takes one exchange for any number of ranks.
+    # A sum requires one exchange for any number of ranks.
     if not communicator.allreduce(torch.tensor(float(error is not None)), "sum"):
         return
     for rank, found in enumerate(communicator.allgather_object(error)):
@@ -31,8 +31,8 @@ def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) 
 
 
 def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT]) -> ResultT:
-    """Call `function` and return its result, or raise on every rank a UnitrainError that it raises on any rank. All
-    ranks call it."""
+    """Call `function` and return its result. If it raises a UnitrainError on any rank, raise that error on every rank.
+    All ranks call it."""
     problem: UnitrainError | None = None
     try:
         result = function()
@@ -45,7 +45,7 @@ def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT
 def gather_if_different(communicator: Communicator, value: Any) -> list[Any] | None:
     """Return None if all ranks pass the same picklable `value`, and otherwise every rank's value, in rank order.
 
-    All ranks call it. If the values are equal, it takes one small allreduce. Values are compared by their pickled
+    All ranks call it. If the values are equal, it needs one small allreduce. Values are compared by their pickled
     bytes, so equal dictionaries in different order count as different.
     """
     try:

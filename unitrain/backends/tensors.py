@@ -1,8 +1,8 @@
-"""Tensors in the forms that transports accept: flat elements, bytes, and ordered keys.
+"""Conversion of tensors to the forms that transports accept: flat elements, bytes, and ordered keys.
 
 Ordered keys make every transport compute the same minimum and maximum. Gloo, MPI, NCCL and Horovod compare
-floating-point numbers with `<`, which is false for NaN: whether a NaN survives depends on the rank that has it and on
-the algorithm, and so on the size of the tensor. torch.minimum and torch.maximum return NaN if any input is NaN.
+floating-point numbers with `<`, which is false for NaN: whether a NaN is propagated depends on its rank and on the
+algorithm, and thus on the size of the tensor. torch.minimum and torch.maximum return NaN if any input is NaN.
 Transports compare integers exactly, so a minimum or maximum is computed on integer keys in the order of the numbers.
 NaN has the largest key in a maximum, and the smallest key in a minimum.
 """
@@ -84,8 +84,8 @@ def from_ordered_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
 def _flip_negative(bits: Tensor) -> Tensor:
     """Return `bits` with all bits but the sign inverted if the sign is set. The function is its own inverse.
 
-    The magnitude bits of floating-point numbers are ordered like integers. Among negative numbers the larger magnitude
-    is the smaller number, which the inversion corrects.
+    The magnitude bits of floating-point numbers are ordered like integers. For negative numbers this order is reversed,
+    which the inversion corrects.
     """
     limits = torch.iinfo(bits.dtype)
     return (bits >> (limits.bits - 1)).bitwise_and_(limits.max).bitwise_xor_(bits)

@@ -32,7 +32,7 @@ class Deadline:
 class Deadlines:
     """Deadlines of unfinished work. The training thread adds them; the watchdog thread checks whether one has expired.
 
-    The host may run ahead of a GPU by several backwards. The time of each begins when the watchdog finds that all
+    The host may run ahead of a GPU by several backward passes. The time of each begins when the watchdog finds that all
     earlier work is done, so work that is added later does not move the deadline of work that never ends.
     """
 
@@ -104,7 +104,7 @@ class DataDeadline:
         """Return whether the main thread has waited for the same `batch` longer than the timeout. Only the watchdog
         thread calls it.
 
-        `batch` is None if the main thread does not wait. `num_recorded`, the number of collectives and backwards,
+        `batch` is None if the main thread does not wait. `num_recorded`, the number of collectives and backward passes,
         distinguishes batches of different epochs.
         """
         waiting_for = None if batch is None else (*batch, num_recorded)

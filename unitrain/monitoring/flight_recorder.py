@@ -1,4 +1,4 @@
-"""History of this rank's recent collectives and backwards, with the user's lines that called them."""
+"""History of this rank's recent collectives and backward passes, with the user's lines that called them."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from unitrain.bootstrap.messages import MessageStore
 
-# More backwards than a fast loop runs between two comparisons.
+# More backward passes than a fast loop runs between two comparisons.
 _MAX_KEPT = 4096
 _KEY = "loop"
 
 
 class Counts(NamedTuple):
-    """Totals of one rank at the end of a backward. `unused_forwards` are not followed by a backward."""
+    """Totals of one rank at the end of a backward pass. `unused_forwards` are not followed by a backward pass."""
 
     backwards: int
     steps: int
@@ -22,13 +22,13 @@ class Counts(NamedTuple):
 
 
 class LoopCounters:
-    """Numbers of backwards, optimizer steps and forwards of this rank, which must be equal on all ranks.
+    """Numbers of backward passes, optimizer steps and forward passes of this rank, which must be equal on all ranks.
 
     The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the other ranks. If a
-    rank skips a backward, each of its later backwards is averaged with a backward of another step of the other ranks.
-    Collectives cannot detect this, but the counts differ: the rank has stepped without that backward, or has run a
-    forward that no backward followed. Forwards before the first backward are not compared, because one rank may
-    summarize or plot the model before training.
+    rank skips a backward pass, each of its later backward passes is averaged with a backward pass of another step of
+    the other ranks. Collectives cannot detect this, but the counts differ: the rank has stepped without that backward,
+    or has run a forward that no backward followed. Forward passes before the first backward pass are not compared,
+    because one rank may summarize or plot the model before training.
     """
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class LoopCounters:
         self._steps += 1
 
     def count_forward(self) -> CountedForward:
-        """Count a forward whose output requires gradients."""
+        """Count a forward pass whose output requires gradients."""
         self._forwards += 1
         return CountedForward(self)
 
     def count_backward(self) -> None:
-        """Count a backward that reduces gradients, at its end on this rank."""
+        """Count a backward pass that reduces gradients, at its end on this rank."""
         number = self._latest[0] + 1
         if number == 1:
             self._forwards_before_training = self._forwards - self._used_forwards
@@ -63,9 +63,9 @@ class LoopCounters:
         store.set(_KEY, json.dumps(self._latest))
 
     def compare(self, store: MessageStore, rank: int) -> str | None:
-        """Return a description of the difference if this rank's counts differ from rank 0's at the same backward.
+        """Return a description of the difference if this rank's counts differ from rank 0's at the same backward pass.
 
-        A backward that this rank has not run yet is compared in a later call.
+        A backward pass that this rank has not run yet is compared in a later call.
         """
         expected = self._expected
         if expected is None or expected.backwards <= self._latest[0]:
@@ -81,7 +81,7 @@ class LoopCounters:
 
 
 class CountedForward:
-    """A forward that counts as unused until a backward reaches its output."""
+    """A forward pass that counts as unused until a backward pass reaches its output."""
 
     __slots__ = ("_counters",)
 
@@ -89,14 +89,15 @@ class CountedForward:
         self._counters: LoopCounters | None = counters
 
     def mark_used(self) -> None:
-        """Record that a backward has reached the output. Further calls have no effect."""
+        """Record that a backward pass has reached the output. Further calls have no effect."""
         if self._counters is not None:
             self._counters._used_forwards += 1
             self._counters = None
 
 
 def _describe_difference(rank_zero_counts: Counts, local_counts: Counts, rank: int) -> str | None:
-    # Neither difference alone is an error: a rank may use several forwards in one backward, or leave one unused.
+    # Neither difference alone is an error: a rank may use several forward passes in one backward pass, or leave one
+    # unused.
     has_skipped = (
         rank_zero_counts.forwards != local_counts.forwards
         and rank_zero_counts.unused_forwards != local_counts.unused_forwards

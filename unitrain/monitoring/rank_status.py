@@ -78,7 +78,7 @@ class RankStatus:
         if is_waiting:
             operation = flight_recorder.latest_operation
             return cls(Activity.WAITING_FOR_RANKS, location, operation, stack=lines, records=records)
-        for frame in reversed(stack):  # a batch may be loaded inside a backward
+        for frame in reversed(stack):  # a batch may be loaded inside a backward pass
             if (worker := awaited_worker(frame)) is not None:
                 return cls(Activity.WAITING_FOR_DATA, location, worker=worker, stack=lines, records=records)
             if is_in_backward(frame):
@@ -96,7 +96,7 @@ class RankStatus:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether this rank waits for other ranks, in a collective or in a backward."""
+        """Whether this rank waits for other ranks, in a collective or in a backward pass."""
         return self.activity in (Activity.WAITING_FOR_RANKS, Activity.IN_BACKWARD)
 
     @property

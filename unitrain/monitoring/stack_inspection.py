@@ -122,7 +122,7 @@ def is_unitrain_frame(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_UNITRAIN_FOLDER)
 
 
-@cache  # every backward calls it, and a program has few source files
+@cache  # every backward pass calls it, and a program has few source files
 def _is_user_file(file: str) -> bool:
     return not file.startswith((_UNITRAIN_FOLDER, *_LIBRARY_FOLDERS, "<frozen"))
 

@@ -17,7 +17,8 @@ STEPS, FROZEN_FROM, RATE = 8, 5, 0.05
 
 
 class Centers(nn.Module):
-    """Reads a buffer that each forward changes in place, one that each forward assigns, and one that is constant."""
+    """Reads a buffer that each forward pass changes in place, one that each forward pass assigns, and one that is
+    constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,8 @@ class Centers(nn.Module):
 
 
 def read_in_training(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that the next training forward reads; running statistics of BatchNorm are not among them."""
+    """Return the buffers that the next training forward pass reads; running statistics of BatchNorm are not among
+    them."""
     statistics = {id(b) for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training for b in m.buffers()}
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in statistics}
 
@@ -167,7 +169,7 @@ def constant_buffers_and_running_statistics_need_no_collective(backend: Backend)
     finally:
         for name in names:
             delattr(backend, name)
-    # The first forward shares all buffers once; 7 forwards check for writes (1, 2, 4, 8, 16, 32, 64).
+    # The first forward pass shares all buffers once; 7 forward passes check for writes (1, 2, 4, 8, 16, 32, 64).
     shares = calls.count("broadcast") - 70
     assert (shares, calls.count("allreduce")) == ((1, 7) if backend.size > 1 else (0, 0))
     assert set(calls) <= {"broadcast", "allreduce"}

@@ -262,7 +262,7 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
             module.double()
         wrapped = backend.distributed_model(model, compression=compression)
         window(wrapped, backend.rank, wrapped)
-        # One backward over all micro-batches, which is compressed once.
+        # One backward pass over all micro-batches, which is compressed once.
         plain = backend.distributed_model(expected_model, compression=compression)
         total = torch.zeros((), dtype=torch.float64)
         for micro_step in range(3):

@@ -245,7 +245,7 @@ def evaluation_forward_does_not_communicate(backend: Backend) -> None:
     wrapped = backend.distributed_model(model)
     for step in range(2):
         with torch.no_grad():
-            for _ in range(backend.rank):  # a different number of forwards on each rank
+            for _ in range(backend.rank):  # a different number of forward passes on each rank
                 wrapped(batch(backend.rank))
         model.zero_grad()
         backward(wrapped, backend.rank, step)

@@ -44,7 +44,7 @@ def step_after_backward_inside_no_sync_raises(backend: Backend) -> None:
         with backend.no_sync(wrapped):
             backward(wrapped, backend.rank, 1)
         _assert_step_raises(backend, model, optimizer)
-        backward(wrapped, backend.rank, 2)  # this backward reduces everything that was accumulated
+        backward(wrapped, backend.rank, 2)  # this backward pass reduces everything that was accumulated
         optimizer.step()
         assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
 

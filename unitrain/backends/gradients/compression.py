@@ -1,9 +1,9 @@
-"""Compression of gradients: half precision, or PowerSGD with its state. `compression_setting.py` defines the results.
+"""Gradient compression: half precision, or PowerSGD with its state. `compression_setting.py` specifies the arithmetic.
 
-With several ranks, a comm hook compresses the buckets of DDP's reducer. The thread that runs the backward begins every
-collective, bucket by bucket in DDP's order, so that the order is the same on all ranks. The second collective of a
-bucket begins at the end of the backward. Earlier, waiting for the first one would block the backward, and other ranks
-may wait for later collectives of this backward. With one rank, the same arithmetic runs at the end of each backward.
+With several ranks, a comm hook compresses the buckets of DDP's reducer. The autograd thread starts all collectives in
+DDP's bucket order, which is the same on all ranks. The second collective of a bucket starts at the end of the backward
+pass: waiting for the first one earlier would block the backward pass, while other ranks may wait for its later
+collectives. With one rank, the same arithmetic runs at the end of each backward pass.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ class CompressionStates:
 
 
 class _BucketInFlight(NamedTuple):
-    """A bucket whose first collective has begun. The generator `waits` begins each further collective and yields a
-    function that waits for it."""
+    """A bucket whose first collective has started. Each `next(stages)` starts the next collective and returns its wait
+    function."""
 
     buffer: Tensor
-    waits: Iterator[Wait]
+    stages: Iterator[Wait]
     future: torch.futures.Future[Tensor]
 
 
 def compress_buckets(model: DistributedDataParallel, compressor: Compressor, reducer_group: ReducerGroup) -> None:
-    """Reduce the gradients of `model` with `compressor`. All ranks call it before the first backward."""
+    """Reduce the gradients of `model` with `compressor`. All ranks call it before the first backward pass."""
     compression = _BucketCompression(compressor, model, reducer_group)
     # A lambda, because DDP checks the annotations of other functions, which are strings in this module.
     model.register_comm_hook(None, lambda state, bucket: compression.begin(bucket))
 
 
 class _BucketCompression:
-    """The buckets of the current backward, from the first one that is ready until the end of the backward."""
+    """Compresses and reduces the buckets of the current backward pass."""
 
     def __init__(self, compressor: Compressor, model: DistributedDataParallel, reducer_group: ReducerGroup) -> None:
         self._compressor, self._size = compressor, dist.get_world_size()
@@ -82,10 +82,10 @@ class _BucketCompression:
         self._in_flight: list[tuple[_BucketInFlight, Wait]] = []
         self._scratch: dict[int, Tensor] = {}
 
-    @torch.no_grad()  # also in a backward with create_graph=True
+    @torch.no_grad()  # also in a backward pass with create_graph=True
     def begin(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to reduce `bucket`. Its future is complete at the end of the backward."""
-        if bucket.index() == 0:  # an exception may have ended the previous backward before its last bucket
+        """Start to reduce `bucket`. The returned future completes at the end of the backward pass."""
+        if bucket.index() == 0:  # an exception may have interrupted the previous backward pass
             self._in_flight.clear()
             if isinstance(self._compressor, PowerSGDCompressor):
                 self._compressor.discard_unfinished()
@@ -93,11 +93,11 @@ class _BucketCompression:
         self._group().begin_bucket(buffer)
         device = buffer.device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        waits = self._compress(bucket)
+        stages = self._compress(bucket)
         if self._group().deferred:
-            waits = chain([_do_not_wait], waits)
-        in_flight = _BucketInFlight(buffer, waits, future)
-        self._in_flight.append((in_flight, next(in_flight.waits)))
+            stages = chain([_do_not_wait], stages)
+        in_flight = _BucketInFlight(buffer, stages, future)
+        self._in_flight.append((in_flight, next(in_flight.stages)))
         if bucket.is_last():
             end_of_backward.add(Step.COMPRESS, self._finish)
         return in_flight.future
@@ -110,7 +110,7 @@ class _BucketCompression:
                 waiting, self._in_flight = self._in_flight, []
                 for bucket, wait in waiting:
                     wait()
-                    next_wait = next(bucket.waits, None)
+                    next_wait = next(bucket.stages, None)
                     if next_wait is not None:
                         self._in_flight.append((bucket, next_wait))
         if isinstance(self._compressor, PowerSGDCompressor):
@@ -129,17 +129,17 @@ class _BucketCompression:
         # A bucket has one dtype, and complex gradients are never compressed by PowerSGD. DDP passes a complex bucket as
         # real numbers, and `bucket.gradients()` returns only half of them.
         if self._compressor.is_starting or parameters[0].is_complex():
-            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._begin_sum)  # without copying
-        return self._compressor.reduce(parameters, bucket.gradients(), self._begin_sum)
+            return self._compressor.reduce(parameters[:1], [bucket.buffer()], self._start_allreduce)  # without copying
+        return self._compressor.reduce(parameters, bucket.gradients(), self._start_allreduce)
 
     def _scratch_for(self, index: int, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a send buffer and a receive buffer for a bucket, [2, elements padded to a multiple of size].
 
-        They are kept between backwards, because allocating them takes longer than the arithmetic.
+        They are reused in later backward passes, because allocating them takes longer than the arithmetic.
         """
         shape = (2, -(-buffer.numel() // self._size) * self._size)
         scratch = self._scratch.get(index)
-        if scratch is None or scratch.shape != shape:  # DDP changes the buckets after the first backward
+        if scratch is None or scratch.shape != shape:  # DDP changes the buckets after the first backward pass
             scratch = self._scratch[index] = buffer.new_zeros(shape, dtype=dtype)
         return scratch
 
@@ -165,7 +165,7 @@ class _BucketCompression:
         yield self._wait_for(all_gather(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True))
         buffer.copy_(own[: buffer.numel()])
 
-    def _begin_sum(self, tensor: Tensor) -> Wait:
+    def _start_allreduce(self, tensor: Tensor) -> Wait:
         return self._wait_for(dist.all_reduce(tensor, group=self._process_group(), async_op=True))
 
     def _wait_for(self, work: dist.Work | None) -> Wait:
@@ -187,22 +187,22 @@ class _BucketCompression:
 
 
 def _do_not_wait() -> None:
-    """Do nothing: the first wait of a bucket whose collectives begin at the end of the backward."""
+    """Do nothing: the first wait function of a bucket whose collectives start at the end of the backward pass."""
 
 
 def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gradients: Callable[[], bool]) -> None:
-    """Compress the gradients at the end of each backward of `model`, on one rank.
+    """Compress the gradients at the end of each backward pass of `model`, on a single rank.
 
-    `reduces_gradients` returns, during a backward, whether it runs outside `no_sync`.
+    `reduces_gradients` returns, during a backward pass, whether it runs outside `no_sync`.
     """
     parameters = list(model.parameters())
     hooked: set[Tensor] = set()
-    reached: set[Tensor] = set()  # since the last compression, including backwards inside no_sync
+    reached: set[Tensor] = set()  # since the last compression, including backward passes inside no_sync
     backward = last_reaching_backward = -1
 
     def compress() -> None:
-        # Autograd numbers backwards in increasing order, so a nested backward has a larger number. A backward that
-        # reached no parameter was started by torch.autograd.grad; the gradients accumulated before it are not complete.
+        # Autograd graph task IDs increase, so a nested backward pass has a larger ID. A backward pass that reaches no
+        # parameter was started by torch.autograd.grad; it does not complete the accumulated gradients.
         if last_reaching_backward >= backward:
             _compress_gradients([parameter for parameter in parameters if parameter in reached], compressor)
             reached.clear()

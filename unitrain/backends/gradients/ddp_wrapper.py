@@ -1,9 +1,11 @@
-"""DistributedDataParallel, corrected to satisfy the contract: gradients are reduced over ranks when `backward` returns.
+"""DistributedDataParallel with corrections, so that gradients are reduced over ranks when `backward` returns.
 
-DDP sorts gradients into buckets and reduces them while the backward runs, on any process group. This module adds:
-errors on every rank that name the parameters, for models that differ between ranks and for unused parameters; the
-reduction of a second backward through a retained graph, which DDP does not reduce, so that replicas diverge; an error
-for an optimizer step on gradients that were not reduced; parameters that are frozen and unfrozen during training.
+DDP assigns gradients to buckets and reduces them during the backward pass, on any process group. This module adds:
+
+- an error on every rank that names the parameters, if models differ between ranks or parameters are unused;
+- gradient reduction in a second backward pass through a retained graph, after which DDP's replicas would diverge;
+- an error for an optimizer step on gradients that are not reduced;
+- support for freezing and unfreezing parameters during training.
 """
 
 from __future__ import annotations
@@ -55,17 +57,17 @@ _models_wrapped = 0
 
 @dataclass(slots=True)
 class _PendingForwards:
-    """Forwards with gradients that no backward has followed yet, and the number of the last backward.
+    """Counts of forward passes with gradients since the last backward pass, and the ID of that backward pass.
 
-    `prepared` counts the forwards in which DDP has prepared its reducer for a backward: those outside `no_sync`, except
-    if DDP needs the output tensors and does not find them. This is a separate object, because setting an attribute of a
-    module takes microseconds.
+    `prepared` counts the forward passes in which DDP has prepared its reducer for a backward pass: those outside
+    `no_sync`, except if DDP needs the output tensors and does not find them. This is a separate object, because setting
+    an attribute of a module takes microseconds.
     """
 
     forwards: int = 0
     prepared: int = 0
     last_backward: int = -1
-    shares_buffers: bool = True  # whether the next forward begins by sharing buffers
+    shares_buffers: bool = True  # whether the next forward pass shares buffers first
 
 
 class DistributedModel(ReducerDDP):
@@ -73,7 +75,7 @@ class DistributedModel(ReducerDDP):
     user's model.
 
     The reducer communicates in `reducer_group`, which uses `group`, or the default group if that is None. `buffers` are
-    shared before those forwards in which DDP would broadcast them.
+    shared before the forward passes in which DDP would broadcast them.
     """
 
     _instances: ClassVar[WeakSet[DistributedModel]] = WeakSet()
@@ -91,7 +93,7 @@ class DistributedModel(ReducerDDP):
         buffers: ForwardBuffers | None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        # DDP broadcasts parameters and buffers, but cannot write to an expanded view: the backend does that.
+        # DDP broadcasts parameters and buffers, but cannot write to an expanded view, so the backend broadcasts these.
         expanded = [name for name, buffer in model.named_buffers() if is_expanded(buffer)]
         with ignored_by_ddp(model, expanded):
             super().__init__(
@@ -118,8 +120,8 @@ class DistributedModel(ReducerDDP):
         self._rendezvous, self._key, self._freeze_changes = rendezvous, f"model/{_models_wrapped}", 0
         self._find_sharing_models()
         if not find_unused_parameters:
-            # The exchange uses the store, because on ranks that wait for a gradient, collectives of this backward are
-            # in flight.
+            # The exchange uses the store, because on ranks that wait for a gradient, collectives of this backward pass
+            # are in flight.
             check_first_backward(
                 self,
                 model,
@@ -145,7 +147,7 @@ class DistributedModel(ReducerDDP):
             if requires_grad != self._requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
                 self._update_trained_parameters(requires_grad)
         if has_gradients and self._forward_buffers is not None:
-            if pending.shares_buffers:  # otherwise an earlier forward of the same step has shared them
+            if pending.shares_buffers:  # otherwise an earlier forward pass of the same step has shared them
                 self._forward_buffers.share()
             pending.shares_buffers = reduces
         try:
@@ -168,8 +170,8 @@ class DistributedModel(ReducerDDP):
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced.
 
-        Also raise the ModelError with which another rank has failed, for example in this check, so that no rank steps.
-        Nothing is communicated.
+        Also re-raise the ModelError of another rank, for example from this check, so that no rank updates parameters.
+        The check does not communicate.
         """
         if not self._has_left:
             self._gradient_group.check_other_ranks()
@@ -226,7 +228,7 @@ class DistributedModel(ReducerDDP):
 
     @disable_compile
     def _update_trained_parameters(self, requires_grad: list[bool]) -> None:
-        """Reduce only the gradients of parameters that require them from now on.
+        """Update the set of trained parameters: reduce only gradients of parameters that currently require them.
 
         DDP only reduces the parameters that required gradients when it was constructed. It would not reduce the
         gradients of parameters that were unfrozen later, and would wait for those of frozen parameters. All ranks call
@@ -256,9 +258,10 @@ class DistributedModel(ReducerDDP):
     def _mark_used(self) -> None:
         """Mark the parameters with local gradients as used in a new reducer.
 
-        The reducer records which parameters backwards inside `no_sync` use, and does not reduce gradients that no rank
-        has used. A new reducer lacks this record, and only a backward can write it. This function therefore runs a
-        backward that adds zeros to the local gradients, without calling the user's hooks.
+        The reducer records which parameters are used in backward passes inside `no_sync`, and does not reduce gradients
+        of parameters that no rank has used. A new reducer lacks this record, and only a backward pass can write it.
+        This function therefore runs a backward pass that adds zeros to the local gradients, without calling the user's
+        hooks.
         """
         for parameter in self._local.with_local_gradients():
             if parameter.requires_grad and parameter.grad is not None:
@@ -266,12 +269,12 @@ class DistributedModel(ReducerDDP):
                     torch.autograd.backward([parameter], [torch.zeros_like(parameter.grad)])
 
     def _prepare_backward(self, forward: CountedForward, gradient: Tensor) -> None:
-        """Prepare the reducer for the running backward if DDP has not. It is called at each output that a backward
+        """Prepare the reducer for the current backward pass if DDP has not. Called for each output that the pass
         reaches.
 
-        DDP prepares the reducer in a forward outside `no_sync`, for one backward that uses the parameters of that
-        forward. However, a retained graph allows another backward without a forward, several forwards may share one
-        backward, and a backward outside `no_sync` may follow a forward inside it.
+        DDP prepares the reducer in a forward pass outside `no_sync`, for one backward pass that uses the same
+        parameters. However, a retained graph allows another backward pass without a forward pass, several forward
+        passes may share one backward pass, and a backward pass outside `no_sync` may follow a forward pass inside it.
         """
         forward.mark_used()
         pending, backward = self._pending, current_backward()
@@ -296,7 +299,7 @@ class DistributedModel(ReducerDDP):
         return [parameter for parameter in self._all_parameters if parameter.requires_grad]
 
     def _reached_parameters(self) -> list[Tensor]:
-        """Return a view of each parameter that the current backward reaches. The list is empty for
+        """Return a view of each parameter that the current backward pass reaches. The list is empty for
         torch.autograd.grad."""
         try:
             with torch.enable_grad():
@@ -310,7 +313,7 @@ class DistributedModel(ReducerDDP):
 
 
 def read_bucket_settings() -> dict[str, Any]:
-    """Return DDP's bucket settings from the environment. They change the speed; results change by rounding only."""
+    """Return DDP's bucket settings from the environment. They affect the speed, and results only by rounding."""
     settings: dict[str, Any] = {"gradient_as_bucket_view": environment.setting(BUCKET_VIEW.variable) != "0"}
     text = environment.setting(BUCKETS.variable)
     if text is None:
@@ -330,7 +333,7 @@ def read_bucket_settings() -> dict[str, Any]:
 
 
 def _raise_if_unused(error: RuntimeError) -> None:
-    """Raise ModelError if `error` is DDP's error after a backward that left buckets unfinished."""
+    """Raise ModelError if `error` is DDP's error after a backward pass that did not complete all buckets."""
     if "Expected to have finished reduction in the prior iteration" in str(error):
         raise ModelError(
             "In the last backward, parameters that earlier ones used got no gradient on this rank, so its gradients "

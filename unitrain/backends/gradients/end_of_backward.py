@@ -1,6 +1,6 @@
-"""The steps at the end of a backward, in one fixed order, and the tensors from which a backward can start.
+"""The steps at the end of a backward pass, in one fixed order, and the tensors from which a backward pass can start.
 
-At the end of a backward, autograd calls the callbacks that were queued during it, in the order in which they were
+At the end of a backward pass, autograd calls the callbacks that were queued during it, in the order in which they were
 queued. That order depends on which hook happens to run first. `end_of_backward` therefore queues one callback per
 backward, which runs all steps in the order of `Step`.
 """
@@ -27,11 +27,12 @@ _OPAQUE_TYPES = (
 
 
 class Step(IntEnum):
-    """The steps at the end of a backward. A lower number runs first; functions of one step run in order of addition.
+    """The steps at the end of a backward pass. Steps run in increasing order. The functions of a step run in the order
+    in which they were added.
 
-    FIND_UNUSED_PARAMETERS: in the first backward, exchange the names of unused parameters, and reduce zeros for them.
-        Other ranks wait for these gradients, so no bucket can complete before this step.
-    REDUCE_BUCKETS: begin deferred allreduces, and wait for the first collective of every bucket.
+    FIND_UNUSED_PARAMETERS: in the first backward pass, exchange the names of unused parameters, and reduce zeros for
+        them. Other ranks wait for these gradients, so no bucket can complete before this step.
+    REDUCE_BUCKETS: start deferred allreduces, and wait for the first collective of every bucket.
     COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
     COMPLETE_TRANSPORT: complete the works of process groups that are written in Python, and raise their errors. If
         DDP's C++ code waited for them first, their errors would lose their type.
@@ -52,9 +53,10 @@ class Step(IntEnum):
 
 
 class EndOfBackward:
-    """Runs the steps at the end of each backward.
+    """Runs the steps at the end of each backward pass.
 
-    No other object of a backend queues callbacks with autograd. A nested backward has a separate sequence of steps.
+    No other object of a backend queues callbacks with autograd. A nested backward pass has a separate sequence of
+    steps.
     """
 
     def __init__(self) -> None:
@@ -62,9 +64,10 @@ class EndOfBackward:
         self._sequences: WeakValueDictionary[int, _Sequence] = WeakValueDictionary()
 
     def add(self, step: Step, function: Callable[[], None]) -> None:
-        """Call `function` in `step` at the end of the current backward, which may already be executing these steps.
+        """Call `function` in `step` at the end of the current backward pass, which may already be executing these
+        steps.
 
-        The first call in a backward must precede the last bucket, after which DDP queues its callback.
+        The first call in a backward pass must precede the last bucket, after which DDP queues its callback.
         """
         backward = current_backward()
         sequence = self._sequences.get(backward)
@@ -75,7 +78,7 @@ class EndOfBackward:
 
 
 class _Sequence:
-    """The steps of one backward."""
+    """The steps of one backward pass."""
 
     def __init__(self) -> None:
         self.has_run = False
@@ -102,9 +105,10 @@ end_of_backward = EndOfBackward()
 
 
 def gradient_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in the output of a forward that require gradients, from which a backward can start.
+    """Return the tensors in the output of a forward pass that require gradients, from which a backward pass can start.
 
-    The search covers tuples, lists, dictionaries, and the attributes of any other object, for at most 100 of these.
+    The search covers tuples, lists, dictionaries, and the attributes of other objects, and inspects at most 100
+    objects.
     """
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []

@@ -1,4 +1,4 @@
-"""Keep buffers that a training forward reads, such as codebooks, equal to rank 0's."""
+"""Broadcast, from rank 0, the buffers that a training forward pass reads, such as codebooks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.torch_compat import BatchNormBase, InstanceNormBase, buffers_by_name, disable_compile, tensor_version
 
-# Forwards 1, 2, 4, 8 and so on search for written buffers, and later forwards once per this number.
+# Maximum interval between searches for written buffers, which occur in forward passes 1, 2, 4, 8 and so on.
 _MAX_SEARCH_INTERVAL = 1024
 
 
 class ForwardBuffers:
-    """Keeps the buffers that a training forward reads equal to rank 0's, like DDP with broadcast_buffers=True.
+    """Broadcasts the buffers that a training forward pass reads, like DDP with broadcast_buffers=True.
 
     Running statistics of torch's normalization layers are not read in training mode. They differ between ranks while
-    their layer is in training mode, and are set to rank 0's when the layer changes to eval mode. All other buffers are
-    set to rank 0's at the first `share`. Afterwards, each call broadcasts the buffers that a forward on any rank has
-    written. The ranks determine these buffers in a few of the calls, which are the same on every rank. Buffers that are
-    never written cost no communication in the other calls.
+    their layer is in training mode, and are broadcast from rank 0 when the layer changes to eval mode. All other
+    buffers are broadcast at the first `share`. Afterwards, each call broadcasts the buffers that a forward pass on any
+    rank has written. The ranks search for written buffers in only a few calls, which are the same on every rank.
+    Buffers that are never written are not communicated in the other calls.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
@@ -49,7 +49,7 @@ class ForwardBuffers:
 
     @disable_compile
     def share(self) -> None:
-        """Set the buffers that the next forward reads to rank 0's. All ranks call it before the same forwards."""
+        """Broadcast, from rank 0, the buffers that the next forward pass reads. All ranks call it in the same steps."""
         shared = self._statistics_of_layers_in_eval()
         if self._slots:
             if self._calls == 0:
@@ -81,7 +81,7 @@ class ForwardBuffers:
         return [buffer for module in changed for buffer in buffers_by_name(module).values() if buffer is not None]
 
     def _find_written(self) -> None:
-        """From now on, also share the buffers that any rank has written. All ranks call it."""
+        """Add the buffers that any rank has written to those that `share` broadcasts. All ranks call it."""
         is_written = [
             initial is not buffer or version != initial_version
             for (initial, initial_version), (buffer, version) in zip(self._initial, self._versions(), strict=True)
@@ -91,7 +91,7 @@ class ForwardBuffers:
         self._written = [index for index, written in enumerate(on_any_rank) if written or index in self._written]
 
     def _buffers(self, indices: Sequence[int]) -> list[Tensor | None]:
-        # The buffer is read each time, because a forward may assign another tensor.
+        # The buffer is read each time, because a forward pass may assign another tensor.
         return [buffers[name] for buffers, name in (self._slots[index] for index in indices)]
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
@@ -100,7 +100,7 @@ class ForwardBuffers:
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
-    """Return whether the buffers of `module` are statistics that its forward reads in eval mode only."""
+    """Return whether the buffers of `module` are statistics that its forward pass reads in eval mode only."""
     kind: Any = type(module)
     return isinstance(module, BatchNormBase | InstanceNormBase) and (
         kind.forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward, InstanceNormBase.forward)

@@ -15,14 +15,14 @@ _MAX_SHOWN = 5
 
 
 class LocalGradients:
-    """The set of parameters of `model` whose `.grad` contains values that no reduction over ranks has included.
+    """Tracks the parameters of `model` with local gradients: `.grad` contains values that are not reduced over ranks.
 
-    A hook on each parameter records every backward that adds to its gradient, independent of how the forward is called
-    and of the type of its output. `mark_reduced` empties the set.
+    A hook on each parameter records every backward pass that adds to its gradient, regardless of how the forward pass
+    is called and of its output type. `mark_reduced` empties the set.
 
-    Without a reducer, as on a single rank, pass `accumulates`, a function that returns, during a backward, whether it
-    runs inside `no_sync`. A backward outside `no_sync` makes all gradients global. The hooks are registered at the
-    first `no_sync`, by `track`, because no gradient is local before.
+    Without a reducer, as on a single rank, pass `accumulates`: it is called during a backward pass, and returns whether
+    the pass runs inside `no_sync`. A backward pass outside `no_sync` makes all gradients global. The hooks are
+    registered at the first `no_sync`, by `track`, because no gradient is local before.
     """
 
     _instances: ClassVar[WeakSet[LocalGradients]] = WeakSet()
@@ -62,7 +62,7 @@ class LocalGradients:
         self._unreduced_ids = frozenset(self._names.keys() - set(map(id, trained)))
 
     def mark_reduced(self) -> None:
-        """Mark the gradients as global. Every rank calls this at the end of a backward that reduces them."""
+        """Mark the gradients as global. Every rank calls this at the end of a backward pass that reduces them."""
         local = self._local
         if self._unreduced_ids:
             local &= self._unreduced_ids

@@ -1,9 +1,9 @@
-"""PowerSGD as `compression_setting.PowerSGD` defines it, and its state between steps.
+"""PowerSGD gradient compression, as specified in `compression_setting.PowerSGD`, and its state between steps.
 
 torch also provides a comm hook for PowerSGD. That hook stores its state by bucket, so a run cannot resume with another
-number of ranks. It begins collectives in callbacks, whose order may differ between ranks, so it fails over Gloo with
+number of ranks. It starts collectives in callbacks, whose order may differ between ranks, so it fails over Gloo with
 more than one bucket. An overflow remains in its error feedback. Here the state is stored by parameter, and the caller
-begins and awaits the collectives, in the same order on every rank.
+starts the collectives and waits for them in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from unitrain.backends.compression_setting import PowerSGD
 from unitrain.errors import CheckpointError
 
 Wait = Callable[[], object]
-# Begins to sum a tensor over ranks in place, and returns a function that waits for the sum.
-BeginSum = Callable[[Tensor], Wait]
+# Starts an in-place allreduce (sum) of a tensor, and returns its wait function.
+StartAllreduce = Callable[[Tensor], Wait]
 
-# A column of Q is rounding noise if it is shorter than this number of epsilons of the longest column.
+# A column of Q counts as rounding noise if its norm is less than this multiple of epsilon times the largest norm.
 _ROUNDING_EPSILONS = 1000
 
 
@@ -40,7 +40,7 @@ class _Matrix(NamedTuple):
 
 
 class _NewState(NamedTuple):
-    """The next state of a matrix, which applies if all gradients of the backward are finite."""
+    """The next state of a matrix, which is applied if all gradients of the backward pass are finite."""
 
     name: str
     error: Tensor
@@ -82,11 +82,13 @@ class PowerSGDCompressor(CompressionState):
         self._scale: Tensor | None = None
         self._is_scale_known = False
 
-    def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], begin_sum: BeginSum) -> Iterator[Wait]:
+    def reduce(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], start_allreduce: StartAllreduce
+    ) -> Iterator[Wait]:
         """Replace `gradients`, of one dtype, by the compressed mean over ranks.
 
-        For each sum that it begins, it yields a function that waits for the sum, which the caller calls before it
-        requests the next one. After all gradients of a backward, the caller calls `finish`.
+        Yield the wait function of each allreduce that it starts; the caller calls that function before it resumes the
+        generator. After all gradients of a backward pass, the caller calls `finish`.
         """
         matrices: list[_Matrix] = []
         uncompressed: list[Tensor] = []
@@ -103,7 +105,7 @@ class PowerSGDCompressor(CompressionState):
             *(matrix.is_used for matrix in matrices),
             *(gradient.to(dtype) * self._inverse_size for gradient in uncompressed),
         ]
-        yield from _sum(parts, begin_sum)
+        yield from _sum(parts, start_allreduce)
         for gradient, mean in zip(uncompressed, parts[2 * count :], strict=True):
             gradient.copy_(mean)
             if not self.is_starting:
@@ -116,7 +118,7 @@ class PowerSGDCompressor(CompressionState):
         bases = [_orthonormal(torch.where(ok, part, 0)) for ok, part in zip(finite, parts[:count], strict=True)]
         # The transpose of M^T P, which is several times faster to compute.
         queries = [base.T @ matrix.remainder * self._inverse_size for matrix, base in zip(matrices, bases, strict=True)]
-        yield from _sum(queries, begin_sum)
+        yield from _sum(queries, start_allreduce)
         for number, matrix in enumerate(matrices):
             self._set_gradient(matrix, bases[number], queries[number].T, finite[number], used[number])
 
@@ -136,7 +138,8 @@ class PowerSGDCompressor(CompressionState):
         self.discard_unfinished()
 
     def _keep_error(self, name: str, error: Tensor, finite: Tensor) -> None:
-        """Make `error` the error of a matrix if `finite`, and use the memory of the other tensor for the next M."""
+        """Store `error` as the error of a matrix if `finite`, and reuse the memory of the other tensor for the next
+        M."""
         before = self._errors.get(name)
         if before is None:
             self._errors[name] = torch.where(finite, error, 0)
@@ -193,13 +196,13 @@ class PowerSGDCompressor(CompressionState):
                 load(name, communicator.broadcast(own.to(communicator.device)))
 
     def _load_error(self, name: str, of_all_ranks: Tensor) -> None:
-        """Load this rank's error. The error of a matrix that is not compressed any more is discarded."""
+        """Load this rank's error. The error of a matrix that is no longer compressed is discarded."""
         if self._settings.error_feedback and name in self._shapes:
             same_size = len(of_all_ranks) == self._communicator.size
             self._errors[name] = of_all_ranks[self._communicator.rank].clone() if same_size else of_all_ranks.mean(0)
 
     def _load_query(self, name: str, query: Tensor) -> None:
-        """Load Q, unless this run uses another rank of the approximation, which requires a new Q."""
+        """Load Q, unless this run uses a different approximation rank, which requires a new Q."""
         shape = self._shapes.get(name)
         if self._settings.warm_start and shape is not None and list(query.shape) == [shape[1], self._rank(shape)]:
             self._queries[name] = query
@@ -220,8 +223,8 @@ class PowerSGDCompressor(CompressionState):
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         if not self._is_scale_known:
             self._scale, self._is_scale_known = self.loss_scale(), True
-        # M is a separate tensor: in a resumed run, the gradient may have another alignment in its bucket, and the
-        # matrix product may then add in another order.
+        # M is a separate tensor: in a resumed run, the gradient may have a different alignment in its bucket, and the
+        # matrix product may then sum in a different order.
         remainder = self._scratch.pop(name, None)
         if remainder is None:
             remainder = torch.empty(shape, dtype=dtype, device=gradient.device)
@@ -238,7 +241,8 @@ class PowerSGDCompressor(CompressionState):
         return _Matrix(name, gradient, remainder, _orthonormal(query), (smallest.ne(0) | largest.ne(0)).to(dtype))
 
     def _fill_columns(self, name: str, query: Tensor) -> Tensor:
-        """Return Q with a random column instead of each column that is rounding noise, as for a gradient of lower rank.
+        """Return Q with random columns in place of columns of rounding noise, which result from gradients of lower
+        rank.
 
         Otherwise the next approximation would depend on this noise, which depends on the number of ranks.
         """
@@ -251,8 +255,9 @@ class PowerSGDCompressor(CompressionState):
     def _first_query(self, name: str, like: Tensor) -> Tensor:
         """Return the random Q of a matrix without a Q from an earlier reduction.
 
-        With `warm_start` it does not depend on the number of the reduction: a parameter that no rank used is reduced as
-        zeros with several ranks, and is skipped with one rank, so its first reduction has different numbers.
+        With `warm_start` it does not depend on the reduction count, because the count at a parameter's first reduction
+        depends on the number of ranks: a parameter that no rank uses is reduced as zeros with several ranks, and is
+        skipped with one rank.
         """
         return self._random_query(
             name, like, self._settings.start_step if self._settings.warm_start else self._reductions
@@ -312,9 +317,9 @@ def _orthonormal(matrix: Tensor) -> Tensor:
     return basis
 
 
-def _sum(parts: list[Tensor], begin_sum: BeginSum) -> Iterator[Wait]:
+def _sum(parts: list[Tensor], start_allreduce: StartAllreduce) -> Iterator[Wait]:
     """Replace `parts` by their sums over ranks, communicated as one tensor."""
     flat = torch.cat([part.reshape(-1) for part in parts])
-    yield begin_sum(flat)
+    yield start_allreduce(flat)
     shapes = [part.shape for part in parts]
     parts[:] = [piece.view(shape) for piece, shape in zip(flat.split([s.numel() for s in shapes]), shapes, strict=True)]

@@ -1,7 +1,7 @@
-"""The process group in which DDP's reducer communicates. It raises a descriptive error if a backward times out.
+"""The process group in which DDP's reducer communicates. It raises a descriptive error if a backward pass times out.
 
-DDP waits for its buckets in C++, where a timeout raises a plain RuntimeError, or with NCCL ends the process. This group
-waits for the buckets first, at the end of the backward.
+DDP waits for its buckets in C++, where a timeout raises a plain RuntimeError or, with NCCL, aborts the process. This
+group waits for the buckets first, at the end of the backward pass.
 """
 
 # torch's stubs declare each collective by several overloads with other argument names; torch passes them by position.
@@ -26,16 +26,17 @@ from unitrain.torch_compat import Work, current_backward
 
 
 class ReducerGroup(dist.ProcessGroup):
-    """Wraps `group`, and waits at the end of each backward. The wait raises CollectiveTimeoutError after the timeout.
+    """Wraps `group`, and waits at the end of each backward pass. A timeout raises CollectiveTimeoutError.
 
     Args:
         check_bucket: called with every bucket before its collective, or None.
         on_stream: whether a GPU stream waits for the collectives instead of the host, as with NCCL. The watchdog then
-            checks that they complete, and otherwise ends the process.
-        deferred: whether the allreduces of a backward begin at its end. Two NCCL communicators can deadlock if ranks
-            use them in different orders, and collectives inside a backward use another communicator than this group.
+            checks that they complete, and otherwise terminates the process.
+        deferred: whether the allreduces of a backward pass start at its end. Two NCCL communicators can deadlock if
+            ranks use them in different orders, and collectives inside a backward pass use a different communicator
+            than this group.
 
-    `on_reduced` is called at the end of each backward that reduces gradients.
+    `on_reduced` is called at the end of each backward pass that reduces gradients.
     """
 
     def __init__(
@@ -60,18 +61,18 @@ class ReducerGroup(dist.ProcessGroup):
         self.on_reduced: Callable[[], None] = lambda: None
 
     def expect_backward(self) -> None:
-        """Count the next bucket as the first one of a new backward."""
+        """Treat the next bucket as the first one of a new backward pass."""
         self._is_new_backward = True
 
     def check_other_ranks(self) -> None:
-        """Raise the ModelError with which another rank has failed, if this rank has received its report."""
+        """Re-raise the ModelError of another rank if this rank has received its failure report."""
         self._monitor.raise_model_error()
 
     def begin_bucket(self, bucket: Tensor) -> None:
-        """Prepare a collective, of any kind, of `bucket`."""
+        """Prepare for a collective of any kind that communicates `bucket`."""
         if self._is_new_backward:
             self._is_new_backward = False
-            self._works.clear()  # left by an earlier backward that raised an exception
+            self._works.clear()  # left by an earlier backward pass that raised an exception
             self._deferred_works.clear()
             self._phase = GradientPhase("backward", self._backward_count)
             self._monitor.record(self._phase)
@@ -89,7 +90,7 @@ class ReducerGroup(dist.ProcessGroup):
         self._works.append(work)
 
     def wait_for_ranks(self, work: dist.Work | None) -> None:
-        """Wait for `work` of this backward. Raises CollectiveTimeoutError, which names the missing ranks."""
+        """Wait for `work` of this backward pass. Raises CollectiveTimeoutError, which names the missing ranks."""
         self._monitor.wait_for_ranks(work)
 
     @contextmanager
@@ -111,7 +112,7 @@ class ReducerGroup(dist.ProcessGroup):
             return self._deferred_works[-1]
         try:
             work = self._group.allreduce(tensors, opts)
-        except RuntimeError as error:  # Horovod rejects operations after another rank has ended
+        except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
             self._monitor.raise_cause_of(error)
             raise
         self.add_work(work)
@@ -137,11 +138,11 @@ class ReducerGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "unitrain"
 
-    # --- steps at the end of a backward ---
+    # --- steps at the end of a backward pass ---
 
     @torch.compiler.disable
     def _wait_for_buckets(self) -> None:
-        if self._counted_backwards != self._backward_count:  # otherwise a nested backward has counted it
+        if self._counted_backwards != self._backward_count:  # otherwise a nested backward pass has counted it
             self._counted_backwards = self._backward_count
             self.loop_counters.count_backward()
         # Like `monitored_wait`, without the cost of a context manager in every step.
@@ -163,7 +164,7 @@ class ReducerGroup(dist.ProcessGroup):
         self.on_reduced()
 
     def _end_deadline(self, deadline: Deadline | None) -> None:
-        """End `deadline`. If a stream waits for the works, let the watchdog check their completion from now on."""
+        """End `deadline`. If a stream waits for the works, the watchdog checks their completion afterwards."""
         works, self._works = self._works, []
         if deadline is None:
             return

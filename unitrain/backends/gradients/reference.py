@@ -1,7 +1,7 @@
 """Reference implementation of gradient synchronization, for readers and as a test oracle.
 
 It communicates one parameter at a time, after the backward, and uses no hooks. `ddp_wrapper.py` computes the same
-gradients faster: it sorts them into buckets and reduces them while the backward runs.
+gradients faster: it assigns them to buckets and reduces the buckets during the backward pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unitrain.backends.base import Communicator
 
 @torch.no_grad()
 def synchronize_gradients(model: nn.Module, communicator: Communicator) -> None:
-    """Make every `.grad` of `model` the mean over ranks. All ranks call it after `loss.backward()`.
+    """Replace every `.grad` of `model` by its mean over ranks. All ranks call it after `loss.backward()`.
 
     A parameter that a rank does not use counts as zero there. Its `.grad` stays None if no rank uses it.
     """

@@ -1,7 +1,7 @@
-"""Report, on every rank, that a model has parameters that its loss does not use.
+"""Detect parameters that the loss does not use, and raise an error on every rank.
 
 With such a parameter, other ranks wait for a gradient that this rank never computes, or its gradient is not reduced.
-Only the first backward is checked, because later ones usually use the same parameters, and the hooks cost time.
+Only the first backward pass is checked, because later ones usually use the same parameters, and the hooks cost time.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def check_first_backward(
     exchange: Callable[[list[str]], list[list[str]]],
     reduces_gradients: Callable[[], bool],
 ) -> None:
-    """Raise ModelError on every rank at the first backward that leaves a parameter of `model` unused on any rank.
+    """Raise ModelError on every rank at the first backward pass that leaves a parameter of `model` unused on any rank.
 
     Args:
         wrapped: the module that the user calls.
         model: the module with the parameters.
         exchange: returns every rank's argument, in rank order. It must be usable while collectives of the backward are
             in flight.
-        reduces_gradients: returns, during a backward, whether it reduces gradients. Other backwards are not checked.
+        reduces_gradients: returns, during a backward pass, whether it reduces gradients. Others are not checked.
 
-    A backward that reaches no parameter is not checked either: it computes gradients of the inputs, or of a model whose
-    output is this model's input.
+    A backward pass that reaches no parameter is not checked either: it computes gradients of the inputs, or of a model
+    whose output is this model's input.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     last_used: dict[Tensor, int] = {}
@@ -48,7 +48,7 @@ def check_first_backward(
 
     def on_end_of_backward() -> None:
         nonlocal is_active
-        # Autograd numbers backwards in increasing order, so a nested backward has a larger number.
+        # Autograd graph task IDs increase, so a nested backward pass has a larger ID.
         reached = [parameter for parameter in names if last_used.get(parameter, -1) >= checked_backward]
         # The user may have frozen parameters since the hooks were registered.
         unused = [p for p in names if p.requires_grad and last_used.get(p, -1) < checked_backward]
@@ -61,7 +61,7 @@ def check_first_backward(
             drop_empty_gradient_hooks(parameter)
         unused_by_rank = exchange([names[parameter] for parameter in unused])
         if unused:
-            # Other ranks wait for these gradients: reduce zeros, so that all ranks complete this backward.
+            # Other ranks wait for these gradients: reduce zeros, so that all ranks complete this backward pass.
             with torch.enable_grad():
                 torch.stack([parameter.sum() * 0 for parameter in unused]).sum().backward()
         if any(unused_by_rank):

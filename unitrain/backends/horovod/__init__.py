@@ -5,10 +5,10 @@ process_group  Horovod's collectives as a torch.distributed process group
 work           operations in flight, and their completion
 tensors        tensors and reductions in the forms that Horovod accepts
 runtime        starting Horovod under any launcher
-horovodrun     program: horovodrun without environment variables on command lines
+horovodrun     program: replacement of horovodrun that keeps environment variables off command lines
 
-`register_process_group` serves users of torch.distributed who do not use a unitrain backend. It imports Horovod when it
-is called.
+`register_process_group` is for torch.distributed programs without a unitrain backend. It imports Horovod when it is
+called.
 """
 
 from __future__ import annotations

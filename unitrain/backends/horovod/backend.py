@@ -37,8 +37,8 @@ class HorovodBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Raise ConfigError for a transport that this Horovod does not use and for two ranks on one GPU, and
-        BackendUnavailableError for a GPU if this Horovod supports CPU tensors only."""
+        """Start Horovod and connect the ranks. Raises ConfigError for a transport that this Horovod does not use and
+        for two ranks on one GPU, and BackendUnavailableError for a GPU if this Horovod supports CPU tensors only."""
         checks.check_no_group()
         rank_info = options.rank_info
         device = choose_device(options.device, rank_info.local_rank)
@@ -76,8 +76,8 @@ class HorovodBackend(ProcessGroupBackend):
         if not self._can_overlap_check(tensor, op):
             return super().allreduce(tensor, op)
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        # Horovod runs an operation only when all ranks have begun it under the same name, which contains the operation,
-        # dtype and size. The operation may therefore begin before the consistency check and overlap with it.
+        # Horovod runs an operation only when all ranks have started it under the same name, which contains the
+        # operation, dtype and size. The operation can therefore start before the consistency check and overlap with it.
         work: Any = default_process_group().allreduce([result])
         try:
             self._check_consistency("allreduce", tensor, op=op)
@@ -100,7 +100,7 @@ class HorovodBackend(ProcessGroupBackend):
         return started.finish(self._monitor.wait_for_ranks)
 
     def _can_overlap_check(self, tensor: Any, op: str) -> bool:
-        """Return whether the arguments of a reduction are valid, and the tensor is too large to be transferred by the
+        """Return whether the arguments of a reduction are valid, and the tensor is too large to be transferred with the
         check.
 
         All ranks whose arguments match return the same value.

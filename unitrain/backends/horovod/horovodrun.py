@@ -1,13 +1,13 @@
-"""horovodrun without environment variables on command lines: `python -m unitrain.backends.horovod.horovodrun`.
+"""Run horovodrun without environment variables on command lines: `python -m unitrain.backends.horovod.horovodrun`.
 
-It has horovodrun's options. horovodrun writes all environment variables into the command line of each rank, which every
-user of the host can read, and its rendezvous server listens on all network interfaces. With this module, ranks on this
-host inherit the environment, ranks on other hosts receive it on the standard input of their ssh connection, and the
-server listens only on the address that the ranks use. Checked with Horovod 0.28.1.
+It accepts horovodrun's options. horovodrun writes all environment variables into the command line of each rank, which
+every user of the host can read, and its rendezvous server listens on all network interfaces. With this module, ranks on
+this host inherit the environment, ranks on other hosts receive it on the standard input of their ssh connection, and
+the server listens only on the address that the ranks use. Checked with Horovod 0.28.1.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks on this host. If the first failed rank exits with 75 because it was
-preempted, this process does too. After SIGTERM or SIGINT it fails unless all ranks succeed, which horovodrun does not
-guarantee: it sometimes loses the exit codes of the ranks.
+preempted, this process also exits with 75. After SIGTERM or SIGINT it fails unless all ranks succeed, which horovodrun
+does not guarantee: it sometimes loses the exit codes of the ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BoundRendezvousServer(RendezvousServer):  # type: ignore[misc]
 
 
 def _rank_command(run_command: str, variables: Mapping[str, str]) -> Callable[[SlotInfo], str]:
-    """Return the function that creates the command of a rank; its environment is this process's with `variables`."""
+    """Return a function that creates the command of a rank. The rank inherits this environment and gets `variables`."""
     environment.export({**variables, "PYTHONUNBUFFERED": "1"})
 
     def command(slot: SlotInfo) -> str:
@@ -91,7 +91,7 @@ def _remote_command(
 
 def _launch_bound(command: Any, exec_command: Any, settings: Any, nics: Any, variables: Any, server_ip: str) -> None:
     gloo_run.RendezvousServer = lambda verbose: BoundRendezvousServer(server_ip, verbose)
-    with ignore_warning_signals():  # the tracker serves the processes that horovodrun starts
+    with ignore_warning_signals():  # the processes that horovodrun starts use this tracker
         resource_tracker.ensure_running()
     failures: list[tuple[float, int]] = []
 
@@ -116,12 +116,13 @@ def _run_middleman(*arguments: Any) -> None:
 
 
 def terminate_rank(shell_id: int) -> None:
-    """Send SIGTERM to the children of the shell with process id `shell_id`, and SIGKILL if they do not end in time.
+    """Send SIGTERM to the children of the shell with process id `shell_id`, and SIGKILL if they do not terminate in
+    time.
 
-    The shell then ends by itself, with the exit code of the rank. Horovod's function waits for the shell, in another
-    thread than the one that reads the exit code: the code is 0 if this wait ends first.
+    The shell then exits by itself, with the exit code of the rank. Horovod's own function waits for the shell in a
+    second thread; if that wait returns before the thread that reads the exit code, the code is 0.
     """
-    with contextlib.suppress(psutil.NoSuchProcess):  # the shell has ended
+    with contextlib.suppress(psutil.NoSuchProcess):  # the shell has exited
         shell = psutil.Process(shell_id)
         shell.suspend()  # so that it starts no process between the next two lines
         children = shell.children()

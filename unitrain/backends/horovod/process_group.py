@@ -1,7 +1,7 @@
 """Horovod's collectives as a torch.distributed `ProcessGroup`, registered as the backend "horovod".
 
-Code that uses torch.distributed then runs on a Horovod or MPI cluster: DistributedDataParallel with its buckets and
-hooks, ZeroRedundancyOptimizer, Join, object collectives. It does not require a unitrain backend:
+torch.distributed programs then run on a Horovod or MPI cluster, including DistributedDataParallel with its buckets and
+hooks, ZeroRedundancyOptimizer, Join and object collectives. A unitrain backend is not required:
 
     unitrain.register_process_group()
     torch.distributed.init_process_group("horovod")
@@ -48,7 +48,7 @@ from unitrain.torch_compat import disable_compile
 NAME = "horovod"
 # Horovod negotiates an operation with a known name and shape by one bit, and any other operation by a message to rank 0
 # and a response. Names are therefore reused, in the same order on every rank. A name is not reused before its previous
-# operation has ended.
+# operation has completed.
 _NAMES_PER_SHAPE = 16
 GroupT = TypeVar("GroupT", bound=dist.ProcessGroup)
 _groups = 0
@@ -79,7 +79,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Horo
 
 
 def _disable_compile_of_collectives(group: type[GroupT]) -> type[GroupT]:
-    """Exclude the collectives from torch.compile, because C++ code calls them in the middle of compiled code."""
+    """Exclude the collectives from torch.compile, because C++ code calls them inside compiled regions."""
     for name, method in list(vars(group).items()):
         is_entry_point = not name.startswith("_") or name in ("_allgather_base", "_reduce_scatter_base")
         if callable(method) and is_entry_point:
@@ -283,7 +283,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return self._group_desc
 
     def start_new_names(self) -> None:
-        """Use new names from now on, because some ranks have not begun operations under the current names. All ranks
+        """Use new names from now on, because some ranks have not started operations under the current names. All ranks
         call it."""
         self._generation += 1
         self._prefix = f"unitrain.{self._number}.{self._generation}"
@@ -298,7 +298,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
     # --- starting operations ---
 
     def _reduce(self, operation: str, source: Tensor, target: Tensor | None, op: Any, result: Any) -> list[HorovodWork]:
-        """Begin to reduce `source` into `target`, which is None if this rank does not need the result."""
+        """Start to reduce `source` into `target`, which is None if this rank does not need the result."""
         reduction_plan = reduction(source.dtype, op)
         if reduction_plan.combine is not None:
             return self._reduce_gathered(source, target, reduction_plan.combine, result)
@@ -350,7 +350,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return self._gather_pieces(source, result, finish)
 
     def _reduce_scatter(self, output: Tensor, source: Tensor, op: Any, result: Any) -> list[HorovodWork]:
-        """Begin to reduce `source`, which consists of `size` equal parts, and write this rank's part to `output`."""
+        """Start to reduce `source`, which consists of `size` equal parts, and write this rank's part to `output`."""
         reduction_plan, size, destination = reduction(source.dtype, op), self.size(), Destination(output)
         parts = flatten_dense(source).view(size, -1) if source.numel() else source.new_empty(size, 0)
         if reduction_plan.combine is not None:
@@ -388,7 +388,8 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return works
 
     def _gather(self, local_tensor: Tensor, outputs: list[Tensor] | Tensor, result: Any) -> list[HorovodWork]:
-        """Begin to gather `local_tensor` of every rank into `outputs`: a list of tensors, one tensor, or no tensor."""
+        """Start to gather `local_tensor` of every rank into `outputs`: a list of tensors, one tensor, or an empty
+        list."""
         count = local_tensor.numel() * local_tensor.element_size()
         if isinstance(outputs, Tensor):
             targets = [Destination(outputs)]
@@ -409,7 +410,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return self._gather_pieces(local_tensor, result, finish)
 
     def _gather_pieces(self, local_tensor: Tensor, result: Any, finish: Callable[..., None]) -> list[HorovodWork]:
-        """Begin to gather the bytes of `local_tensor`.
+        """Start to gather the bytes of `local_tensor`.
 
         Each piece, uint8 [size * bytes], is passed to `finish(gathered, place=...)`.
         """
@@ -437,7 +438,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         result: Any,
         on_complete: Callable[[], None] = lambda: None,
     ) -> list[HorovodWork]:
-        """Begin an alltoall of `payload`, uint8 [rows, bytes], that sends `splits[rank]` rows to each rank.
+        """Start an alltoall of `payload`, uint8 [rows, bytes], that sends `splits[rank]` rows to each rank.
 
         Raises UnsupportedError if this rank sends or receives more than Horovod supports.
         """
@@ -477,7 +478,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         finish: Callable[[Any], Any] | None = None,
         size: int | None = None,
     ) -> HorovodWork:
-        """Begin an operation on `tensor` under the next name. `finish` copies Horovod's output to torch's result.
+        """Start an operation on `tensor` under the next name. `finish` copies Horovod's output to torch's result.
 
         `size` is equal on every rank, and is the number of elements by default.
         """

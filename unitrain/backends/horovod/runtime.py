@@ -34,11 +34,11 @@ _servers: list[Any] = []  # keeps rank 0's rendezvous server alive until the pro
 
 
 def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
-    """Initialize Horovod with the launcher's ranks, unless it is initialized. All ranks call it.
+    """Initialize Horovod with the launcher's ranks unless it is already initialized. All ranks call it.
 
-    Raises BackendUnavailableError if this Horovod does not support the launcher, and LauncherMismatchError if Horovod
-    starts with other ranks than the launcher's: under torchrun, a plain `hvd.init()` would start a separate job of size
-    1 on every rank.
+    Raises BackendUnavailableError if this Horovod does not support the launcher, and LauncherMismatchError if Horovod's
+    ranks differ from the launcher's: under torchrun, a plain `hvd.init()` would start a separate job of size 1 on every
+    rank.
     """
     if not hvd.is_initialized():
         # Horovod's default cycle of 1 ms is as long as a step of a small model (benchmarks/step_overhead.py). With its
@@ -97,7 +97,7 @@ def export_torch_variables(rank_info: RankInfo) -> None:
 
 
 def _serve_horovod_rendezvous(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
-    """Replace horovodrun: rank 0 starts a rendezvous server for Horovod, and every rank exports its position."""
+    """Emulate horovodrun: rank 0 starts a rendezvous server for Horovod, and every rank exports Horovod's variables."""
     if not hvd.gloo_built():
         raise BackendUnavailableError(
             f"This Horovod was built without Gloo, which it needs if {rank_info.source} sets the ranks: this is "
@@ -137,7 +137,8 @@ def _serve_horovod_rendezvous(rank_info: RankInfo, rendezvous: Rendezvous) -> No
 
 
 def _slot(positions: list[NodePosition], rank: int) -> SlotInfo:
-    """Return a rank's position in Horovod's terms. "cross" counts the ranks with the same local_rank on all hosts."""
+    """Return Horovod's ranks and sizes for a rank. "cross" refers to the ranks with the same local_rank on all
+    hosts."""
     own = positions[rank]
     peers = [one for one in positions if one.local_rank == own.local_rank]
     return SlotInfo(

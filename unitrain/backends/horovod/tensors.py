@@ -34,7 +34,7 @@ _OPS = {
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-# Sums and products in a wider integer are exact modulo 2^bits of the narrower one.
+# Sums and products in a wider integer are exact modulo 2^bits of the narrower type.
 _INTEGERS = {
     **dict.fromkeys((torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32), torch.int32),
     **dict.fromkeys((torch.uint32, torch.int64), torch.int64),
@@ -195,7 +195,7 @@ def dense_bytes(tensor: Tensor) -> Tensor:
 class Destination:
     """A tensor to which results are written in pieces: as `elements`, of its dtype, or as `bytes`, uint8.
 
-    Both are the memory of the tensor if it is contiguous. Otherwise `finish` copies them to it after the last piece.
+    Both share memory with the tensor if it is contiguous. Otherwise `finish` copies them to it after the last piece.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Horovod's operations in flight as torch.distributed `Work`s, and their completion.
 
 Horovod has no completion callbacks, so its handles must be polled. The waiting thread polls, because a notification
-from another thread would take a tenth of the step of a small model. A background thread also polls, less often, for
+from another thread would take 10 % of the step time of a small model. A background thread also polls, less often, for
 futures that C++ code waits for.
 """
 
@@ -23,8 +23,8 @@ from unitrain.backends.gradients.end_of_backward import Step, end_of_backward
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.torch_compat import Work, current_backward
 
-# A wait polls without sleeping for this number of seconds. With 0.001, a step of a small model takes a third longer if
-# operations take 2 ms.
+# A wait polls without sleeping for this number of seconds. With 0.001, the step time of a small model increases by a
+# third if operations take 2 ms.
 _BUSY_POLL_SECONDS = 0.005
 _POLL_INTERVAL_SECONDS = 0.00005
 _BACKGROUND_POLL_SECONDS = 0.001
@@ -69,7 +69,7 @@ class HorovodWork(Work):
         return work
 
     def poll(self) -> bool:
-        """Return whether the operation has ended, and if so complete this work. Only `Completions` calls it."""
+        """Return whether the operation has finished, and if so complete this work. Only `Completions` calls it."""
         if self._done:
             return True
         if not hvd.poll(self._handle):
@@ -95,7 +95,7 @@ class HorovodWork(Work):
         return True
 
     def discard(self) -> None:
-        """Stop waiting for the operation, because not all ranks begin it. It remains pending in Horovod."""
+        """Stop waiting for the operation, because some ranks do not start it. It remains pending in Horovod."""
         self._finish = None
         self._done = True
 
@@ -208,10 +208,10 @@ class Completions:
         self._thread.start()
 
     def add(self, work: HorovodWork) -> None:
-        """Complete `work` when it ends. If a backward is running, its end also waits for the work."""
+        """Complete `work` when its operation finishes. A current backward pass also waits for it at its end."""
         if self._completer == threading.get_ident():
-            # A callback of a completed work has begun this one, and may wait for its future, which only this thread can
-            # complete.
+            # A callback of a completed work has started this one, and may wait for its future, which only this thread
+            # can complete.
             _poll_until(work.poll, None)
             return
         self._works.append(work)
@@ -235,7 +235,7 @@ class Completions:
         _poll_until(is_done, seconds)
 
     def stop(self) -> None:
-        """Complete all works added so far, and end the thread."""
+        """Complete all works added so far, and stop the thread."""
         self._stopping = True
         self._added.set()
         self._thread.join()
@@ -243,12 +243,12 @@ class Completions:
     def _finish_backward(self) -> None:
         _poll_until(lambda: self._poll() or not self._works, None)
         if self._error is not None:
-            # This precedes DDP's reading of the futures, because C++ code reports a Python error as a result of an
-            # unknown type.
+            # Raise before DDP reads the futures, because its C++ code reports a Python error as a result of an unknown
+            # type.
             raise self._error
 
     def _poll(self) -> bool:
-        """Complete the works that have ended, up to the first that has not. Return whether none is left."""
+        """Complete works in order, up to the first unfinished one. Return whether all works are complete."""
         if not self._completing.acquire(blocking=False):
             return False  # another thread is polling
         try:
@@ -277,8 +277,8 @@ class Completions:
 def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
     """Call `is_done` until it returns true, or for `seconds`.
 
-    The first calls follow each other without sleeping, because waking a core takes longer than a small operation. Later
-    calls are separated by sleeps, so that other processes can use the core.
+    It first polls without sleeping, because waking a core takes longer than a small operation. Later it sleeps between
+    calls, so that other processes can use the core.
     """
     started = time.monotonic()
     while not is_done():

@@ -1,5 +1,5 @@
-"""Sharding: each rank holds a part of the state of an optimizer.
+"""ZeRO-1: each rank holds a shard of the optimizer state.
 
-partition         which elements of which parameters each rank updates
-optimizer_state   an optimizer that updates this rank's part, and broadcasts it
+partition         partitioning of the parameters among the ranks
+optimizer_state   hooks of an optimizer, which update this rank's shard and broadcast it
 """

@@ -1,7 +1,7 @@
-"""An optimizer whose state is divided among the ranks: each rank updates its part of the parameters and broadcasts it.
+"""ZeRO-1: optimizer state sharded over ranks. Each rank updates its part of the parameters and broadcasts it.
 
-This is stage 1 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). The optimizer remains the user's
-object, with all parameters in its `param_groups`. Only during `step` do they hold this rank's part.
+Source: Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054. The optimizer remains the user's object. Its
+`param_groups` contain all parameters, except during `step`, when they contain this rank's part only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from unitrain.backends.gradients.local_gradients import step_pre_hook
 from unitrain.backends.objects import broadcast_with_tensors
 from unitrain.backends.sharding.partition import Piece, batches_of, divide_elements, divide_tensors
 from unitrain.errors import ModelError
-from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_inside_other_step, step_without_hooks
+from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_nested_step, step_without_hooks
 
-# Optimizers that update each element independently of the others, so that a tensor may be divided among ranks.
+# Elementwise optimizers, for which a tensor may be partitioned among ranks.
 _ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
@@ -42,8 +42,8 @@ _sharded: WeakKeyDictionary[Optimizer, ShardedState] = WeakKeyDictionary()
 def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard) -> None:
     """Check the arguments of `distributed_optimizer`. It does not communicate.
 
-    Raises ConfigError for an unknown `shard`, ModelError for parameters of another model, and with `shard="state"` if
-    the update of one parameter depends on others, or a parameter is not stored densely.
+    Raises ConfigError for an unknown `shard`, ModelError for parameters of another model, and, with `shard="state"`,
+    also if the update of one parameter depends on others or a parameter is not stored densely.
     """
     checks.check_optimizer(optimizer, model)
     validation.check_choice("distributed_optimizer(shard=...)", shard, get_args(Shard))
@@ -72,7 +72,8 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
 
 
 def _check_state_dict_methods(optimizer: Optimizer) -> None:
-    """Raise ModelError unless `state_dict` and `load_state_dict` call hooks, which exchange the state of all ranks."""
+    """Raise ModelError unless `state_dict` and `load_state_dict` call their hooks, which exchange the state of all
+    ranks."""
     kind, called = type(optimizer), set[str]()
     methods = [
         name for name in ("state_dict", "load_state_dict") if getattr(kind, name) is not getattr(Optimizer, name)
@@ -98,12 +99,12 @@ def _check_state_dict_methods(optimizer: Optimizer) -> None:
 
 
 def shard_optimizer_state(optimizer: Optimizer, communicator: Communicator) -> None:
-    """Divide the state of `optimizer` among the ranks of `communicator`. All ranks call it, with equal parameters.
+    """Shard the state of `optimizer` over the ranks of `communicator`. All ranks call it, with equal parameters.
 
-    Optimizers of torch.optim that update each element independently are divided by elements, all others by tensors. The
-    state is expected to be complete and equal on all ranks. From then on, all ranks call `optimizer.state_dict()`,
-    which gathers the complete state on every rank, in the form that an optimizer without sharding loads. Raises
-    ModelError if the optimizer was sharded by another backend.
+    Elementwise optimizers of torch.optim are partitioned by elements, all others by tensors. The state must be complete
+    and equal on all ranks. Afterwards, all ranks must call `optimizer.state_dict()`, which gathers the complete state
+    on every rank. An optimizer without sharding can load it. Raises ModelError if the optimizer was sharded by another
+    backend.
     """
     sharded = _sharded.get(optimizer)
     if sharded is None:
@@ -130,9 +131,9 @@ class _OwnedParameter:
 
 @dataclass
 class _Batch:
-    """Parts that the ranks update and broadcast together.
+    """Parts of parameters that the ranks update and broadcast together.
 
-    `owned` has this rank's parts for each parameter group. `pieces` has those of all ranks.
+    `owned` contains this rank's parts per parameter group, and `pieces` the parts of all ranks.
     """
 
     owned: defaultdict[int, list[_OwnedParameter]] = field(default_factory=lambda: defaultdict(list))
@@ -142,9 +143,9 @@ class _Batch:
 class ShardedState:
     """Hooks that make `optimizer` update this rank's part of the parameters in each step.
 
-    Outside of `step`, the optimizer holds all parameters, and `optimizer.state` has entries for those of which this
-    rank owns at least a part; the tensors of a partly owned parameter are 1-D, in storage order. Parameters of
-    `add_param_group` are divided at the next step.
+    Outside of `step`, the optimizer holds all parameters, and `optimizer.state` has entries for the parameters that
+    this rank owns completely or partly. State tensors of a partly owned parameter are 1-D, in storage order. Parameters
+    that `add_param_group` adds are partitioned at the next step.
     """
 
     def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
@@ -178,17 +179,17 @@ class ShardedState:
         """Return whether the state is sharded over the ranks of `communicator`."""
         return self._communicator is communicator
 
-    # --- division of the parameters ---
+    # --- partitioning of the parameters ---
 
     def _divide_new_parameters(self, optimizer: Optimizer) -> None:
-        """Divide the parameters that are not yet divided, and drop the state of parts that other ranks own."""
+        """Partition the parameters that are not yet partitioned, and drop the state of parts that other ranks own."""
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
         if ids == self._held_ids:
             return
         self._held_ids = ids
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         new = [parameter for parameter in held if parameter not in self._pieces]
-        # Frozen parameters have no state, so they are divided separately from the others.
+        # Frozen parameters have no state, so they are partitioned separately from the others.
         for requires_grad in (True, False):
             self._divide([parameter for parameter in new if parameter.requires_grad == requires_grad])
         self._arrange_batches(optimizer, held)
@@ -238,7 +239,8 @@ class ShardedState:
         return known[1]
 
     def _check_storage_order(self, parameter: nn.Parameter) -> None:
-        """Raise ModelError if the memory format changed, because the parts contain other elements then."""
+        """Raise ModelError if the memory format has changed, because the parts would then contain different
+        elements."""
         if len(self._pieces[parameter]) > 1 and parameter.stride() != self._strides[parameter]:
             raise ModelError(
                 f"A parameter of shape {list(parameter.shape)} had stride {list(self._strides[parameter])} when its "
@@ -250,15 +252,16 @@ class ShardedState:
 
     @disable_compile
     def _restore_unless_nested(self, optimizer: Optimizer) -> None:
-        """Begin a step. A step that another one calls, as by `super().step()`, updates the parts that are held."""
-        if self._is_stepping and is_inside_other_step(optimizer):
+        """Start a step. A nested step, such as `super().step()`, updates the parts that the optimizer currently
+        holds."""
+        if self._is_stepping and is_nested_step(optimizer):
             self._nested_steps += 1
             return
         self._is_stepping, self._nested_steps = True, 0
         self._restore(optimizer)
 
     def _begin_step(self, optimizer: Optimizer) -> None:
-        """Update and broadcast all batches except the last, and leave the last one for the optimizer to update."""
+        """Update and broadcast all batches except the last one, which the optimizer's own step updates."""
         if self._all_parameters is not None:
             raise ModelError(
                 f"{type(optimizer).__name__} calls its closure several times in one step, so its state cannot be "
@@ -290,7 +293,7 @@ class ShardedState:
             wait()
 
     def _hold(self, optimizer: Optimizer, batch: _Batch) -> None:
-        """Let the optimizer hold this rank's parts of `batch` only."""
+        """Replace the optimizer's parameters by this rank's parts of `batch`."""
         for number, group in enumerate(optimizer.param_groups):
             group["params"] = [owned.part for owned in batch.owned.get(number, ())]
         for owned in self._divided(batch):
@@ -308,7 +311,7 @@ class ShardedState:
                 optimizer.state[owned.parameter] = optimizer.state.pop(owned.part)
 
     def _restore(self, optimizer: Optimizer) -> None:
-        """Let the optimizer hold all parameters again, also after a step that raised an exception."""
+        """Restore all parameters of the optimizer, also after a step that raised an exception."""
         held, self._all_parameters = self._all_parameters, None
         if held is None:
             return
@@ -321,7 +324,7 @@ class ShardedState:
         return (owned for parts in batch.owned.values() for owned in parts if not owned.is_whole)
 
     def _broadcast(self, batch: _Batch) -> None:
-        # Gradients are reduced over ranks, so a parameter has one on every rank or on none.
+        # Gradients are reduced over ranks, so a parameter has a gradient on all ranks or on none.
         updates_all = self._updates_all
         updated = [
             (self._view(parameter, piece), piece.owner)
@@ -351,13 +354,13 @@ class ShardedState:
         return {**state_dict, "state": state}
 
     def _select_own_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return `state_dict` with the state of this rank's parts only. The argument is complete."""
+        """Return the complete `state_dict`, restricted to the state of this rank's parts."""
         self._restore(optimizer)
         self._divide_new_parameters(optimizer)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         state = dict(state_dict["state"])
-        for key, parameter in zip(saved, held, strict=False):  # torch reports groups of different lengths
+        for key, parameter in zip(saved, held, strict=False):  # torch raises an error for groups of different lengths
             if key in state:
                 entry = self._own_entry(parameter, state.pop(key))
                 if entry is not None:
@@ -365,7 +368,7 @@ class ShardedState:
         return {**state_dict, "state": state}
 
     def _own_entry(self, parameter: nn.Parameter, entry: Any) -> Any:
-        """Return this rank's part of the complete `entry`, the state of `parameter`; None if it owns no part."""
+        """Return this rank's part of the complete `entry`, the state of `parameter`, or None if it owns no part."""
         if self._is_elementwise and isinstance(entry, dict):
             _check_shapes(parameter, entry)
         owned = self._owned.get(parameter)
@@ -389,8 +392,9 @@ def _reject_copy() -> Any:
 
 
 def _check_shapes(parameter: nn.Parameter, entry: dict[Any, Any]) -> None:
-    """Raise ModelError if a tensor in the complete `entry` has another shape than `parameter`, unless it has one
-    element. The error is the same on every rank; in a step, only ranks that own the parameter would raise one."""
+    """Raise ModelError if a tensor in the complete `entry` differs in shape from `parameter`, unless it has one
+    element. The error is the same on every rank. Without this check, a step would fail only on the ranks that own the
+    parameter."""
     for key, value in entry.items():
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
             raise ModelError(
@@ -400,7 +404,7 @@ def _check_shapes(parameter: nn.Parameter, entry: dict[Any, Any]) -> None:
 
 
 def _start_broadcasts(communicator: Communicator, pieces: list[tuple[Tensor, int]]) -> Callable[[], None]:
-    """Set each tensor in `pieces` to that of its root, and return a function that waits for the end."""
+    """Start to broadcast each tensor in `pieces` in place from its root, and return a function that waits for all."""
     if isinstance(communicator, SupportsAsyncBroadcasts):
         return communicator.start_broadcasts(pieces)
     with torch.no_grad():
@@ -410,7 +414,7 @@ def _start_broadcasts(communicator: Communicator, pieces: list[tuple[Tensor, int
 
 
 def _join(parameter: nn.Parameter, entries: list[dict[Any, Any]], pieces: list[Piece]) -> dict[Any, Any]:
-    """Return the state of `parameter` from the `entries` of the ranks that own its `pieces`."""
+    """Return the complete state of `parameter`, joined from the `entries` of the ranks that own its `pieces`."""
     joined = {}
     keys = [list(entry or ()) for entry in entries]
     if any(other != keys[0] for other in keys):
@@ -429,7 +433,7 @@ def _join(parameter: nn.Parameter, entries: list[dict[Any, Any]], pieces: list[P
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of `tensor` fill a range of memory, each at its own place."""
+    """Return whether the elements of `tensor` fill a contiguous range of memory without overlap."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

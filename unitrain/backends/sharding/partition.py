@@ -1,11 +1,11 @@
-"""Division of parameters among ranks: each rank holds the optimizer state of some elements, and updates them."""
+"""Partitioning of parameters among ranks (ZeRO-1): each rank stores optimizer state for its part and updates it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# A tensor with fewer elements is not divided: its state takes at most 128 KiB more on one rank than on another.
+# Tensors with fewer elements are not split: the size of their state differs by at most 128 KiB between ranks.
 MIN_DIVIDED_ELEMENTS = 2**14
 # Elements per cache line of 64 bytes, for float32.
 _ALIGNMENT = 16
@@ -13,7 +13,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop), in storage order, of parameter number `index`. Rank `owner` updates them."""
+    """Elements [start, stop), in storage order, of the parameter with `index`. Rank `owner` updates them."""
 
     index: int
     start: int
@@ -22,9 +22,10 @@ class Piece:
 
 
 def divide_elements(sizes: Sequence[int], ranks: int) -> list[Piece]:
-    """Return pieces such that each of `ranks` owns a contiguous range of about the same number of elements.
+    """Return pieces so that each rank owns a contiguous range with about the same number of elements.
 
-    `sizes` are the numbers of elements of the parameters. Tensors of fewer than MIN_DIVIDED_ELEMENTS have one owner.
+    `sizes` are the numbers of elements of the parameters. Tensors with fewer than MIN_DIVIDED_ELEMENTS elements have
+    one owner.
     """
     total = sum(sizes)
     limits = [total * rank // ranks for rank in range(1, ranks)]
@@ -42,7 +43,7 @@ def divide_elements(sizes: Sequence[int], ranks: int) -> list[Piece]:
 
 
 def divide_tensors(sizes: Sequence[int], ranks: int) -> list[Piece]:
-    """Return a piece for each tensor. In descending order of size, each goes to the rank with the fewest elements."""
+    """Return one piece per tensor. In descending order of size, assign each to the rank with the fewest elements."""
     elements = [0] * ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -52,9 +53,9 @@ def divide_tensors(sizes: Sequence[int], ranks: int) -> list[Piece]:
 
 
 def batches_of(pieces: Sequence[Piece], sizes: Sequence[int], limit: int) -> Iterator[list[Piece]]:
-    """Yield lists of pieces in which each rank has about `limit` bytes or its last ones; `sizes` are bytes per element.
+    """Yield lists of pieces with about `limit` bytes per rank, or fewer at the end; `sizes` are bytes per element.
 
-    Every rank computes the same lists, so it can broadcast them in this order.
+    All ranks compute the same lists, so they can broadcast them in this order.
     """
     by_owner: dict[int, list[list[Piece]]] = {}
     for piece in pieces:
