@@ -165,8 +165,10 @@ def test_slow_rank_is_reported(rows: dict[str, Row], case: str, part: str) -> No
     first, *_ = (sync_mean for sync_mean in row["sync_points"] if "slow" in sync_mean)
     assert first["step"] in (10, 15, 20)  # in the second period of 0.4 s; on a busy machine, 5 steps take longer
     for sync_mean in row["sync_points"][row["sync_points"].index(first) :]:
-        (named,) = sync_mean["slow"]
-        assert (named["rank"], named["part"]) == (last, part)
+        (named,) = (
+            slow for slow in sync_mean["slow"] if slow["rank"] == last
+        )  # another one may be slow on a busy machine
+        assert named["part"] == part
         assert 0.95 * MICRO_STEPS * DELAY < named["seconds"] < 3 * MICRO_STEPS * DELAY
         assert named["others"] < 0.5 * named["seconds"]
     epoch = row["shown"][row["shown"].index("epoch 1/1  train_loss") :]
