@@ -24,7 +24,7 @@ DEVICE = torch.device("meta")
 
 
 class Ranks(LocalBackend):
-    """One of two ranks that do the same."""
+    """One of two ranks that do the same. In contrast to those of backends, its collectives accept the meta device."""
 
     size = 2
 
@@ -32,10 +32,10 @@ class Ranks(LocalBackend):
         super().__init__(DEVICE)
 
     def allreduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
-        return super().allreduce(tensor, op) * (2 if op == "sum" else 1)
+        return tensor.detach() * (2 if op == "sum" else 1)
 
     def allgather(self, tensor: Tensor) -> Tensor:
-        return torch.cat([super().allgather(tensor)] * 2)
+        return torch.cat([tensor.detach().reshape(tensor.shape or (1,))] * 2)
 
 
 class CopiesFromHost(TorchFunctionMode):
