@@ -1,8 +1,8 @@
-"""Authentication of messages between the processes of a job, with the key that `unitrain launch` gives them.
+"""Authentication of messages between the processes of a job, with the key that `unitrain launch` passes to them.
 
 The stores and sockets of a job accept connections from any program that can reach them. A message is therefore signed
-with HMAC-SHA256 and verified before it is used. Without a key, as when the user types the launcher's command, messages
-are neither signed nor verified.
+with HMAC-SHA256 and verified before it is used. Without a key, for example if the user runs the launcher directly,
+messages are neither signed nor verified.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unitrain.errors import AuthenticationError
 SIGNATURE_BYTES = 32
 _NONCE_BYTES = 16
 _SIGNED, _UNSIGNED = "s", "u"
-# Generator that yields (bytes to send, number of bytes to receive), and to which the caller sends the received bytes.
+# Generator that yields (bytes to send, number of bytes to receive); the caller passes the received bytes to `send`.
 Handshake = Generator[tuple[bytes, int], bytes, None]
 
 
@@ -39,7 +39,7 @@ def has_key() -> bool:
 
 
 def sign(content: bytes | memoryview, purpose: str = "") -> bytes:
-    """Return the signature of `content`, SIGNATURE_BYTES long, empty without a key.
+    """Return the signature of `content`, SIGNATURE_BYTES long, or empty bytes without a key.
 
     A signature is valid for one `purpose` only.
     """
@@ -77,7 +77,7 @@ def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
     """Prove to the peer that this process has the job's `key`, and verify that the peer has it.
 
     Both peers use the same `role`; `is_server` is true on the side that accepted the connection. Nothing is sent if the
-    key is None. Raises AuthenticationError if the peer has another key.
+    key is None. Raises AuthenticationError if the peer has a different key.
     """
     if key is None:
         return
@@ -110,7 +110,7 @@ def authenticate(connection: socket.socket, key: str | None, role: str, *, is_se
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return the next `num_bytes` bytes. Raises ConnectionError if the connection is closed earlier."""
+    """Return the next `num_bytes` bytes. Raises ConnectionError if the connection is closed before."""
     received = b""
     while len(received) < num_bytes:
         part = connection.recv(num_bytes - len(received))

@@ -15,9 +15,10 @@ from unitrain.errors import ConfigError
 def choose_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
     """Return the device of the rank with `local_rank`, and make it the current device if it is a GPU.
 
-    The default is a GPU if torch sees one, else the CPU. If torch sees several GPUs, the rank uses number `local_rank`.
-    If it sees one GPU, the launcher may have assigned one to each rank; `check_gpus` detects if it has not. Raises
-    ConfigError for an invalid device, and if the host has several GPUs, but fewer than ranks.
+    The default is a GPU if one is visible to torch, else the CPU. If several GPUs are visible, the rank uses the GPU
+    with index `local_rank`. If one GPU is visible, the launcher may have assigned one GPU per rank; `check_gpus` raises
+    an error if it has not. Raises ConfigError for an invalid device, and if the host has several GPUs, but fewer GPUs
+    than ranks.
     """
     try:
         device = torch.device(requested) if requested is not None else _default_device()
@@ -43,7 +44,7 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
 
 
 def check_gpus(rendezvous: Rendezvous, device: torch.device, requested: str | torch.device | None) -> None:
-    """Raise ConfigError on every rank if two ranks use one GPU, unless they requested it by its index.
+    """Raise ConfigError on every rank if two ranks use the same GPU, unless they requested it by its index.
 
     All ranks call it.
     """
@@ -55,8 +56,8 @@ def check_gpus(rendezvous: Rendezvous, device: torch.device, requested: str | to
 def check_gpus_differ(gpu_by_rank: Sequence[Sequence[str | None]]) -> None:
     """Raise ConfigError if two ranks use the same GPU.
 
-    `gpu_by_rank` has the host and the UUID of the GPU of each rank; the UUID is None for a rank on the CPU. Hosts may
-    be containers of one machine, so only the UUIDs are compared.
+    `gpu_by_rank` contains the host and the GPU's UUID per rank; the UUID is None for a rank on the CPU. Hosts may be
+    containers on one machine, so only the UUIDs are compared.
     """
     ranks: dict[str, list[str]] = {}
     hosts: dict[str, str | None] = {}

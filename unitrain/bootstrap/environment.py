@@ -1,8 +1,8 @@
 """Environment variables of this process: detection of the launcher and of this process's rank, and job settings.
 
 No other module reads or writes the environment. If one launcher runs inside another, as in `srun torchrun`, the
-innermost launcher is used, because it has started this process; `_LAUNCHERS` lists them in that order. Variables of an
-outer launcher, such as Open MPI's or Slurm's, are ignored. `detect().evidence` lists the variables that were used.
+innermost launcher is used, because it has started this process; `_LAUNCHERS` lists them in that order. Variables of
+outer launchers, such as Open MPI or Slurm, are ignored. `detect().evidence` lists the variables that were used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from unitrain.errors import EnvironmentVariableError
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Rank of this process and the launcher that started it. Values that the launcher does not provide are None.
+    """Rank of this process and the launcher that started it. Values are None if the launcher does not provide them.
 
     `launcher` is "torchrun", "horovodrun", "mpirun" (Open MPI), "mpiexec" (MPICH, Intel MPI, PALS), "mpirun_rsh"
-    (MVAPICH), "jsrun" (LSF), "srun", "flux", "kubernetes" (a pod of a PyTorchJob or TrainJob that runs the script
-    without torchrun), "env" (RANK and WORLD_SIZE were set by another program) or "none". `evidence` lists the variables
-    that were used, as "RANK=0".
+    (MVAPICH), "jsrun" (LSF), "srun", "flux", "kubernetes" (a pod of a PyTorchJob or TrainJob, without torchrun), "env"
+    (RANK and WORLD_SIZE were set by another program) or "none". `evidence` lists the variables that were used, as
+    "RANK=0".
     """
 
     launcher: str
@@ -43,7 +43,8 @@ class RankInfo:
 class _Variables:
     """Names of the environment variables that a launcher sets; `marker` identifies the launcher.
 
-    Without a variable for it, local_rank is the rank under "env", and 0 otherwise (one process per host).
+    If a launcher sets no variable for local_rank, local_rank equals the rank under "env", and otherwise 0 (one process
+    per host).
     """
 
     launcher: str
@@ -56,7 +57,7 @@ class _Variables:
     num_nodes: str | None = None
 
 
-# Set if unitrain itself has set Horovod's variables, so that they are not attributed to horovodrun.
+# Marks Horovod variables that unitrain has set, which do not indicate horovodrun as the launcher.
 HOROVOD_SET_BY_UNITRAIN = "UNITRAIN_SETS_HOROVOD"
 
 _LAUNCHERS = (
@@ -92,19 +93,19 @@ _LAUNCHERS = (
     _Variables("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", None, None,
     "FLUX_JOB_NNODES"),
     _Variables("mpiexec", "PALS_RANKID", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    # A process in a Slurm allocation has a step only if srun has started it.
+    # Within a Slurm allocation, only processes that srun has started have a step.
     _Variables("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID"),
     # Other launchers that use PMI.
     _Variables("mpiexec", "PMI_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     # A pod of Kubeflow's PyTorchJob or TrainJob, with variables for torchrun (kubeflow/trainer#1840), without torchrun.
     _Variables("kubernetes", "PET_NODE_RANK", "PET_NODE_RANK", "PET_NNODES", None, None, "PET_NODE_RANK", "PET_NNODES"),
-    # A pod of an older PyTorchJob: RANK is the number of the pod, and every pod is a host.
+    # A pod of an older PyTorchJob: RANK is the index of the pod, and every pod is a host.
     _Variables("kubernetes", "KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE", None, None, "RANK", "WORLD_SIZE"),
     _Variables("env", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )  # fmt: skip
-# Second names of variables. The pods of a TrainJob have the rendezvous address under these names, for torchrun.
+# Alternative names of variables. The pods of a TrainJob set the rendezvous address under these names, for torchrun.
 _ALTERNATIVE_NAMES = {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}
-# Identifier of a job that `unitrain launch` supervises, equal in all attempts.
+# ID of a job that `unitrain launch` supervises, equal in all attempts.
 JOB = "UNITRAIN_JOB"
 # Address, host:port, of the supervisor in `unitrain launch`.
 SUPERVISOR = "UNITRAIN_SUPERVISOR"
@@ -137,9 +138,9 @@ _LAUNCHER_PREFIXES = (
 def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Return this process's rank and launcher, from the environment or from `environ`.
 
-    Raises EnvironmentVariableError for a variable that is missing, not a number, or contradicts another one. RANK and
-    WORLD_SIZE must not contradict the launcher's variables: a process that another program has started inside a job
-    would otherwise take the rank of a process of that job.
+    Raises EnvironmentVariableError if a variable is missing, is not a number, or contradicts another one. RANK and
+    WORLD_SIZE must match the launcher's variables. Otherwise, a process that another program starts inside a job would
+    use the rank of that job's process.
     """
     environ = os.environ if environ is None else environ
     for variables in _LAUNCHERS:
@@ -154,7 +155,7 @@ def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
             _check_no_contradiction(rank_info, variables, environ)
             return rank_info
     if "PMIX_RANK" in environ:
-        # Each process of the job would otherwise run as the only rank.
+        # Otherwise each process of the job would run as a job of one rank.
         raise EnvironmentVariableError(
             f"PMIX_RANK={environ['PMIX_RANK']} shows that a PMIx launcher has started this process, but no variable "
             "has the number of ranks. Set the rank, size and local rank in the command of every rank: "
@@ -208,14 +209,14 @@ def check_not_in_step_shell(rank_info: RankInfo) -> None:
     """Raise EnvironmentVariableError if this process was started from the interactive shell of `srun --pty`.
 
     The shell is task 0 of the step, so its commands inherit rank 0. The other tasks of the step are shells without a
-    terminal, which end immediately: the rendezvous would wait for them until its timeout.
+    terminal, which exit immediately, so the rendezvous would wait for them until its timeout.
     """
     if rank_info.launcher != "srun" or rank_info.size == 1 or "SLURM_PTY_PORT" not in os.environ:
         return
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
-        return  # a task without a terminal, which a second srun inside the shell has started
+        return  # a task without a terminal, started by a second srun inside the shell
     # An interactive shell runs each command in a new process group. srun itself and shell scripts do not.
     if os.getpgrp() != os.getsid(0):
         raise EnvironmentVariableError(
@@ -226,15 +227,15 @@ def check_not_in_step_shell(rank_info: RankInfo) -> None:
 
 
 def copy() -> dict[str, str]:
-    """Return a copy of the environment, for a process to be started."""
+    """Return a copy of the environment for a child process."""
     return dict(os.environ)
 
 
 def without_rank_variables() -> dict[str, str]:
     """Return a copy of the environment for a launcher that sets the ranks itself.
 
-    It lacks the RANK and WORLD_SIZE that a cluster sets in every container, as a PyTorchJob does, and the variables of
-    pods.
+    The copy contains neither the RANK and WORLD_SIZE that a cluster such as a PyTorchJob sets in every container, nor
+    the variables of pods.
     """
     rank_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     return {name: value for name, value in without_pod_variables().items() if name not in rank_variables}
@@ -273,7 +274,7 @@ def export_defaults(values: Mapping[str, str]) -> None:
 
 
 def export_terminal() -> None:
-    """Set the variable with the terminal of this process's standard error, for ranks on this host; clear it if none."""
+    """Set UNITRAIN_TERMINAL to the terminal of this process's standard error, or clear it if there is none."""
     try:
         os.environ[TERMINAL] = os.ttyname(2)
     except OSError:
@@ -281,9 +282,9 @@ def export_terminal() -> None:
 
 
 def _is_single_process_pod(environ: Mapping[str, str]) -> bool:
-    """Return whether RANK numbers the pods of a job, with one process in each.
+    """Return whether RANK is the index of this process's pod, in a job with one process per pod.
 
-    Ranks that a script has started inside a pod have LOCAL_RANK, or a MASTER_ADDR of the pod itself.
+    Ranks that a script starts inside a pod have LOCAL_RANK, or a MASTER_ADDR that is the address of the pod.
     """
     address = environ.get("MASTER_ADDR", "")
     is_complete = bool(address and environ.get("RANK") and environ.get("WORLD_SIZE"))
@@ -314,7 +315,7 @@ def _check_no_contradiction(rank_info: RankInfo, variables: _Variables, environ:
 
 
 def _read_rank_info(variables: _Variables, environ: Mapping[str, str]) -> RankInfo:
-    """Return the values of a launcher's variables. Raises EnvironmentVariableError for invalid ones."""
+    """Return the values of a launcher's variables. Raises EnvironmentVariableError for invalid values."""
     evidence: list[str] = []
 
     def number(name: str | None, default: int | None = None) -> int | None:

@@ -1,4 +1,5 @@
-"""Signed messages between the ranks of a job in a torch Store, which any program that reaches its port can change."""
+"""Signed messages between the ranks of a job through a torch Store. Any program that reaches its port can write to
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from unitrain.errors import AuthenticationError
 class MessageStore:
     """A torch Store whose values are signed with the job's key. Values without a valid signature are ignored.
 
-    A signature is valid for one key in one `namespace`. The keys in `counters` are integers that are not signed, so any
+    A signature is valid for one key in one `namespace`. The keys in `counters` are integers without a signature, so any
     program can change them.
     """
 
@@ -33,7 +34,8 @@ class MessageStore:
         return self._store.check(keys) and all(key in self._counters or self._is_authentic(key) for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` unless a rank has set it before; return its new text. `expected` must be empty."""
+        """Set `key` to `desired` unless a rank has already set it; return its text afterwards. `expected` must be
+        empty."""
         assert not expected
         found = self._store.compare_set(key, "", self._seal(key, desired))
         try:
@@ -47,7 +49,7 @@ class MessageStore:
         self._store.append(key, self._seal(key, line) + "\n")  # type: ignore[attr-defined]  # missing in torch's stubs
 
     def lines(self, key: str) -> list[str]:
-        """Return the lines that ranks have appended to `key`, without lines that other programs wrote."""
+        """Return the lines that ranks have appended to `key`. Lines of other programs are ignored."""
         if not self._store.check([key]):
             return []
         lines = []

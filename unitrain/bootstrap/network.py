@@ -1,7 +1,7 @@
 """Addresses and interfaces of this host, and listening sockets.
 
-By default, Gloo and Horovod use the address of the host's own name, which is 127.0.1.1 on Debian: with two hosts, they
-then refuse connections or hang.
+By default, Gloo and Horovod use the address to which the host's own name resolves. On Debian this is 127.0.1.1, so with
+two hosts connections are refused or hang.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with `address`, None if there is none."""
+    """Return the name of the interface with `address`, or None if there is none."""
     for name, own in interfaces().items():
         if own == address or (is_loopback(own) and is_loopback(address)):
             return name
@@ -47,7 +47,8 @@ def interface_of(address: str) -> str | None:
 
 
 def own_addresses() -> list[str]:
-    """Return this host's addresses: first that of the default route, then all others, and loopback addresses last."""
+    """Return this host's addresses: first the address of the default route, then others, and loopback addresses
+    last."""
     found = list(interfaces().values())
     with contextlib.suppress(OSError):  # there is no default route
         found.insert(0, address_towards("10.255.255.255"))
@@ -55,7 +56,7 @@ def own_addresses() -> list[str]:
 
 
 def reachable_addresses(addresses: list[str], port: int, seconds: float) -> list[str]:
-    """Return those of `addresses` at which a program accepts connections to `port`, after at most `seconds`."""
+    """Return the `addresses` that accept connections to `port` within `seconds`."""
 
     def is_reachable(address: str) -> bool:
         try:
@@ -80,9 +81,9 @@ def is_loopback(address: str) -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at `port`, or at a free port if `port` is 0, on the address of `host`.
 
-    It listens on all interfaces if `host` is not an address of this machine that other hosts can reach: a name may
-    resolve to an address of another machine, as for a Kubernetes service, or to a loopback address, as Debian's
-    installer configures it. Raises OSError if the port is in use.
+    It listens on all interfaces if `host` does not resolve to an address of this machine that other hosts can reach:
+    the name of a Kubernetes service resolves to an address of another machine, and Debian's installer maps the host
+    name to a loopback address. Raises OSError if the port is in use.
     """
     name = host.strip("[]")
     try:

@@ -1,4 +1,4 @@
-"""Rendezvous: a torch Store that connects the ranks of any launcher, and exchanges of small values through it."""
+"""Rendezvous of the ranks of any launcher through a torch Store, and exchange of small values through that store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unitrain.bootstrap.network import address_towards, is_loopback, listen
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
 
 _POLL_SECONDS = 0.02
-_POLL_SECONDS_PER_RANK = 0.0001  # limits the requests of all ranks together to 10,000 per second
+_POLL_SECONDS_PER_RANK = 0.0001  # limits the total request rate of all ranks to 10,000 per second
 _CONNECT_PERIOD_SECONDS = 0.1
 _GROUPS = 2
 _SERVED_CONNECTIONS_PER_RANK = 5  # to rank 0's process, in addition to the connections of process groups
@@ -35,12 +35,12 @@ _SPARE_DESCRIPTORS = 512  # reserve for data, DataLoader workers and files
 _rendezvous_numbers = itertools.count()
 # Proxies are not used, because all hosts belong to the job.
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_server_stores: list[TCPStore] = []  # kept open until the process ends, because other ranks may use them
+_server_stores: list[TCPStore] = []  # kept open until the process exits, because other ranks may use them
 
 
 @dataclass(frozen=True)
 class NodePosition:
-    """Position of a rank on its host, and of its host among the hosts; the same on all ranks."""
+    """Local rank and node rank of a rank, and the corresponding sizes; the same on all ranks."""
 
     local_rank: int
     local_size: int
@@ -50,7 +50,7 @@ class NodePosition:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The connected ranks: `store` is shared by all ranks; all ranks can reach rank 0's host at the address `host`."""
+    """The connected ranks. All ranks share `store`, and can reach rank 0's host at the address `host`."""
 
     rank_info: RankInfo
     store: Store
@@ -60,8 +60,8 @@ class Rendezvous:
     def allgather(self, key: str, value: Any) -> list[Any]:
         """Return every rank's JSON-serializable `value`, in rank order. All ranks call it, once for each `key`.
 
-        It works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError that names
-        the missing ranks.
+        It works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError, which
+        names the missing ranks.
         """
         self.post(key, value)
         if missing := self.missing_ranks(key):
@@ -76,13 +76,13 @@ class Rendezvous:
 
     @cached_property
     def messages(self) -> MessageStore:
-        """The store for messages between ranks, signed with the job's key."""
+        """Store for messages between ranks, which are signed with the job's key."""
         return MessageStore(self.store, "rendezvous")
 
     def post(self, key: str, value: Any = None) -> None:
         """Add this rank's JSON-serializable `value` to the list under `key`. A second call has no effect.
 
-        The store appends all values to one entry, so the number of requests of a rank does not depend on the number of
+        The store appends all values to one entry, so the number of requests per rank does not depend on the number of
         ranks.
         """
         if self.store.add(f"{key}/{self.rank_info.rank}", 1) > 1:
@@ -107,10 +107,10 @@ class Rendezvous:
 
     @cached_property
     def node_positions(self) -> list[NodePosition]:
-        """Position of every rank, in rank order. All ranks read it at the same time.
+        """Position of every rank on its host, in rank order. All ranks read it at the same time.
 
-        It is derived from the values of all ranks. A launcher's node rank alone is not sufficient: Horovod's differs if
-        hosts have different numbers of ranks, and Open MPI has none.
+        It is derived from the values of all ranks, because the launcher's node rank is not sufficient: Horovod's value
+        is wrong if hosts have different numbers of ranks, and Open MPI does not provide one.
         """
         host_name = environment.setting("HOROVOD_HOSTNAME") or socket.gethostname()
         values = self.allgather("positions", [host_name, self.rank_info.node_rank, self.rank_info.local_rank])
@@ -124,7 +124,7 @@ class Rendezvous:
 
     @cached_property
     def own_address(self) -> str | None:
-        """Address of this host for the other hosts, None if it is unknown. All ranks read it at the same time."""
+        """Address of this host for the other hosts, or None if it is unknown. All ranks read it at the same time."""
         try:
             own = address_towards(self.host)
         except OSError:
@@ -141,12 +141,12 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Connect the ranks of any launcher, and return when all are connected. All ranks call it the same number of times.
 
     Raises LauncherMismatchError if the launcher provides no rendezvous address, EnvironmentVariableError for an invalid
-    address, and CollectiveTimeoutError that names the missing ranks.
+    address, and CollectiveTimeoutError, which names the missing ranks.
     """
     environment.check_not_in_step_shell(rank_info)
     raise_descriptor_limit(rank_info)
     # A restarted job, or a second rendezvous of the same processes, must not read the keys of the previous one.
-    # torchrun counts restarts per host: hosts that joined later have other counts, but such jobs do not share
+    # torchrun counts restarts per host, so hosts that joined later have different counts, but such jobs do not share
     # torchrun's store.
     is_shared = environment.setting("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = (environment.setting("TORCHELASTIC_RESTART_COUNT") if is_shared else None) or "0"
@@ -158,7 +158,7 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
 
 
 def _open_shared_store(rank_info: RankInfo, timeout: timedelta, name: str) -> tuple[Store, str]:
-    """Return the store of all ranks, and an address of rank 0's host."""
+    """Return the store that all ranks share, and an address of rank 0's host."""
     if rank_info.launcher == "none" or (rank_info.size == 1 and environment.setting("MASTER_ADDR") is None):
         return HashStore(), "127.0.0.1"
     if (host := environment.setting("MASTER_ADDR")) and (port := environment.setting("MASTER_PORT")):
@@ -188,7 +188,7 @@ def _open_shared_store(rank_info: RankInfo, timeout: timedelta, name: str) -> tu
 
 
 def _check_is_resolvable(host: str) -> None:
-    """Raise EnvironmentVariableError if MASTER_ADDR is a name without an address.
+    """Raise EnvironmentVariableError if MASTER_ADDR is a name that does not resolve.
 
     In Kubernetes, the name of a pod may become resolvable after other pods have started, so ranks wait for it.
     """
@@ -205,12 +205,12 @@ def _check_is_resolvable(host: str) -> None:
 
 
 def raise_descriptor_limit(rank_info: RankInfo) -> None:
-    """Raise this process's soft limit of file descriptors to the number that its connections to other ranks need.
+    """Raise this process's soft limit of file descriptors to the number required for connections to other ranks.
 
     Raises ConfigError if the hard limit is lower.
     """
-    # Rank 0 serves three connections of each rank to the store, one of the liveness check, and one of torch's own use
-    # of the store. Every rank has a connection to each other rank in two or three process groups.
+    # Rank 0 serves five connections per rank: three to the store, one for the liveness check, and one for torch's own
+    # use of the store. Every rank has a connection to each other rank in two or three process groups.
     num_peers = rank_info.size - 1
     num_open = sum(1 for _ in Path("/dev/fd").iterdir())
     num_needed = (_SERVED_CONNECTIONS_PER_RANK * (rank_info.rank == 0) + _GROUPS) * num_peers + num_open
@@ -229,7 +229,7 @@ def raise_descriptor_limit(rank_info: RankInfo) -> None:
 
 
 def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta, *, is_server: bool) -> TCPStore:
-    """Return the store at an address, which this process serves if `is_server`. It does not wait for other ranks.
+    """Return the store at an address. This process serves it if `is_server`. It does not wait for other ranks.
 
     A served store listens on one address if `host` determines it (`network.listen`). Raises ConfigError if rank 0
     cannot listen there, CollectiveTimeoutError if no store responds within the timeout.
@@ -297,7 +297,7 @@ def _connect_to_store(host: str, port: int, rank_info: RankInfo, timeout: timede
         except Exception as error:
             errors[:] = [error]
 
-    # In a thread: if another program accepts the connection, the constructor waits for its answer without a limit.
+    # In a thread, because the constructor waits without a limit if a different program accepts the connection.
     thread = threading.Thread(target=connect, name="unitrain rendezvous", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds())
@@ -316,7 +316,7 @@ def _connect_to_store(host: str, port: int, rank_info: RankInfo, timeout: timede
 
 
 def _open_store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name: str) -> tuple[Store, str]:
-    """Return the store of all ranks; rank 0 publishes its address in horovodrun's key-value store (HTTP)."""
+    """Return the store that all ranks share. Rank 0 publishes its address in horovodrun's key-value store (HTTP)."""
     server = environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR") or ""
     key = name.replace("/", ".")  # a path has exactly two parts, a scope and a key
     url = f"http://{server}:{environment.setting('HOROVOD_GLOO_RENDEZVOUS_PORT')}/unitrain/{key}"
@@ -343,7 +343,7 @@ def _open_store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name
 
 
 def _request_horovodrun(request: urllib.request.Request, purpose: str, timeout: timedelta) -> bytes:
-    """Return the answer of horovodrun's server; repeat the request until it succeeds or times out."""
+    """Return the response of horovodrun's server. Repeat the request until it succeeds or times out."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:

@@ -1,8 +1,8 @@
 """Forwarding of a scheduler's warning signals from a launcher to its ranks on this host.
 
-Schedulers send SIGUSR1 or SIGUSR2 some time before they end a job, as Slurm does with `--signal=USR1@120`. By default,
-these signals end torchrun and horovodrun, and thereby the ranks before they can write a checkpoint. A launcher that
-calls `forward_warning_signals` forwards the signal to its ranks and continues to wait for them.
+Schedulers send SIGUSR1 or SIGUSR2 some time before they terminate a job, for example Slurm with `--signal=USR1@120`. By
+default, these signals terminate torchrun and horovodrun, and with them the ranks, before a checkpoint can be saved. A
+launcher that calls `forward_warning_signals` forwards the signal to its ranks and continues to wait for them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PREEMPTED = 75
 def forward_warning_signals(variable: str) -> None:
     """Forward SIGUSR1 and SIGUSR2 from this process to its ranks on this host.
 
-    A rank is a descendant that has the environment variable `variable` while its parent does not. Only the main thread
-    may call it. Processes that this one starts have the default actions of both signals. If this host has no ranks, the
-    handler prints a message.
+    A rank is a descendant with the environment variable `variable` whose parent lacks this variable. Only the main
+    thread may call it. Processes that this one starts have the default actions of both signals. If this host has no
+    ranks, the handler prints a message.
     """
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -34,7 +34,7 @@ def forward_warning_signals(variable: str) -> None:
                 2, f"unitrain: {signal.Signals(number).name} was not forwarded: no rank runs on this host\n".encode()
             )
         for rank in ranks:
-            with contextlib.suppress(OSError):  # the rank has just ended
+            with contextlib.suppress(OSError):  # the rank has just exited
                 os.kill(rank, number)
 
     for number in WARNING_SIGNALS:
@@ -42,10 +42,10 @@ def forward_warning_signals(variable: str) -> None:
 
 
 def install_no_op_warning_handlers() -> None:
-    """Install handlers of SIGUSR1 and SIGUSR2 that do nothing, in a process with which a launcher starts a rank.
+    """Install no-op handlers of SIGUSR1 and SIGUSR2, in a process through which a launcher starts a rank.
 
-    Slurm sends them to every process of a job step. In contrast to ignored signals, handled ones have their default
-    actions in programs that this process starts.
+    Slurm sends them to every process of a job step. In contrast to ignored signals, handled signals are reset to their
+    default actions in programs that this process starts.
     """
     for number in WARNING_SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -53,7 +53,7 @@ def install_no_op_warning_handlers() -> None:
 
 @contextlib.contextmanager
 def ignore_warning_signals() -> Iterator[None]:
-    """Ignore SIGUSR1 and SIGUSR2 within the context, and in processes that are started there.
+    """Ignore SIGUSR1 and SIGUSR2 in this context, and in processes that are started in it.
 
     Only the main thread may use it.
     """
@@ -66,12 +66,12 @@ def ignore_warning_signals() -> Iterator[None]:
 
 
 def _find_descendants_with_variable(process: int, prefix: bytes) -> Iterator[int]:
-    """Yield the nearest descendants of `process` with a variable that begins with `prefix` in their environment."""
+    """Yield the nearest descendants of `process` that have an environment variable with `prefix`."""
     children = _children()
     to_visit = [process]
     while to_visit:
         for child in children.get(to_visit.pop(), []):
-            with contextlib.suppress(OSError):  # the process has just ended
+            with contextlib.suppress(OSError):  # the process has just exited
                 variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
                 if any(variable.startswith(prefix) for variable in variables):
                     yield child
@@ -80,7 +80,7 @@ def _find_descendants_with_variable(process: int, prefix: bytes) -> Iterator[int
 
 
 def _children() -> dict[int, list[int]]:
-    """Return the children of each process of this machine; empty if the system has no /proc."""
+    """Return the child processes of each process on this machine; empty if the system has no /proc."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

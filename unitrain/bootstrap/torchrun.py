@@ -1,13 +1,13 @@
-"""torchrun with a rendezvous that listens on one address only; run it with `python -m unitrain.bootstrap.torchrun`.
+"""torchrun with a rendezvous store that listens on one address only: `python -m unitrain.bootstrap.torchrun`.
 
-It has torchrun's options. torchrun's "static" and "--standalone" rendezvous listen on all network interfaces, and
+It accepts torchrun's options. torchrun's "static" and "--standalone" rendezvous listen on all network interfaces, and
 "--standalone" also unpickles data that any host on the network can write. This module replaces both: a single host uses
-the loopback interface, several hosts use the address of the first one. The rendezvous backends c10d and etcd are not
-changed.
+the loopback interface, several hosts use the address of the first one. The rendezvous backends c10d and etcd remain
+unchanged.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks. If the first failed rank exits with 75 because it was preempted, this
-process does too. After a signal such as SIGTERM it ends with 128 plus the number of the signal (143); torchrun prints a
-traceback and ends with 1.
+process also exits with 75. After a signal such as SIGTERM it exits with 128 plus the signal number (143), whereas
+torchrun prints a traceback and exits with 1.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _TIMEOUT_SECONDS = 600
 
 
 class BoundRendezvous(RendezvousHandler):
-    """Rendezvous of a fixed number of nodes with known node ranks, at a store that listens on one address.
+    """Rendezvous of a fixed number of nodes with known node ranks, through a store that listens on one address.
 
-    Node 0 serves the store, which all ranks use too. For a single node, port 0 selects a free port.
+    Node 0 serves the store, which the ranks also use. For a single node, port 0 selects a free port.
     """
 
     def __init__(self, host: str, port: int, node_rank: int, num_nodes: int, run_id: str, timeout: timedelta) -> None:
@@ -59,7 +59,7 @@ class BoundRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Connect the nodes. torchrun calls it once for each attempt at the job."""
+        """Connect the nodes. torchrun calls it once per attempt of the job."""
         if self._store is None:
             descriptor = None
             if self._node_rank == 0:
@@ -74,7 +74,7 @@ class BoundRendezvous(RendezvousHandler):
                 multi_tenant=True,
                 master_listen_fd=descriptor,
             )
-        # The agent of a single node exchanges nothing with other agents, so it needs no network.
+        # The agent of a single node does not communicate with other agents, so it does not need the network.
         store = dist.HashStore() if self._num_nodes == 1 else dist.PrefixStore(self._run_id, self._store)
         address = RendezvousStoreInfo(self._host, self._port)
         return RendezvousInfo(store, self._node_rank, self._num_nodes, address)
@@ -95,7 +95,7 @@ class BoundRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True: the store ends with this process."""
+        """Return True: the store closes when this process exits."""
         return True
 
 

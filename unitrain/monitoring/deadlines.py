@@ -1,4 +1,4 @@
-"""Time limits of waits of the training thread, which the watchdog checks."""
+"""Time limits for waits of the training thread, checked by the watchdog."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from unitrain.monitoring.failure_store import Shutdown
 
-# Time that ranks have to complete a collective after the exit of rank 0's process, which serves the store. Without the
+# Time in which ranks must complete a collective after rank 0's process, which serves the store, has exited. Without the
 # store, it is unknown whether rank 0 took part in that collective.
 _UNKNOWN_PARTICIPATION_SECONDS = 30.0
 
 
 class Deadline:
-    """Work that the training thread has begun; `describe` returns the text of the error if it is not done in time.
+    """Work that the training thread has started. If it is not done in time, `describe` returns the error text.
 
     The training thread may replace `is_done`. The watchdog thread calls it, so it must not block.
     """
@@ -30,10 +30,10 @@ class Deadline:
 
 
 class Deadlines:
-    """Deadlines of unfinished work. The training thread adds them; the watchdog thread checks whether one has expired.
+    """Deadlines of unfinished work. The training thread adds deadlines, and the watchdog thread checks them.
 
-    The host may run ahead of a GPU by several backward passes. The time of each begins when the watchdog finds that all
-    earlier work is done, so work that is added later does not move the deadline of work that never ends.
+    The host may run ahead of a GPU by several backward passes. The timer of each starts when the watchdog detects that
+    all earlier work is done, so later work does not extend the deadline of work that never completes.
     """
 
     def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,10 +61,10 @@ class Deadlines:
 
 
 class WaitForShutDownRank:
-    """Detects that this rank waits in an operation for a rank that has shut down and never began that operation.
+    """Detects that this rank waits in an operation for a rank that has shut down without starting that operation.
 
-    Such a wait cannot end, and not every transport detects it. `period_seconds` is the time between two checks: a rank
-    that still waits after it does not wait for a message that is already being transferred.
+    Such a wait never completes, and not every transport detects it. `period_seconds` is the time between two checks. A
+    rank that still waits after this time is not waiting for a message that is already in flight.
     """
 
     def __init__(self, period_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,9 +73,9 @@ class WaitForShutDownRank:
         self._began = 0.0
 
     def is_endless(self, shutdown: Shutdown | None, is_waiting: bool, num_recorded: int) -> bool:
-        """Return whether the wait in the latest of `num_recorded` operations of this rank cannot end.
+        """Return whether the wait in this rank's latest operation, with number `num_recorded`, can never complete.
 
-        `shutdown` is the first one of another rank, if there is one.
+        `shutdown` is the first shutdown of another rank, if any.
         """
         if shutdown is None or not is_waiting:
             self._operation = None
@@ -89,10 +89,9 @@ class WaitForShutDownRank:
 
 
 class DataDeadline:
-    """Time limit of the main thread's waits for batches of DataLoader workers.
+    """Time limit for the main thread's waits for batches from DataLoader workers.
 
-    The ranks limit the time that they wait for each other. This limit also ends a job in which every rank waits for a
-    worker that hangs.
+    Timeouts between ranks do not detect a job in which every rank waits for a hanging worker. This limit does.
     """
 
     def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""Failure, status and shutdown reports that ranks exchange through the rendezvous store."""
+"""Exchange of failure, status and shutdown reports between ranks through the rendezvous store."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _REQUESTS, _FAILURE, _SHUTDOWN, _PROCESS = "requests", "failure", "shutdown", "p
 _FAILURE_STATUS, _REQUESTED_STATUS = "failure_status", "requested_status"
 _STATUS_TIMEOUT_SECONDS = 3.0
 _POLL_SECONDS = 0.02
-# Any program that can connect to the store can increase the number of requests, so only this many are answered at a
-# time.
+# Limit of the requests that are answered at a time, because any program that connects to the store can add requests.
 _MAX_ANSWERED_REQUESTS = 100
 
 
 class Shutdown(NamedTuple):
-    """A rank that ended without an error, and the number of operations that it had recorded, if that is known."""
+    """A rank that shut down without an error, and the number of operations that it has recorded, if known."""
 
     rank: int
     reason: str
@@ -30,7 +29,7 @@ class Shutdown(NamedTuple):
 
 
 class RankProcess(NamedTuple):
-    """A process number, and the host or container in which it is valid."""
+    """A process ID, and the host or container in which it is valid."""
 
     namespace: str
     pid: int
@@ -49,8 +48,8 @@ class FailureStore:
         self._num_answered = 0
 
     def report_failure(self, failure: Failure, reporter: str) -> tuple[Failure, str]:
-        """Report `failure` unless another one was reported before; return the first failure and the name of its
-        reporter.
+        """Report `failure` unless a failure has already been reported. Return the first failure and its reporter's
+        name.
 
         `reporter` is unique among all threads of all ranks.
         """
@@ -59,24 +58,24 @@ class FailureStore:
         return Failure(rank, error), first_reporter
 
     def first_failure(self) -> Failure | None:
-        """Return the first failure that was reported, None if there is none."""
+        """Return the first reported failure, or None if there is none."""
         if not self.messages.check([_FAILURE]):
             return None
         rank, error, _ = json.loads(self.messages.get(_FAILURE))
         return Failure(rank, error)
 
     def report_shutdown(self, reason: str, num_recorded: int) -> None:
-        """Report that this rank ends without an error."""
+        """Report that this rank shuts down without an error."""
         content = json.dumps(Shutdown(self._rank, reason, num_recorded))
         self.messages.set(f"{_SHUTDOWN}/{self._rank}", content)
         self.messages.compare_set(_SHUTDOWN, "", content)
 
     def first_shutdown(self) -> Shutdown | None:
-        """Return the first shutdown that was reported, None if there is none."""
+        """Return the first reported shutdown, or None if there is none."""
         return Shutdown(*json.loads(self.messages.get(_SHUTDOWN))) if self.messages.check([_SHUTDOWN]) else None
 
     def shutdown_of(self, rank: int) -> Shutdown | None:
-        """Return the shutdown of `rank`, None if it has not shut down."""
+        """Return the shutdown of `rank`, or None if it has not shut down."""
         key = f"{_SHUTDOWN}/{rank}"
         return Shutdown(*json.loads(self.messages.get(key))) if self.messages.check([key]) else None
 
@@ -85,7 +84,7 @@ class FailureStore:
         self.messages.set(f"{_PROCESS}/{self._rank}", json.dumps(process))
 
     def process_of(self, rank: int) -> RankProcess | None:
-        """Return the process of `rank`, None if it has not published it."""
+        """Return the process of `rank`, or None if `rank` has not published it."""
         key = f"{_PROCESS}/{rank}"
         return RankProcess(*json.loads(self.messages.get(key))) if self.messages.check([key]) else None
 
@@ -96,7 +95,7 @@ class FailureStore:
     def statuses_after_failure(
         self, ranks: Sequence[int], while_waiting: Callable[[], object] | None = None
     ) -> dict[int, RankStatus]:
-        """Return the statuses that `ranks` publish after a failure, without those of ranks that do not respond.
+        """Return the statuses that `ranks` publish after a failure. Ranks that do not respond are omitted.
 
         `while_waiting` is called repeatedly until all ranks have responded.
         """
@@ -129,6 +128,6 @@ class FailureStore:
                 if while_waiting is not None:
                     while_waiting()
                 time.sleep(_POLL_SECONDS)
-        except dist.DistError:  # rank 0's process has exited: return those that have responded
+        except dist.DistError:  # rank 0's process has exited: return the statuses received so far
             pass
         return statuses

@@ -1,4 +1,4 @@
-"""History of this rank's recent collectives and backward passes, with the user's lines that called them."""
+"""History of this rank's recent collectives and backward passes, with the user's lines that started them."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class CollectiveCall:
 
     @property
     def key(self) -> str:
-        """Identifier that is equal on all ranks that take part in this collective."""
+        """Identifier of this collective, equal on all ranks that take part in it."""
         return f"collective {self.number}"
 
     @property
     def fingerprint(self) -> int:
-        """Number below 2**63 that is equal on two ranks if and only if their calls match.
+        """Hash below 2**63 that is equal on two ranks if and only if their calls match.
 
-        An allgather may differ in dim 0, and objects in their number of bytes.
+        Calls of allgather may differ in dim 0, and calls with objects in the number of bytes.
         """
         if self.operation in ("broadcast_object", "allgather_object"):
             arguments: tuple[object, ...] = ()
@@ -59,7 +59,7 @@ class CollectiveCall:
 
     @property
     def count(self) -> int:
-        """Length of dim 0 (1 for a scalar), or the number of bytes of an object: the part that may differ by rank."""
+        """Length of dim 0 (1 for a scalar), or the size of an object in bytes. It may differ between ranks."""
         return self.shape[0] if self.shape else 1
 
     def __str__(self) -> str:
@@ -76,14 +76,15 @@ class CollectiveCall:
 
 
 class GradientPhase(NamedTuple):
-    """A phase of a step: `kind` is "backward", "bucket rebuild" or "parameter broadcast", numbered by kind."""
+    """A phase of a step. `kind` is "backward", "bucket rebuild" or "parameter broadcast"; each kind is numbered
+    separately."""
 
     kind: str
     number: int
 
     @property
     def key(self) -> str:
-        """Identifier that is equal on all ranks that take part in this phase."""
+        """Identifier of this phase, equal on all ranks that take part in it."""
         return f"{self.kind} {self.number}"
 
     def __str__(self) -> str:
@@ -91,9 +92,9 @@ class GradientPhase(NamedTuple):
 
 
 class FlightRecord(NamedTuple):
-    """An entry of a flight recorder, as it is sent to other ranks.
+    """An entry of a flight recorder, in the form that is sent to other ranks.
 
-    `key` must be equal on all ranks whose entry has the same `position`.
+    `key` must be equal on all ranks for entries with the same `position`.
     """
 
     position: int
@@ -102,7 +103,7 @@ class FlightRecord(NamedTuple):
 
 
 class _UserFramePosition(NamedTuple):
-    """Depth of the frame that the user's frame called, and the code of both frames."""
+    """Stack depth of the frame that the user's frame called, and the code objects of both frames."""
 
     depth: int
     called: CodeType
@@ -120,21 +121,21 @@ class FlightRecorder:
         self.is_main_thread_waiting = False
         self._entries: deque[tuple[int, CollectiveCall | GradientPhase, str, int]] = deque(maxlen=_MAX_KEPT)
         self._num_recorded = 0
-        # Position of the user's frame in the stack, by kind of the operation: in a loop it is the same in every step.
+        # Stack position of the user's frame per kind of operation. In a loop, it is the same in every step.
         self._positions: dict[str, _UserFramePosition] = {}
 
     def record(self, operation: CollectiveCall | GradientPhase) -> None:
-        """Record that this rank begins `operation` now."""
+        """Record that this rank starts `operation`."""
         frame = self._user_frame(operation.kind if isinstance(operation, GradientPhase) else "collective")
         self._entries.append((self._num_recorded, operation, frame.f_code.co_filename, frame.f_lineno))
         self._num_recorded += 1
 
     def _user_frame(self, kind: str) -> FrameType:
-        """Return the user's frame that leads to the call of `record`.
+        """Return the user's frame from which `record` was called, directly or indirectly.
 
         Python allocates each frame object when it is first accessed. Within a loop, the user's frame is usually at the
-        same depth as in the previous step, so only that frame and the one that it called are compared with the known
-        ones.
+        same depth as in the previous step, so only that frame and the frame that it called are compared with those of
+        the previous step.
         """
         if (position := self._positions.get(kind)) is not None:
             try:
@@ -153,7 +154,7 @@ class FlightRecorder:
 
     @property
     def num_recorded(self) -> int:
-        """Number of operations recorded so far; equal on ranks that have called the same operations."""
+        """Number of operations recorded so far. It is equal on ranks that have called the same operations."""
         return self._num_recorded
 
     @property
@@ -163,19 +164,19 @@ class FlightRecorder:
 
     @property
     def latest_key(self) -> str:
-        """Key of the latest operation, empty if there is none."""
+        """Key of the latest operation, or an empty string if there is none."""
         return self._entries[-1][1].key if self._entries else ""
 
     @property
     def latest_entry(self) -> str:
-        """Name of the latest operation and the user's line that called it, empty if there is none."""
+        """Name of the latest operation and the user's line that called it, or an empty string if there is none."""
         if not self._entries:
             return ""
         _, operation, file, line = self._entries[-1]
         return f"{operation}, at {describe_line(file, line)}"
 
     def records(self) -> list[FlightRecord]:
-        """Return all entries that are kept, oldest first."""
+        """Return all stored entries, oldest first."""
         return [
             FlightRecord(
                 position,
@@ -187,7 +188,7 @@ class FlightRecorder:
 
 
 def describe_mismatch(calls: Sequence[CollectiveCall]) -> str:
-    """Return one sentence that lists the ranks' calls, given in rank order; ranks with equal calls are grouped."""
+    """Return one sentence that lists the calls of all ranks, in rank order, with equal calls grouped."""
     ranks_by_call: dict[str, list[str]] = {}
     for rank, call in enumerate(calls):
         ranks_by_call.setdefault(str(call), []).append(str(rank))
@@ -216,9 +217,9 @@ def describe_differences(records_by_rank: Mapping[int, Sequence[FlightRecord]]) 
 def ranks_without(
     phase: GradientPhase | None, ranks: Sequence[int], records_by_rank: Mapping[int, Sequence[FlightRecord]]
 ) -> list[int]:
-    """Return those of `ranks` that have not begun `phase`, or all of them if it is None.
+    """Return the `ranks` that have not started `phase`, or all `ranks` if it is None.
 
-    A rank that has continued with later operations has begun `phase` too.
+    A rank that has continued with later operations has also started `phase`.
     """
     if phase is None:
         return list(ranks)

@@ -1,6 +1,6 @@
-"""Liveness check: one connection between rank 0 and every other rank, which detects that a process was killed.
+"""Liveness check: connections between rank 0 and every other rank, which detect killed processes.
 
-If no launcher monitors the ranks, nothing else reports that a process was killed.
+If no launcher monitors the ranks, only this check detects killed processes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _POLL_MILLISECONDS = 500
 _ROLE = "liveness check"
 _ACCEPTED = "accepted"
 _TOKEN_BYTES, _RANK_DIGITS = 16, 8
-# Connections that may wait for authentication in addition to those of the ranks; the oldest one is closed first.
+# Maximum number of unauthenticated connections in addition to those of the ranks; the oldest is closed first.
 _MAX_EXTRA_PENDING = 64
 
 
 class LivenessCheck:
-    """This rank's connections for the liveness check. All ranks create theirs at the same time, then call `start`.
+    """This rank's connections for the liveness check. All ranks create it at the same time, then call `start`.
 
-    Rank 0 has a connection to each other rank, and the other ranks have one connection, to rank 0. `on_process_ended`
-    is called once, in a thread, with the first rank whose process has ended unexpectedly. A rank that could not be
-    connected is not monitored.
+    Rank 0 has a connection to each other rank; each other rank has one connection, to rank 0. `on_process_ended` is
+    called once, in a thread, with the first rank whose process has terminated unexpectedly. A rank is not monitored if
+    its connection could not be established.
     """
 
     def __init__(self, rendezvous: Rendezvous, on_process_ended: Callable[[int], None]) -> None:
@@ -53,7 +53,7 @@ class LivenessCheck:
                 self._peers = _connect_to_rank_zero(rendezvous, store)
 
     def start(self) -> None:
-        """Start the thread that receives from the connections, also while rank 0's store does not respond."""
+        """Start the thread that reads from the connections. It does not depend on rank 0's store."""
         threading.Thread(target=self._run, name="unitrain liveness", daemon=True).start()
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ def _connect_to_rank_zero(rendezvous: Rendezvous, store: MessageStore) -> dict[i
 def _accept_ranks(rendezvous: Rendezvous, store: MessageStore) -> dict[int, PeerConnection]:
     """Accept the connections of all other ranks, for at most `_CONNECT_TIMEOUT_SECONDS` in total.
 
-    All connections are authenticated concurrently, so that a program that connects and sends nothing does not delay the
+    All connections are authenticated concurrently, so a program that connects without sending data does not delay the
     ranks.
     """
     token = secrets.token_hex(_TOKEN_BYTES)
@@ -152,7 +152,7 @@ def _accept_ranks(rendezvous: Rendezvous, store: MessageStore) -> dict[int, Peer
 
 
 class _PendingConnection:
-    """A connection that has not yet proved that it belongs to a rank. It never blocks."""
+    """A connection that is not yet authenticated. It never blocks."""
 
     def __init__(self, connection: socket.socket, token: str) -> None:
         connection.setblocking(False)
@@ -163,10 +163,10 @@ class _PendingConnection:
         connection.sendall(to_send)
 
     def advance(self) -> int | None:
-        """Process the data that has arrived, and send the response. Return the rank when the connection is
-        authenticated.
+        """Process the received data and send the response. Return the rank when the connection is authenticated, else
+        None.
 
-        Raises OSError, ValueError or AuthenticationError if it does not belong to a rank of this job.
+        Raises OSError, ValueError or AuthenticationError if the connection does not belong to a rank of this job.
         """
         try:
             part = self._connection.recv(self._num_missing - len(self._received))
@@ -193,7 +193,7 @@ class _PendingConnection:
 def _authenticate_rank(token: str) -> Generator[tuple[bytes, int], bytes, int]:
     """Run the handshake and return the rank of the peer; see `authentication.Handshake` for the protocol.
 
-    `token` proves that the peer has read the store of this rendezvous, also in a job without a key.
+    `token` proves that the peer has access to the store of this rendezvous, also in a job without a key.
     """
     unsent = b""
     steps = handshake(job_key(), _ROLE, is_server=True)

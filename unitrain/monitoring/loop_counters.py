@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from unitrain.bootstrap.messages import MessageStore
 
-# More backward passes than a fast loop runs between two comparisons.
+# More than the number of backward passes that a fast loop runs between two comparisons.
 _MAX_KEPT = 4096
 _KEY = "loop"
 
 
 class Counts(NamedTuple):
-    """Totals of one rank at the end of a backward pass. `unused_forwards` are not followed by a backward pass."""
+    """Totals of one rank at the end of a backward pass. `unused_forwards` counts forward passes without a backward
+    pass."""
 
     backwards: int
     steps: int
@@ -22,17 +23,17 @@ class Counts(NamedTuple):
 
 
 class LoopCounters:
-    """Numbers of backward passes, optimizer steps and forward passes of this rank, which must be equal on all ranks.
+    """Counts backward passes, optimizer steps and forward passes of this rank, which must be equal on all ranks.
 
     The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the other ranks. If a
-    rank skips a backward pass, each of its later backward passes is averaged with a backward pass of another step of
-    the other ranks. Collectives cannot detect this, but the counts differ: the rank has stepped without that backward,
-    or has run a forward that no backward followed. Forward passes before the first backward pass are not compared,
-    because one rank may summarize or plot the model before training.
+    rank skips a backward pass, its later gradients are averaged with gradients of other steps of the other ranks.
+    Collectives cannot detect this, but the counts differ: the rank has run an optimizer step without a backward pass,
+    or a forward pass without a backward pass. Forward passes before the first backward pass are not compared, because
+    one rank may print or plot the model before training.
     """
 
     def __init__(self) -> None:
-        # Plain tuples with the fields of `Counts`: creating one takes a tenth of the time.
+        # Plain tuples with the fields of `Counts`, because they are ten times as fast to create.
         self._latest = (0, 0, 0, 0)
         self._history = [self._latest] * _MAX_KEPT
         self._steps = self._forwards = self._used_forwards = 0
@@ -53,7 +54,7 @@ class LoopCounters:
         number = self._latest[0] + 1
         if number == 1:
             self._forwards_before_training = self._forwards - self._used_forwards
-        # The other thread reads these attributes, so each is assigned an immutable tuple at once.
+        # Another thread reads these attributes, so each is replaced by an immutable tuple in one assignment.
         forwards = self._forwards - self._forwards_before_training
         latest = (number, self._steps, forwards, forwards - self._used_forwards)
         self._latest = self._history[number % _MAX_KEPT] = latest
@@ -65,7 +66,7 @@ class LoopCounters:
     def compare(self, store: MessageStore, rank: int) -> str | None:
         """Return a description of the difference if this rank's counts differ from rank 0's at the same backward pass.
 
-        A backward pass that this rank has not run yet is compared in a later call.
+        If this rank has not run that backward pass yet, a later call compares it.
         """
         expected = self._expected
         if expected is None or expected.backwards <= self._latest[0]:
@@ -81,7 +82,7 @@ class LoopCounters:
 
 
 class CountedForward:
-    """A forward pass that counts as unused until a backward pass reaches its output."""
+    """A forward pass, which counts as unused until a backward pass reaches its output."""
 
     __slots__ = ("_counters",)
 

@@ -1,4 +1,4 @@
-"""FailureMonitor: the interface of backends to failure detection and reporting."""
+"""FailureMonitor: the interface through which backends detect and report failures."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, RankStatus, name_ranks
 from unitrain.monitoring.watchdog import Watchdog
 
-# Ranks reach the timeout at slightly different times. Each rank waits for the reports of the other ranks for this time.
+# Ranks reach the timeout at slightly different times, so each rank waits this long for the reports of the others.
 _LATE_RANKS_TIMEOUT = timedelta(seconds=2)
-# When a thread blocks, its core may sleep, and waking the core takes longer than a small collective: with polling, an
-# exchange of 1 KB between two ranks takes 0.3 ms instead of 0.9 ms. Longer waits block, which frees the core.
+# If a thread blocks, its core may sleep, and waking it takes longer than a small collective: polling reduces the time
+# of a 1 KB exchange between two ranks from 0.9 ms to 0.3 ms. Longer waits block, so that the core is free.
 _POLL_SECONDS = 0.005
 
 
 class FailureMonitor:
     """Detects timeouts and failures of this rank and of the other ranks, and reports them.
 
-    A backend records its collectives, waits for them with `wait_for_ranks`, and reports its own failure. Errors then
-    name the missing ranks and their position in the program. All ranks create their monitor at the same time. With
-    `polls`, waits poll for a few milliseconds before they block, which requires operations on CPU tensors.
+    A backend records its collectives, waits for them with `wait_for_ranks`, and reports its own failures. Errors then
+    name the missing ranks and the source lines that they execute. All ranks create their monitor at the same time. With
+    `polls`, waits poll for a few milliseconds before they block; this requires operations on CPU tensors.
     `use_watchdog=False` omits the thread that detects failures of other ranks.
     """
 
@@ -54,11 +54,10 @@ class FailureMonitor:
     def wait_for_ranks(
         self, work: dist.Work | None, *, polls: bool | None = None, phase: GradientPhase | None = None
     ) -> None:
-        """Wait for `work`, which belongs to the latest recorded operation, or to an earlier `phase`; under NCCL, let
-        the stream wait for it.
+        """Wait for `work` of the latest recorded operation, or of an earlier `phase`. Under NCCL, the stream waits.
 
-        `polls` overrides the constructor's. Raises CollectiveTimeoutError that names the missing ranks, or the
-        ModelError with which another rank has failed.
+        `polls` overrides the constructor argument. Raises CollectiveTimeoutError, which names the missing ranks, or
+        re-raises the ModelError of another rank.
         """
         if work is None:
             return
@@ -81,27 +80,27 @@ class FailureMonitor:
                 self._recorder.is_main_thread_waiting = False
 
     def set_deadline(self, is_done: Callable[[], bool], phase: GradientPhase) -> Deadline | None:
-        """End the process with a report of the missing ranks unless `is_done` returns true within the timeout.
+        """Terminate the process, and report the missing ranks, unless `is_done` returns true within the timeout.
 
-        It is for waits of the main thread that no exception can end, and takes about a microsecond. Return None if
-        there is no watchdog.
+        Use it for main-thread waits that cannot be interrupted. The call costs about 1 µs. Return None without a
+        watchdog.
         """
         if self._watchdog is None:
             return None
         return self._watchdog.set_deadline(is_done, partial(self._describe_timeout, phase))
 
     def raise_cause_of(self, error: BaseException) -> None:
-        """Raise the ModelError with which another rank failed if the loss of that rank led to `error`."""
+        """Re-raise another rank's ModelError if it caused `error`."""
         if self._watchdog is not None and (cause := self._watchdog.cause_of(error)) is not None:
             raise cause from error
 
     def raise_model_error(self) -> None:
-        """Raise the ModelError with which another rank has failed, if its report has arrived."""
+        """Re-raise another rank's ModelError if its report has arrived."""
         if self._watchdog is not None and (error := self._watchdog.model_error()) is not None:
             raise error
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this rank ends with `error`: they end within seconds."""
+        """Report to the other ranks that this rank fails with `error`. They terminate within seconds."""
         if self._watchdog is not None:
             self._watchdog.report_failure(error)
 
@@ -111,9 +110,9 @@ class FailureMonitor:
             self._watchdog.stop()
 
     def _describe_timeout(self, phase: GradientPhase | None = None) -> str:
-        """Return the text of the error for the latest operation, or for an earlier `phase`, that has timed out.
+        """Return the error text for the latest operation, or an earlier `phase`, that has timed out.
 
-        It exchanges the ranks' positions through the rendezvous store, which is usable while the backend is stuck.
+        The ranks exchange their statuses through the rendezvous store, which works while the backend is stuck.
         """
         rank, seconds = self._rendezvous.rank_info.rank, self._rendezvous.timeout.total_seconds()
         operation = self._recorder.latest_operation if phase is None else str(phase)
@@ -122,7 +121,7 @@ class FailureMonitor:
         try:
             self._rendezvous.post(key)
             missing = self._rendezvous.missing_ranks(key, _LATE_RANKS_TIMEOUT)
-        except RuntimeError:  # rank 0's process, which serves the store, has ended
+        except RuntimeError:  # rank 0's process, which serves the store, has exited
             return f"{headline}: the process of rank 0 has exited. See the first error that rank 0 logged."
         statuses: dict[int, RankStatus] = {}
         if self._watchdog is not None and missing:

@@ -1,7 +1,8 @@
 """Connection between two processes of a job that distinguishes an orderly exit of the peer from a crash.
 
-The operating system closes the connections of a process when it ends for any reason. A process with an orderly exit
-sends a final message first. Used between ranks for the liveness check, and between ranks and the supervisor.
+The operating system closes the connections of a process when it terminates for any reason. At an orderly exit, the
+process first sends a final message. The liveness check uses these connections between ranks, and the supervisor uses
+them to its ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from unitrain.bootstrap.authentication import authenticate, job_key
 # Final messages of a process: orderly exit, or exit after a checkpoint because of a preemption.
 ORDERLY_EXIT, PREEMPTED = "orderly exit", "preempted"
 _FINAL_MESSAGES = (ORDERLY_EXIT, PREEMPTED)
-# Errors of a connection whose peer has ended, or that this process has closed. Other errors are network errors.
+# Errors of a connection that the peer or this process has closed. All other errors are network errors.
 _CLOSED_ERRORS = (errno.ECONNRESET, errno.EPIPE, errno.EBADF)
 _MAX_MESSAGE_BYTES = 1000
 _open_connections: WeakSet[PeerConnection] = WeakSet()
 
 
 class Disconnect(Enum):
-    """How a connection has ended."""
+    """Reason why a connection was closed."""
 
     ORDERLY = "the peer sent a final message"
     UNEXPECTED = "the peer's process was killed or crashed"
@@ -36,10 +37,10 @@ class Disconnect(Enum):
 
 
 class PeerConnection:
-    """A connection on which the peers exchange lines of text. It takes over an authenticated, blocking socket.
+    """A connection for lines of text. It takes ownership of an authenticated, blocking socket.
 
-    At an orderly exit, this process sends `final_message`. Processes that are forked from this one, such as DataLoader
-    workers, close their copy, so that it does not outlive this process.
+    At an orderly exit, this process sends `final_message`. Forked processes, such as DataLoader workers, close their
+    copy of the connection, so that it does not stay open after this process has terminated.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -77,12 +78,12 @@ class PeerConnection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
     def send(self, message: str) -> None:
-        """Send a line of text. A connection that is closed is ignored; `receive` reports it."""
+        """Send a line of text. Do nothing if the connection is closed, because `receive` reports that."""
         with suppress(OSError):
             self._socket.sendall(f"{message}\n".encode())
 
     def receive(self) -> str | Disconnect:
-        """Return the next message, or how the connection has ended."""
+        """Return the next message, or the reason why the connection was closed."""
         while b"\n" not in self._received:
             try:
                 part = self._socket.recv(64)
@@ -105,7 +106,7 @@ class PeerConnection:
         self._socket.close()
 
     def interrupt(self) -> None:
-        """Let `receive`, which blocks in another thread, return."""
+        """Unblock `receive` in another thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

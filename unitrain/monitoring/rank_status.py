@@ -1,4 +1,4 @@
-"""Status of a rank as data, and its text in failure reports."""
+"""Status of a rank, as data and as text in failure reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unitrain.monitoring.stack_inspection import (
 
 
 class Activity(Enum):
-    """Activity of a rank's main thread, or the reason why there is none."""
+    """Activity of a rank's main thread, or the reason why its activity is unknown."""
 
     RUNNING = "running"
     WAITING_FOR_RANKS = "waiting for ranks"
@@ -34,7 +34,7 @@ class Activity(Enum):
 
 
 class Failure(NamedTuple):
-    """The rank that failed first, and its error in one line."""
+    """The rank that failed first, and its error as one line."""
 
     rank: int
     error: str
@@ -50,7 +50,8 @@ class RankStatus:
     `location` is the user's line ("train.py:41: code"). `operation` is the collective or gradient phase in which the
     rank waits, and `worker` the DataLoader worker for which it waits. `library_function` and `unitrain_function` are
     the functions that it runs. `detail` is the error of a failed rank, or the reason of a shutdown. `latest_entry` is
-    the latest operation and its line, `stack` the innermost frames as text, `records` the history of operations.
+    the latest operation and its line. `stack` contains the innermost frames as text, and `records` the history of
+    operations.
     """
 
     activity: Activity = Activity.NO_RESPONSE
@@ -101,8 +102,8 @@ class RankStatus:
 
     @property
     def shows_stack(self) -> bool:
-        """Whether `stack` adds information to the description. The stack of a waiting rank contains frames of torch and
-        unitrain only."""
+        """Whether `stack` adds information to the description. For a waiting rank it contains only frames of torch and
+        unitrain."""
         return not self.waits_for_ranks and self.activity is not Activity.WAITING_FOR_DATA
 
     def to_json(self) -> str:
@@ -111,7 +112,7 @@ class RankStatus:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankStatus:
-        """Return the status that `to_json` has written."""
+        """Return the status from the output of `to_json`."""
         fields = json.loads(text)
         fields["activity"] = Activity(fields["activity"])
         fields["records"] = [FlightRecord(*record) for record in fields["records"]]
@@ -143,7 +144,7 @@ class RankStatus:
 def format_statuses(
     statuses: Mapping[int, RankStatus], records_by_rank: Mapping[int, Sequence[FlightRecord]]
 ) -> list[str]:
-    """Return the statuses as lines of text, equal ones grouped, and the records of all ranks if any differ."""
+    """Return the statuses as lines of text, with equal ones grouped, and the records of all ranks if any differ."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, status in statuses.items():
         stack = status.stack if status.shows_stack else []
@@ -155,7 +156,7 @@ def format_statuses(
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 0-2, 5" for ascending numbers."""
+    """Return text such as "rank 3" or "ranks 0-2, 5" for `ranks` in ascending order."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][1] + 1:

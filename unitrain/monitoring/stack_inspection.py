@@ -1,4 +1,4 @@
-"""User's lines, functions and DataLoader workers, read from the stack of a thread."""
+"""Find the user's line, the function, and the DataLoader worker in the stack of a thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DATALOADER_FILE, _DATALOADER_FUNCTION = "torch/utils/data/dataloader.py", "_nex
 
 
 def main_thread_stack() -> list[FrameType]:
-    """Return the frames of the main thread, outermost first; empty if that thread has ended."""
+    """Return the frames of the main thread, outermost first; empty if that thread has exited."""
     stack = []
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
@@ -36,20 +36,21 @@ def format_stack(stack: Sequence[FrameType]) -> list[str]:
 
 
 def call_site(frame: FrameType) -> str:
-    """Return the line outside of unitrain and of libraries that is being executed, as "train.py:41: code"."""
+    """Return the current line outside of unitrain and of libraries, as "train.py:41: code"."""
     user = user_frame(frame)
     return describe_line(user.f_code.co_filename, user.f_lineno)
 
 
 def user_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame outside of unitrain and of libraries, starting at `frame`, or else the outermost."""
+    """Return the innermost frame outside of unitrain and of libraries, starting at `frame`, or the outermost frame."""
     while (caller := frame.f_back) is not None and not _is_user_file(frame.f_code.co_filename):
         frame = caller
     return frame
 
 
 def user_position(stack: Sequence[FrameType]) -> int:
-    """Return the index in `stack` of the innermost frame outside of unitrain and of libraries, or else 0."""
+    """Return the index in `stack` of the innermost frame outside of unitrain and of libraries, or 0 if there is
+    none."""
     return next((at for at in reversed(range(len(stack))) if _is_user_file(stack[at].f_code.co_filename)), 0)
 
 
@@ -60,9 +61,9 @@ def describe_line(file: str, line: int) -> str:
 
 
 def describe_functions(stack: Sequence[FrameType]) -> tuple[str, str]:
-    """Return the library function that user code or unitrain has called, and the unitrain function if there is one.
+    """Return the library function that user code or unitrain has called, and the unitrain function.
 
-    Each is empty if the innermost frame belongs to the caller itself.
+    Each is empty if `stack` contains no such function.
     """
     user = user_position(stack)
     unitrain = max((at for at, frame in enumerate(stack) if is_unitrain_frame(frame)), default=user)
@@ -77,8 +78,7 @@ def is_in_backward(frame: FrameType) -> bool:
 
 
 def awaited_worker(frame: FrameType) -> str | None:
-    """Return the DataLoader worker for which `frame` waits, and its activity if that is known; None if it does not
-    wait.
+    """Return the DataLoader worker for which `frame` waits, and its activity if known, or None if it does not wait.
 
     The workers of a Trainer report their activity (`unitrain.data.workers`).
     """
@@ -96,9 +96,9 @@ def awaited_worker(frame: FrameType) -> str | None:
 
 
 def awaited_batch() -> tuple[int, int] | None:
-    """Return an identifier of the batch that the main thread awaits from a DataLoader worker; None if it does not wait.
+    """Return an identifier of the batch for which the main thread waits in a DataLoader, or None if it does not wait.
 
-    It changes with each batch of an iterator.
+    It is different for each batch of an iterator.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:

@@ -1,8 +1,8 @@
-"""A rank's connection to the supervisor: the `unitrain launch` that restarts its job.
+"""A rank's connection to the supervisor: the `unitrain launch` process that restarts its job.
 
-Through this connection, the supervisor detects that the process or host of the rank has failed, requests a checkpoint
-and an exit when the hosts of the job change, and ends the remaining ranks of an attempt. A thread waits for its
-messages, so training does not.
+Through this connection, the supervisor detects failures of the rank's process or host, requests a checkpoint and an
+exit when the hosts of the job change, and terminates the remaining ranks of an attempt. A separate thread waits for its
+messages, so training is not delayed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unitrain.bootstrap import environment
 from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import PREEMPTED, PeerConnection
 
-# Messages of the supervisor: save a checkpoint and exit, or exit immediately because the attempt has ended.
+# Messages of the supervisor: save a checkpoint and exit, or exit immediately because the attempt has failed.
 SAVE_AND_EXIT, EXIT = "save and exit", "exit"
 ROLE = "supervision"
 
@@ -41,7 +41,8 @@ class _SupervisorClient:
             is_requested = True
             self._wait_for_signal_handler()
             os.kill(self._pid, signal.SIGTERM)
-        # Time for a last checkpoint after the supervisor has ended, because its child processes then end too.
+        # Leave time for a last checkpoint after the supervisor has exited, because its child processes then also
+        # terminate.
         sys.stderr.write(f"unitrain: stopping rank {self._rank} because unitrain launch has ended\n")
         if not is_requested:
             os.kill(self._pid, signal.SIGTERM)
@@ -49,8 +50,7 @@ class _SupervisorClient:
         os._exit(1)
 
     def _wait_for_signal_handler(self) -> None:
-        """Wait until the program handles SIGTERM. Before that, the signal would end the program without a
-        checkpoint."""
+        """Wait until the program handles SIGTERM. Before that, the signal would terminate it without a checkpoint."""
         deadline = time.monotonic() + _MAX_SIGNAL_DELAY_SECONDS
         while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -76,6 +76,6 @@ def connect(rank: int) -> None:
 
 
 def report_preempted() -> None:
-    """Let the final message of this process report that it exits after a checkpoint, as requested."""
+    """Set the final message of this process to report an exit after the requested checkpoint."""
     if _client is not None:
         _client.connection.final_message = PREEMPTED

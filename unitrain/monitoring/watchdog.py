@@ -1,8 +1,8 @@
-"""Watchdog thread that propagates failures between ranks, and ends the process if it is blocked.
+"""Watchdog thread that propagates failures between ranks, and terminates the process if it is blocked.
 
 It polls the rendezvous store every 0.5 s for a failure report. If another rank has failed, it publishes this rank's
-status (stack and recent operations), gives the main thread a few seconds to fail, and then ends the process. It does
-not depend on the backend, so it also works while a collective is stuck or the main thread is blocked in C++.
+status (stack and recent operations), waits a few seconds for the main thread to fail, and then terminates the process.
+It does not depend on the backend, so it also works while a collective is stuck or the main thread is blocked in C++.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, forma
 from unitrain.monitoring.stack_inspection import awaited_batch
 
 _PERIOD_SECONDS = 0.5
-# Time that the main thread has to raise an error after the failure of another rank.
+# Time in which the main thread must raise an error after the failure of another rank.
 _GRACE_SECONDS = 5.0
-# Time that a rank which caused a failure has to print the report.
+# Time in which a rank that caused a failure must print the report.
 _REPORT_SECONDS = 3.5
 # Launchers whose ranks continue to run when the launcher is killed.
 _LAUNCHERS_WITHOUT_CLEANUP = ("torchrun",)
 _LAST_CHECKPOINT_SECONDS = 60.0
-# Time that a rank which has lost a peer waits for a report of that peer's failure.
+# Time for which a rank that has lost a peer waits for the report of that peer's failure.
 _FAILURE_REPORT_SECONDS = 4 * _PERIOD_SECONDS
-# A deadline expires this much later than the timeout with which the main thread itself waits.
+# A deadline expires this long after the timeout of the main thread's own wait.
 _DEADLINE_MARGIN_SECONDS = 5.0
 _PROCESS_ENDED = "its process was killed or crashed"
 _SHUTDOWN_TOO_EARLY = "it shut down while other ranks still waited for it"
-# Messages of the transports after the loss of a peer: such an error is the consequence of another rank's failure.
+# Transport errors after the loss of a peer, which are consequences of another rank's failure.
 _PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
                        "Horovod has been shut down", "Connection refused", "Read error", "Write error")  # fmt: skip
 
 
 class Watchdog:
-    """Watchdog of this rank's main thread, active until `stop`. All ranks create theirs at the same time.
+    """Watchdog of this rank's main thread, active until `stop`. All ranks create it at the same time.
 
     A rank that fails calls `report_failure`. Failures of killed ranks are detected by the liveness check and reported
     by rank 0.
@@ -70,7 +70,7 @@ class Watchdog:
         self._data_deadline = DataDeadline(self._timeout_seconds + _DEADLINE_MARGIN_SECONDS)
         self._launcher, self._parent_pid, self._pid = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
         self._ended, self._failure_is_known = threading.Event(), threading.Event()
-        self._error: BaseException | None = None  # the error with which this rank fails
+        self._error: BaseException | None = None  # the error that makes this rank fail
         self._first_failure: Failure | None = None
         self._has_reported = False  # whether this rank reported the first failure
         self._report: list[str] = []
@@ -99,10 +99,10 @@ class Watchdog:
         self._liveness.close()
 
     def set_deadline(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
-        """End the process with the text that `describe` returns unless `is_done` returns true in time.
+        """Terminate the process and print the text of `describe` unless `is_done` returns true in time.
 
-        Use it for waits that cannot be interrupted otherwise. It takes about a microsecond. The limit is a few seconds
-        more than the timeout, beginning now or when earlier work is done.
+        Use it for waits that cannot be interrupted otherwise. The call costs about 1 µs. The limit is a few seconds
+        longer than the timeout, and starts now or when earlier work is done.
         """
         return self._deadlines.add(is_done, describe)
 
@@ -115,16 +115,16 @@ class Watchdog:
         return self._missing
 
     def model_error(self) -> ModelError | None:
-        """Return the ModelError with which the first rank failed, None for another error or while it is unknown."""
+        """Return the first failure if it is a ModelError, or None for another error or while it is unknown."""
         if self._first_failure is None:
             return None
         error_class, _, text = self._first_failure.error.partition(": ")
         return ModelError(text) if error_class == ModelError.__name__ else None
 
     def cause_of(self, error: BaseException) -> ModelError | None:
-        """Return the ModelError with which another rank failed, if the loss of that rank led to `error`.
+        """Return another rank's ModelError if it caused `error`, or None.
 
-        It waits up to two seconds until that failure is known.
+        It waits up to two seconds for the report of that failure.
         """
         if not _is_peer_lost(error):
             return None
@@ -132,7 +132,7 @@ class Watchdog:
         return self.model_error()
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this rank ends with `error`, and collect their status.
+        """Report to the other ranks that this rank fails with `error`, and collect their statuses.
 
         The main thread or the watchdog thread calls it. Only the first call has an effect.
         """
@@ -141,7 +141,7 @@ class Watchdog:
         self._error = error
         failure = Failure(self._rank, _first_line(error))
         if _is_peer_lost(error):
-            self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # because that peer failed first
+            self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # that peer has failed first
         if _is_consequence(error):
             failure = self._early_shutdown() or self._missing_rank() or failure
         self._ended.set()
@@ -153,7 +153,7 @@ class Watchdog:
             self._continue_stopped(other_ranks)
         elif self._first_failure != Failure(0, _PROCESS_ENDED):
             self._publish_status(self._store)
-            if self._reporter is not None:  # a thread of this process that prints the report
+            if self._reporter is not None:  # another thread of this process that prints the report
                 self._reporter.join(_REPORT_SECONDS)
         if isinstance(error, SystemExit):  # Python does not call the excepthook for it
             _print(self._report)
@@ -181,14 +181,14 @@ class Watchdog:
         return shutdown if shutdown is not None and shutdown.rank != self._rank else None
 
     def _early_shutdown(self) -> Failure | None:
-        """Return the first shutdown of another rank as the cause of a failure that followed."""
+        """Return the first shutdown of another rank as the cause of a subsequent failure."""
         shutdown = self._first_shutdown()
         return None if shutdown is None else Failure(shutdown.rank, f"{_SHUTDOWN_TOO_EARLY}: {shutdown.reason}")
 
     def _shutdown_of_awaited_rank(self) -> Failure | None:
-        """Return the shutdown of a rank that this rank waits for in an operation that the other one never began.
+        """Return the shutdown of a rank for which this rank waits, if that rank never started the operation.
 
-        Such a wait cannot end, and not every transport detects it.
+        Such a wait never completes, and not every transport detects it.
         """
         shutdown = self._first_shutdown()
         is_waiting = shutdown is not None and self._status().waits_for_ranks
@@ -200,7 +200,7 @@ class Watchdog:
     # --- failures ---
 
     def _missing_rank(self) -> Failure | None:
-        """Return the first rank for which this rank has waited until the timeout, unless that rank also waits."""
+        """Return the first missing rank after a timeout of this rank, unless the missing rank also waits."""
         for rank, status in sorted(self._missing.items()):
             if not status.waits_for_ranks:
                 error = f"it did not join {self._flight_recorder.latest_operation} of rank {self._rank} in time"
@@ -208,9 +208,9 @@ class Watchdog:
         return None
 
     def _publish_failure(self, failure: Failure) -> bool:
-        """Report `failure` to all ranks unless an earlier one is known; return whether this call did.
+        """Report `failure` to all ranks unless an earlier one is known. Return whether this call reported it.
 
-        Several ranks may find the same failure at once. Only the thread that gets True prints the report.
+        Several ranks may detect the same failure at once. Only the thread that gets True prints the report.
         """
         if self._first_failure is not None:
             return False
@@ -233,13 +233,14 @@ class Watchdog:
         return self._store.statuses_after_failure(ranks, self._answer_while_waiting())
 
     def _answer_while_waiting(self) -> Callable[[], None] | None:
-        """Return the function that answers requests of other ranks while the watchdog thread itself waits for them."""
+        """Return a function that answers requests of other ranks while the watchdog thread itself waits for these
+        ranks."""
         if threading.current_thread() is not self._thread:
             return None
         return partial(self._thread_store.answer_requests, self._status)
 
     def _complete_statuses(self, statuses: Mapping[int, RankStatus], ranks: Sequence[int]) -> dict[int, RankStatus]:
-        """Return `statuses` with those of `ranks` that have not responded: they have shut down, or do not respond."""
+        """Return `statuses`, extended by the `ranks` without a response: they have shut down, or do not respond."""
         complete = {rank: statuses.get(rank, RankStatus()) for rank in ranks}
         with contextlib.suppress(dist.DistError):
             for rank, status in complete.items():
@@ -248,10 +249,10 @@ class Watchdog:
         return complete
 
     def _continue_stopped(self, ranks: Sequence[int]) -> None:
-        """Continue the processes of `ranks` on this host that SIGSTOP has stopped.
+        """Resume the processes of `ranks` on this host that are stopped by SIGSTOP.
 
-        A stopped process does not react to the launcher's SIGTERM, so that the launcher would wait until it sends
-        SIGKILL. It also keeps the memory of its GPU.
+        A stopped process does not react to the launcher's SIGTERM, so the launcher would wait until it sends SIGKILL. A
+        stopped process also keeps its GPU memory.
         """
         for rank in ranks:
             with contextlib.suppress(dist.DistError, ProcessLookupError, PermissionError):
@@ -282,8 +283,7 @@ class Watchdog:
                     self._end_process()
                     return
             except dist.DistError:
-                # Rank 0's process has exited. Operations that need this process fail by themselves; all other
-                # operations continue.
+                # Rank 0's process has exited. Operations that require this process fail by themselves; others continue.
                 store_is_reachable = False
             if self._liveness.exited_ranks and self._error is None:
                 failure = self._shutdown_of_awaited_rank()
@@ -309,21 +309,21 @@ class Watchdog:
         return False
 
     def _compare_loops(self) -> str | None:
-        """Return the difference if this rank's training loop is not in the same step as that of rank 0."""
+        """Return a description of the difference if this rank's training loop is not in the same step as rank 0's."""
         if self._rank:
             return self._loop_counters.compare(self._thread_store.messages, self._rank)
         self._loop_counters.publish(self._thread_store.messages)
         return None
 
     def _on_process_ended(self, rank: int) -> None:
-        """Report that the process of `rank` has ended unexpectedly. The thread of the liveness check calls it."""
+        """Report that the process of `rank` has terminated unexpectedly. The thread of the liveness check calls it."""
         if not self._ended.is_set():
             self._report_failed_peer(Failure(rank, _PROCESS_ENDED))
 
     def _report_failed_peer(self, failure: Failure) -> None:
-        """Report `failure` of another rank, which cannot report it itself, and end this process."""
+        """Report `failure` of another rank, which cannot report it itself, and terminate this process."""
         self._reporter = threading.current_thread()
-        if failure.rank == 0:  # the store may have ended with that rank, or may never respond
+        if failure.rank == 0:  # the store may have terminated with that rank, or may never respond
             self._first_failure = self._first_failure or failure
         elif self._publish_failure(failure):
             ranks = [rank for rank in range(self._size) if rank != failure.rank]
@@ -332,7 +332,7 @@ class Watchdog:
         self._end_process()
 
     def _handle_expired(self, deadline: Deadline) -> None:
-        """End the process if the work is still not done: the main thread waits where no exception can reach it."""
+        """Terminate the process if the work is still not done, because the main thread's wait cannot be interrupted."""
         error = CollectiveTimeoutError(deadline.describe())
         if deadline.is_done():  # completed in the meantime, or the main thread has detected the timeout
             return
@@ -342,7 +342,7 @@ class Watchdog:
         os._exit(1)
 
     def _end_without_data(self) -> None:
-        """End the process, because its main thread waits for a DataLoader worker and cannot be interrupted."""
+        """Terminate the process, because its main thread waits for a DataLoader worker and cannot be interrupted."""
         status = self._status()
         if status.activity is not Activity.WAITING_FOR_DATA:  # the batch has arrived in the meantime
             return
@@ -356,14 +356,15 @@ class Watchdog:
         os._exit(1)
 
     def _exit_with_launcher(self) -> None:
-        """Send SIGTERM to this process, as the launcher should have done: it leaves time for a checkpoint."""
+        """Send SIGTERM to this process, because the launcher was killed before it did so. It leaves time for a
+        checkpoint."""
         _print([f"unitrain: stopping rank {self._rank} of {self._size} because {self._launcher} has ended"])
         os.kill(self._pid, signal.SIGTERM)
         if not self._ended.wait(_LAST_CHECKPOINT_SECONDS):
             os._exit(1)
 
     def _end_process(self) -> None:
-        """Give the main thread a few seconds to fail by itself, then end the process."""
+        """Wait a few seconds for the main thread to fail by itself, then terminate the process."""
         self._failure_is_known.set()
         if not self._ended.wait(_GRACE_SECONDS):
             reason = f"{self._first_failure}; status: {self._status()}"
@@ -382,7 +383,7 @@ class Watchdog:
         follows = first is not None and first.rank != self._rank
         text = f"rank {self._rank} of {self._size} ended with {own}{place}"
         if follows and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
-            # Its traceback would be one of many, and would show a consequence of the failure instead of its cause.
+            # Its traceback would show a consequence of the failure instead of the cause, and would be one of many.
             _print([f"unitrain: {text}; {first}"])
         else:
             self._original_excepthook(error_class, error, traceback)
@@ -393,17 +394,17 @@ class Watchdog:
 
 def _print(lines: Sequence[str]) -> None:
     if lines:
-        # stderr may be None, closed, or a pipe whose reader has ended. The caller must still end the process.
+        # stderr may be None, closed, or a pipe whose reader has exited. The caller must still terminate the process.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write("\n".join(lines) + "\n")
             sys.stderr.flush()
 
 
 def _write_torchrun_error(text: str, *, follows: bool) -> None:
-    """Write the error for torchrun's summary, without a traceback, which this rank prints itself.
+    """Write the error for torchrun's summary. It omits the traceback, because this rank prints it.
 
-    torchrun names the rank with the earliest time, in whole seconds, as the root cause. An error that follows from
-    another rank's must therefore have a later time.
+    torchrun names the rank with the earliest time, in whole seconds, as the root cause. An error that was caused by
+    another rank's failure must therefore have a later time.
     """
     file = environment.setting("TORCHELASTIC_ERROR_FILE")
     if file is not None:
@@ -413,7 +414,7 @@ def _write_torchrun_error(text: str, *, follows: bool) -> None:
 
 
 def _process_namespace() -> str:
-    """Return a name for the scope in which process numbers are valid: this host, or this container."""
+    """Return a name for the scope in which process IDs are valid: this host, or this container."""
     try:
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -429,7 +430,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _is_peer_lost(error: BaseException) -> bool:
-    """Return whether the transport has raised `error` because the connection to another rank was lost."""
+    """Return whether `error` is a transport error due to a lost connection to another rank."""
     if isinstance(error, CollectiveTimeoutError):
         return False
     text = str(error)
@@ -439,7 +440,7 @@ def _is_peer_lost(error: BaseException) -> bool:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Return whether `error` can follow from the failure of another rank."""
+    """Return whether `error` can be a consequence of another rank's failure."""
     return _is_peer_lost(error) or _is_timeout(error)
 
 
