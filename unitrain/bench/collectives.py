@@ -1,4 +1,4 @@
-"""Time a collective in the ranks, and the lower bounds to compare it with: a memory copy and a TCP stream."""
+"""Time collectives on the ranks, and lower bounds for comparison: a memory copy and a TCP stream."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _TOKEN_BYTES = 16
 
 
 class Turn(NamedTuple):
-    """The seconds per call on this rank, or None if they could not be measured, and the duration of the turn."""
+    """The seconds per call on this rank (None if the measurement failed), and the duration of the turn."""
 
     seconds: float | None
     turn_seconds: float
 
 
 def round_up_bytes(size: int, ranks: int) -> int:
-    """Return `size` bytes rounded up to a multiple of one float32 element per rank."""
+    """Round `size` up to a multiple of one float32 element per rank, in bytes."""
     unit = _ELEMENT_BYTES * ranks
     return -(-size // unit) * unit
 
 
 def take_turn(backend: Backend, operation: str, size: int, calls: int) -> Turn:
-    """Time `calls` calls of one of `results.OPERATIONS` or LOWER_BOUNDS, on an array of `size` bytes, after a warm-up
+    """Time `calls` calls of one of `results.OPERATIONS` or LOWER_BOUNDS on a tensor of `size` bytes, after a warm-up
     call.
 
-    All ranks call it. The time of a call is that of the public method, including the consistency check and the copy of
-    the input.
+    All ranks must call it. The time covers the public method, including the consistency check and the copy of the
+    input.
     """
     began = time.perf_counter()
     if operation == "tcp stream":
@@ -84,7 +84,7 @@ def _memory_copy(backend: Communicator, size: int) -> Callable[[], Tensor]:
 
 
 def _stream(backend: Backend, size: int, calls: int) -> float | None:
-    """Time a plain TCP connection to rank 0, from a rank on another host if there is one."""
+    """Time a plain TCP stream to rank 0, from a rank on another host if there is one. Return None if it fails."""
     nodes = backend.allgather_object(backend.node_rank)
     sender = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), 1)
     seconds: float | None = None
@@ -102,14 +102,14 @@ def _stream(backend: Backend, size: int, calls: int) -> float | None:
                 seconds = _send(addresses, port, token, size, calls)
             elif backend.rank == 0:
                 _receive(listener, token, size, calls)
-        except OSError:  # for example a firewall: this lower bound is not available
+        except OSError:  # for example blocked by a firewall: this lower bound is not available
             seconds = None
     result: float | None = backend.broadcast_object(seconds, root=sender)
     return result
 
 
 def _send(addresses: list[str], port: int, token: bytes, size: int, calls: int) -> float:
-    """Return the seconds until the receiver has confirmed `size` bytes."""
+    """Return the mean seconds to send `size` bytes and receive the acknowledgement."""
     payload = memoryview(bytearray(size))
     with _connect(addresses, port) as connection:
         connection.sendall(token)

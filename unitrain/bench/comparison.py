@@ -1,9 +1,9 @@
-"""Compare two results of the same kind, and determine which differences exceed noise.
+"""Compare two results of the same kind, and test which differences are significant.
 
-The decision is a two-sided Mann-Whitney test on the rounds of each row (Mann and Whitney 1947, exact distribution with
-mid-ranks for ties), corrected for the number of rows by Holm's method (1979): if nothing differs, the probability that
-any row is reported as faster or slower is at most 5 %. The test cannot distinguish a change of the program from a
-change of the machine between the measurements, so measure both in the same session.
+The test is a two-sided Mann-Whitney test on the rounds of each row (Mann and Whitney 1947, exact distribution with
+mid-ranks for ties) with Holm's correction (1979) for the number of rows: if nothing differs, the probability of
+reporting any row as faster or slower is at most 5 %. The test cannot distinguish a change of the program from a change
+of the machine between the measurements, so measure both in the same session.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIGNIFICANCE = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """A measurement in both results: the quartiles (lower, median, upper) of the seconds in each, and the verdict."""
+    """A measurement in both results: quartiles of the seconds (lower, median, upper) per result, and the verdict."""
 
     name: str
     before: tuple[float, float, float]
@@ -34,15 +34,15 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """The median before divided by the median after. Above 1, the second result is faster."""
+        """The speedup: the median before divided by the median after."""
         return self.before[1] / self.after[1]
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Difference], list[str]]:
-    """Return the differences of the shared measurements, and the names of those that only one result contains.
+    """Return the differences of the shared measurements, and the names of measurements in only one result.
 
-    A measurement with fewer than `MIN_ROUNDS` rounds in either result has no verdict. Raises ReportError if the results
-    are of different kinds or share no measurement.
+    With fewer than `MIN_ROUNDS` rounds in either result, the verdict is "too few rounds". Raises ReportError if the
+    results are of different kinds or share no measurement.
     """
     if before["kind"] != after["kind"]:
         raise ReportError(
@@ -67,7 +67,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Differe
 def mann_whitney_p_value(ones: Sequence[float], others: Sequence[float]) -> float:
     """Return the two-sided p-value of the exact Mann-Whitney test.
 
-    It is the probability of a difference at least as large if both samples come from the same distribution.
+    The p-value is the probability of a difference at least as large if both samples have the same distribution.
     """
     values = Counter([*ones, *others])
     doubled: dict[float, int] = {}  # twice the mid-rank, which is an integer
@@ -75,7 +75,7 @@ def mann_whitney_p_value(ones: Sequence[float], others: Sequence[float]) -> floa
     for value in sorted(values):
         doubled[value] = 2 * below + values[value] + 1
         below += values[value]
-    # ways[count][total]: the number of ways to choose `count` values whose doubled ranks add up to `total`.
+    # ways[count][total]: the number of ways to choose `count` values with a sum of doubled ranks of `total`.
     ways: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in ones)]
     for rank in (doubled[value] for value in values.elements()):
         for count in range(len(ones), 0, -1):
@@ -88,7 +88,7 @@ def mann_whitney_p_value(ones: Sequence[float], others: Sequence[float]) -> floa
 
 
 def _verdicts(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Verdict]:
-    """Return the verdict of each (before, after) pair, corrected for the number of pairs."""
+    """Return one verdict per (before, after) pair, with Holm's correction for the number of pairs."""
     verdicts: list[Verdict] = [
         "the same within noise" if min(map(len, pair)) >= MIN_ROUNDS else "too few rounds" for pair in pairs
     ]
@@ -104,7 +104,7 @@ def _verdicts(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[
 
 
 def _name(row: dict[str, Any], result: dict[str, Any]) -> str:
-    """Return a name that is unique among the rows of a result."""
+    """Return a unique name for a row of a result."""
     if result["kind"] == "train":
         ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
         return f"{result['target']}, {name_of(row)}, {ranks}"

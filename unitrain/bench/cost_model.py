@@ -1,8 +1,8 @@
 """The cost of collectives in the alpha-beta-gamma model, and the calibration of alpha and beta with measurements.
 
-A message of n bytes between any two ranks takes alpha + n beta seconds, and adding n bytes takes n gamma seconds. A
-rank sends at most one message and receives at most one message at a time. p is the number of ranks, n the size of
-the array in bytes, and lg the logarithm to base 2. Sources:
+A message of n bytes between two ranks takes alpha + n beta seconds, and the reduction of n bytes takes n gamma seconds.
+A rank sends and receives at most one message at a time. p is the number of ranks, n the message size in bytes, and lg
+the logarithm to base 2. Sources:
 
 [T] Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 19(1), 2005
 [P] Patarasuk, Yuan: Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 69(2), 2009
@@ -24,7 +24,7 @@ from unitrain.errors import ConfigError, ReportError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Seconds per message (`alpha`), per byte sent (`beta`), and per byte added (`gamma`)."""
+    """Seconds per message (`alpha`), per byte sent (`beta`), and per byte reduced (`gamma`)."""
 
     alpha: float
     beta: float
@@ -54,10 +54,10 @@ def ring_allreduce(ranks: int, size: float, network: Network) -> float:
 
 
 def recursive_doubling_allreduce(ranks: int, size: float, network: Network) -> float:
-    """lg p (alpha + n beta + n gamma): complete arrays are exchanged with ranks at distance 1, 2, 4, ... [T].
+    """lg p (alpha + n beta + n gamma): ranks exchange the complete tensor at distance 1, 2, 4, ... [T].
 
-    If p is not a power of two, the surplus ranks first send their array to a partner and receive the result at the end,
-    which adds 2 alpha + 2n beta + n gamma.
+    If p is not a power of two, the surplus ranks first send their tensor to a partner and receive the result at the
+    end. This adds 2 alpha + 2n beta + n gamma.
     """
     exchange = network.alpha + size * (network.beta + network.gamma)
     return (ranks.bit_length() - 1) * exchange + _surplus_cost(ranks, size, network)
@@ -66,7 +66,7 @@ def recursive_doubling_allreduce(ranks: int, size: float, network: Network) -> f
 def halving_doubling_allreduce(ranks: int, size: float, network: Network) -> float:
     """2 lg p alpha + 2(p-1)/p n beta + (p-1)/p n gamma: Rabenseifner's algorithm [T].
 
-    Halves, quarters, ... of the array are reduced and then gathered. Surplus ranks are handled as in
+    Halves, quarters, ... of the tensor are reduced and then gathered. Surplus ranks are handled as in
     `recursive_doubling_allreduce`.
     """
     steps = ranks.bit_length() - 1
@@ -82,16 +82,16 @@ def tree_allreduce(ranks: int, size: float, network: Network) -> float:
 
 
 def tree_broadcast(ranks: int, size: float, network: Network) -> float:
-    """ceil(lg p) (alpha + n beta): in each step, every rank that has the array sends it to one that does not [T]."""
+    """ceil(lg p) (alpha + n beta): in each step, the number of ranks with the tensor doubles [T]."""
     return _tree_levels(ranks) * (network.alpha + size * network.beta)
 
 
 def parameter_server(ranks: int, size: float, network: Network, servers: int = 1) -> float:
     """2p (alpha + n/s beta) + p n/s gamma for s <= p servers.
 
-    Every rank sends each server its part of the array and receives the result. The link of a server transfers the parts
-    of all ranks one after the other, which is the bottleneck described in [S]. Messages are counted as in [T]. With p
-    servers the cost is 2p alpha + 2n beta + n gamma, which is close to the bytes of a ring.
+    Every rank sends n/s bytes to each server and receives the result. The link of a server serializes the messages of
+    all ranks; [S] describes this bottleneck. Messages are counted as in [T]. With p servers, the cost is 2p alpha + 2n
+    beta + n gamma, with nearly the same number of bytes as a ring.
     """
     part = size / servers
     return ranks * (2 * network.alpha + part * (2 * network.beta + network.gamma)) if ranks > 1 else 0.0
@@ -100,7 +100,7 @@ def parameter_server(ranks: int, size: float, network: Network, servers: int = 1
 def hierarchical_allreduce(ranks: int, size: float, network: Network, per_host: int, host: Network) -> float:
     """Return the cost of Horovod's hierarchical allreduce (HOROVOD_HIERARCHICAL_ALLREDUCE).
 
-    It consists of a ring reducescatter inside each host, ring allreduces between hosts, and a ring allgather inside
+    The algorithm is a ring reducescatter within each host, ring allreduces between hosts, and a ring allgather within
     each host. With g ranks on each of N hosts, the ring allreduces cost 2(N-1) (alpha + n/N beta) + (N-1)/N n/g gamma:
     each of the g ranks reduces n/g bytes with the corresponding ranks of the other hosts, and the g ranks share the
     link of their host.
@@ -131,7 +131,7 @@ HIERARCHICAL = "hierarchical"
 
 
 def check_algorithms(names: list[str]) -> None:
-    """Raise ConfigError if a name is not that of an algorithm."""
+    """Raise ConfigError for unknown algorithm names."""
     for name in names:
         if name not in (known := [*ALGORITHMS, HIERARCHICAL]):
             raise ConfigError(f"Unknown algorithm {name!r}. {did_you_mean(name, known)}Available: {', '.join(known)}.")
@@ -149,7 +149,7 @@ def _surplus_cost(ranks: int, size: float, network: Network) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """The measured time of an allreduce of `size` bytes, and the time that the fitted model predicts."""
+    """The measured and the predicted time of an allreduce of `size` bytes."""
 
     size: int
     measured: float
@@ -157,13 +157,13 @@ class Point:
 
     @property
     def relative_error(self) -> float:
-        """The error of the prediction relative to the measurement. Above 0, the prediction is too long."""
+        """The relative error of the prediction; positive if the predicted time is too long."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A network that was fitted to measured points."""
+    """A network fitted to measured points."""
 
     network: Network
     points: Sequence[Point]
@@ -182,8 +182,8 @@ class Calibration:
 def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     """Fit alpha and beta of the allreduce `cost` to the allreduces of `name` in a result of `bench collectives`.
 
-    The fit minimizes squared relative errors, so that large arrays do not dominate. Neither alpha nor beta is negative.
-    The cost of the additions is included in beta, because the two cannot be distinguished. Raises ReportError for fewer
+    The fit minimizes squared relative errors, so that large messages do not dominate. alpha and beta are >= 0. beta
+    includes the cost of the reduction, because the measurements do not separate the two. Raises ReportError for fewer
     than two sizes.
     """
     rows = [row for row in result["rows"] if name_of(row) == name and row["operation"] == "allreduce"]
@@ -195,7 +195,7 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
             "Measure with: unitrain bench collectives --operations allreduce --json FILE"
         )
     measured = np.array([quartiles(row["seconds"])[1] for row in rows])
-    # Costs are linear in alpha and beta, so unit values give the coefficients.
+    # Costs are linear in alpha and beta, so the costs for unit values are the coefficients.
     units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1)]
     coefficients = np.array([[cost(ranks, size, one) for one in units] for size in sizes])
     alpha, beta = _positive_least_squares(coefficients / measured[:, None])
@@ -207,7 +207,7 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
 
 
 def _positive_least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Return the x >= 0 with two elements that minimizes |columns x - 1|."""
+    """Return the two-element x >= 0 that minimizes |columns x - 1|."""
     ones = np.ones(len(columns))
     both = np.linalg.lstsq(columns, ones, rcond=None)[0]
     if (both >= 0).all():

@@ -1,4 +1,4 @@
-"""Predict training steps on more ranks with the cost model, and compare predictions with measured steps."""
+"""Predict the step time on more ranks with the cost model, and compare predictions with measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unitrain.bench.cost_model import (
 from unitrain.bench.results import name_of, names, quartiles
 from unitrain.errors import ConfigError, ReportError
 
-# The buckets of DistributedDataParallel, in bytes. The first is small, so that communication starts early.
+# Bucket sizes of DistributedDataParallel in bytes. The first bucket is small, so that communication starts early.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 
 Fit = tuple[Network, Calibration | None]
@@ -31,7 +31,7 @@ _MAX_BUCKETS = 1_000_000
 
 @dataclass(frozen=True)
 class Layer:
-    """The `size` in bytes of the gradients of a part of the model, and the duration of their computation."""
+    """The gradient `size` of a layer in bytes, and the duration of its backward."""
 
     size: float
     seconds: float
@@ -39,7 +39,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The computation of one rank in a step: seconds before and after backward, and the layers in backward order."""
+    """The computation of one rank per step: seconds before and after the backward, and the layers in backward order."""
 
     before: float
     layers: Sequence[Layer]
@@ -53,14 +53,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """The duration of a step, and the part that is exposed: communication that does not overlap with backward."""
+    """The duration of a step, and its exposed communication: the part that does not overlap with the backward."""
 
     seconds: float
     exposed: float
 
     @property
     def efficiency(self) -> float:
-        """The speed per rank relative to one rank."""
+        """The throughput per rank relative to one rank."""
         return 1 - self.exposed / self.seconds
 
 
@@ -71,11 +71,11 @@ def uniform_work(
     layers: int = 100,
     largest_layer: float = FIRST_BUCKET_BYTES,
 ) -> Work:
-    """Return the work of a model whose gradients are spread evenly over backward, a share `backward_share` of the step.
+    """Return the work of a model with gradients spread evenly over the backward.
 
-    The default of 2/3 assumes that backward computes two gradients for each product of forward. The number of layers is
-    at least `layers`, and large enough that a layer has at most `largest_layer` bytes: buckets contain complete layers,
-    so larger layers would determine the size of the buckets.
+    `backward_share` is the fraction of the step time spent in backward. The default of 2/3 assumes two matrix products
+    in backward per product in forward. There are at least `layers` layers of at most `largest_layer` bytes. Buckets
+    contain complete layers, so larger layers would determine the bucket size.
     """
     layers = max(layers, math.ceil(gradient_bytes / largest_layer))
     backward = backward_share * step_seconds
@@ -90,10 +90,10 @@ def predict_step(
     bucket: float = BUCKET_BYTES,
     first_bucket: float = FIRST_BUCKET_BYTES,
 ) -> Step:
-    """Return the step if the allreduce of each bucket takes `allreduce(bytes)` seconds, one bucket after the other.
+    """Simulate a step with sequential allreduces of the buckets, `allreduce(bytes)` seconds each.
 
-    The reduction of a bucket starts when backward has computed the layer that fills it and the previous bucket is
-    reduced. The optimizer waits for the last bucket.
+    The allreduce of a bucket starts when the backward has filled the bucket and the previous allreduce is complete. The
+    optimizer waits for the last bucket.
     """
     clock, reduced_at, filled, limit = work.before, 0.0, 0.0, first_bucket
     for number, layer in enumerate(work.layers, 1):
@@ -108,7 +108,7 @@ def predict_step(
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The size of a model, the bytes communicated per parameter, and its step on one rank without communication."""
+    """The number of parameters of a model, the bytes communicated per parameter, and the step time on one rank."""
 
     parameters: float
     bytes_per_parameter: float
@@ -116,7 +116,7 @@ class Model:
     backward_share: float
 
     def work(self, bucket: float = BUCKET_BYTES) -> Work:
-        """Return the work of a step, with the gradients spread evenly over backward.
+        """Return the work of a step, with the gradients spread evenly over the backward.
 
         Raises ConfigError if the gradients fill more than a million buckets.
         """
@@ -132,14 +132,14 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLayout:
-    """The number of ranks per host and the network inside a host, for the hierarchical algorithm."""
+    """The number of ranks per host and the network within a host, for the hierarchical algorithm."""
 
     ranks: int
     network: Network
 
 
 def cost_functions(algorithms: Sequence[str], hosts: HostLayout | None, servers: int) -> dict[str, Cost]:
-    """Return the cost function of an allreduce with each of the algorithms."""
+    """Return the allreduce cost function per algorithm."""
 
     def hierarchical(ranks: int, size: float, network: Network) -> float:
         assert hosts is not None
@@ -155,7 +155,7 @@ def cost_functions(algorithms: Sequence[str], hosts: HostLayout | None, servers:
 def fit_networks(
     result: dict[str, Any] | None, given: Network | None, wanted: Mapping[str, Cost]
 ) -> dict[tuple[str, str], Fit]:
-    """Return the network of each (name, algorithm): `given`, or a network fitted to the allreduces in `result`.
+    """Return the network per (name, algorithm): `given`, or a network fitted to the allreduces in `result`.
 
     The hierarchical algorithm is fitted as a ring, because it uses a ring between hosts.
     """
@@ -177,7 +177,7 @@ def predict(
     ranks: Sequence[int],
     bucket: float = BUCKET_BYTES,
 ) -> dict[str, Any]:
-    """Return the predicted step of every (name, algorithm) on every number of ranks, as plain data."""
+    """Return the predicted step per (name, algorithm) and number of ranks, as plain data."""
     work = model.work(bucket)
     rows, fits = [], []
     for (name, algorithm), (network, fitted) in networks.items():
@@ -219,9 +219,9 @@ def _allreduce(cost: Cost, ranks: int, network: Network) -> Callable[[float], fl
 
 
 def model_of(trained: dict[str, Any], bytes_per_parameter: float) -> Model:
-    """Return the model of a result of `bench train`, from its steps on one rank.
+    """Return the model from the single-rank steps in a result of `bench train`.
 
-    Raises ReportError if one rank was not measured.
+    Raises ReportError if the result has no measurement on one rank.
     """
     single = [row for row in trained["rows"] if row["ranks"] == 1 and row["setting"] is None]
     if not single:
@@ -246,10 +246,9 @@ def compare_with_measured(
     networks: Mapping[tuple[str, str], Fit],
     wanted: Mapping[str, Cost],
 ) -> list[dict[str, Any]]:
-    """Return the measured and the predicted step of each measured backend on several ranks.
+    """Return the measured and the predicted step time per measured backend on several ranks.
 
-    Rows with settings are skipped, because most settings change the computation or the communication in ways that the
-    model does not include.
+    Rows with settings are skipped, because the model does not include changes of computation or communication.
     """
     found = []
     for row in trained["rows"]:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 import unitrain
 from unitrain.errors import MissingDependencyError
 
-# By name: the function, and the number of steps per turn, for turns of roughly a second.
+# name -> (function, steps per turn). A turn takes roughly a second.
 BUILT_IN_MODELS = {
     "tiny": ("tiny", 300),
     "25M": ("mlp_25m", 10),
@@ -30,7 +30,7 @@ _CHARACTERS, _LENGTH = 96, 64
 
 
 def resolve(target: str) -> tuple[str, int]:
-    """Return the function for `target`, a built-in model or a function, and the default number of steps per turn."""
+    """Resolve `target` (a built-in model or a function) to a function and the default number of steps per turn."""
     if target not in BUILT_IN_MODELS:
         return target, _DEFAULT_STEPS
     function, steps = BUILT_IN_MODELS[target]
@@ -38,22 +38,22 @@ def resolve(target: str) -> tuple[str, int]:
 
 
 def tiny() -> dict[str, Any]:
-    """Return an MLP with two hidden layers of 64, whose step time is mostly overhead."""
+    """Return an MLP with two hidden layers of 64. Overhead dominates its step time."""
     return _perceptron([64, 64])
 
 
 def mlp_25m() -> dict[str, Any]:
-    """Return an MLP with 25 million parameters in four hidden layers, with much communication per computation."""
+    """Return an MLP with 25 million parameters and four hidden layers, with a high communication share."""
     return _perceptron([2048, 3072, 3072, 2816])
 
 
 def resnet18() -> dict[str, Any]:
-    """Return torchvision's ResNet-18 with images of 224 x 224."""
+    """Return torchvision's ResNet-18 with 224 x 224 images."""
     return _resnet("resnet18", batch_size=16)
 
 
 def resnet50() -> dict[str, Any]:
-    """Return torchvision's ResNet-50 with images of 224 x 224."""
+    """Return torchvision's ResNet-50 with 224 x 224 images."""
     return _resnet("resnet50", batch_size=16)
 
 
@@ -67,7 +67,7 @@ def gpt() -> dict[str, Any]:
 
 
 class SmallGPT(nn.Module):
-    """Maps characters [n, length] to scores of the next characters [n, length, characters]."""
+    """A causal transformer: maps characters [n, length] to next-character logits [n, length, characters]."""
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SmallGPT(nn.Module):
         self.scores = nn.Linear(width, _CHARACTERS, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the scores, computed with causal attention."""
+        """Return the logits, computed with causal attention."""
         length = text.shape[1]
         hidden = self.characters(text) + self.positions(torch.arange(length, device=text.device))
         later = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
@@ -87,7 +87,7 @@ class SmallGPT(nn.Module):
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Repeats 32 random images, so that data takes neither memory nor time."""
+    """A dataset that repeats 32 random images, to keep memory use and loading time negligible."""
 
     def __init__(self, length: int = _SAMPLES) -> None:
         self._images = torch.randn(32, 3, 224, 224)

@@ -1,4 +1,4 @@
-"""Sets of ranks that run one at a time, in turns, so that disturbances of the machine affect all of them equally."""
+"""Sets of ranks that run one at a time, in turns, so that system noise affects all of them equally."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unitrain.processes import parent_death_signal, usable_cores
 from unitrain.testing import RankError, RankGroup
 
 __all__ = ["LaunchedRanks", "RankError", "RankSet", "RankSetInfo", "RankSetSpec", "SuspendableRanks", "start_rank_sets"]
-# A turn that takes longer has hung.
+# Timeout after which a turn counts as hung.
 TURN_TIMEOUT_SECONDS = 300.0
 
 
@@ -38,21 +38,21 @@ class RankSetInfo:
 
 
 class RankSet(ABC):
-    """A set of ranks of one backend. It is active during its turns and idle during those of other sets."""
+    """A set of ranks of one backend. It is active during its own turns and idle during turns of other sets."""
 
     info: RankSetInfo
 
     @abstractmethod
     def activate(self) -> AbstractContextManager[None]:
-        """Return a context in which the ranks are active. Outside of it they use no CPU time."""
+        """Return a context manager that activates the ranks. Idle ranks use no CPU time."""
 
     @abstractmethod
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(backend, *args)` on every rank of an active set, and return the results in rank order."""
+        """Call `function(backend, *args)` on every rank of an active set. Return the results in rank order."""
 
 
 class SuspendableRanks(RankSet):
-    """Ranks that this process starts on this host. While idle, they are suspended by SIGSTOP, because Horovod polls."""
+    """Ranks that this process starts on this host. SIGSTOP suspends idle ranks, because Horovod polls."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
@@ -76,19 +76,19 @@ class SuspendableRanks(RankSet):
         return self._group.run(function, *args, timeout_seconds=TURN_TIMEOUT_SECONDS)
 
     def resume(self) -> None:
-        """Resume the ranks permanently, so that they can be ended."""
+        """Resume the ranks permanently, so that they can be terminated."""
         self._signal(signal.SIGCONT)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, signum: signal.Signals) -> None:
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signum)
 
 
 class LaunchedRanks(RankSet):
-    """The ranks that a launcher started, on any number of hosts. This process is one of them.
+    """The ranks of a launcher, on any number of hosts. This process is one of them.
 
-    The backend is shut down while the set is idle, because a process can only have one backend at a time.
+    The backend is shut down while the set is idle, because a process supports only one active backend.
     """
 
     def __init__(self, name: str, device: str | None) -> None:
@@ -124,8 +124,8 @@ class RankSetSpec:
 
 @contextmanager
 def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[RankSet]]:
-    """Start a set of ranks for each spec. The ranks are ended when the context is left, also after SIGTERM."""
-    # SIGTERM is handled like Ctrl-C: suspended ranks would continue to exist after this process has ended.
+    """Start one set of ranks per spec. The ranks are terminated on exit from the context, also after SIGTERM."""
+    # Handle SIGTERM like Ctrl-C: otherwise suspended ranks would outlive this process.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, before)
@@ -149,16 +149,16 @@ def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[
 
 
 def _pin_to_core(backend: Backend) -> tuple[int, RankSetInfo]:
-    """Pin this rank to a core, if there is one per rank, and return its process id and the description of its set.
+    """Pin this rank to a core if there is one per rank. Return its process ID and the description of its set.
 
-    Without pinning, migrations between cores cause more variation between rounds than the differences to measure.
+    Without pinning, migrations between cores cause more variation between rounds than the measured effects.
     """
     if sys.platform.startswith("linux"):
         cores = usable_cores()
         if backend.size <= len(cores):
             for thread in Path("/proc/self/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {cores[backend.rank]})
-        # A suspended rank cannot detect that its parent was killed.
+        # A suspended rank cannot detect the death of its parent.
         parent_death_signal(signal.SIGKILL)()
     return os.getpid(), _info(backend)
 

@@ -1,4 +1,4 @@
-"""Read and write the results of measurements, and derive quantities from their rows."""
+"""Read and write benchmark results, and derive metrics from their rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unitrain.errors import ReportError
 
 KINDS = ("collectives", "train")
 OPERATIONS = ("allreduce", "allgather", "reducescatter", "broadcast")
-# The parts of a training step, in chronological order.
+# The phases of a training step, in chronological order.
 PARTS = ("data", "forward", "backward", "exposed", "optimizer")
 
 
@@ -23,7 +23,7 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """Return the result in a file. Raises ReportError if the file has no result, or one of another `kind`."""
+    """Read a result from a file. Raises ReportError if the file is not a result of this `kind`."""
     remedy = f"Create one with: unitrain bench {kind or 'collectives'} --json {path}"
     try:
         result: Any = json.loads(path.read_text())
@@ -52,22 +52,22 @@ def names(result: dict[str, Any]) -> list[str]:
 
 
 def samples_per_second(row: dict[str, Any]) -> float:
-    """Return the samples per second of all ranks in a training row."""
+    """Return the global throughput of a training row, in samples per second."""
     return float(row["samples"] / quartiles(row["seconds"])[1])
 
 
 def efficiency(result: dict[str, Any], row: dict[str, Any]) -> float | None:
-    """Return the speed per rank relative to one rank with the same setting, or None if that was not measured."""
+    """Return the scaling efficiency: throughput per rank relative to one rank (same setting), or None without it."""
     single = [one for one in result["rows"] if one["ranks"] == 1 and one["setting"] == row["setting"]]
     return samples_per_second(row) / row["ranks"] / samples_per_second(single[0]) if single else None
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Return the factor between algorithm bandwidth (bytes / seconds) and bus bandwidth.
+    """Return the ratio of bus bandwidth to algorithm bandwidth (bytes / seconds).
 
-    Bus bandwidth does not depend on the number of ranks and can be compared with the bandwidth of the hardware. The
-    definition, and that of the size of an operation, are those of doc/PERFORMANCE.md in NVIDIA's nccl-tests: the size
-    is that of the result of an allgather and of the input of a reducescatter.
+    Bus bandwidth does not depend on the number of ranks and is comparable with the hardware bandwidth. The definitions
+    of bandwidth and message size follow doc/PERFORMANCE.md in NVIDIA's nccl-tests: the size is the output size of an
+    allgather and the input size of a reducescatter.
     """
     return {
         "allreduce": 2 * (ranks - 1) / ranks,
@@ -86,7 +86,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def format_bytes(size: float) -> str:
-    """Return a size in the largest unit in which it is at least 1, such as "64 MB" for 64 * 2^20."""
+    """Format a size in the largest suitable unit, such as "64 MB" for 64 * 2^20."""
     for unit, factor in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
         if size >= factor:
             return f"{size / factor:.4g} {unit}"
@@ -94,7 +94,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration in the largest unit in which it is at least 1."""
+    """Format a duration in the largest suitable unit."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"

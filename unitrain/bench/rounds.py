@@ -1,4 +1,4 @@
-"""Measure several sets of ranks in rounds. In each round every set has a turn, in a new random order."""
+"""Measure several sets of ranks in rounds. Each round runs every set once, in a new random order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unitrain.bench.results import PARTS
 from unitrain.bench.training import TrainTurn
 
 _MIN_ROUNDS = 3
-# Small collectives are called several times per turn, so that a turn takes about this long.
+# Target duration of a turn: small collectives are called several times per turn.
 _TURN_SECONDS = 0.05
 _MAX_CALLS = 200
 
@@ -30,10 +30,11 @@ def measure_collectives(
     seconds: float,
     report_progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time every operation with every size in bytes on every set of ranks, for about `seconds`.
+    """Time every operation with every message size (bytes) on every set of ranks, for about `seconds`.
 
-    The warm-up round is not recorded. It determines the number of calls per turn. The result is plain data: "rows" with
-    the seconds per call of the slowest rank in each round, and the same for "floors", measured on the first set.
+    The warm-up round is not recorded; it determines the number of calls per turn. The result is plain data: "rows" with
+    the seconds per call of the slowest rank per round, and the same for "floors" (the lower bounds), measured on the
+    first set.
     """
     ranks = rank_sets[0].info.ranks
     found: dict[tuple[int, str, int], list[float]] = {}
@@ -96,7 +97,7 @@ def measure_training(
     """Train `target` with each of `settings` on every set of ranks, `steps` steps per turn, for about `seconds`.
 
     The key None of `settings` is the unchanged configuration. The warm-up round is not recorded. The result is plain
-    data: "rows" with the seconds per step of the slowest rank in each round, and the mean over ranks of each part.
+    data: "rows" with the seconds per step of the slowest rank per round, and the mean over ranks per phase.
     """
     turns: dict[tuple[int, str | None], list[list[TrainTurn]]] = {}
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
@@ -136,7 +137,7 @@ def measure_training(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the software and hardware of this host that the results depend on."""
+    """Return the software versions and hardware of this host."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -149,8 +150,8 @@ def describe_machine() -> dict[str, Any]:
 class _Rounds:
     """Iterates over (round, index of a rank set) for a warm-up round 0 and at least three rounds.
 
-    Further rounds follow while the turns, whose durations are passed to `count`, have taken less than `seconds`. The
-    ranks report equal durations and the random order is seeded, so launched ranks make the same decisions.
+    Further rounds follow until the turns have taken `seconds` in total; `count` adds the duration of a turn. Durations
+    are equal on all ranks and the random order is seeded, so launched ranks make the same decisions.
     """
 
     def __init__(self, count: int, seconds: float, report_progress: Callable[[str], None]) -> None:

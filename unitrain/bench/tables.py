@@ -21,7 +21,7 @@ from unitrain.bench.results import (
     samples_per_second,
 )
 
-_WIDTH_WITHOUT_TERMINAL = 260  # wide enough that no cell is wrapped
+_WIDTH_WITHOUT_TERMINAL = 260  # wide enough to avoid wrapped cells
 
 
 def create_console() -> Console:
@@ -31,7 +31,7 @@ def create_console() -> Console:
 
 
 def collectives(result: dict[str, Any]) -> Table:
-    """Return a row per operation and size: time, algorithm and bus bandwidth of each backend, and the lower bounds."""
+    """Return a row per operation and size: time, algorithm and bus bandwidth per backend, and the lower bounds."""
     ranks = result["ranks"]
     nodes = "one host" if result["num_nodes"] == 1 else f"{result['num_nodes']} hosts"
     rounds = len(result["rows"][0]["seconds"]) if result["rows"] else 0
@@ -67,7 +67,7 @@ def collectives(result: dict[str, Any]) -> Table:
 
 
 def train(result: dict[str, Any]) -> Table:
-    """Return a row per setting, number of ranks and backend: speed, efficiency, and the parts of a step."""
+    """Return a row per setting, number of ranks and backend: throughput, efficiency, and time per phase."""
     rounds = len(result["rows"][0]["seconds"])
     table = _create_table(
         f"{result['target']}: {result['parameters']:,} parameters, {result['device']}; medians of {rounds} rounds of "
@@ -94,7 +94,7 @@ def train(result: dict[str, Any]) -> Table:
 
 
 def differences(found: list[Difference]) -> Table:
-    """Return a row per measurement that two results share."""
+    """Return a row per measurement shared by two results."""
     table = _create_table(
         "ratio: time before / time after (above 1, the second result is faster); in brackets: lower and upper quartile"
     )
@@ -112,7 +112,7 @@ def differences(found: list[Difference]) -> Table:
 
 
 def prediction(result: dict[str, Any]) -> Table:
-    """Return a row per number of ranks: the step time, the exposed communication and the efficiency."""
+    """Return a row per number of ranks: step time, exposed communication and efficiency."""
     model = result["model"]
     table = _create_table(
         f"{model['parameters']:,.0f} parameters of {model['bytes_per_parameter']:g} bytes, "
@@ -138,7 +138,7 @@ def prediction(result: dict[str, Any]) -> Table:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Return the notes below a table. Those of a prediction are its networks and errors."""
+    """Return the notes to print below a table. Notes of a prediction are the fitted networks and their errors."""
     notes = []
     processors = result.get("machine", {}).get("processors")
     max_ranks = max((row.get("ranks", 0) for row in result["rows"]), default=0)

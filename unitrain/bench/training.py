@@ -1,4 +1,4 @@
-"""Time training steps and their parts, in the ranks."""
+"""Time training steps and their phases, on the ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.optim.step import Forward
 
-# After the timed steps of a turn, this fraction of their number is run again to time the parts of a step.
+# After the timed steps of a turn, this fraction of the steps is repeated to time the phases of a step.
 _PROFILED_FRACTION = 0.25
 _MIN_PROFILED_STEPS = 3
 _PROCESS_STATUS = Path("/proc/self/status")
 
 
 class TrainTurn(NamedTuple):
-    """A turn on this rank: `seconds` and `samples` per step, seconds per step by part, peak `memory` in bytes, the
-    number of trainable parameters of the model, and the duration of the turn."""
+    """A turn on this rank: `seconds` and `samples` per step, seconds per step by phase, peak `memory` in bytes, the
+    number of trainable parameters, and the duration of the turn."""
 
     seconds: float
     samples: float
@@ -41,11 +41,11 @@ class TrainTurn(NamedTuple):
 
 
 class StepProfiler(Callback):
-    """Callback and wrapper of forward and loss that times the parts of a step.
+    """Callback that times the phases of a step, and wraps the forward and the loss function.
 
-    `data` ends when the batch is available, `forward` when the loss is computed, `backward` when this rank's backward
-    is done, and `exposed` when the gradients are reduced. `optimizer` is the rest of the step. On a GPU, the profiler
-    synchronizes after each part, so the reported speed is measured in other steps.
+    `data` ends when the batch is available, `forward` when the loss is computed, `backward` when the local backward is
+    complete, and `exposed` when the gradients are reduced. `optimizer` is the rest of the step. On a GPU, the profiler
+    synchronizes after each phase, so throughput is measured in separate steps.
     """
 
     def __init__(self, backend: Backend, forward: Any, loss_fn: Callable[..., Any]) -> None:
@@ -57,7 +57,7 @@ class StepProfiler(Callback):
         self._began: float | None = None
 
     def start(self, *, is_active: bool) -> None:
-        """Reset the counters. The first step, which includes the start of the data loader, is not profiled."""
+        """Reset the counters. The first step is not profiled, because it includes the start of the data loader."""
         self.is_active = is_active
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.steps = self.samples = 0
@@ -89,7 +89,7 @@ class StepProfiler(Callback):
             self._began = self._now()
 
     def _on_loss_gradient(self, gradient: Tensor) -> None:
-        # The gradient reduction queues its callback later, so it runs after this one.
+        # The gradient reduction queues its callback later, so its callback runs after this one.
         Variable._execution_engine.queue_callback(lambda: self._end_part("backward"))
 
     def _end_part(self, part: str) -> None:
@@ -118,7 +118,7 @@ def take_turn(
 ) -> TrainTurn:
     """Train `target` for `steps` steps, at least 2, with `settings` of TrainConfig.
 
-    `target` is an argument of `factories.call_training_function`. All ranks call it. The first turn creates the model,
+    All ranks must call it. `target` is passed to `factories.call_training_function`. The first turn creates the model,
     and later turns continue its training. Checkpoints, validation, schedulers, loggers and callbacks are disabled.
     Raises ConfigError and the errors of the Trainer.
     """
@@ -177,7 +177,7 @@ def _prepare(
 
 
 def _fit(backend: Backend, trainer: Any, data: Any, profiler: StepProfiler, *, done: int, is_active: bool) -> float:
-    """Train the steps after the first `done`, and return the seconds between the barriers before and after."""
+    """Train the steps after step `done`. Return the seconds from barrier to barrier."""
     trainer.progress.reset(step=done)
     profiler.start(is_active=is_active)
     backend.barrier()

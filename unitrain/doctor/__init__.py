@@ -1,8 +1,8 @@
-"""`unitrain doctor`: check a host, or the ranks and hosts of a job, and suggest fixes.
+"""`unitrain doctor`: diagnose a host, or the ranks and hosts of a job, and suggest fixes.
 
-examination  collect the reports of all ranks, also from a launch, and evaluate them
-facts        facts about the host and the software of one rank
-peers        checks between the ranks: addresses, reachability, clocks, shared folder
+examination  collect the reports of all ranks, optionally launching them, and evaluate the reports
+facts        collect the host and software configuration of one rank
+peers        checks between ranks: addresses, reachability, clocks, shared folder
 findings     evaluate the reports of all ranks
 display      print the result
 """

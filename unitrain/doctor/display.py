@@ -1,4 +1,4 @@
-"""Print the result of an examination."""
+"""Print the report of an examination."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLORS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Print the software of rank 0, a table of the hosts, and the findings with their fixes."""
+    """Print the software versions of rank 0, a table of the hosts, and the findings with fixes."""
     console = Console(highlight=False)
     ranks = [entry["facts"] for entry in report["ranks"]]
     first = ranks[0]

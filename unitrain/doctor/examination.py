@@ -14,20 +14,20 @@ import unitrain
 from unitrain.bootstrap import environment
 from unitrain.errors import LauncherMismatchError, UnitrainError
 
-# Marks the report of rank 0 in the output of a launcher, which may add a prefix to each line.
+# Marks the report of rank 0 in the output of a launcher. The launcher may prefix each line.
 MARKER = "unitrain doctor report: "
 _LAUNCH_SECONDS = 60.0
 _MAX_OUTPUT_LINES = 15
 
 
 class ExaminationError(UnitrainError):
-    """The ranks could not be started, or could not connect to each other."""
+    """The ranks failed to start or to connect to each other."""
 
 
 def examine(timeout_seconds: float) -> dict[str, Any] | None:
-    """Examine this rank and its job. Return the report as plain data on rank 0, and None on the other ranks.
+    """Examine this rank and its job. Return the report as plain data on rank 0, and None on other ranks.
 
-    All ranks of a job call it. Raises ExaminationError if they do not connect within `timeout_seconds`.
+    All ranks of a job must call it. Raises ExaminationError if the rendezvous exceeds `timeout_seconds`.
     """
     from unitrain.bootstrap.rendezvous import connect_ranks
     from unitrain.doctor.facts import Facts, collect_facts
@@ -36,7 +36,7 @@ def examine(timeout_seconds: float) -> dict[str, Any] | None:
 
     try:
         rank_info = environment.detect()
-        # The rendezvous comes first, so that missing ranks are reported before the slow parts.
+        # The rendezvous comes first, so that missing ranks are reported before the slow checks.
         rendezvous = connect_ranks(rank_info, timedelta(seconds=timeout_seconds))
         facts = collect_facts(rank_info)
         checks = check_peers(rendezvous) if rank_info.size > 1 else None
@@ -57,16 +57,16 @@ def examine(timeout_seconds: float) -> dict[str, Any] | None:
 
 
 def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, Any]:
-    """Launch ranks with these options of `unitrain launch`, and return their report.
+    """Launch ranks with these options of `unitrain launch`, and return the report.
 
-    Raises ExaminationError if the ranks cannot be started.
+    Raises ExaminationError if the launch fails.
     """
     program = str(Path(unitrain.__file__).with_name("__main__.py"))
     command = [
         sys.executable, program, "launch", *options,
         program, "doctor", "--for-launch", "--timeout-seconds", f"{timeout_seconds:g}",
     ]  # fmt: skip
-    # Under backend horovod, the launcher would not provide the address for the rendezvous.
+    # With backend horovod, the launcher would not provide a rendezvous address.
     variables = {"UNITRAIN_BACKEND": environment.setting("UNITRAIN_BACKEND") or "ddp"}
     limit_seconds = timeout_seconds + _LAUNCH_SECONDS
     try:
@@ -91,7 +91,7 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
 
 
 def _describe_failed_launch(done: subprocess.CompletedProcess[str]) -> str:
-    # click prints usage errors of `unitrain launch` with exit code 2, below the usage of that command.
+    # For usage errors, click prints the usage of `unitrain launch` and then the error, and exits with code 2.
     _, is_usage_error, message = done.stderr.partition("\nError: ")
     if done.returncode == 2 and is_usage_error:
         return f"--launch has options that unitrain launch does not accept: {message.strip()}"

@@ -1,4 +1,4 @@
-"""Collect facts about the host and the software of one rank."""
+"""Collect the host and software configuration of one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unitrain.horovod_wheel import check
 from unitrain.processes import usable_cores
 from unitrain.torch_compat import transports
 
-# Prefixes and names of the environment variables that change the behavior of libraries.
+# Prefixes and names of environment variables that configure the libraries.
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "HOROVOD_", "TORCH_", "OMP_", "MKL_", "CUDA_", "UCX_", "FI_", "UNITRAIN_")
 _VARIABLE_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -34,7 +34,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU that torch finds, with its memory in bytes. `uuid` identifies the hardware."""
+    """A GPU visible to torch, with its memory in bytes. `uuid` identifies the hardware."""
 
     name: str
     memory: int
@@ -43,12 +43,12 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The host and the software of one rank. Sizes are in bytes. A value is None if it cannot be determined.
+    """The host and software configuration of one rank. Sizes are in bytes. Unknown values are None.
 
     `machine` identifies the running kernel, also across containers with different names. `name_addresses` are the
-    addresses of the host's own name, and `cores` the numbers of the cores that this process may use. `horovod` is None
-    if Horovod is not installed, and on all ranks except the first of each host. `has_job_key` is whether this process
-    signs its messages.
+    addresses of the host's own name, and `cores` the core numbers available to this process. `horovod` is None if
+    Horovod is not installed, and on all ranks except the first per host. `has_job_key` is true if this process signs
+    its messages.
     """
 
     host: str
@@ -82,7 +82,7 @@ class Facts:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Facts:
-        """Return the facts from the result of `as_json`."""
+        """Create facts from the output of `as_json`."""
         gpus = tuple(Gpu(**gpu) for gpu in data["gpus"])
         tuples = {name: tuple(data[name]) for name in ("evidence", "name_addresses", "cores")}
         return cls(**{**data, **tuples, "gpus": gpus})
@@ -93,7 +93,7 @@ class Facts:
 
 
 def collect_facts(rank_info: RankInfo) -> Facts:
-    """Return the facts of this process. Importing torch and, on one rank per host, Horovod takes seconds."""
+    """Collect the facts of this process. Imports torch and, on one rank per host, Horovod, which takes seconds."""
     import torch
 
     inherited = environment.copy()

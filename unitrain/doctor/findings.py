@@ -1,4 +1,4 @@
-"""Evaluate the reports of all ranks. Each check is a pure function for one kind of problem."""
+"""Evaluate the reports of all ranks. Each check is a pure function for one type of problem."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MIN_SHARED_MEMORY_BYTES = 1 * _GIB
 _MIN_FREE_BYTES = 2 * _GIB
 _MIN_OPEN_FILES = 4096
 _MAX_CLOCK_OFFSET_SECONDS = 1.0
-# Variables that may differ between ranks or hosts.
+# Variables that are allowed to differ between ranks or hosts.
 _PER_RANK_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOROVOD_", "UNITRAIN_", "TORCHELASTIC", "TORCH_NCCL_ASYNC")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A problem with its location and consequence, and a command or an instruction that fixes it."""
+    """A problem with its location and consequence, and a command or an instruction to fix it."""
 
     level: Level
     what: str
@@ -31,20 +31,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of one rank. `peer_checks` is None if it is the only rank."""
+    """The report of one rank. `peer_checks` is None in a job with one rank."""
 
     facts: Facts
     peer_checks: PeerChecks | None
 
 
 def find_problems(ranks: Sequence[RankReport]) -> list[Finding]:
-    """Return the findings, most severe first. `ranks` are in rank order."""
+    """Return the findings, most severe first. `ranks` must be in rank order."""
     found = [finding for check in _CHECKS for finding in check(ranks)]
     return sorted(dict.fromkeys(found), key=lambda one: _ORDER.index(one.level))
 
 
 def _hosts(ranks: Sequence[RankReport]) -> list[Facts]:
-    """Return the facts of the first rank of each host."""
+    """Return the facts of the first rank per host."""
     return [report.facts for report in ranks if report.facts.local_rank == 0]
 
 

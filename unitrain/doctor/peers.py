@@ -19,12 +19,12 @@ _CONNECT_TIMEOUT_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class PeerChecks:
-    """The results of one rank.
+    """The peer-check results of one rank.
 
-    `address` is its address on the route to the other hosts. `unreachable` maps each host to which the connection
-    failed to its address and the error; only the first rank of a host connects. `clock_offset_seconds` is the clock of
-    this host minus that of rank 0; its error is at most the latency of a message. `shares_folder` is whether a file
-    that rank 0 creates in its working directory exists in the working directory of this rank.
+    `address` is the address of this host on the route to the other hosts. `unreachable` maps each unreachable host to
+    its address and the connection error; only the first rank per host connects. `clock_offset_seconds` is the clock of
+    this host minus the clock of rank 0, with an error of at most one message latency. `shares_folder` is true if this
+    rank has the same working directory as rank 0 (on a shared file system).
     """
 
     address: str
@@ -38,7 +38,7 @@ class PeerChecks:
 
 
 def check_peers(rendezvous: Rendezvous) -> PeerChecks:
-    """Run all checks. All ranks call it. Each connection attempt is limited to a few seconds."""
+    """Run all checks. All ranks must call it. Each connection attempt times out after a few seconds."""
     address = _address(rendezvous)
     clock_offset_seconds = _clock_offset(rendezvous)
     return PeerChecks(
@@ -50,7 +50,7 @@ def check_peers(rendezvous: Rendezvous) -> PeerChecks:
 
 
 def _address(rendezvous: Rendezvous) -> str:
-    """Return the address of this host on the route to the others. On the host of rank 0, the route may be loopback."""
+    """Return the address of this host on the route to the other hosts. On the host of rank 0, it may be loopback."""
     own = address_towards(rendezvous.host)
     others = [other for other in rendezvous.allgather("doctor/address", own) if not other.startswith("127.")]
     return address_towards(others[0]) if own.startswith("127.") and others else own
@@ -60,7 +60,7 @@ def _clock_offset(rendezvous: Rendezvous) -> float:
     store, rank = rendezvous.store, rendezvous.rank_info.rank
     rendezvous.allgather("doctor/ready", None)
     if rank == 0:
-        time.sleep(0.1)  # the other ranks must already be waiting
+        time.sleep(0.1)  # start when all other ranks are waiting
         store.set("doctor/time", repr(time.time()))
         return 0.0
     time_of_rank_zero = float(store.get("doctor/time"))
@@ -68,7 +68,7 @@ def _clock_offset(rendezvous: Rendezvous) -> float:
 
 
 def _unreachable(rendezvous: Rendezvous, address: str) -> dict[str, str]:
-    """Let the first ranks of all hosts listen and connect to each other."""
+    """Connect the first ranks of all hosts to each other, and return the failures."""
     is_first_on_host = rendezvous.rank_info.local_rank == 0
     with contextlib.ExitStack() as stack:
         port = 0
@@ -89,7 +89,7 @@ def _unreachable(rendezvous: Rendezvous, address: str) -> dict[str, str]:
 
 
 def _accept_connections(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the listener is closed after all attempts
+    with contextlib.suppress(OSError):  # the listener was closed after all attempts
         while True:
             listener.accept()[0].close()
 

@@ -1,6 +1,6 @@
 """`unitrain.run`: call a function on several ranks of this machine, from a notebook or a script.
 
-run    starts the ranks, prints their output and returns their results
-rank   program of each rank: makes the call and stores its outcome
-call   files through which calls and outcomes are passed between the two
+run    start the ranks, print their output and return their results
+rank   program of each rank: execute the call and store its outcome
+call   files that transfer the call to the ranks and the outcomes back
 """

@@ -1,6 +1,6 @@
-"""Files through which `unitrain.run` passes a call to its ranks, and through which each rank returns its outcome.
+"""Files that transfer the call of `unitrain.run` to the ranks and the outcomes back.
 
-Functions that other processes cannot import, such as those of a notebook or of `__main__`, are pickled by value.
+Functions that other processes cannot import, such as functions in a notebook or `__main__`, are pickled by value.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Call:
                 f"{name} or its arguments cannot be sent to the ranks: {type(error).__name__}: {error}. "
                 f"Create objects that belong to one process inside of {name}: files, locks, connections, iterators."
             ) from error
-        # A rank needs this process's import path before it can unpickle the call. The source of notebook cells, which
+        # A rank needs the import path of this process to unpickle the call. The source of notebook cells, which
         # are in no file, is included for tracebacks.
         cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not Path(name).exists()}
         (folder / _CALL).write_bytes(pickle.dumps((sys.path, cells, content)))
 
     @staticmethod
     def load(folder: Path) -> Call:
-        """Return the call that is stored in `folder`, and adopt the import path of the process that stored it."""
+        """Load the call from `folder`, and set `sys.path` to the import path of the calling process."""
         paths, cells, content = pickle.loads((folder / _CALL).read_bytes())
         sys.path[:] = paths
         linecache.cache.update(cells)
@@ -58,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of the call on one rank: its `result`, or its `error` with the traceback as text, and the time."""
+    """Outcome of the call on one rank: the `result`, or the `error` with its traceback as text, and a timestamp."""
 
     result: Any = None
     error: BaseException | None = None
@@ -67,7 +67,7 @@ class Outcome:
 
     @classmethod
     def of(cls, error: BaseException) -> Outcome:
-        """Return the outcome of a call that raised `error`; its traceback lacks the frames of this package."""
+        """Create the outcome of a call that raised `error`. The traceback omits the frames of this package."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parent)):
             trace = trace.tb_next
@@ -91,7 +91,7 @@ class Outcome:
 
     @staticmethod
     def load_all(folder: Path, size: int) -> dict[int, Outcome]:
-        """Return the outcomes in `folder` by rank; ranks that have not stored one are missing."""
+        """Return {rank: outcome} for all outcomes stored in `folder`."""
         outcomes: dict[int, Outcome] = {}
         for rank in range(size):
             path = folder / f"{_OUTCOME}-{rank}"
@@ -103,6 +103,6 @@ class Outcome:
 def _read(path: Path) -> Outcome:
     try:
         outcome: Outcome = pickle.loads(path.read_bytes())
-    except Exception as error:  # for example an exception class whose constructor has other arguments than `args`
+    except Exception as error:  # for example an exception class with constructor arguments that differ from `args`
         return Outcome(error=error, traceback=f"{path.name} cannot be unpickled: {type(error).__name__}: {error}")
     return outcome

@@ -1,4 +1,4 @@
-"""Program of a rank of `unitrain.run`: call the function that is stored in a folder, and store its result there.
+"""Program of a rank of `unitrain.run`: call the function stored in a folder, and store the result there.
 
 A launcher runs `python rank.py FOLDER`.
 """
@@ -9,7 +9,7 @@ import io
 import sys
 from pathlib import Path
 
-# Python puts the folder of a script first on the path; this program needs the folder of unitrain, installed or not.
+# Python prepends the folder of a script to sys.path; this program needs the parent folder of unitrain instead.
 sys.path[0] = str(Path(__file__).parents[2])
 
 from unitrain.bootstrap import environment  # noqa: E402
@@ -17,11 +17,11 @@ from unitrain.functions.call import Call, Outcome  # noqa: E402
 
 
 def main(folder: Path) -> None:
-    """Call the function and store its result or error. Raise the error, so that unitrain reports it to the other
+    """Call the function and store its result or error. Re-raise the error, so that unitrain reports it to other
     ranks."""
     rank = environment.detect().rank
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # the output of several ranks is merged line by line
+        if isinstance(stream, io.TextIOWrapper):  # line buffering, because the outputs of the ranks are merged by line
             stream.reconfigure(line_buffering=True, write_through=False)
     try:
         call = Call.load(folder)

@@ -25,10 +25,10 @@ from unitrain.functions.call import Call, Outcome
 from unitrain.processes import kill_processes, parent_death_signal
 
 _MARK = "UNITRAIN_RUN"
-# Launchers of `environment.detect` whose variables may also be set in a shell or a container that is not a rank.
+# Launchers of `environment.detect` with variables that may also be set outside a rank, in a shell or a container.
 _NOT_NECESSARILY_RANKS = ("none", "env", "srun")
 _MAX_LAST_LINES = 20
-# The time that launchers give their ranks to save and exit.
+# The time that launchers allow for ranks to save and exit.
 _GRACE_SECONDS = 35.0
 
 
@@ -42,16 +42,16 @@ def run(
     launcher: str | None = None,
     timeout_seconds: float | None = None,
 ) -> list[Any]:
-    """Call `function(*args, **kwargs)` on `np` ranks of this machine and return their results in rank order.
+    """Call `function(*args, **kwargs)` on `np` ranks of this machine and return the results in rank order.
 
-    The ranks are new processes, started by the backend's usual launcher (or `launcher`) as `unitrain launch` starts a
-    script; `function` uses `unitrain.init()` and `Trainer` in the same way. It may be defined in a notebook or in the
-    program itself, and needs no `if __name__ == "__main__"`. The function, its arguments and the objects that it refers
-    to are copied to the ranks, and the results are copied back. The output of the ranks is printed line by line.
+    The backend's default launcher (or `launcher`) starts the ranks as new processes, as in `unitrain launch`.
+    `function` uses `unitrain.init()` and `Trainer` as a script does. It may be defined in a notebook or in `__main__`
+    without `if __name__ == "__main__"`. The function, its arguments and all referenced objects are pickled and sent to
+    the ranks, and the results are returned in the same way. The output of the ranks is printed line by line.
 
-    Raises RankFailedError with the traceback of the rank that failed first, whose exception is the cause; TimeoutError
-    after `timeout_seconds`; FunctionError for objects that cannot be copied. All processes of the ranks, including
-    those that the ranks have started, end with the call, also if it is interrupted.
+    Raises RankFailedError with the traceback of the rank that failed first and its exception as the cause, TimeoutError
+    after `timeout_seconds`, and FunctionError for objects that cannot be pickled. All processes of the ranks, including
+    their child processes, are terminated when the call returns or is interrupted.
     """
     rank_info = environment.detect()
     if rank_info.launcher not in _NOT_NECESSARILY_RANKS:
@@ -61,7 +61,7 @@ def run(
         )
     function_fix = "Pass the function and its arguments separately: unitrain.run(train, (0.1,), np=2)"
     validation.check_instance("unitrain.run(function)", function, cast("type", Callable), "a function", function_fix)
-    is_text = isinstance(args, str | bytes)  # each character would be an argument
+    is_text = isinstance(args, str | bytes)  # otherwise each character would be an argument
     validation.check_instance(
         "unitrain.run(args)", None if is_text else args, Sequence, "a tuple or list", function_fix
     )
@@ -94,7 +94,7 @@ def run(
 
 
 def _run_command(command: launchers.Command, timeout_seconds: float | None) -> tuple[int, list[str]]:
-    """Run `command`, print its output, and return its exit code and its last lines. Raises TimeoutError."""
+    """Run `command` and print its output. Return its exit code and last lines of output. Raises TimeoutError."""
     process = subprocess.Popen(
         command.argv,
         env=environment.without_launcher_variables() | dict(command.environment) | {environment.JOB_KEY: new_key()},
@@ -116,7 +116,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
         else:
-            if process.returncode < 0:  # ranks whose launcher was killed save a checkpoint and exit by themselves
+            if process.returncode < 0:  # ranks save a checkpoint and exit by themselves after the launcher was killed
                 is_read.wait(_GRACE_SECONDS)
         kill_processes(process, tag)
         is_killed.set()
@@ -133,7 +133,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
             sys.stdout.flush()
         code = process.wait()
     except KeyboardInterrupt:
-        # As after Ctrl-C in a terminal, the ranks may save a checkpoint.
+        # As on Ctrl-C in a terminal, the ranks may save a checkpoint.
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_GRACE_SECONDS)
@@ -151,9 +151,9 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
 
 
 def _read_lines(output: int, is_killed: threading.Event) -> Iterator[bytes]:
-    """Yield the lines of `output` until it is closed, or until it is empty once `is_killed` is set.
+    """Yield the lines of `output` until it is closed or, once `is_killed` is set, until it is empty.
 
-    A process that a rank has started with another environment is not killed, and may keep the output open.
+    Child processes with a different environment are not killed, and may keep the output open.
     """
     rest = b""
     with selectors.DefaultSelector() as ready:
@@ -173,7 +173,7 @@ def _read_lines(output: int, is_killed: threading.Event) -> Iterator[bytes]:
 
 
 def _check_one_host() -> None:
-    """Raise ConfigError if srun would start ranks on other hosts, which cannot read the stored call."""
+    """Raise ConfigError if srun would start ranks on other hosts: they cannot read the stored call."""
     hosts = launchers.allocated_hosts("srun")
     if len(hosts) > 1:
         names = ", ".join(host.name for host in hosts)
@@ -184,7 +184,7 @@ def _check_one_host() -> None:
 
 
 def _check_all_returned(outcomes: Mapping[int, Outcome], size: int, code: int, last_lines: Sequence[str]) -> None:
-    """Raise RankFailedError unless every rank has returned a result."""
+    """Raise RankFailedError unless every rank returned a result."""
     failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
     if failed:
         rank = min(failed, key=lambda rank: failed[rank].time)

@@ -21,7 +21,7 @@ from unitrain.report.page import load_template
 
 
 def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write the charts of a result to `output`: a .png file, or a .html page that also has the table."""
+    """Write the charts of a result to `output`: a .png file, or a .html page with charts and the table."""
     series = legend_names(result)
     charts = _CHARTS[result["kind"]](result)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -60,14 +60,14 @@ def _environment(result: dict[str, Any]) -> str:
 
 
 def legend_names(result: dict[str, Any]) -> list[str]:
-    """Return the names in the legend: backends and lower bounds, or the networks and algorithms of a prediction."""
+    """Return the legend entries: backends and lower bounds, or the networks and algorithms of a prediction."""
     if result["kind"] == "prediction":
         return list(dict.fromkeys(_network(row) for row in result["rows"]))
     return [*names(result), *dict.fromkeys(floor["name"] for floor in result.get("floors", ()))]
 
 
 def collective_charts(result: dict[str, Any]) -> list[Chart]:
-    """Return two charts per operation: the time of a call, and the bus bandwidth with the lower bounds, by size."""
+    """Return two charts per operation against message size: time per call, and bus bandwidth with lower bounds."""
     series = legend_names(result)
     sizes = sorted({row["bytes"] for row in result["rows"]})
     ticks = [(size, format_bytes(size).replace(" ", "")) for size in sizes[:: -(-len(sizes) // 6)]]
@@ -101,7 +101,7 @@ def _speed(row: dict[str, Any]) -> float:
 
 
 def prediction_charts(result: dict[str, Any]) -> list[Chart]:
-    """Return charts of the efficiency and the step time by the number of ranks."""
+    """Return charts of efficiency and step time against the number of ranks."""
     series = legend_names(result)
     ranks = sorted({row["ranks"] for row in result["rows"]})
     options: dict[str, Any] = {"x_label": "ranks", "legend": False, "ticks": [(one, str(one)) for one in ranks]}
@@ -123,7 +123,7 @@ def _network(row: dict[str, Any]) -> str:
 
 
 def train_charts(result: dict[str, Any]) -> list[Chart]:
-    """Return charts of the parts of a step, and of speed and efficiency by the number of ranks."""
+    """Return charts of time per phase, and of throughput and efficiency against the number of ranks."""
     rows = sorted(result["rows"], key=lambda row: (row["setting"] or "", row["ranks"]))
     labels = [f"{name_of(row)}, {row['ranks']}" for row in rows]
     parts = {part: [1000 * quartiles(row["parts"][part])[1] for row in rows] for part in PARTS}
@@ -135,7 +135,7 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
         }  # fmt: skip
         for title, figure in (("samples per second", samples_per_second), ("efficiency, %", _percent(result))):
             lines = [
-                # Every line begins at the measurement on one rank, which all backends share.
+                # Every line starts at the single-rank measurement, which is shared by all backends.
                 Line(name, [(row["ranks"], figure(row)) for row in rows if _is_on_line(row, name)], run)
                 for run, name in enumerate(names(result))
             ]
@@ -144,7 +144,7 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
 
 
 def _is_on_line(row: dict[str, Any], name: str) -> bool:
-    """Return whether a row belongs to the line of `name`: it has that name, or was measured on one rank with the same
+    """Return whether a row is on the line of `name`: its name matches, or it was measured on one rank with the same
     setting."""
     setting = name.partition(", ")[2] or None
     return name_of(row) == name or (row["ranks"] == 1 and row["setting"] == setting and row["backend"] == "local")

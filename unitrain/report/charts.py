@@ -1,4 +1,4 @@
-"""Draw charts with matplotlib, as SVG that uses the colors of the HTML page, or as one PNG."""
+"""Draw charts with matplotlib, as SVG with the colors of the HTML page, or as one PNG."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from unitrain.errors import ReportError
 from unitrain.report.figures import Points
 
-# Based on the palette of Okabe and Ito, which color-blind readers can distinguish. `to_svg` replaces each color by the
-# CSS variable of the same name, which has another value in dark mode. Therefore all values must be distinct.
+# Based on the color-blind safe palette of Okabe and Ito. `to_svg` replaces each color with the CSS variable of the same
+# name, to support dark mode. Therefore all values must be distinct.
 COLORS = {
     "run-0": "#0072b2", "run-1": "#d55e00", "run-2": "#009e73",
     "run-3": "#b8528f", "run-4": "#8a6d00", "run-5": "#2f9fd6",
@@ -32,7 +32,7 @@ RUNS = sum(name.startswith("run-") for name in COLORS)
 _WIDTH, _HEIGHT = 5.4, 2.9
 _STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
-    "svg.fonttype": "none",  # keep text as text, in the font of the page
+    "svg.fonttype": "none",  # keep text elements, rendered in the font of the page
     "font.family": "sans-serif",
     "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
     "font.size": 8.5,
@@ -66,7 +66,7 @@ Style = Literal["solid", "dashed", "faint"]
 
 @dataclass(frozen=True)
 class Line:
-    """The points of one run. A `faint` line shows single values; another line shows their mean."""
+    """The points of one run. A `faint` line shows individual values; a normal line shows their mean."""
 
     label: str
     points: Points
@@ -78,8 +78,8 @@ class Line:
 class LineChart:
     """Values over epochs or steps.
 
-    `marks` are positions with a label, `dots` are points with a label, and `spans` are shaded intervals with a label.
-    With `ticks`, a list of (position, label), the x axis is logarithmic.
+    `marks` are labeled x values, `dots` labeled points, and `spans` labeled, shaded intervals. With `ticks`, a list of
+    (x value, label), the x axis is logarithmic.
     """
 
     title: str
@@ -96,7 +96,7 @@ class LineChart:
 
 @dataclass(frozen=True)
 class TimeChart:
-    """Stacked bars of seconds by part, one bar per label. Bars are horizontal, or `vertical` if labels are numbers."""
+    """Stacked bars of seconds by part, one bar per label. Bars are horizontal, or `vertical` for numeric labels."""
 
     title: str
     labels: Sequence[str]
@@ -109,7 +109,7 @@ Chart = LineChart | TimeChart
 
 
 def to_svg(chart: Chart) -> str:
-    """Return the chart as an SVG element that uses CSS variables for its colors and no external resources."""
+    """Return the chart as an SVG element with CSS variables as colors and without external resources."""
     with mpl.rc_context({**_STYLE, "svg.hashsalt": chart.title}):
         height = _HEIGHT
         if isinstance(chart, TimeChart) and not chart.vertical:
@@ -130,7 +130,7 @@ def to_svg(chart: Chart) -> str:
 
 
 def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
-    """Write the charts of the runs with these names to one PNG with two columns. Raises ReportError without charts."""
+    """Write the charts to one PNG with two columns; `names` are the runs. Raises ReportError without charts."""
     if not charts:
         raise ReportError(
             f"{', '.join(names)}: nothing has been recorded yet, so there is nothing to draw. Wait for the first "
@@ -185,10 +185,10 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
         if line.style == "faint":
             options |= {"linewidth": 0.9, "alpha": 0.4, "zorder": 1.5}
         else:
-            # Markers show points between gaps, which a line would not show.
+            # Markers make isolated points between gaps visible.
             options |= {"marker": "o", "markersize": 3.2 if len(values) <= 40 else 0.8}
             options["linestyle"] = (0, (4, 2)) if line.style == "dashed" else "-"
-            if not chart.legend:  # in a comparison of runs, wider lines below remain visible where values are equal
+            if not chart.legend:  # in a comparison, wider lines stay visible below lines with equal values
                 options["linewidth"] = 1.3 + 1.1 * (last_run - line.run)
         axes.plot(x, values, **options)
     if chart.logarithmic:
@@ -245,7 +245,7 @@ def _draw_bars(axes: Axes, chart: TimeChart, draw: Callable[..., Any], offset: s
 
 def _add_legend(axes: Axes, entries: int) -> None:
     options: dict[str, Any] = {"columnspacing": 1.1, "handlelength": 1.1, "handletextpad": 0.5, "ncols": entries}
-    if entries > 3:  # too wide for the line of the title: place it between the title and the axes
+    if entries > 3:  # too wide for the title line: place the legend between the title and the axes
         axes.set_title(axes.get_title(loc="left"), pad=24)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, borderaxespad=0.7, **options)
     else:
@@ -253,7 +253,7 @@ def _add_legend(axes: Axes, entries: int) -> None:
 
 
 def _format_tick(value: float, _: int = 0) -> str:
-    """Return a number in a short format, such as 12,000, 0.0025 or 2.5e-5."""
+    """Format a number compactly, such as 12,000, 0.0025 or 2.5e-5."""
     if 0 < abs(value) < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"

@@ -1,4 +1,4 @@
-"""Choose the charts of a report and collect their data."""
+"""Select the charts of a report and collect their data."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from unitrain.report.charts import Chart, Line, LineChart, Style, TimeChart
 from unitrain.report.record import Record
 
 _MAX_RANKS = 24
-# If the ratio of the highest to the lowest loss exceeds this, the axis is logarithmic.
+# The loss axis is logarithmic if the ratio of the highest to the lowest loss exceeds this.
 _LOGARITHMIC_RATIO = 30
-# Label and color of a result, by the prefix of its name.
+# Label and color of a result by name prefix.
 _DATASETS = {"train": ("training", 0), "val": ("validation", 1), "": ("", 2)}
 
 
@@ -22,7 +22,7 @@ def all_charts(records: Sequence[Record]) -> list[Chart]:
 
 
 def result_charts(records: Sequence[Record]) -> list[LineChart]:
-    """Return the charts of the loss, the metrics, the learning rate and the speed that have data."""
+    """Return the charts of loss, metrics, learning rate and throughput, without empty charts."""
     records = list(records)
     in_epochs = figures.counts_epochs(records)
     marks = _resume_marks(records[0], in_epochs) if len(records) == 1 else []
@@ -46,7 +46,7 @@ def result_charts(records: Sequence[Record]) -> list[LineChart]:
 
 
 def time_charts(records: Sequence[Record]) -> list[TimeChart]:
-    """Return charts of the time per part: for one run by rank and by epoch, for several runs per epoch of each run."""
+    """Return charts of the time per phase: by rank and by epoch for one run, by epoch for several runs."""
     times = [(record, rank_times) for record in records if (rank_times := figures.rank_times(record))]
     if len(records) > 1:
         seconds = {part: [one.mean(part) / one.epochs for _, one in times] for part in figures.PARTS}
@@ -78,7 +78,7 @@ def time_charts(records: Sequence[Record]) -> list[TimeChart]:
 
 
 def shown_ranks(times: figures.RankTimes) -> list[int]:
-    """Return the ranks to show: all ranks, or those with the most work if there are many."""
+    """Return the ranks to show: all ranks, or the ranks with the most work if there are many."""
     work = times.work_seconds()
     return sorted(sorted(range(times.size), key=lambda rank: -work[rank])[:_MAX_RANKS])
 

@@ -1,4 +1,4 @@
-"""Compute figures from the history of a run: results, speed, and time per part and rank."""
+"""Compute statistics from the history of a run: results, throughput, and time per phase and rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Points = list[tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of a result, and the epoch and step in which it occurred."""
+    """The best value of a result, with its epoch and step."""
 
     name: str
     value: float
@@ -26,7 +26,7 @@ class Best:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds by part and rank, summed over `epochs` rows of the history with `steps` steps."""
+    """Seconds by phase and rank, summed over `epochs` history rows with `steps` steps in total."""
 
     seconds: dict[str, list[float]]
     epochs: int
@@ -38,25 +38,25 @@ class RankTimes:
         return len(self.seconds["compute"])
 
     def mean(self, part: str) -> float:
-        """Return the seconds of a part, as the mean over ranks."""
+        """Return the seconds of a phase, averaged over ranks."""
         return fmean(self.seconds[part])
 
     def share(self, part: str) -> float:
-        """Return the share of a part in the training time of all ranks."""
+        """Return the fraction of the training time of all ranks that is spent in a phase."""
         return self.mean(part) / (sum(map(self.mean, TRAINING)) or 1.0)
 
     def work_seconds(self) -> list[float]:
-        """Return the seconds of each rank without waiting for other ranks."""
+        """Return the working seconds per rank, excluding time spent waiting for other ranks."""
         return [sum(rank) for rank in zip(*(self.seconds[part] for part in ("data", "compute", "update")), strict=True)]
 
     def stragglers(self) -> list[Straggler]:
-        """Return the ranks that other ranks waited for, over all epochs."""
+        """Return the stragglers over all epochs: ranks that other ranks waited for."""
         ranks = list(zip(*(self.seconds[part] for part in TRAINING), strict=True))
         return find_stragglers(ranks, max(1, self.steps))
 
 
 def result_names(record: Record) -> list[str]:
-    """Return the names of the results per epoch, in order of their first occurrence."""
+    """Return the names of the per-epoch results, in order of first occurrence."""
     names = dict.fromkeys(name for row in record.epochs for name in row)
     return [name for name in names if name not in _OTHER_COLUMNS and not name.endswith("_seconds")]
 
@@ -78,7 +78,7 @@ def split_name(name: str) -> tuple[str, str]:
 def counts_epochs(records: list[Record]) -> bool:
     """Return whether the x axis shows epochs instead of steps.
 
-    This is the case if every run has finished an epoch and its data has a length.
+    The x axis shows epochs if every run has completed an epoch and its data has a length.
     """
     return all(
         record.epochs
@@ -89,7 +89,7 @@ def counts_epochs(records: list[Record]) -> bool:
 
 
 def points(rows: list[Row], name: str, in_epochs: bool) -> Points:
-    """Return (position, value) for every row. The value is None if it was not a number."""
+    """Return (x, value) per row; x is the epoch or the step. The value is None if it was not a number."""
     position = "epochs" if in_epochs else "step"
     return [(row[position], row.get(name)) for row in rows if row.get(position) is not None]
 
@@ -100,7 +100,7 @@ def last(record: Record, name: str) -> float | None:
 
 
 def best(record: Record, name: str, mode: str = "min") -> Best | None:
-    """Return the first best value of a result over the epochs, or None if it was never a number."""
+    """Return the first best value of a result over the epochs, or None if no value was a number."""
     rows = [row for row in record.epochs if row.get(name) is not None]
     if not rows:
         return None
@@ -109,7 +109,7 @@ def best(record: Record, name: str, mode: str = "min") -> Best | None:
 
 
 def monitored_result(record: Record) -> tuple[str, str]:
-    """Return the result that determines the best epoch (`keep_best`, by default the loss), and "min" or "max"."""
+    """Return the result that selects the best epoch (`keep_best`, by default the loss), and "min" or "max"."""
     config, names = record.start.get("config", {}), result_names(record)
     if config.get("keep_best") in names:
         return config["keep_best"], config.get("keep_best_mode", "min")
@@ -117,14 +117,14 @@ def monitored_result(record: Record) -> tuple[str, str]:
 
 
 def samples_per_second(record: Record) -> float | None:
-    """Return the training speed over all epochs."""
+    """Return the training throughput over all epochs, in samples per second."""
     rows = [row for row in record.epochs if row.get("samples_per_second") and row.get("seconds")]
     seconds = sum(row["seconds"] for row in rows)
     return sum(row["samples_per_second"] * row["seconds"] for row in rows) / seconds if rows else None
 
 
 def rank_times(record: Record) -> RankTimes | None:
-    """Return the times of each rank, over the epochs with the final number of ranks, or None if no times are
+    """Return the times per rank over the epochs with the final number of ranks, or None if no times are
     recorded."""
     rows = [row for row in record.epochs if row.get("compute_seconds")]
     if not rows:
@@ -145,7 +145,7 @@ def _with_previous_step(rows: list[Row], first_step: int) -> list[tuple[Row, int
 
 @dataclass(frozen=True)
 class SlowPeriod:
-    """A period in which a rank was reported as slow at every sync point. `straggler` is the last report."""
+    """A period in which every sync point reported the same rank as slow. `straggler` is the last report."""
 
     straggler: Straggler
     steps: tuple[int, int]
@@ -153,7 +153,7 @@ class SlowPeriod:
 
 
 def slow_periods(record: Record, in_epochs: bool) -> list[SlowPeriod]:
-    """Return the periods in which ranks were slow, in the order of their ends."""
+    """Return the periods with slow ranks, in order of their ends."""
     position = "epochs" if in_epochs else "step"
     found: list[SlowPeriod] = []
     current: dict[int, SlowPeriod] = {}
@@ -168,7 +168,7 @@ def slow_periods(record: Record, in_epochs: bool) -> list[SlowPeriod]:
 
 
 def elapsed(record: Record) -> float:
-    """Return the seconds of all epochs, including validation and checkpoints."""
+    """Return the total seconds of all epochs, including validation and checkpoints."""
     return sum(
         max(map(sum, zip(*(row[f"{part}_seconds"] for part in PARTS), strict=True)))
         if row.get("compute_seconds")
@@ -197,7 +197,7 @@ class Progress:
 
 
 def progress(record: Record) -> Progress:
-    """Return the progress of a run, in the unit of its configured length."""
+    """Return the progress of a run in the unit of its configured length."""
     config, step = record.start.get("config", {}), last_step(record)
     if config.get("max_steps"):
         return Progress("steps", step, config["max_steps"])

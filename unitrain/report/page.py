@@ -14,14 +14,14 @@ from unitrain.report.charts import COLORS, RUNS, to_png, to_svg
 from unitrain.report.contents import all_charts, result_charts, shown_ranks, time_charts
 from unitrain.report.record import Record, read_records
 
-# The report mentions parts with a larger share of the training time.
+# The report mentions phases with a larger fraction of the training time.
 _MAX_DATA_SHARE, _MAX_WAIT_SHARE = 0.15, 0.15
 _MAX_NAMED_RANKS = 4
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A headline figure and a note about it."""
+    """A headline value with a note."""
 
     name: str
     value: str
@@ -29,7 +29,7 @@ class Figure:
 
 
 def write_report(folders: Sequence[Path], output: Path, *, as_png: bool) -> None:
-    """Write the report on the runs in `folders` to `output`. Raises ReportError and OSError."""
+    """Write the report of the runs in `folders` to `output`. Raises ReportError and OSError."""
     records = read_records(list(folders))
     if as_png:
         to_png(all_charts(records), [record.name for record in records], output)
@@ -38,7 +38,7 @@ def write_report(folders: Sequence[Path], output: Path, *, as_png: bool) -> None
 
 
 def load_template(name: str) -> jinja2.Template:
-    """Return a template of this package, which raises an error for undefined variables."""
+    """Load a template of this package. Undefined variables raise an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
@@ -47,7 +47,7 @@ def load_template(name: str) -> jinja2.Template:
 
 
 def render(records: Sequence[Record]) -> str:
-    """Return the page about one run, or about the comparison of several runs."""
+    """Render the HTML report of one run or of a comparison of several runs."""
     records = list(records)
     return load_template("page.html").render(
         colors=COLORS,
@@ -61,7 +61,7 @@ def render(records: Sequence[Record]) -> str:
 
 
 def headline(record: Record) -> list[Figure]:
-    """Return the most important figures of a run."""
+    """Return the headline values of a run."""
     progress, steps = figures.progress(record), f"{figures.last_step(record):,} steps"
     requested = "" if progress.requested is None else f" of {progress.requested:,}"
     found = [Figure(progress.unit, f"{progress.done:,.4g}{requested}", steps if progress.unit != "steps" else "")]
@@ -87,14 +87,14 @@ def headline(record: Record) -> list[Figure]:
 
 
 def format_number(value: float | None) -> str:
-    """Return a result with four significant digits, or "not a number" for None."""
+    """Format a result with four significant digits, or as "not a number" for None."""
     if value is None:
         return "not a number"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in suitable units."""
+    """Format a duration in suitable units."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, hours = seconds / 60, seconds / 3600
@@ -104,7 +104,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as a percentage."""
+    """Format a fraction as a percentage."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
@@ -125,7 +125,7 @@ def _run(record: Record, run: int) -> dict[str, Any]:
 
 
 def _compare(headlines: list[list[Figure]]) -> list[tuple[str, str, list[Figure | None]]]:
-    """Return rows of (name, note, figure of each run or None). A note that is the same for all runs is moved to the
+    """Return rows of (name, note, figure per run or None). A note shared by all runs is moved to the
     row."""
     rows = []
     for name in dict.fromkeys(figure.name for figures_of_run in headlines for figure in figures_of_run):
@@ -157,7 +157,7 @@ def _start(start: dict[str, Any]) -> dict[str, str]:
 
 
 def _describe_times(record: Record, times: figures.RankTimes) -> list[str]:
-    """Return sentences about slow ranks and the shares of waiting times."""
+    """Return sentences about slow ranks and the fractions of waiting time."""
     slow = times.stragglers()
     sentences = [f"{_sentence(str(straggler))} The other ranks wait for it." for straggler in slow[:_MAX_NAMED_RANKS]]
     if len(slow) > _MAX_NAMED_RANKS:
@@ -217,7 +217,7 @@ def _epoch_rows(record: Record) -> dict[str, Any]:
 
 
 def _settings(records: list[Record]) -> list[tuple[str, list[str], bool]]:
-    """Return (name, value in each run, whether they differ) for all settings, differing settings first."""
+    """Return (name, value per run, whether they differ) for all settings, differing settings first."""
     described = [
         "model", "parameters", "optimizer", "scheduler", "samples_per_epoch", "steps_per_epoch", "batch_size",
         "global_batch_size",

@@ -1,4 +1,4 @@
-"""Read the history of a run from its output folder, which is possible during the run."""
+"""Read the history of a finished or active run from its output folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """The rows of `unitrain.progress.history`, the displayed name of the run, and the time of the last change."""
+    """The rows of `unitrain.progress.history`, the display name of the run, and the time of the last change."""
 
     name: str
     starts: list[Row]
@@ -27,14 +27,14 @@ class Record:
 
     @property
     def start(self) -> Row:
-        """The latest start, or an empty row if none is recorded."""
+        """The latest start row, or an empty row if none is recorded."""
         return self.starts[-1] if self.starts else {}
 
 
 def read_records(folders: list[Path]) -> list[Record]:
-    """Return the record of the run in each folder, with distinct names.
+    """Read the record of the run in each folder. The names are distinct.
 
-    Raises ReportError if a folder does not exist or has no run, or if a line is not a row.
+    Raises ReportError if a folder does not exist or contains no run, or if a line of the history is invalid.
     """
     folders = [Path(folder) for folder in folders]
     names = [folder.resolve().name for folder in folders]
@@ -61,7 +61,7 @@ def _read_record(folder: Path, name: str) -> Record:
         )
     written = max(path.stat().st_mtime for path in present)
     starts, epochs, steps = (_read_rows(path) if path in present else [] for path in paths)
-    # A start without steps is omitted: the next start is from the same step.
+    # Omit a start without steps, because the next start is from the same step.
     starts = [start for start, after in pairwise(starts) if after["step"] > start["step"]] + starts[-1:]
     return Record(name, starts, epochs, steps, datetime.fromtimestamp(written, UTC))
 
@@ -69,7 +69,7 @@ def _read_record(folder: Path, name: str) -> Record:
 def _read_rows(path: Path) -> list[Row]:
     rows = []
     *lines, _unfinished = path.read_text(errors="replace").split("\n")
-    # Text after the last line end belongs to a line that is still being written, or that was incomplete when the run
+    # Text after the last newline belongs to a line that is still being written, or that was incomplete when the run
     # was killed.
     for number, line in enumerate(lines, start=1):
         try:

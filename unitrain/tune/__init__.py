@@ -1,8 +1,8 @@
-"""`unitrain tune`: find settings that make a training faster and change its numbers by rounding only.
+"""`unitrain tune`: search for settings that reduce the step time and change results by rounding errors only.
 
 tuning          run the script repeatedly, search for faster settings, and report the result
-search          the search and the statistics of a gain, independent of what is measured
+search          the search algorithm and the significance test, independent of the measurement
 trial           the request to a timed run, and its result
-timer           time the steps of a run, in the training processes
-tuned_settings  the file with the settings that were found, which `unitrain launch` reads
+timer           time the steps of a run (runs in the training processes)
+tuned_settings  the file of tuned settings, which `unitrain launch` reads
 """

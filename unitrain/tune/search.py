@@ -1,8 +1,7 @@
-"""Find faster settings on a noisy machine: pairs of runs, medians, and a final check with new pairs.
+"""Search for faster settings under system noise: paired runs, medians, and a final check with new pairs.
 
-The two runs of a pair are made in random order. A disturbance that favors the first or the second run of a pair, that
-is periodic or that drifts then favors either side with equal probability, so the final check has a known rate of false
-gains.
+The two runs of a pair are executed in random order. Noise that depends on the order, is periodic or drifts then favors
+either side with equal probability, so the final check has a known false-positive rate.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from dataclasses import dataclass, field
 from unitrain.backends.capabilities import Tunable
 
 Settings = Mapping[str, str]
-# Returns the seconds per step under some settings, measured in a separate run.
+# Measures the seconds per step with the given settings in a separate run.
 Measure = Callable[[Settings], float]
-# If the settings make no difference, either side of a pair is faster with probability 1/2. Then 7 or 8 of 8 pairs agree
-# in 3.5 % of all checks.
+# If the settings have no effect, either side of a pair is faster with probability 1/2. Then 7 or 8 of 8 pairs favor the
+# settings in 3.5 % of all checks.
 PAIRS, _MAX_DISAGREEING_PAIRS = 8, 1
-# Smallest gain in a single pair for which settings are measured again, and smallest gain for which they are combined.
+# Minimum gain in a single pair to measure a setting again, and minimum gain to combine it with others.
 _PROMISING_RATIO, _COMBINED_RATIO = 1.01, 1.02
 _REPETITIONS = 2
 _TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the duration of a search
@@ -29,23 +28,23 @@ _TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the
 
 @dataclass(frozen=True)
 class Gain:
-    """The speedup by some settings: the step time without them divided by that with them, for each pair of runs."""
+    """The speedup by settings: the ratio of the step times without and with them, per pair of runs."""
 
     ratios: Sequence[float]
 
     @property
     def median(self) -> float:
-        """The median ratio. Above 1, the settings are faster."""
+        """The median speedup."""
         return statistics.median(self.ratios)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The lowest and the highest ratio."""
+        """The minimum and the maximum speedup."""
         return min(self.ratios), max(self.ratios)
 
     @property
     def is_significant(self) -> bool:
-        """Whether the gain exceeds noise: at most one pair disagrees."""
+        """Whether the gain is significant: at most one pair disagrees."""
         disagreeing = sum(ratio <= 1 for ratio in self.ratios)
         return len(self.ratios) >= PAIRS and disagreeing <= _MAX_DISAGREEING_PAIRS and self.median > _PROMISING_RATIO
 
@@ -54,8 +53,8 @@ class Gain:
 class SearchResult:
     """The fastest `settings`, and their `gain` in new pairs of runs.
 
-    `ratios` has the ratios of all settings that were tried. `skipped` is the number of values that were not tried for
-    lack of time; if it is not zero, `seconds_needed` estimates the time for all of them.
+    `ratios` contains the ratios of all measured settings. `skipped` is the number of values that were not measured
+    within the time limit; if it is nonzero, `seconds_needed` estimates the time to measure all values.
     """
 
     settings: Settings = field(default_factory=dict)
@@ -66,9 +65,9 @@ class SearchResult:
 
 
 def list_tunables(backend_tunables: Sequence[Tunable], threads: int | None, cores_per_rank: int) -> list[Tunable]:
-    """Return the tunables of the backend, and that of the threads per rank.
+    """Return the tunables of the backend and of the number of threads per rank.
 
-    `threads` is the default number of threads per rank, None on a GPU.
+    `threads` is the default number of threads per rank, or None on a GPU.
     """
     found = list(backend_tunables)
     if threads is not None:
@@ -82,7 +81,7 @@ def list_tunables(backend_tunables: Sequence[Tunable], threads: int | None, core
 def measure_ratio(
     without_settings: Callable[[], float], with_settings: Callable[[], float], generator: random.Random
 ) -> float:
-    """Return the seconds of `without_settings` divided by those of `with_settings`, measured in random order."""
+    """Return the ratio of the seconds of `without_settings` to `with_settings`, measured in random order."""
     if generator.random() < 0.5:
         seconds = without_settings()
         return seconds / with_settings()
@@ -99,11 +98,11 @@ def search(
     clock: Callable[[], float] = time.monotonic,
     seed: int | None = None,
 ) -> SearchResult:
-    """Return the fastest settings that are found within about `limit_seconds`, or none if no gain is significant.
+    """Search for the fastest settings for about `limit_seconds`. The settings are empty if no gain is significant.
 
-    Each value is first tried alone, and promising values are measured again. Then the best values are combined one by
-    one. The final check takes a large part of the time. `run_seconds` is an estimate of the duration of one
-    measurement. `seed` makes the random order of the pairs reproducible.
+    The search first measures each value separately, and promising values again. It then combines the best values one by
+    one. The final check takes a large fraction of the time. `run_seconds` is the estimated duration of one measurement.
+    `seed` makes the random order of the pairs reproducible.
     """
     began = clock()
     generator = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Time the steps of a run that `unitrain tune` started, and end the run."""
+"""Time the steps of a run started by `unitrain tune`, and exit."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _MIN_STEPS = 5
 
 
 def create_timer(request: str) -> StepTimer:
-    """Return the timer of a run that `unitrain tune` started with `request`. See `trainer_overrides`."""
+    """Create the timer of a run started by `unitrain tune` with `request`. See `trainer_overrides`."""
     return StepTimer(Request.read(request))
 
 
 class StepTimer(Callback):
-    """The last callback of a timed run. After enough steps it ends the process with SystemExit, so that the rest of the
-    script does not use a partially trained model.
+    """The last callback of a timed run. After the timed steps it raises SystemExit, so that the rest of the script does
+    not use a partially trained model.
     """
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._steps, self._is_finished = 0, False
-        self._steps_to_time: int | None = None  # determined at the end of the warm-up
+        self._steps_to_time: int | None = None  # set at the end of the warm-up
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
-        """Return `arguments` with which the run is timed: without checkpoints, output and time limit."""
+        """Return `arguments` modified for the timed run: without checkpoints, output and time limit."""
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "progress": "off"}
         changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # there are no checkpoints
         if self._request.compression is not None:
@@ -67,7 +67,7 @@ class StepTimer(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._is_finished or not trainer.is_finished:
-            return  # `_finish` or an exception ends the run
+            return  # otherwise `_finish` or an exception ends the run
         if self._steps_to_time is not None and self._steps >= _MIN_STEPS:
             self._finish(trainer)
         raise ConfigError(

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-# The function that the ranks of a timed run call, see `trainer_overrides`.
+# Called by the ranks of a timed run, see `trainer_overrides`.
 TIMER = "unitrain.tune.timer:create_timer"
-# Prefix of the result. A launcher may add a prefix to the line.
+# Prefix of the result line. A launcher may prepend its own prefix.
 _MARKER = "unitrain tune: "
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Train `warmup` steps, then time steps for about `seconds`, and end.
+    """Request to train `warmup` steps, time steps for about `seconds`, and exit.
 
-    `compression` replaces that of the script. `name` is unique for each run.
+    `compression` overrides the setting of the script. `name` is unique per run.
     """
 
     name: str
@@ -24,12 +24,12 @@ class Request:
     compression: str | None = None
 
     def text(self) -> str:
-        """Return the request as a string."""
+        """Serialize the request to a string."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str) -> Request:
-        """Return the request from a string."""
+        """Parse a request from a string."""
         return cls(**json.loads(text))
 
 
@@ -37,7 +37,7 @@ class Request:
 class Result:
     """Seconds per step on the slowest rank, over `steps` steps, and the environment of the run.
 
-    `threads` is the number per rank, None on a GPU.
+    `threads` is the number of threads per rank, or None on a GPU.
     """
 
     seconds_per_step: float
@@ -55,7 +55,7 @@ class Result:
 
     @classmethod
     def find(cls, output: str) -> Result | None:
-        """Return the result in the output of a run, or None if there is none."""
+        """Find the result in the output of a run. Return None if the output has no result."""
         for line in output.splitlines():
             _, found, text = line.partition(_MARKER)
             if found:

@@ -17,7 +17,7 @@ from unitrain.errors import ConfigError
 from unitrain.processes import usable_cores
 
 TUNED_FILE = Path("unitrain-tuned.json")
-# Variables that tuned settings of the built-in backends may contain.
+# Variables that `unitrain tune` may set for the built-in backends.
 BUILT_IN_VARIABLES = frozenset(
     {
         "HOROVOD_CYCLE_TIME",
@@ -31,10 +31,10 @@ BUILT_IN_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The circumstances for which settings are tuned.
+    """The configuration that settings are tuned for.
 
-    `torch` is the version of the installed package ("" if there is none), and `machine` describes the hardware of this
-    host (see `describe_machine`).
+    `torch` is the version of the installed package ("" if it is missing), and `machine` the hardware of this host (see
+    `describe_machine`).
     """
 
     script: str
@@ -49,7 +49,7 @@ class Run:
     def on_this_machine(
         cls, script: str, args: tuple[str, ...], backend: str, num_processes: int, num_nodes: int
     ) -> Run:
-        """Return the run with the torch and the machine of this process."""
+        """Create a run with the torch version and the machine of this process."""
         return cls(
             script=script,
             args=args,
@@ -63,10 +63,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedEntry:
-    """An entry of the file: the `variables` that made a run faster.
+    """An entry of the file: the environment `variables` that reduced the step time of a run.
 
-    `gain` is the median ratio of the step time without them to that with them, and `spread` has the lowest and the
-    highest ratio. The other fields are those of `Run`. They are None in files that earlier versions wrote without them.
+    `gain` is the median speedup, and `spread` the minimum and maximum speedup. The other fields match `Run`. They are
+    None in files of earlier versions without these fields.
     """
 
     script: str
@@ -81,17 +81,17 @@ class TunedEntry:
     machine: str | None = None
 
     def save(self, file: Path = TUNED_FILE) -> None:
-        """Write the entry to `file`. It replaces the entry for the same run, also one with another torch."""
+        """Write the entry to `file`. It replaces an entry for the same run, also with another torch version."""
         others = [one for one in _load(file) if one._identity != self._identity]
         _store([*others, self], file)
 
     def matches(self, run: Run) -> bool:
-        """Return whether script, backend and number of ranks are those of `run`."""
+        """Return whether script, backend and number of ranks match `run`."""
         same_script = Path(self.script).resolve() == Path(run.script).resolve()
         return same_script and (self.backend, self.num_processes) == (run.backend, run.num_processes)
 
     def differences(self, run: Run) -> list[str]:
-        """Return sentences about the differences between `run` and the tuned run, or an empty list."""
+        """Return messages about the differences between `run` and the tuned run."""
         if None in (self.torch, self.args, self.num_nodes, self.machine):
             return [
                 "they were found by an earlier version of unitrain, which did not record the arguments and the machine"
@@ -119,7 +119,7 @@ class TunedEntry:
 def find_tuned(run: Run, file: Path = TUNED_FILE) -> tuple[TunedEntry | None, list[str]]:
     """Return the entry of `file` for this run, or None, and a list of differences.
 
-    If the file only has entries for the same script, backend and number of ranks under other circumstances, the list
+    If the script, backend and number of ranks of an entry match but the rest of its configuration does not, the list
     contains the differences. Raises ConfigError if the file cannot be read.
     """
     found = [(one.differences(run), one) for one in _load(file) if one.matches(run)]
@@ -144,7 +144,7 @@ def remove_tuned(run: Run, file: Path = TUNED_FILE) -> None:
 
 
 def torch_version() -> str:
-    """Return the version of the installed torch, without importing it."""
+    """Return the installed torch version without importing torch."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -152,7 +152,7 @@ def torch_version() -> str:
 
 
 def format_settings(settings: Mapping[str, str]) -> str:
-    """Return settings as shell assignments."""
+    """Format settings as shell assignments."""
     return " ".join(f"{name}={value}" for name, value in settings.items()) or "the default settings"
 
 
@@ -160,7 +160,7 @@ def format_settings(settings: Mapping[str, str]) -> str:
 def describe_machine() -> str:
     """Return the hardware of this host, such as "Intel(R) Xeon(R) CPU, 8 cores, 2 x NVIDIA H100".
 
-    The host name is not included, so that equal hosts of a cluster share settings.
+    The host name is excluded, so that identical hosts of a cluster share settings.
     """
     model = re.search(r"^model name\s*:\s*(.*)$", _read_text("/proc/cpuinfo"), re.MULTILINE)
     parts = [model[1].strip() if model else platform.machine(), f"{len(usable_cores())} cores"]

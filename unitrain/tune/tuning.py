@@ -1,4 +1,4 @@
-"""Run a script repeatedly under different settings, and report the fastest settings that were found."""
+"""Run a script repeatedly with different settings, and report the fastest settings."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _COMPRESSIONS = ("fp16", "bf16")
 
 @dataclass
 class Tuner:
-    """Tunes one script. `launch_options` are the user's options of `unitrain launch`.
+    """Tunes one script. `launch_options` are options of `unitrain launch`.
 
-    Each run times steps for `step_seconds` and is terminated after `limit_seconds`. Its files are written to `folder`.
+    Each run times steps for `step_seconds` and is terminated after `limit_seconds`. Temporary files are written to
+    `folder`.
     """
 
     launch_options: tuple[str, ...]
@@ -66,7 +67,7 @@ class Tuner:
             report_run(f"  {result.seconds_per_step * 1e3:9.2f} ms  {format_settings(settings)}")
             return result.seconds_per_step
 
-        # The tunables of a backend concern communication, which one rank does not have.
+        # The tunables of a backend affect communication only, and a single rank does not communicate.
         backend_tunables = registry.load(first.backend).tunables if first.size > 1 else ()
         tunables = list_tunables(backend_tunables, first.threads, first.cores_per_rank)
         found = search(measure, tunables, search_seconds, run_seconds=run_seconds)
@@ -82,7 +83,7 @@ class Tuner:
     def run(self, variables: Mapping[str, str], compression: str | None = None) -> Result:
         """Run the script with `variables` and return the timing.
 
-        Raises ConfigError, with the last lines of the run's output, if the run ends without a timing.
+        Raises ConfigError with the last lines of the output if the run ends without a timing.
         """
         self.runs += 1
         name = f"{self.folder}/{self.runs}"
@@ -123,7 +124,7 @@ class Tuner:
 
 
 def save_and_describe(found: SearchResult, run: Run) -> str:
-    """Save the settings for `run` if their gain is significant, otherwise remove its entry; return a summary."""
+    """Save the settings for `run` if the gain is significant, otherwise remove the entry of `run`. Return a summary."""
     gain = found.gain
     skipped = ""
     if found.skipped:

@@ -1,12 +1,12 @@
-"""`unitrain verify`: train a script on every backend and compare the numbers.
+"""`unitrain verify`: train a script on every backend and compare the results numerically.
 
-runs            make the runs of a verification, one after the other
-commands        run a command with a time limit and terminate every process that it started (also used by `tune`)
-train_function  the program of each rank if the user names a function instead of a script
-recorder        record the steps of a run, in the training processes
-record          the files of a run: the request, and the record of each rank
+runs            execute the runs of a verification sequentially
+commands        run a command with a time limit and terminate all processes it started (also used by `tune`)
+train_function  the program of each rank if the target is a function instead of a script
+recorder        record the steps of a run (runs in the training processes)
+record          the files of a run: the request, and one record per rank
 digests         digests of samples and tensors
-difference      compare the numbers of two runs
-verdict         decide whether runs have the same numbers, and name the cause if they do not
+difference      compare the recorded numbers of two runs
+verdict         decide whether runs have the same numbers, and report known causes of differences
 report          print the verdict as a table, or write it as JSON
 """

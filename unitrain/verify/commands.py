@@ -1,4 +1,4 @@
-"""Run a command with a time limit, and terminate every process that it started."""
+"""Run a command with a time limit, and terminate all processes it started."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from unitrain.processes import find_processes, kill_processes
 
 _TERMINATE_SECONDS = 5.0
 _STACK_SECONDS = 1.0
-_BETWEEN_RANKS_SECONDS = 0.05  # ranks that print at the same time would mix their lines
-# Python prints the stacks of its threads when it is aborted or crashes.
+_BETWEEN_RANKS_SECONDS = 0.05  # delay between ranks, to avoid interleaved stacks
+# Python prints the stacks of all threads on abort or crash.
 _FAULT_HANDLER = {"PYTHONFAULTHANDLER": "1"}
-# The first line in which a launcher reports that a rank has ended.
+# The first line that a launcher prints after a rank exits.
 _LAUNCHER_REPORT = re.compile(
     r"[EWI]\d{4} .* torch/distributed/elastic/"  # torchrun
     r"|Process \d+ exit with status code"  # horovodrun
@@ -34,7 +34,7 @@ _OMITTED = ("Extension modules: ", "Fatal Python error: Aborted")
 
 @dataclass(frozen=True)
 class CommandResult:
-    """The exit code of a command (None if it timed out), its duration, and its output up to the end or the timeout."""
+    """The exit code of a command (None if it timed out), its duration, and its output."""
 
     code: int | None
     seconds: float
@@ -50,11 +50,11 @@ def run_command(
     output: Path,
     limit_seconds: float,
 ) -> CommandResult:
-    """Run `command`, which runs `script`, in this environment. Its output is written to the file `output`.
+    """Run `command`, which executes `script`, in this environment. Write its output to the file `output`.
 
-    After `limit_seconds` the command is terminated, and its ranks print their stacks. In any case this function
-    terminates every process that the command started: its process group, and every process whose environment has the
-    variable `marker` with the same value, because launchers start ranks in separate process groups.
+    After `limit_seconds`, the ranks print their stacks and the command is terminated. All processes started by
+    the command are always terminated: its process group, and every process with the same value of the environment
+    variable `marker`, because launchers start ranks in separate process groups.
     """
     started = time.monotonic()
     tag = f"{marker}={environment[marker]}".encode()
@@ -73,7 +73,7 @@ def run_command(
         except subprocess.TimeoutExpired:
             _print_stacks(tag, script)
             text = output.read_text(errors="replace")
-            process.terminate()  # launchers forward the signal to their ranks
+            process.terminate()  # launchers forward the signal to the ranks
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TERMINATE_SECONDS)
         finally:
@@ -82,7 +82,7 @@ def run_command(
 
 
 def last_lines(output: str, max_lines: int = 16) -> list[str]:
-    """Return the last lines of the output before the launcher reported that a rank had ended."""
+    """Return the last lines of the output before the launcher's report of an exited rank."""
     lines = [line for line in output.splitlines() if _RANK_PREFIX.sub("", line).strip()]
     lines = [line for line in lines if not any(text in line for text in _OMITTED)]
     end = next((number for number, line in enumerate(lines) if _LAUNCHER_REPORT.match(line)), None)
@@ -90,7 +90,7 @@ def last_lines(output: str, max_lines: int = 16) -> list[str]:
 
 
 def _print_stacks(tag: bytes, script: str) -> None:
-    """Abort the ranks, so that they print their stacks. They are terminated afterwards in any case."""
+    """Abort the ranks to print their stacks. The caller terminates all processes afterwards."""
     for pid in find_processes(tag):
         with contextlib.suppress(OSError):
             program, *arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")

@@ -1,8 +1,8 @@
 """Compare the recorded numbers of two runs.
 
-A difference is permitted if it is small relative to the size of the values, to the distance that training has moved
-them, and to the rounding of their dtype. The size alone would accept a wrong gradient at a small learning rate: 20
-steps of 1e-8 change no parameter by more than the default tolerance, for any gradient.
+The permitted difference depends on the magnitude of the values, on their total change during training, and on the
+rounding of their dtype. The magnitude alone would accept a wrong gradient at a small learning rate: 20 steps of 1e-8
+change every parameter by less than the default tolerance, regardless of the gradient.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from unitrain.verify.record import TENSORS, Record
 
-# Largest permitted difference, relative to the distance that a parameter has moved or to the largest value of an
-# optimizer state; the key is whether the run used float64. Rounding alone usually stays below it. If it does not,
-# `unitrain verify` repeats the run in float64.
+# Maximum difference relative to the change of a parameter during training or to the largest value of an optimizer
+# state. The key is whether the run used float64. Rounding errors usually stay below it; otherwise `unitrain verify`
+# repeats the run in float64.
 RELATIVE_TOLERANCE = {False: 1e-3, True: 1e-7}
-# In practice, a gradient that is zero in exact arithmetic (a bias before BatchNorm) is rounding noise, and Adam scales
-# it up. Differences up to this fraction of the largest distance that any tensor of the kind has moved are permitted.
+# A gradient that is zero in exact arithmetic (a bias before BatchNorm) is rounding noise in practice, and Adam
+# amplifies it. Differences up to this fraction of the largest change of any tensor of the same kind are permitted.
 _NOISE_FRACTION = 1e-6
-# If the permitted difference of a tensor exceeds this fraction of the distance that it moved, the comparison cannot
+# If the permitted difference of a tensor exceeds this fraction of its change during training, the comparison cannot
 # detect a wrong gradient.
 _RESOLVED_FRACTION = 0.05
 _ROUNDINGS_PER_STEP = 4  # of the gradient, the update and the parameter, in both runs
@@ -33,10 +33,10 @@ _ROUNDINGS_PER_STEP = 4  # of the gradient, the update and the parameter, in bot
 
 @dataclass(frozen=True)
 class LargestDifference:
-    """The largest absolute difference among some values.
+    """The largest absolute difference between two sets of values.
 
-    `where` is the name of the tensor, or the step. `within` is True if all differences are within the tolerance.
-    `resolved` is False if rounding could hide a wrong gradient in one of the tensors.
+    `where` is the tensor name or the step. `within` is True if all differences are within the tolerance. `resolved` is
+    False if rounding errors could hide a wrong gradient in one of the tensors.
     """
 
     delta: float = 0.0
@@ -49,10 +49,9 @@ class LargestDifference:
 class Difference:
     """The differences between a run and its reference.
 
-    `steps` are the numbers of steps of the run and of the reference. The `first_...` fields are the first step, counted
-    from 1, at which losses, samples or learning rates differ. `start` is the first parameter whose initial values
-    differ, and `mismatched` the first tensor that exists in only one run or has different shapes. All are None if
-    nothing differs.
+    `steps` are the numbers of steps of the run and of the reference. The `first_...` fields are the first step (from 1)
+    with different losses, samples or learning rates. `start` is the first parameter with different initial values, and
+    `mismatched` the first tensor that is missing in one run or has different shapes. All are None if nothing differs.
     """
 
     parameters: LargestDifference
@@ -67,7 +66,7 @@ class Difference:
 
     @property
     def is_within_tolerance(self) -> bool:
-        """Whether both runs used the same data and their numbers agree within the tolerance."""
+        """Whether both runs used the same data and agree numerically within the tolerance."""
         return (
             all(part.within for part in (self.parameters, self.state, self.loss))
             and self.mismatched is None
@@ -77,16 +76,16 @@ class Difference:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the precision of the runs suffices to distinguish a wrong gradient from rounding."""
+        """Whether the precision of the runs is sufficient to distinguish a wrong gradient from rounding errors."""
         return self.parameters.resolved and self.state.resolved
 
 
 def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) -> Difference:
-    """Compare `run` with `reference`. `float64` states that both trained in double precision.
+    """Compare `run` with `reference`. `float64` is true if both trained in double precision.
 
-    Let m be the largest absolute value of the reference's tensor, d the distance that the tensor moved (m for optimizer
-    state), D the largest d of all parameters or of all optimizer state with the same key, and eps the resolution of the
-    dtype. The permitted difference is the smaller of `tolerance` * max(1, m) and
+    Let m be the largest absolute value of the reference tensor, d the change of the tensor during training (m for
+    optimizer state), D the largest d over all parameters or over all optimizer state with the same key, and eps the
+    machine epsilon of the dtype. The permitted difference is the smaller of `tolerance` * max(1, m) and
     RELATIVE_TOLERANCE * d + 1e-6 * D + 4 * eps * steps * m. For losses, the largest loss of the run replaces d.
     """
     relative = RELATIVE_TOLERANCE[float64]
@@ -126,8 +125,8 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
 
 
 def reason_not_comparable(record: Record) -> str | None:
-    """Return the reason why a comparison with this run would not be meaningful: a value is not finite, or no parameter
-    changed."""
+    """Return why a comparison with this run is not meaningful (a non-finite value, or no parameter changed), or
+    None."""
     for step, loss in enumerate(record.losses(), 1):
         if not math.isfinite(loss):
             return f"the loss of step {step} is {loss}, so the run cannot be compared"
@@ -145,8 +144,8 @@ def reason_not_comparable(record: Record) -> str | None:
 
 @dataclass(frozen=True)
 class _Scales:
-    """The scales for the difference of one tensor: the `distance` that it moved, and the largest distance of its
-    kind."""
+    """The scales for the difference of one tensor: its `distance` (change during training), and the largest distance
+    of its kind."""
 
     tolerance: float
     relative: float
@@ -158,7 +157,7 @@ class _Scales:
 def _compare_losses(
     losses: Sequence[float], expected: Sequence[float], tolerance: float, relative: float
 ) -> tuple[LargestDifference, int | None]:
-    """Return the largest difference of the losses, and the first step at which they differ."""
+    """Return the largest difference of the losses, and the first step with different losses."""
     largest, first_step = LargestDifference(), None
     largest_loss = max((abs(loss) for loss in expected), default=0.0)
     for step, (loss, other) in enumerate(zip(losses, expected, strict=False), 1):
@@ -180,7 +179,7 @@ def _kind(name: str) -> str:
 
 
 def _distances(tensors: Any, record: Record) -> dict[str, float]:
-    """Return the distance that each tensor has moved. Optimizer state starts from zero."""
+    """Return the change of each tensor during training. Optimizer state starts from zero."""
     return {
         name: record.first.moved[name.partition(" ")[2]]
         if _kind(name) == "parameter"
@@ -194,7 +193,7 @@ def _largest_value(tensor: Tensor) -> float:
 
 
 def _include(largest: LargestDifference, left: Tensor, right: Tensor, name: str, scales: _Scales) -> LargestDifference:
-    """Return `largest` extended by the difference between the tensors `left` and `right`, both called `name`."""
+    """Update `largest` with the difference between the tensors `left` and `right` named `name`."""
     if not left.numel():
         return largest
     eps = torch.finfo(right.dtype).eps if right.is_floating_point() else 0.0

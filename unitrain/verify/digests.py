@@ -1,4 +1,4 @@
-"""Digests of tensors, and of the samples of a batch independently of their order."""
+"""Digests of tensors, and order-independent digests of the samples of a batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from unitrain.backends.tensors import as_bytes
 
 
 def digest_of_samples(batch: Any, count: int) -> int:
-    """Return the sum of the 64-bit digests of the `count` samples in `batch`, which is on the CPU.
+    """Return the sum of the 64-bit digests of the `count` samples in `batch`, which must be on the CPU.
 
-    The sum over several batches equals the sum over all their samples, however the samples are divided into batches.
-    If the structure of the batch does not show which parts belong to one sample, the batch is digested as one value.
+    The sum does not depend on the division of samples into batches. If the samples cannot be separated, the batch is
+    digested as one value.
     """
     rows = _rows(batch, count)
     return sum(_digest(row) for row in ([_serialize(batch)] if rows is None else rows))
@@ -40,7 +40,7 @@ def _digest(content: bytes) -> int:
 
 
 def _rows(part: Any, count: int) -> list[bytes] | None:
-    """Return the serialized content of each of the `count` samples in `part`, or None if it has no such rows."""
+    """Return the serialized content of each of the `count` samples in `part`, or None if they cannot be separated."""
     if isinstance(part, Tensor):
         if part.layout is not torch.strided or part.dim() == 0 or len(part) != count:
             return None
@@ -72,13 +72,13 @@ def _serialize(part: Any) -> bytes:
     file = io.BytesIO()
     try:
         _ContentPickler(file).dump(part)
-    except Exception:  # a user's type may raise anything; then only its name is digested
+    except Exception:  # user-defined types may raise any error; then only the type name is digested
         return type(part).__qualname__.encode()
     return file.getvalue()
 
 
 class _ContentPickler(pickle.Pickler):
-    """Serializes tensors by content. pickle itself would include memory addresses."""
+    """Serializes tensors by content. The default pickle format would include memory addresses."""
 
     def reducer_override(self, obj: Any) -> Any:
         return (bytes, (_serialize(obj),)) if isinstance(obj, Tensor) else NotImplemented

@@ -1,4 +1,4 @@
-"""The files of a verified run: the request that `unitrain verify` writes, and the records that the ranks write."""
+"""The files of a verified run: the request from `unitrain verify`, and the records of the ranks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# The function that the ranks of a verified run call, see `trainer_overrides`.
+# Called by the ranks of a verified run, see `trainer_overrides`.
 RECORDER = "unitrain.verify.recorder:create_recorder"
 TENSORS = "end.safetensors"
 _REQUEST = "request.json"
-# Digests of samples are added modulo this number: the sum does not depend on the assignment of samples to ranks.
+# Sample digests are added modulo this number, so the sum does not depend on the assignment of samples to ranks.
 _DIGEST_MODULUS = 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Train `steps` steps, then end.
+    """Request to train `steps` steps and exit.
 
-    A run on fewer than `as_ranks` ranks accumulates gradients to reach the global batch of `as_ranks` ranks. If
+    A run on fewer than `as_ranks` ranks accumulates gradients to match the global batch size of `as_ranks` ranks. With
     `float64`, model and data are converted to double precision.
     """
 
@@ -29,21 +29,21 @@ class Request:
     float64: bool = False
 
     def write(self, folder: Path) -> None:
-        """Write the request to `folder`, where the ranks read it."""
+        """Write the request to `folder` for the ranks."""
         (folder / _REQUEST).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Request:
-        """Return the request in `folder`."""
+        """Read the request from `folder`."""
         return cls(**json.loads((folder / _REQUEST).read_text()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One rank's part of a step.
+    """The record of one step on one rank.
 
-    `loss` is the sum of the losses over `weight` samples or tokens. `samples` has the number of samples of each
-    micro-batch, and `digest` is the sum of their digests. `learning_rates` has an entry per parameter group.
+    `loss` is the sum of the losses over `weight` samples or tokens. `samples` contains the number of samples per
+    micro-batch, and `digest` is the sum of the sample digests. `learning_rates` has one entry per parameter group.
     """
 
     loss: float
@@ -57,11 +57,11 @@ class StepRecord:
 class RankRecord:
     """The record of one rank.
 
-    `start` and `end` are digests of its parameters before the first and after the last step, and `moved` is the largest
-    |end - start| of each parameter. `random` names the generators that were used in between. `fixed_batch` is True if
-    the script sets its global batch size itself. `batch_statistics` states over which samples of a micro-batch
-    BatchNorm normalizes: "rank", "all" or "none". `rounding` is the format to which gradients are rounded for
-    communication: "fp16", "bf16" or "none".
+    `start` and `end` are digests of the parameters before the first and after the last step, and `moved` is the largest
+    |end - start| per parameter. `random` names the random generators that were used during training. `fixed_batch` is
+    True if the script sets the global batch size itself. `batch_statistics` is the set of samples of a micro-batch that
+    BatchNorm normalizes over: "rank", "all" or "none". `rounding` is the format of compressed gradients: "fp16", "bf16"
+    or "none".
     """
 
     rank: int
@@ -88,21 +88,21 @@ class RankRecord:
 
     @classmethod
     def read(cls, path: Path) -> RankRecord:
-        """Return the record that a rank wrote to `path`."""
+        """Read the record of a rank from `path`."""
         data = json.loads(path.read_text())
         return cls(**data | {"steps": [StepRecord(**step) for step in data["steps"]]})
 
 
 @dataclass(frozen=True)
 class Record:
-    """The records of all ranks of a run, in rank order, and the folder with the tensors of rank 0."""
+    """The records of all ranks of a run in rank order, and the folder with the tensors of rank 0."""
 
     ranks: Sequence[RankRecord]
     folder: Path
 
     @classmethod
     def read(cls, folder: Path) -> Record | None:
-        """Return the record in `folder`, or None if a rank has not written its part."""
+        """Read the record from `folder`. Return None if the record of a rank is missing."""
         found = sorted((RankRecord.read(path) for path in folder.glob("rank-*.json")), key=lambda record: record.rank)
         return cls(found, folder) if found and len(found) == found[0].size else None
 
@@ -113,26 +113,26 @@ class Record:
 
     @property
     def steps(self) -> int:
-        """The number of steps that every rank finished."""
+        """The number of steps completed by every rank."""
         return min(len(record.steps) for record in self.ranks)
 
     def losses(self) -> list[float]:
-        """Return the exact mean loss of each step, over the samples or tokens of all ranks."""
+        """Return the exact mean loss per step, over the samples or tokens of all ranks."""
         return [
             math.fsum(one.loss for one in parts) / weight if (weight := math.fsum(one.weight for one in parts)) else 0.0
             for parts in self._by_step()
         ]
 
     def data(self) -> list[int]:
-        """Return a digest of the samples of each step, independent of their assignment to ranks."""
+        """Return a digest of the samples per step, independent of their assignment to ranks."""
         return [sum(one.digest for one in parts) % _DIGEST_MODULUS for parts in self._by_step()]
 
     def global_batch(self) -> list[int]:
-        """Return the number of samples of each step, over all ranks."""
+        """Return the global batch size per step."""
         return [sum(sum(one.samples) for one in parts) for parts in self._by_step()]
 
     def batch_norm_groups(self) -> list[list[int]]:
-        """Return the sizes of the groups of samples over which BatchNorm normalizes in each step, largest first."""
+        """Return the group sizes of BatchNorm normalization per step, in samples, largest first."""
         is_synced = self.first.batch_statistics == "all"
         return [
             sorted(
@@ -145,11 +145,11 @@ class Record:
         ]
 
     def learning_rates(self) -> list[Sequence[float]]:
-        """Return the learning rates of each step, one per parameter group."""
+        """Return the learning rates per step, one per parameter group."""
         return [one.learning_rates for one in self.first.steps]
 
     def first_replica_mismatch(self) -> tuple[int, str] | None:
-        """Return the first (rank, parameter) whose final bits differ from those of rank 0, or None."""
+        """Return the first (rank, parameter) that is not bitwise equal to rank 0 at the end, or None."""
         for record in self.ranks:
             for name, digest in self.first.end.items():
                 if record.end.get(name) != digest:

@@ -1,4 +1,4 @@
-"""Record the steps of a run that `unitrain verify` started, and end the run after the requested steps."""
+"""Record the steps of a run started by `unitrain verify`, and exit after the requested steps."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 def create_recorder(folder: str) -> Recorder:
-    """Return the recorder of a run that `unitrain verify` started for `folder`. See `trainer_overrides`."""
+    """Create the recorder of a run started by `unitrain verify` with `folder`. See `trainer_overrides`."""
     return Recorder(Path(folder))
 
 
 class Recorder(Callback):
-    """The last callback of a verified run, so that it records the effects of the other callbacks.
+    """The last callback of a verified run, so that the record includes the effects of other callbacks.
 
-    After the requested steps, or at the end of the run, it writes the record and ends the process with SystemExit, so
-    that the rest of the script does not use a partially trained model.
+    After the requested steps, or at the end of the run, it writes the record and raises SystemExit, so that the rest of
+    the script does not use a partially trained model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,9 +48,9 @@ class Recorder(Callback):
         self._reset_step()
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
-        """Return the arguments with which the run is recorded.
+        """Return `arguments` modified for the recorded run.
 
-        The length of the run is not changed, because learning-rate schedules depend on it.
+        The length of the run is unchanged, because learning-rate schedules depend on it.
         """
         config, model = arguments.config, arguments.model
         loss_fn, forward = arguments.loss_fn, arguments.forward
@@ -59,7 +59,7 @@ class Recorder(Callback):
             changes["output_dir"] = self._folder / "output"
         self._fixed_batch = config.global_batch_size is not None
         if not self._fixed_batch and backend.size < self._request.as_ranks:
-            # Synchronized BatchNorm normalizes over the samples of all ranks, which must be in one micro-batch here.
+            # SyncBatchNorm normalizes over the samples of all ranks, so a single process needs them in one micro-batch.
             in_one_batch = config.batch_size is not None and (
                 config.sync_batch_norm or _batch_statistics(model) == "all"
             )
@@ -108,7 +108,7 @@ class Recorder(Callback):
             self._finish(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if trainer.is_finished and not self._written:  # otherwise an exception or `_finish` ends the run
+        if trainer.is_finished and not self._written:  # otherwise an exception or `_finish` ended the run
             self._finish(trainer)
 
     def _reset_step(self) -> None:
@@ -154,7 +154,7 @@ def _parameters(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
-    """Return over which samples of a micro-batch BatchNorm normalizes: none, those of the rank, or all."""
+    """Return the samples of a micro-batch that BatchNorm normalizes over: "none", "rank" or "all"."""
     layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if not layers:
         return "none"
@@ -166,7 +166,7 @@ def _digests(trainer: Trainer) -> dict[str, str]:
 
 
 def _generators(device: torch.device) -> dict[str, str]:
-    """Return a digest of the state of each random generator of this process."""
+    """Return a digest of the RNG state per random generator of this process."""
     states = randomness.capture_generators(device)
     return {
         name: digest_of_tensor(state) if isinstance(state, Tensor) else hashlib.sha256(repr(state).encode()).hexdigest()
@@ -178,7 +178,7 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return copies of the parameters ("parameter NAME") and of the optimizer state ("state NAME KEY")."""
     parameters = _parameters(trainer)
     found = {f"parameter {name}": _copy_to_cpu(parameter) for name, parameter in parameters.items()}
-    state = trainer.optimizer.state_dict()["state"]  # complete, also if it is sharded
+    state = trainer.optimizer.state_dict()["state"]  # the full state, also with a sharded optimizer
     names = {parameter: name for name, parameter in parameters.items()}
     for index, parameter in enumerate(parameters_of(trainer.optimizer)):
         name = names[parameter]
@@ -196,14 +196,14 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def _largest_difference(left: Tensor, right: Tensor) -> float:
-    """Return the largest |left - right| in double precision: 0 for empty tensors, nan if a value is nan."""
+    """Return the largest |left - right| in double precision: 0 for empty tensors, NaN if a value is NaN."""
     return float((left.double() - right.double()).abs().max()) if left.numel() else 0.0
 
 
 def _convert_to_double(
     model: nn.Module, loss_fn: Callable[..., Any], forward: Callable[..., Any] | None
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """Convert `model` to double precision; return a loss function and a forward that convert their inputs."""
+    """Convert `model` to double precision. Return wrapped loss and forward functions that convert their inputs."""
     model.double()
     model.register_forward_pre_hook(
         lambda _, args, kwargs: (map_tensors(_double, args), map_tensors(_double, kwargs)), with_kwargs=True

@@ -17,7 +17,7 @@ from rich.table import Table
 from unitrain.verify.difference import Difference, LargestDifference
 from unitrain.verify.verdict import Group, Row, Status, Verdict
 
-_WIDTH_WITHOUT_TERMINAL = 200  # wide enough that no cell is wrapped
+_WIDTH_WITHOUT_TERMINAL = 200  # wide enough to avoid wrapped cells
 _VERBS = {"differs": "differs", "failed": "failed", "by design": "differs by design"}
 _COUNTED_STATUSES: dict[Status, tuple[str, str]] = {
     "differs": ("differs from its reference", "differ from their reference"),
@@ -27,7 +27,7 @@ _STYLES = {"same numbers": "green", "differs": "red", "failed": "red", "by desig
 
 
 def show(verdict: Verdict, title: str) -> None:
-    """Print a table with a section per number of ranks, the reasons for differences, and the verdict."""
+    """Print a table with one section per number of ranks, the reasons for differences, and the verdict."""
     terminal = Console(highlight=False, soft_wrap=True)
     console = (
         terminal if terminal.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDTH_WITHOUT_TERMINAL)
@@ -59,7 +59,7 @@ def show(verdict: Verdict, title: str) -> None:
 
 
 def write_json(verdict: Verdict, settings: Mapping[str, Any], path: Path) -> None:
-    """Write the settings, all rows and the verdict to `path`. Numbers that are not finite become null."""
+    """Write the settings, all rows and the verdict to `path`. Non-finite numbers become null."""
     report = {
         **settings,
         "same": verdict.is_same,
@@ -88,7 +88,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _explain(console: Console, group: Group, row: Row) -> None:
-    """Print the reasons for the status of a row, which do not fit into the table."""
+    """Print the reasons for the status of a row below the table."""
     if row.status == "reference" or not (row.reasons or row.status in _VERBS):
         return
     verb = _VERBS.get(row.status)
@@ -103,7 +103,7 @@ def _explain(console: Console, group: Group, row: Row) -> None:
 
 
 def _describe_location(found: Difference) -> list[str]:
-    """Return sentences that locate the differences."""
+    """Return messages that locate the differences."""
     sentences = [] if found.first_loss is None else [f"losses differ from step {found.first_loss}"]
     for kind, part in (("parameter", found.parameters), ("optimizer state", found.state)):
         if not part.within:

@@ -1,4 +1,4 @@
-"""Execute the runs of a verification, one after the other, and compare runs with the same global batch."""
+"""Execute the runs of a verification sequentially, and compare runs with the same global batch size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-6, 1e-8
 
 
 class Command(Protocol):
-    """A command line, and the variables to add to its environment."""
+    """A command line, and variables to add to its environment."""
 
     @property
     def argv(self) -> Sequence[str]: ...
@@ -31,11 +31,11 @@ class Command(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """The settings that all runs share.
+    """The settings shared by all runs.
 
-    `build_command(run, variables)` returns the launch command of a run with `variables` set for its ranks, and raises
-    ConfigError if the run cannot be launched. `report_progress(text)` receives parts of lines. `script` is the path
-    that the ranks execute.
+    `build_command(run, variables)` returns the launch command of a run with `variables` set on its ranks, and raises
+    ConfigError if the run cannot be launched. `report_progress(text)` prints text without a line end. The ranks execute
+    `script`.
     """
 
     script: str
@@ -50,10 +50,10 @@ class Verification:
     def run_groups(
         self, sizes: Sequence[int], controllers: Mapping[str, Sequence[str | None]], *, with_local: bool
     ) -> list[Group]:
-        """Run every backend on each number of ranks in `sizes`, and compare the runs of each size.
+        """Run every backend on each number of ranks in `sizes`, and compare the runs per size.
 
-        `controllers` maps each backend to the controllers with which it is launched. `with_local` adds a run on one
-        process to each group.
+        `controllers` maps each backend to the controllers to launch it with. `with_local` adds a single-process run to
+        each group.
         """
         groups = []
         local: Outcome | None = None
@@ -68,7 +68,7 @@ class Verification:
         return groups
 
     def _run_backends(self, controllers: Mapping[str, Sequence[str | None]], size: int) -> Iterator[Outcome]:
-        """Run every backend on `size` ranks. On GPUs, a backend with several transports runs over each of them."""
+        """Run every backend on `size` ranks. On GPUs, a backend runs once per transport."""
         for backend, choices in controllers.items():
             for controller in choices if backend != "local" else ():
                 run = Run(backend=backend, as_ranks=size, processes=size, controller=controller)
@@ -81,10 +81,10 @@ class Verification:
                             yield self._run(replace(run, transport=transport))
 
     def _run_local(self, size: int, others: Sequence[Outcome]) -> Outcome:
-        """Run one process with the global batch of `others`.
+        """Run one process with the global batch size of `others`.
 
-        The batch size of the script is multiplied by `size`. If that does not give the global batch because the script
-        divides its batch by the number of ranks, the process uses the batch size of the script.
+        The batch size of the script is multiplied by `size`. If the script divides its batch size by the number of
+        ranks, the global batch size would differ, and the run is repeated with the unmodified batch size.
         """
         outcome = self._run(Run(backend="local", as_ranks=size, processes=1))
         batches = {
@@ -98,7 +98,7 @@ class Verification:
         return outcome
 
     def _repeat_unclear_runs(self, group: Group) -> Group:
-        """Repeat the runs whose differences may be rounding, in double precision."""
+        """Repeat the runs with possible rounding differences in double precision."""
         unclear = [row for row in group.rows if row.needs_float64]
         if not unclear:
             return group
@@ -139,7 +139,7 @@ class Verification:
         return Outcome(run=run, seconds=result.seconds, failure=failure, last_lines=last_lines(result.output))
 
     def _failure(self, code: int | None, run: Run, record: Record | None) -> str | None:
-        """Return why the run has no numbers to compare, or None."""
+        """Return why the run produced no numbers to compare, or None."""
         if code is None:
             return (
                 f"it did not finish within {self.limit_seconds:g} s and was terminated. Allow more: --timeout-seconds"

@@ -1,6 +1,6 @@
-"""Program of each rank when `unitrain verify` is given a function: it trains what the function returns.
+"""Program of each rank if the target of `unitrain verify` is a function: train with the arguments that it returns.
 
-It is executed by its path: python train_function.py package.module:function, or file.py:function.
+Usage: python train_function.py package.module:function, or file.py:function.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def train(target: str) -> None:
-    """Train with the arguments that the function named by `target` returns (see `factories.call_training_function`).
+    """Train with the arguments returned by the function `target` (see `factories.call_training_function`).
 
-    The generators of torch, numpy and Python are seeded with 0 on every rank before the function is called.
+    Seeds the generators of torch, numpy and Python with 0 on every rank before the call.
     """
     import unitrain
     from unitrain import factories, randomness
@@ -25,6 +25,6 @@ def train(target: str) -> None:
 
 
 if __name__ == "__main__":
-    # Python put the folder of this file first. The user's function is looked up in the working directory instead.
+    # Python prepended the folder of this file. The user's function is imported from the working directory instead.
     sys.path[0] = str(Path.cwd())
     train(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Decide whether runs have the same numbers, and name the known causes of differences."""
+"""Decide whether runs have the same numbers, and report known causes of differences."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Status = Literal["reference", "same numbers", "differs", "by design", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A requested run: `processes` ranks that train with the global batch of `as_ranks` ranks.
+    """A requested run: `processes` ranks with the global batch size of `as_ranks` ranks.
 
-    `controller` is the controller of horovodrun, and `transport` the argument of `unitrain.init`. None selects the
+    `controller` is the controller of horovodrun, and `transport` is passed to `unitrain.init`. None selects the
     default.
     """
 
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a run: its record, or the reason of its `failure` and the last lines of its output."""
+    """The outcome of a run: its record, or the reason for the `failure` and the last lines of the output."""
 
     run: Run
     seconds: float
@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def transport(self) -> str:
-        """The transport that the run used, or else the one requested, followed by the controller if it differs."""
+        """The transport used by the run, else the requested transport, followed by the controller if it differs."""
         used = self.record.first.transport if self.record else self.run.transport or self.run.controller or ""
         controller = self.run.controller
         return f"{used} ({controller})" if controller not in (None, used) else used
@@ -57,8 +57,8 @@ class Outcome:
 class Row:
     """An outcome and its comparison with the reference.
 
-    `reasons` explain a difference, or why nothing was compared. `needs_float64` is True if only a run in double
-    precision can show whether the difference is more than rounding.
+    `reasons` explain a difference, or why no comparison was possible. `needs_float64` is True if only a run in double
+    precision can distinguish the difference from rounding errors.
     """
 
     outcome: Outcome
@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The runs that train with the global batch of `ranks` ranks."""
+    """The runs with the global batch size of `ranks` ranks."""
 
     ranks: int
     rows: Sequence[Row]
@@ -84,23 +84,23 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """All groups, and the (name, reason) of each backend that was skipped because it cannot run on this machine."""
+    """All groups, and (name, reason) per backend that is not available on this machine."""
 
     groups: Sequence[Group]
     skipped: Sequence[tuple[str, str]] = field(default=())
 
     @property
     def is_same(self) -> bool:
-        """Whether at least one run was compared, and no run differs or failed."""
+        """Whether at least one run was compared, and every run succeeded with the same numbers."""
         statuses = [row.status for group in self.groups for row in group.rows]
         return "same numbers" in statuses and "differs" not in statuses and "failed" not in statuses
 
 
 def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, *, float64: bool) -> Group:
-    """Compare the runs that have the global batch of `ranks` ranks with the best reference among them.
+    """Compare the runs with the global batch size of `ranks` ranks with the best reference among them.
 
-    The reference is the run on one process. If that run must differ by design (see `expected_difference`), it is the
-    first run on several ranks.
+    The reference is the single-process run, or the first run on several ranks if the single-process run must differ by
+    design (see `expected_difference`).
     """
     outcomes = [_fail_if_not_comparable(one) for one in outcomes]
     candidates = [(one, one.record) for one in outcomes if one.record is not None]
@@ -121,7 +121,7 @@ def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, 
 
 
 def resolve_with_float64(group: Group, repeated: Group) -> Group:
-    """Return `group` with the status of each row that needs double precision determined by the same run in
+    """Return `group` with the unresolved rows resolved by the same runs in double precision, which are in
     `repeated`."""
     found = {row.outcome.run: row for row in repeated.rows}
     return replace(group, rows=[_resolve_row(row, found.get(row.outcome.run)) for row in group.rows])
@@ -163,7 +163,7 @@ def _can_be_same(record: Record, reference: Record, tolerance: float, *, float64
 def expected_difference(record: Record, reference: Record) -> str | None:
     """Return why two runs on different numbers of ranks differ by design, or None if they must have the same numbers.
 
-    The reasons are settings that apply per rank or are derived from the number of ranks.
+    The causes are settings that apply per rank or depend on the number of ranks.
     """
     if record.first.size == reference.first.size:
         return None
@@ -220,7 +220,7 @@ def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: 
 
 
 def _known_causes(found: Difference, run: Record, reference: Record) -> Iterator[str]:
-    """Yield the known causes of a difference. A cause precedes the causes that may follow from it."""
+    """Yield the known causes of a difference, root causes first."""
     if found.mismatched is not None:
         yield f"{found.mismatched} exists in only one of the runs, or its shapes differ"
     elif found.start is not None:
