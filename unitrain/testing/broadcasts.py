@@ -1,4 +1,4 @@
-"""Contract of concurrent broadcasts in place, on backends over a process group."""
+"""Contract of concurrent in-place broadcasts, on backends over a process group."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.errors import CollectiveMismatchError
 from unitrain.testing.cases import contract, raises
 
-# Elements of float32: empty, small, at both sides of the limit of small pieces, large.
+# Numbers of float32 elements: empty, small, around the size limit of small pieces, and large.
 _LENGTHS = (0, 1, 5, 1000, SMALL_BYTES // 4 - 1, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, SMALL_BYTES, SMALL_BYTES * 4)
 
 
 def _pieces(rank: int, size: int, lengths: tuple[int, ...] | list[int]) -> list[tuple[Tensor, int]]:
-    """Return pieces of `rank`, with roots in turn, that are neighboring slices of one tensor per dtype."""
+    """Return the pieces of `rank`: adjacent slices of one tensor per dtype, with alternating roots."""
     pieces: list[tuple[Tensor, int]] = []
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         generator = torch.Generator().manual_seed(rank)

@@ -1,4 +1,4 @@
-"""Contract of buffers: which buffers ranks share during training, compared with a simulation in one process."""
+"""Contract of buffers shared during training, compared with a simulation in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, FROZEN_FROM, RATE = 8, 5, 0.05
 
 
 class Centers(nn.Module):
-    """Reads a buffer that each forward pass changes in place, one that each forward pass assigns, and one that is
+    """Reads three buffers: each forward pass changes the first in place and reassigns the second; the third is
     constant."""
 
     def __init__(self) -> None:
@@ -46,14 +46,13 @@ class Centers(nn.Module):
 
 
 def read_in_training(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that the next training forward pass reads; running statistics of BatchNorm are not among
-    them."""
+    """Return the buffers that the next training forward pass reads, which exclude running statistics of BatchNorm."""
     statistics = {id(b) for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training for b in m.buffers()}
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in statistics}
 
 
 def simulated(size: int, accumulate: int) -> nn.Module:
-    """Return the model of rank 0 after training on `size` simulated ranks like DDP with broadcast_buffers=True."""
+    """Simulate DDP with broadcast_buffers=True on `size` ranks in one process, and return rank 0's trained model."""
     models = [Centers() for _ in range(size)]
     for step in range(STEPS):
         for model in models:
@@ -72,7 +71,8 @@ def simulated(size: int, accumulate: int) -> nn.Module:
 
 
 def trained(backend: Backend, accumulate: int, shared_after: Iterable[int]) -> nn.Module:
-    """Train on the ranks; share all buffers after the given steps, as an evaluation or a checkpoint does."""
+    """Train on the backend, and share all buffers after the steps `shared_after`, like an evaluation or a
+    checkpoint."""
     model = Centers()
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=RATE), wrapped)

@@ -1,4 +1,4 @@
-"""Registration of contract cases: functions of a started backend that run and assert on every rank."""
+"""Registration of contract cases: functions that take a started backend, and run on every rank."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.fake_backend import FakeBackend
 from unitrain.testing.models import build
 
-# Small tensors are transferred together with the consistency check, larger ones such as (11, 13) are not. Shapes with
-# many dimensions are abbreviated in messages.
+# Small tensors are transferred together with the consistency check; larger ones such as (11, 13) are not. Messages
+# abbreviate shapes with many dimensions.
 _SHAPES: tuple[tuple[int, ...], ...] = (
     *((), (1,), (5,), (3, 4), (2, 3, 2), (0,), (0, 3), (2, 0), (11, 13)),
     *((*(1,) * 10, 3), (*(1,) * 10, 143)),
@@ -54,7 +54,7 @@ def combined(inputs: list[Tensor], op: str) -> Tensor:
 
 
 def is_defined(dtype: torch.dtype, op: str) -> bool:
-    """Return whether backends reduce `dtype` by `op`."""
+    """Return whether backends support the reduction `op` for `dtype`."""
     return not (op == "mean" and not dtype.is_floating_point) and not (op == "sum" and dtype == torch.bool)
 
 
@@ -277,7 +277,7 @@ def special_values_are_preserved(backend: Backend) -> None:
 def min_and_max_propagate_nan(backend: Backend) -> None:
     floating = [dtype for dtype in DTYPES if dtype.is_floating_point]
     for dtype, op, columns in itertools.product(floating, ("min", "max"), (1, 5, 400)):  # small and large tensors
-        # Every column has each special value; which rank has which differs from row to row.
+        # Every column contains each special value, on ranks that differ between rows.
         values = torch.tensor([0.0, -0.0, 1.5, -2.5, torch.inf, -torch.inf, torch.nan, -torch.nan, 6e-8, -6e-8])
         inputs = []
         for rank in range(backend.size):

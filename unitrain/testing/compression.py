@@ -1,4 +1,4 @@
-"""Contract of compression: a backend raises UnsupportedError or computes the arithmetic of rule 7 in `base.py`."""
+"""Contract of compression: a backend raises UnsupportedError, or satisfies rule 7 in `base.py`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def may_raise_unsupported_error(case: Case) -> Case:
 
 
 def steps(backend: Backend, model: nn.Module, wrapped: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the gradients of each step; each step has different data."""
+    """Yield the gradients of each step. Each step uses different data."""
     for step in range(count):
         model.zero_grad()
         backward(wrapped, backend.rank, step)
@@ -51,7 +51,7 @@ def steps(backend: Backend, model: nn.Module, wrapped: nn.Module, count: int) ->
 
 
 def allclose_up_to_order(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether both have the same tensors, up to the order of summation over more than two ranks."""
+    """Return whether both contain the same tensors, apart from rounding if more than two ranks are summed."""
     return one.keys() == other.keys() and all(torch.allclose(one[n], other[n], rtol=0, atol=1e-12) for n in one)
 
 
@@ -133,7 +133,7 @@ def half_precision_rounds_accumulated_gradients_once(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def unused_parameters_raise_on_every_rank_with_compression(backend: Backend) -> None:
-    """Includes ranks that used all their parameters: they do not wait for a collective that never starts."""
+    """Ranks that used all parameters also raise, instead of waiting for a collective that never starts."""
     choices: tuple[Compression, ...] = ("fp16", PowerSGD(start_step=0, min_compression_rate=1))
     for compression in choices:
         wrapped = backend.distributed_model(TwoHeads(), compression=compression)
@@ -177,7 +177,7 @@ def parameters_used_in_an_earlier_micro_batch_are_compressed(backend: Backend) -
 @contract
 @may_raise_unsupported_error
 def input_gradient_is_not_counted_as_reduction(backend: Backend) -> None:
-    """PowerSGD counts reductions, and half precision rounds reduced gradients only."""
+    """PowerSGD counts reductions, and half precision rounds only reduced gradients."""
     choices: tuple[Compression, ...] = ("bf16", PowerSGD(rank=1, start_step=2, min_compression_rate=1))
     for compression in choices:
         model, twin = build(), build()
@@ -275,7 +275,7 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
             expected_gradient = gradients(expected_model)[name]
             assert gradient is not None
             assert expected_gradient is not None
-            # A sum in another order may round differently.
+            # A sum in a different order may round differently.
             place = 2 * torch.finfo(torch.float16).eps if compression == "fp16" else 1e-9
             torch.testing.assert_close(gradient, expected_gradient, rtol=place, atol=1e-9)
         if compression == "fp16":

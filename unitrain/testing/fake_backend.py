@@ -1,4 +1,4 @@
-"""A backend without communication, for unit tests of code that takes a backend."""
+"""A backend without communication, for unit tests of code that uses a backend."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Peers = Callable[[str, Any, int], Any]
 
 
 class FakeBackend(LocalBackend):
-    """One process that acts as rank `rank` of `size` ranks.
+    """A single process that simulates rank `rank` of `size` ranks.
 
     `peers(operation, value, rank)` returns the argument that another rank passes to a collective in which this rank
     passes `value`; `operation` is the name of the method, such as "allreduce". Without it, every rank passes the same
-    argument, so a sum is `size` times the value. Gradients and optimizer state are those of this process, as if every
-    rank computed the same. `calls` lists the collectives in order, as (operation, value).
+    argument, so a sum is `size` times the value. Gradients and optimizer state are those of this process, as if all
+    ranks computed the same. `calls` lists the collectives in order, as (operation, value).
 
     All ranks are on one host. Raises ConfigError if `rank` is not in [0, size).
     """

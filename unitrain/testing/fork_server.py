@@ -1,4 +1,4 @@
-"""Fork server for ranks: a process imports torch once and forks ranks, which then start in a tenth of a second.
+"""Fork server for ranks: one process imports torch and then forks ranks, which start in 0.1 s.
 
 The ranks behave like new processes, except that they share the effects of the imports and Python's hash seed. The fork
 server has one thread and no backend, so a fork is safe.
@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.02
 
 
 class Child:
-    """A forked process, with the part of the interface of `subprocess.Popen` that `RankGroup` uses."""
+    """A forked process, with the methods of `subprocess.Popen` that `RankGroup` uses."""
 
     def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self._fork_server, self.pid = fork_server, pid
@@ -56,14 +56,14 @@ class Child:
 
 
 class ForkServer:
-    """Handle of the fork server process, which ends with this process. Methods may be called from several threads."""
+    """Handle of the fork server process, which exits when this process does. Its methods are thread-safe."""
 
     def __init__(self) -> None:
         self._connection, child_end = socket.socketpair()
         self._lock = threading.Lock()
         self.owner = os.getpid()
         with child_end:
-            # One thread for OpenMP and BLAS: other threads would not exist after a fork.
+            # One thread for OpenMP and BLAS, because additional threads would not exist after a fork.
             variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import main; main()", str(child_end.fileno())],
@@ -76,7 +76,7 @@ class ForkServer:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the fork server and wait for it."""
+        """Stop the fork server and wait until it exits."""
         if self.owner == os.getpid():
             self._connection.close()
             self._process.wait()
@@ -101,7 +101,7 @@ class ForkServer:
         return Child(self, self.request_reply(request, [1, 2])["pid"])
 
     def request_reply(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """Return the reply to `request`. Raises OSError if the fork server has ended."""
+        """Return the reply to `request`. Raises OSError if the fork server has exited."""
         with self._lock:
             _send(self._connection, request, descriptors)
             reply, _ = _receive(self._connection)

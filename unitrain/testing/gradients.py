@@ -154,7 +154,7 @@ def retained_graph_is_reduced_in_every_backward(backend: Backend) -> None:
 
 
 class Recomputed(nn.Module):
-    """A block whose activations are recomputed in backward."""
+    """A block with activation checkpointing, which recomputes activations in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def activation_checkpointing_gives_global_gradients(backend: Backend) -> None:
 
 
 class _SumInBackward(torch.autograd.Function):
-    """Identity whose backward calls a collective."""
+    """Identity function that calls a collective in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, backend: Backend) -> Tensor:
@@ -191,9 +191,9 @@ class _SumInBackward(torch.autograd.Function):
 
 
 class _Deep(nn.Module):
-    """Layers of one gradient bucket each. With a backend, the backward of each layer calls a collective.
+    """Layers with one gradient bucket per layer. With a backend, each layer calls a collective in its backward pass.
 
-    `forward` skips the layers whose numbers are in `skipped`.
+    `forward` skips the layers with indices in `skipped`.
     """
 
     def __init__(self, backend: Backend | None) -> None:
@@ -211,7 +211,7 @@ class _Deep(nn.Module):
 
 @contract
 def collectives_may_run_inside_backward(backend: Backend) -> None:
-    """Includes ranks that skip different parameters, so that their buckets are complete at different times."""
+    """Also tests ranks that skip different parameters, so that their buckets become ready at different times."""
     for find_unused_parameters in (False, True):
         model, twin = _Deep(backend), _Deep(None)
         wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)

@@ -1,6 +1,6 @@
-"""Contract of reducescatter and allgather for tensors that are communicated in several pieces or broadcasts.
+"""Contract of reducescatter and allgather for tensors that are divided into pieces or gathered by broadcasts.
 
-Pieces are made small, because a case that covers every dtype and operation must not communicate gigabytes.
+Cases that cover all dtypes and operations use small pieces, so that they do not communicate gigabytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unitrain.testing.collectives import combined, is_defined, make_input
 
 @contextmanager
 def _small_pieces() -> Iterator[None]:
-    """Communicate in pieces of 384 bytes, and gather results of any size by broadcasts. All ranks call it."""
+    """Set the piece size to 384 bytes, and gather results of any size by broadcasts. All ranks call it."""
     kept = composed_collectives.PIECE_BYTES, composed_collectives.MIN_BROADCAST_BYTES
     composed_collectives.PIECE_BYTES, composed_collectives.MIN_BROADCAST_BYTES = 384, 1
     try:

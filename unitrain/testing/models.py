@@ -1,4 +1,4 @@
-"""Small models and data of the contract suite, and the expected gradients computed in one process."""
+"""Small models and data for the contract suite, and expected gradients that are computed in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
 
-ROWS, FEATURES = 4, 6  # samples per rank, and features of each
+ROWS, FEATURES = 4, 6  # samples per rank, and features per sample
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -39,7 +39,7 @@ def mean_gradients(
 ) -> dict[str, Tensor | None]:
     """Return the mean over ranks of the gradients that `run(model, rank)` computes, without communication.
 
-    The gradient of a parameter that no rank uses is None; on a rank that does not use a parameter, it counts as zero.
+    The gradient of a parameter counts as zero on ranks that do not use it, and is None if no rank uses it.
     """
     found: list[dict[str, Tensor | None]] = []
     for rank in range(backend.size):
@@ -71,7 +71,7 @@ def assert_gradients(actual: nn.Module, expected: dict[str, Tensor | None], tole
 def assert_reduced(
     backend: Backend, wrapped: nn.Module, model: nn.Module, twin: nn.Module, run: Callable[[nn.Module, int], Any]
 ) -> None:
-    """Assert in three steps that `run(wrapped, rank)` computes the mean gradients of `model`.
+    """Assert, for three steps, that `run(wrapped, rank)` computes the mean gradients of `model`.
 
     `twin` is a copy of the model that computes the expected gradients locally. DDP builds its buckets in the first
     step and rebuilds them in the second.
@@ -83,5 +83,5 @@ def assert_reduced(
 
 
 def backward(model: nn.Module, rank: int, step: int = 0) -> None:
-    """Run forward and backward on the batch of `rank` and `step`."""
+    """Run the forward and backward pass on the batch of `rank` and `step`."""
     loss_of(model(batch(rank, step))).backward()

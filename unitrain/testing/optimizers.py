@@ -28,7 +28,7 @@ def _train_in_one_process(
     steps: range,
     clip_norm: float | None = None,
 ) -> None:
-    """Return the expected result of `_train`, computed in this process without the backend."""
+    """Run the same training as `_train` in this process, without the backend."""
     for step in steps:
         expected = mean_gradients(backend, model, lambda m, rank, step=step: loss_of(m(batch(rank, step))).backward())
         for name, parameter in model.named_parameters():
@@ -69,7 +69,7 @@ def training_equals_plain_torch(backend: Backend) -> None:
 
 @contract
 def overflow_on_one_rank_skips_the_step_on_every_rank(backend: Backend) -> None:
-    """Use GradScaler in plain torch code, with and without clipping; all other steps equal those of one process."""
+    """Use GradScaler in plain torch code, with and without clipping. Other steps equal those of one process."""
     overflow, steps = 2, range(5)
     for clip_norm in (None, 0.01):
         model, twin = build(), build()
@@ -102,7 +102,7 @@ def overflow_on_one_rank_skips_the_step_on_every_rank(backend: Backend) -> None:
 
 @contract
 def optimizer_state_is_kept_and_portable(backend: Backend) -> None:
-    """Train in one process, resume on the backend, save, and resume in one process: equal to uninterrupted training."""
+    """Train in one process, resume on the backend, and resume in one process; compare with uninterrupted training."""
     twin = build()
     twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
     _train_in_one_process(backend, twin, twin_optimizer, range(3))

@@ -1,4 +1,4 @@
-"""Contract of parameters: unused, frozen, shared, missing, or different between ranks."""
+"""Contract of models with unused, frozen, shared or no parameters, or with different parameters per rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unitrain.testing.models import (
 
 
 class TwoHeads(nn.Module):
-    """Trunk with two heads; the caller selects the heads of a forward pass."""
+    """Trunk with two heads. The caller selects the heads that a forward pass uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,8 @@ class TwoHeads(nn.Module):
 
 
 def _heads(rank: int, step: int) -> str:
-    """Return the heads that `rank` uses: rank 0 skips one, all ranks skip one, no rank does, or ranks alternate."""
+    """Return the heads that `rank` uses in `step`: rank 0 or all ranks skip one head, no rank does, or ranks
+    alternate."""
     return [
         "left" if rank == 0 else "left right",
         "left",
@@ -116,7 +117,7 @@ def parameters_may_be_frozen_later_with_find_unused_parameters(backend: Backend)
 
 @contract
 def parameters_may_be_frozen_and_unfrozen_at_any_time(backend: Backend) -> None:
-    """As in fine-tuning: train the head first, then more parameters, then only the trunk."""
+    """Fine-tuning: train the head first, then more parameters, then only the trunk."""
     for find_unused_parameters in (False, True):
         model, twin = build(), build()
         for module in (model, twin):
@@ -190,7 +191,7 @@ def backward_through_a_frozen_model_is_not_counted(backend: Backend) -> None:
 
 
 class TwoOutputs(nn.Module):
-    """Model with two outputs; the second depends on every parameter except one."""
+    """Model with two outputs. The second output depends on all parameters but one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +338,7 @@ def model_without_values_raises(backend: Backend) -> None:
 
 @contract
 def model_on_another_device_raises(backend: Backend) -> None:
-    """The check compares types of devices, so it is called with a device that this machine may lack."""
+    """The check compares device types only, so the device need not exist on this machine."""
     device = torch.device("cuda", 1) if backend.device.type == "cpu" else torch.device("cpu")
     model = build().to(backend.device)
     text = raises(ModelError, f"The model is on {backend.device}", lambda: check_model(model, "none", device))

@@ -28,7 +28,7 @@ from unitrain.testing.models import (
 
 LOW_RANK = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
 NO_MEMORY: tuple[Compression, ...] = ("none", "fp16")
-MATRICES = ("0.weight", "3.weight")  # of `build`, compressed under LOW_RANK; the rest are vectors
+MATRICES = ("0.weight", "3.weight")  # matrices of `build`, compressed with LOW_RANK; the rest are vectors
 
 
 def with_compression_state(
@@ -40,13 +40,13 @@ def with_compression_state(
 
 
 def errors(backend: Backend, memory: CompressionState) -> dict[str, Tensor]:
-    """Return the mean over ranks of their errors (the gradients not sent yet), on every rank."""
+    """Return the mean of the errors (gradients that are not transferred yet) over ranks, on every rank."""
     state = backend.broadcast_object(memory.state_dict())
     return {name: of_all_ranks.mean(0) for name, of_all_ranks in state["errors"].items()}
 
 
 def plain(memory: CompressionState) -> dict[str, Any]:
-    """Return the state as it is loaded from a checkpoint."""
+    """Return the state after saving and loading a checkpoint."""
     file = io.BytesIO()
     torch.save(memory.state_dict(), file)
     file.seek(0)
@@ -75,7 +75,8 @@ def powersgd_gradient_has_low_rank_and_is_equal_on_every_rank(backend: Backend) 
 @contract
 @may_raise_unsupported_error
 def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
-    """Includes accumulation and two backward passes per step, where the second sends the first gradient again."""
+    """Also tests accumulation, and two backward passes per step, of which the second reduces the first gradient
+    again."""
     model, twin = build(), build()
     wrapped, memory = with_compression_state(backend, model, LOW_RANK)
     sent = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
@@ -109,7 +110,7 @@ def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
 @may_raise_unsupported_error
 def error_feedback_converges_to_the_gradient(backend: Backend) -> None:
     def missing(error_feedback: bool) -> float:
-        """Return the relative difference between a constant gradient and the mean of the transferred gradients."""
+        """Return the relative error of the mean transferred gradient if the true gradient is constant."""
         settings = PowerSGD(rank=1, start_step=0, min_compression_rate=1, error_feedback=error_feedback)
         model, twin = build(), build()
         wrapped, _ = with_compression_state(backend, model, settings)
@@ -155,7 +156,7 @@ def powersgd_below_min_compression_rate_sends_uncompressed_gradients(backend: Ba
 
 
 class Branches(nn.Module):
-    """Model with several branches; the caller selects the branch."""
+    """Model with several branches. The caller selects the branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +195,8 @@ def powersgd_skips_parameters_unused_on_every_rank(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def powersgd_starts_a_matrix_equally_at_its_first_use(backend: Backend) -> None:
-    """On one rank an unused parameter is not reduced, so the number of reductions before its first use differs."""
+    """A single rank does not reduce unused parameters, so the reduction count at the first use differs from several
+    ranks."""
     sent = []
     for parts in ((0, 0, 0, 1), (1, 1)):
         model = Branches()
@@ -274,7 +276,7 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
         for step in range(6):
             model.zero_grad()
             if step == 3:
-                # One number overflows on one rank; everything else that the step sent is discarded too.
+                # One element overflows on one rank; all other errors of the step are also discarded.
                 last = backend.rank == backend.size - 1
                 handle = model.get_submodule("3").register_full_backward_hook(
                     lambda _m, grads, _o, last=last, bad=bad: (grads[0] * bad,) if last else None
@@ -329,7 +331,7 @@ def powersgd_resumes_from_its_state(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
-    """Each rank starts from the mean of the saved errors."""
+    """Each rank resumes with the mean of the saved errors."""
     model, resumed, uniform = build(), build(), build()
     wrapped, memory = with_compression_state(backend, model, LOW_RANK)
     for _ in steps(backend, model, wrapped, 3):

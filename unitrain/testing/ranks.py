@@ -1,4 +1,4 @@
-"""Ranks of a backend as processes of this host. They stay alive between calls because starting them is slow."""
+"""Ranks of a backend as processes on this host. They stay alive between calls because starting them is slow."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _fork_server: ForkServer | None = None
 
 
 class RankError(AssertionError):
-    """A function failed on some rank. The text contains the traceback of the first rank that failed and the state of
-    the other ranks.
+    """A function failed on at least one rank. The message contains the traceback of the first failed rank and the state
+    of the other ranks.
 
     `kind` is the name of the exception class; `errors` maps each failed rank to its message.
     """
@@ -50,11 +50,11 @@ class _Rank:
 class RankGroup:
     """`size` ranks of `backend` on this host; a context manager.
 
-    Where possible, ranks are forked from a process that has imported torch. `spawn=True` starts new processes instead,
-    as measurements need. `command` is a launcher's command line without the program, such as ["horovodrun", "-np",
-    "2"]; without it, the ranks are started directly with RANK, WORLD_SIZE and the other variables of a scheduler.
-    `variables` are added to the environment of the ranks, which compute on `device`. Every wait has a limit, and all
-    processes end with the group.
+    If possible, ranks are forked from a process that has imported torch. `spawn=True` starts new processes instead,
+    which timing measurements require. `command` is a launcher's command line without the program, such as
+    ["horovodrun", "-np", "2"]; without it, the ranks are started directly with RANK, WORLD_SIZE and the other variables
+    of a scheduler. `variables` are added to the environment of the ranks, which compute on `device`. Every wait has a
+    timeout. All processes are terminated at the end of the context.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RankGroup:
 
         The function must be importable by name. Raises RankError if a rank fails, or if it is still busy after
         `timeout_seconds` or 15 s after another rank failed; the error contains the stacks of busy ranks. All processes
-        are then killed, and the next call starts new ones.
+        are then killed, and the next call starts new processes.
         """
         message = pickle.dumps((function, args))
         try:
@@ -106,7 +106,7 @@ class RankGroup:
             raise
 
     def stop(self) -> None:
-        """Shut down the backend on every rank, and kill the processes that do not end in time."""
+        """Shut down the backend on every rank, and kill the processes that do not exit in time."""
         for rank in self._ranks.values():
             with contextlib.suppress(OSError):
                 rank.connection.send(None)
@@ -146,7 +146,7 @@ class RankGroup:
         return subprocess.Popen(program, env=variables, start_new_session=True)
 
     def _check_start(self, deadline: float) -> None:
-        """Raise RankError if a process ended before all ranks connected, or if the time limit is exceeded."""
+        """Raise RankError if a process has exited before all ranks connected, or if the time limit is exceeded."""
         ended = [process.returncode for process in self._processes if process.poll() is not None]
         if ended or time.monotonic() > deadline:
             reason = f"a process ended with exit code {ended[0]}" if ended else f"timed out after {_START_SECONDS:g} s"
@@ -155,7 +155,7 @@ class RankGroup:
 
     def _environments(self, key: bytes) -> list[dict[str, str]]:
         """Return the environment of each process to start: one per rank, or one for the launcher."""
-        # If this process is itself a rank of a job, its variables must not reach the new ranks.
+        # If this process is itself a rank of a job, the new ranks must not inherit its variables.
         base = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", **self._variables}
         base["UNITRAIN_TEST_KEY"] = key.hex()
         if self._command:
@@ -190,8 +190,7 @@ class RankGroup:
                     answers[number] = (False, "ProcessDied", "the process has ended", "", time.time())
             failure_deadline = time.monotonic() + _AFTER_FAILURE_SECONDS
             if failure_deadline < deadline and any(not answer[0] for answer in answers.values()):
-                # The other ranks may fail too: wait for some seconds, so that the error contains the message of each
-                # rank.
+                # Other ranks may also fail: wait some seconds, so that the error contains their messages.
                 deadline = failure_deadline
                 limit = f"{_AFTER_FAILURE_SECONDS:g} s after that failure"
         failures = {number: answer for number, answer in answers.items() if not answer[0]}
@@ -240,6 +239,7 @@ def run_ranks(
     command: Sequence[str] = (),
     timeout_seconds: float = 120.0,
 ) -> list[Any]:
-    """Call `function(backend, *args)` on `size` new ranks and return the results in rank order; see `RankGroup.run`."""
+    """Call `function(backend, *args)` on `size` new ranks, and return the results in rank order. See
+    `RankGroup.run`."""
     with RankGroup(backend, size, command=command) as group:
         return group.run(function, *args, timeout_seconds=timeout_seconds)

@@ -1,4 +1,4 @@
-"""Contract of `distributed_optimizer(shard="state")`: the same results, with a part of the state on each rank."""
+"""Contract of `distributed_optimizer(shard="state")` (ZeRO-1): sharded training equals unsharded training."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from unitrain.errors import ConfigError, ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import FEATURES, batch, loss_of, mean_gradients
 
-_WIDTH = MIN_DIVIDED_ELEMENTS // FEATURES + 1  # so that weights are divided among ranks
+_WIDTH = MIN_DIVIDED_ELEMENTS // FEATURES + 1  # large enough that weights are split between ranks
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
 class _Scale(nn.Module):
-    """A parameter without dimensions, and one whose storage order differs from that of its dimensions."""
+    """A module with a 0-dimensional parameter and a transposed (non-contiguous) parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,31 +39,31 @@ def _build() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def _start(backend: Backend, make: MakeOptimizer) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+def _setup(backend: Backend, make: MakeOptimizer) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
     model = _build()
     wrapped = backend.distributed_model(model)
     return model, wrapped, backend.distributed_optimizer(make(model.parameters()), wrapped, shard="state")
 
 
 def _step(
-    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, limit: float | None = None
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, max_norm: float | None = None
 ) -> None:
     optimizer.zero_grad()
     loss_of(model(batch(backend.rank, number))).backward()
-    if limit is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), limit)
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
 
 
-def _step_alone(
-    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, limit: float | None = None
+def _reference_step(
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, max_norm: float | None = None
 ) -> None:
-    """Do the same step in this process, with the samples of all ranks."""
+    """Run the same step without the backend: one process, with the samples of all ranks."""
     expected = mean_gradients(backend, model, lambda m, rank: loss_of(m(batch(rank, number))).backward())
     for name, parameter in model.named_parameters():
         parameter.grad = expected[name]
-    if limit is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), limit)
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
 
 
@@ -87,15 +87,15 @@ def sharded_state_trains_as_plain_torch(backend: Backend) -> None:
         (lambda parameters: torch.optim.Adagrad(parameters, lr=0.1), None),
         (lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, centered=True), None),
         (lambda parameters: torch.optim.NAdam(parameters, lr=0.01), None),
-        (lambda parameters: torch.optim.Adafactor(parameters, lr=0.01), None),  # divided by tensors
+        (lambda parameters: torch.optim.Adafactor(parameters, lr=0.01), None),  # partitioned by tensors
     ]
-    for make, limit in optimizers:
-        model, wrapped, optimizer = _start(backend, make)
+    for make, max_norm in optimizers:
+        model, wrapped, optimizer = _setup(backend, make)
         twin = _build()
         twin_optimizer = make(twin.parameters())
         for number in range(3):
-            _step(backend, wrapped, optimizer, number, limit)
-            _step_alone(backend, twin, twin_optimizer, number, limit)
+            _step(backend, wrapped, optimizer, number, max_norm)
+            _reference_step(backend, twin, twin_optimizer, number, max_norm)
         _assert_same(backend, model, twin)
         assert [id(one) for group in optimizer.param_groups for one in group["params"]] == [
             *map(id, model.parameters())
@@ -104,29 +104,29 @@ def sharded_state_trains_as_plain_torch(backend: Backend) -> None:
 
 @contract
 def sharded_state_is_divided_evenly(backend: Backend) -> None:
-    model, wrapped, optimizer = _start(backend, lambda parameters: torch.optim.Adam(parameters))
+    model, wrapped, optimizer = _setup(backend, lambda parameters: torch.optim.Adam(parameters))
     _step(backend, wrapped, optimizer, 0)
     complete = 2 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     sizes = backend.allgather_object(_state_bytes(optimizer))
     assert sum(sizes) == complete, (sizes, complete)
-    # A tensor that is not divided moves a boundary by at most its size.
+    # A tensor that is not split changes the share of a rank by at most its size.
     assert max(sizes) - complete / backend.size <= 2 * 8 * MIN_DIVIDED_ELEMENTS, (sizes, complete)
 
 
 @contract
 def state_dict_of_sharded_state_is_that_of_plain_torch(backend: Backend) -> None:
-    """Save, and resume in one process, and on the backend from a state that was saved in one process."""
+    """Resume in one process from a state saved on the backend, and on the backend from a state saved in one process."""
 
     def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=0.01)
 
-    model, wrapped, optimizer = _start(backend, make)
+    model, wrapped, optimizer = _setup(backend, make)
     twin = _build()
     twin_optimizer = make(twin.parameters())
     assert optimizer.state_dict() == twin_optimizer.state_dict()
     for number in range(2):
         _step(backend, wrapped, optimizer, number)
-        _step_alone(backend, twin, twin_optimizer, number)
+        _reference_step(backend, twin, twin_optimizer, number)
     saved, expected = optimizer.state_dict(), twin_optimizer.state_dict()
     assert saved["param_groups"] == expected["param_groups"]
     torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=1e-10)
@@ -135,11 +135,11 @@ def state_dict_of_sharded_state_is_that_of_plain_torch(backend: Backend) -> None
     alone.load_state_dict(backend.unwrap(wrapped).state_dict())
     alone_optimizer = make(alone.parameters())
     alone_optimizer.load_state_dict(copy.deepcopy(saved))
-    _step_alone(backend, alone, alone_optimizer, 2)
-    _step_alone(backend, twin, twin_optimizer, 2)
+    _reference_step(backend, alone, alone_optimizer, 2)
+    _reference_step(backend, twin, twin_optimizer, 2)
     _assert_same(backend, alone, twin)
 
-    # Into an optimizer that is sharded already, and into one that is sharded afterwards.
+    # Load the state into an optimizer that is already sharded, and into one that is sharded afterwards.
     _step(backend, wrapped, optimizer, 5)
     model.load_state_dict(twin.state_dict())
     optimizer.load_state_dict(copy.deepcopy(twin_optimizer.state_dict()))
@@ -153,14 +153,14 @@ def state_dict_of_sharded_state_is_that_of_plain_torch(backend: Backend) -> None
     for number in (3, 4):
         _step(backend, wrapped, optimizer, number)
         _step(backend, fresh_wrapped, fresh_optimizer, number)
-        _step_alone(backend, twin, twin_optimizer, number)
+        _reference_step(backend, twin, twin_optimizer, number)
     _assert_same(backend, model, twin)
     _assert_same(backend, fresh, twin)
 
 
 @contract
 def sharded_state_with_groups_freezing_and_schedulers(backend: Backend) -> None:
-    """Parameter groups, a scheduler, `add_param_group`, and parameters that are frozen and unfrozen."""
+    """Test parameter groups, a scheduler, `add_param_group`, and parameters that are frozen and unfrozen."""
 
     def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         scale, first, _, _, last = model.children()
@@ -185,7 +185,7 @@ def sharded_state_with_groups_freezing_and_schedulers(backend: Backend) -> None:
                 one[4].requires_grad_(number == 3)  # type: ignore[index]
                 one[1].bias.requires_grad_(number == 5)  # type: ignore[index]
         _step(backend, wrapped, pairs[0][0], number)
-        _step_alone(backend, twin, pairs[1][0], number)
+        _reference_step(backend, twin, pairs[1][0], number)
         for _, scheduler in pairs:
             scheduler.step()
         assert [group["lr"] for group in pairs[0][0].param_groups] == [
@@ -198,7 +198,7 @@ def sharded_state_with_groups_freezing_and_schedulers(backend: Backend) -> None:
 
 @contract
 def sharded_state_with_loss_scaling(backend: Backend) -> None:
-    model, wrapped, optimizer = _start(backend, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
+    model, wrapped, optimizer = _setup(backend, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
     twin = _build()
     twin_optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(backend.device.type, init_scale=256.0)
@@ -211,7 +211,7 @@ def sharded_state_with_loss_scaling(backend: Backend) -> None:
         scaler.step(optimizer)
         scaler.update()
         if number != 1:
-            _step_alone(backend, twin, twin_optimizer, number)
+            _reference_step(backend, twin, twin_optimizer, number)
     _assert_same(backend, model, twin)
 
 
@@ -251,7 +251,7 @@ def sharded_state_of_two_optimizers_with_a_closure(backend: Backend) -> None:
 
 @contract
 def sharded_state_of_one_small_parameter(backend: Backend) -> None:
-    """Ranks without a part take part in every step."""
+    """Ranks that own no elements also participate in every step."""
     model, twin = (nn.Linear(FEATURES, 1, bias=False).double() for _ in range(2))
     twin.load_state_dict(model.state_dict())
     shared = backend.broadcast(model.weight.detach())
@@ -262,14 +262,14 @@ def sharded_state_of_one_small_parameter(backend: Backend) -> None:
     twin_optimizer = torch.optim.Adam(twin.parameters())
     for number in range(3):
         _step(backend, wrapped, optimizer, number)
-        _step_alone(backend, twin, twin_optimizer, number)
+        _reference_step(backend, twin, twin_optimizer, number)
     _assert_same(backend, model, twin)
     torch.testing.assert_close(optimizer.state_dict()["state"], twin_optimizer.state_dict()["state"])
 
 
 @contract
 def sharded_state_rejects_a_step_on_local_gradients(backend: Backend) -> None:
-    model, wrapped, optimizer = _start(backend, lambda parameters: torch.optim.Adam(parameters))
+    model, wrapped, optimizer = _setup(backend, lambda parameters: torch.optim.Adam(parameters))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with backend.no_sync(wrapped):
         loss_of(wrapped(batch(backend.rank))).backward()
@@ -278,8 +278,8 @@ def sharded_state_rejects_a_step_on_local_gradients(backend: Backend) -> None:
     _step(backend, wrapped, optimizer, 0)
 
 
-class _CollectivesOnly:
-    """The methods of a Communicator that a backend from another package may limit itself to."""
+class _BroadcastOnly:
+    """A communicator with blocking broadcasts only, as a third-party backend may provide it."""
 
     def __init__(self, backend: Backend) -> None:
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
@@ -291,10 +291,10 @@ def sharded_state_needs_only_blocking_broadcasts(backend: Backend) -> None:
     model, twin = _build(), _build()
     wrapped = backend.distributed_model(model)
     optimizer, twin_optimizer = (torch.optim.Adam(one.parameters()) for one in (model, twin))
-    shard_optimizer_state(optimizer, _CollectivesOnly(backend))  # type: ignore[arg-type]
+    shard_optimizer_state(optimizer, _BroadcastOnly(backend))  # type: ignore[arg-type]
     for number in range(2):
         _step(backend, wrapped, optimizer, number)
-        _step_alone(backend, twin, twin_optimizer, number)
+        _reference_step(backend, twin, twin_optimizer, number)
     _assert_same(backend, model, twin)
 
 
@@ -309,7 +309,7 @@ class _FailingSGD(torch.optim.SGD):
 
 @contract
 def sharded_state_survives_a_failing_step(backend: Backend) -> None:
-    model, wrapped, optimizer = _start(backend, lambda parameters: _FailingSGD(parameters, lr=0.1, momentum=0.5))
+    model, wrapped, optimizer = _setup(backend, lambda parameters: _FailingSGD(parameters, lr=0.1, momentum=0.5))
     twin = _build()
     twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.5)
     raises(RuntimeError, "failed", lambda: _step(backend, wrapped, optimizer, 0))
@@ -317,12 +317,12 @@ def sharded_state_survives_a_failing_step(backend: Backend) -> None:
     optimizer.fails = False  # type: ignore[attr-defined]
     for number in range(2):
         _step(backend, wrapped, optimizer, number)
-        _step_alone(backend, twin, twin_optimizer, number)
+        _reference_step(backend, twin, twin_optimizer, number)
     _assert_same(backend, model, twin)
 
 
 class _DecayingAdam(torch.optim.Adam):
-    """Calls the step of its base class, which calls all hooks a second time, and uses the state afterwards."""
+    """Calls `super().step()`, which calls all hooks a second time, and reads the state afterwards."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -333,7 +333,7 @@ class _DecayingAdam(torch.optim.Adam):
 
 
 class _Decay(torch.optim.Optimizer):
-    """Updates all parameters, also those without gradients."""
+    """Updates all parameters, including those without gradients."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, {})
@@ -346,10 +346,10 @@ class _Decay(torch.optim.Optimizer):
 
 @contract
 def sharded_state_of_user_defined_optimizers(backend: Backend) -> None:
-    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # adds the calls of hooks to the step of the base class
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # the constructor adds calls of hooks to Adam.step
     for make in (_DecayingAdam, _Decay):
         for with_closure in (False, True):
-            model, wrapped, optimizer = _start(backend, make)
+            model, wrapped, optimizer = _setup(backend, make)
             twin = _build()
             twin_optimizer = make(twin.parameters())
             for number in range(3):
@@ -364,7 +364,7 @@ def sharded_state_of_user_defined_optimizers(backend: Backend) -> None:
                     optimizer.step(closure)
                 else:
                     _step(backend, wrapped, optimizer, number)
-                _step_alone(backend, twin, twin_optimizer, number)
+                _reference_step(backend, twin, twin_optimizer, number)
             _assert_same(backend, model, twin)
 
 
@@ -380,7 +380,7 @@ def sharded_state_updates_parameters_without_gradients(backend: Backend) -> None
 
 @contract
 def sharded_state_with_step_hooks_and_repeated_setup(backend: Backend) -> None:
-    """Hooks that are registered after sharding get all parameters, and the optimizer may be distributed twice."""
+    """Step hooks registered after sharding receive all parameters, and an optimizer may be distributed twice."""
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], 0.05)
@@ -403,7 +403,7 @@ def sharded_state_with_step_hooks_and_repeated_setup(backend: Backend) -> None:
         one.register_step_pre_hook(clip)
     for number in range(3):
         _step(backend, wrapped, optimizer, number)
-        _step_alone(backend, twin, twin_optimizer, number)
+        _reference_step(backend, twin, twin_optimizer, number)
     _assert_same(backend, model, twin)
 
 
@@ -419,7 +419,7 @@ def sharded_state_follows_replaced_parameters(backend: Backend) -> None:
                 optimizer.param_groups[0]["params"] = [*one.parameters()][3:6]
         wrapped.zero_grad()
         _step(backend, wrapped, optimizers[0], number)
-        _step_alone(backend, twin, optimizers[1], number)
+        _reference_step(backend, twin, optimizers[1], number)
     _assert_same(backend, model, twin)
 
 
@@ -433,7 +433,7 @@ class _NoHooks(torch.optim.SGD):
 
 @contract
 def sharded_state_that_would_be_lost_raises(backend: Backend) -> None:
-    _, wrapped, optimizer = _start(backend, torch.optim.Adam)
+    _, wrapped, optimizer = _setup(backend, torch.optim.Adam)
     _step(backend, wrapped, optimizer, 0)
     if backend.name != "local":
         for copy_optimizer in (copy.deepcopy, pickle.dumps):

@@ -1,4 +1,4 @@
-"""Gradients compared with the reference implementation, and models that `distributed_model` cannot train."""
+"""Comparison of gradients with the reference implementation, and models that `distributed_model` cannot train."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def mean_overflows_if_and_only_if_the_sum_overflows(backend: Backend) -> None:
 
 @contract
 def collectives_of_large_tensors_work_after_a_mismatch(backend: Backend) -> None:
-    """A backend may begin a large allreduce before the ranks have compared its arguments."""
+    """A backend may start a large allreduce before the ranks have compared its arguments."""
     is_last, several = backend.rank == backend.size - 1, backend.size > 1
     ones = torch.ones(100_000)
     mismatches = [

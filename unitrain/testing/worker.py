@@ -1,4 +1,4 @@
-"""One rank of a `RankGroup`: starts its backend, then runs the functions that the group sends until it sends None.
+"""One rank of a `RankGroup`: start the backend, then run each function that the group sends, until it sends None.
 
 python -m unitrain.testing.worker HOST PORT BACKEND DEVICE TIMEOUT_SECONDS
 """
@@ -53,12 +53,13 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
             function, args = pickle.loads(message)
             answer: tuple[Any, ...] = (True, function(backend, *args))
         except BaseException as error:
-            # The time identifies the rank that failed first: the first report is often that of a rank that lost a peer.
+            # The time identifies the rank that failed first. The first report often comes from a rank that has lost a
+            # peer.
             answer = (False, type(error).__name__, str(error), traceback.format_exc(), time.time())
-        # parent.send would pass tensors as shared memory, which this process frees when it ends.
+        # parent.send would pass tensors in shared memory, which this process frees when it exits.
         parent.send_bytes(pickle.dumps(answer))
         if not answer[0]:
-            # Do not shut down after a failure: it could wait for ranks that hang.
+            # Do not shut down after a failure, because a shutdown could wait for ranks that hang.
             parent.close()
             os._exit(1)
     if backend is not None:
@@ -66,7 +67,7 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
 
 
 def end() -> NoReturn:
-    """Run the exit handlers and end this process, without the seconds that Python needs to unload torch."""
+    """Run the exit handlers and exit immediately, which saves the seconds that Python needs to unload torch."""
     for thread in threading.enumerate():
         if not (thread.daemon or thread is threading.current_thread()):
             thread.join()
